@@ -1,12 +1,12 @@
 # Every target sets up what it needs: see scripts/with-python. PYTHON=path names another interpreter to try first.
 #
 #   make train [NPROC=n] [ARGS="..."]   train a GPT-2 (ARGS="--help" lists the arguments)
-#   make test  [ARGS="..."]             lint, types and all CPU tests (ARGS go to pytest)
-#   make test-torch [TORCH=2.8.0]     the CPU tests with another version of torch, in an environment of its own
+#   make test  [ARGS="..."]             lint, types and the CPU tests: 12 minutes on two cores (ARGS go to pytest)
+#   make test-short / make test-long    the same without lint and types / the CPU tests that take longer: an hour
+#   make test-torch [TORCH=2.8.0]     all CPU tests with another version of torch, in an environment of its own
 #   make test-transformers [TRANSFORMERS=4.57.6]  the tests of models and tokenizers with another version of transformers, likewise
 #   make test-ray [RAY=2.60.0]          the tests with Ray Train, likewise
-#   make test-gpu                       the GPU tests, on however many GPUs there are
-#                                       (quicker, with pytest-xdist: ARGS="-n 8 -m 'not alone'", then ARGS="-m alone")
+#   make test-gpu                       the GPU tests, on however many GPUs there are; writes benchmarks/results/gpu-tests.json
 #   make bench [ARGS="..."]             compare this library with others on the GPUs there are (ARGS="--list", "--suite quick", "--help")
 #   make docs [ARGS="--language en"]    build the documentation site into build/docs
 #   make mutants [ARGS="..."]           plant faults in the source and see which test notices (ARGS="--path src/bmtrain/optim --count 20")
@@ -22,18 +22,26 @@ JOBS ?= 2
 
 export PYTHON
 
-.PHONY: train test test-torch test-transformers test-ray test-gpu bench docs mutants faults lint format clean
+.PHONY: train test test-short test-long test-torch test-transformers test-ray test-gpu bench docs mutants faults lint format clean
 
 train:
 	@scripts/with-python train scripts/launch.py --nproc $(NPROC) examples/gpt2/train.py $(ARGS)
 
-test: lint
-	@scripts/with-python test -m pytest --ignore=tests/gpu --ignore=tests/ray_train -n $(JOBS) --dist=loadfile $(ARGS)
+PYTEST = scripts/with-python test -m pytest -n $(JOBS) --dist=worksteal --ignore=tests/gpu --ignore=tests/ray_train
+
+test: export SUITE_BEGAN := $(shell date +%s)
+test: lint test-short
+
+test-short:
+	@$(PYTEST) -m "not long" $(ARGS)
+
+test-long:
+	@$(PYTEST) -m long $(ARGS)
 
 # The oldest torch that is supported and the newest that constraints.txt has not got yet: TORCH=2.15.0
 test-torch: export TORCH ?= 2.8.0
 test-torch:
-	@scripts/with-python test -m pytest --ignore=tests/gpu --ignore=tests/ray_train -n $(JOBS) --dist=loadfile $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 # Its own and torch's warnings of what is deprecated are not ours to mend.
 TRANSFORMERS_TESTS = tests/data_sets/test_hugging_face_tokenizers.py tests/models
@@ -46,7 +54,7 @@ test-ray:
 	@scripts/with-python test -m pytest tests/ray_train $(ARGS)
 
 test-gpu:
-	@scripts/with-python test-gpu -m pytest tests/gpu $(ARGS)
+	@scripts/with-python test-gpu scripts/gpu_tests.py --commit "$$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" $(ARGS)
 
 bench:
 	@scripts/with-python bench benchmarks/compare.py --commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)" $(ARGS)

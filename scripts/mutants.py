@@ -1,11 +1,13 @@
 """Plant faults in the source, one at a time, each in a copy of the tree, and see whether a test
 notices.
 
-    make mutants [ARGS="--path src/bmtrain/shard --count 12 --seed 0"]
+    make mutants [ARGS="--rooms shard optim --count 10 --seed 34"]
 
-A fault that no test notices is dead code or a missing test. The table is written to
-docs/mutants.md; what stands there in the column "word" about a survivor is kept as long as the
-fault is the same.
+A run of all tests with a probe in front of each fault says which tests reach it, and how long they
+take. Then each fault is judged by those tests, the quickest first, until one notices: by those of
+`make test`, and if it lives by those of `make test-long`. The table is written to docs/mutants.md;
+what stands there in the column "word" about a fault that lives is kept as long as the fault is the
+same. A fault that no test notices is dead code or a missing test.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import ast
 import concurrent.futures
 import copy
 import dataclasses
+import json
 import os
 import pathlib
 import random
@@ -29,116 +32,40 @@ from collections.abc import Iterator, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "mutants.md"
-UNNOTICED = ("survived", "unreached")
-COPIED = ("src", "tests", "examples", "scripts", "docs", "pyproject.toml", "README.md", "Makefile")
+COPIED = (
+    "src",
+    "tests",
+    "examples",
+    "scripts",
+    "benchmarks",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "README-zh.md",
+    "CHANGELOG.md",
+    "Makefile",
+)
+ROOMS = {
+    **{
+        name: f"src/bmtrain/{name}"
+        for name in (
+            "shard",
+            "block",
+            "optim",
+            "checkpoint",
+            "snapshot",
+            "recompute",
+            "distributed",
+        )
+    },
+    **{name: f"src/model_center/{name}" for name in ("layer", "model", "weights", "dataset")},
+}
+SPARE = 2  # how many times the count are drawn: some lie on lines that no test reaches on a CPU
 # Calls whose loss no test of values need notice at once: waits, releases, agreements.
 GUARDS = re.compile(
     r"(^|_)(wait|waits|release|forget|fence|barrier|agree|attempt|flush|settle|discard|synchronize|mark_written|mark_set|"
     r"clear|detach|record|check|join|close|hold|drop|lend|finish)(_|$)|^_?check"
 )
-# Tests that stand near a folder: quick ones first. Random programs and idioms stand near all that
-# computes.
-QUICK = [
-    "tests/unit/test_layout.py",
-    "tests/unit/test_ring.py",
-    "tests/unit/test_schedule.py",
-    "tests/unit/test_exchange.py",
-]
-TRAINING = [
-    "tests/ranks/test_idioms.py",
-    "tests/ranks/test_blocks.py",
-    "tests/ranks/test_wrapper.py",
-    "tests/programs",
-]
-NEAREST = {
-    "shard": [
-        *QUICK,
-        "tests/ranks/test_cleared_gradients.py",
-        "tests/ranks/test_writes.py",
-        "tests/ranks/test_parting.py",
-        *TRAINING,
-        "tests/ranks/test_placement.py",
-        "tests/ranks/test_transport.py",
-        "tests/ranks/test_stream_order.py",
-        "tests/ranks/test_optim_gradients.py",
-        "tests/ranks/test_overflow.py",
-        "tests/ranks/test_tensor_parallel.py",
-        "tests/ranks/test_pipeline.py",
-        "tests/ranks/test_graph.py",
-    ],
-    "recompute": [
-        "tests/unit/test_recompute_plan.py",
-        "tests/ranks/test_replay.py",
-        *TRAINING,
-        "tests/ranks/test_recompute.py",
-        "tests/ranks/test_inner_checkpoint.py",
-        "tests/ranks/test_recompute_plans.py",
-        "tests/ranks/test_recompute_memory.py",
-        "tests/ranks/test_compile.py",
-    ],
-    "compile": [
-        "tests/unit/test_fusions.py",
-        "tests/unit/test_heads.py",
-        "tests/unit/test_fp8.py",
-        "tests/ranks/test_compile.py",
-        "tests/ranks/test_fp8.py",
-        "tests/ranks/test_compiled_dropout.py",
-        "tests/ranks/test_compiled_models.py",
-    ],
-    "block": [
-        "tests/ranks/test_binding.py",
-        *TRAINING,
-        "tests/ranks/test_replay.py",
-        "tests/ranks/test_graph.py",
-    ],
-    "parallel": ["tests/unit/test_microbatch.py", "tests/ranks/test_pipeline.py"],
-    "optim": [
-        "tests/unit/test_adam.py",
-        "tests/unit/test_loss_scale.py",
-        "tests/ranks/test_optim.py",
-        "tests/ranks/test_overflow.py",
-        "tests/ranks/test_optim_gradients.py",
-        *TRAINING,
-        "tests/ranks/test_checkpoint.py",
-        "tests/ranks/test_seeds.py",
-    ],
-    "distributed": [
-        "tests/unit/test_topology.py",
-        "tests/ranks/test_communication.py",
-        "tests/ranks/test_parting.py",
-        "tests/ranks/test_transport.py",
-        "tests/ranks/test_tensor_parallel.py",
-        *TRAINING,
-    ],
-    "runtime": [
-        "tests/unit/test_utils.py",
-        "tests/ranks/test_bad_input.py",
-        "tests/ranks/test_default_device.py",
-        "tests/ranks/test_communication.py",
-        "tests/ranks/test_compat.py",
-        *TRAINING,
-    ],
-    "checkpoint": [
-        "tests/ranks/test_checkpoint.py",
-        "tests/ranks/test_background_save.py",
-        "tests/ranks/test_old_files.py",
-    ],
-    "inspect": ["tests/ranks/test_inspect.py", "tests/unit/test_inspect_format.py"],
-    "loss": [
-        "tests/unit/test_cross_entropy.py",
-        "tests/unit/test_linear_cross_entropy.py",
-        "tests/ranks/test_parallel_loss.py",
-        "tests/ranks/test_linear_cross_entropy.py",
-        "tests/ranks/test_token_mean.py",
-    ],
-    "lr_scheduler": ["tests/unit/test_lr_scheduler.py", "tests/unit/test_schedules.py"],
-    "nn": [
-        "tests/ranks/test_tensor_parallel.py",
-        "tests/ranks/test_placement.py",
-        "tests/ranks/test_seeds.py",
-    ],
-    "verification": ["tests/verification"],
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,112 +86,149 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True)
+class Test:
+    """A test that reaches a fault."""
+
+    name: str
+    seconds: float
+    is_long: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of a fault: killed by a test, survived, or unreached, where no test runs its line
-    on a CPU.
+    """What became of a fault.
+
+    Attributes:
+        outcome: "short" or "long", the suite that noticed it, or "lives".
+        by: the test that did; of one that lives, how many tests were run.
+        more: of one that lives, how many tests that reach it were not run for lack of time.
     """
 
     fault: Fault
     outcome: str
     by: str
     seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class TestFile:
-    """Tests, and how long they take."""
-
-    name: str
-    seconds: float
+    more: int = 0
 
 
 def main() -> int:
-    """Plant, test, write the table."""
+    """Draw, map, plant, write the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--path",
-        nargs="+",
-        default=["src/bmtrain/shard"],
-        help="folders or files of src/bmtrain (src/bmtrain/shard)",
-    )
-    parser.add_argument(
-        "--count",
-        type=int,
-        default=12,
-        help="how many faults of each, drawn from all that there are (12)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
-    parser.add_argument(
-        "--tests", nargs="*", default=None, help="test files in place of the nearest"
-    )
+    parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=ROOMS)
+    parser.add_argument("--count", type=int, default=10, help="faults of each room (10)")
+    parser.add_argument("--seed", type=int, default=34, help="of the draw (34)")
     parser.add_argument("--jobs", type=int, default=2, help="how many run beside each other (2)")
     parser.add_argument(
-        "--list", action="store_true", help="print the faults drawn, and plant none"
+        "--map", type=pathlib.Path, help="a file for the map: read if it is there, else written"
     )
+    parser.add_argument(
+        "--results", type=pathlib.Path, help="a file of results, read and added to: goes on there"
+    )
+    parser.add_argument(
+        "--long-limit", type=float, default=600.0, help="seconds of long tests a fault (600)"
+    )
+    parser.add_argument(
+        "--faults", type=pathlib.Path, help="a file of faults, as --list prints them, drawn earlier"
+    )
+    parser.add_argument("--list", action="store_true", help="print the faults, and plant none")
     args = parser.parse_args()
-    faults = [fault for path in args.path for fault in drawn(path, args.count, args.seed)]
+    if args.faults:
+        rows = map(json.loads, args.faults.read_text().splitlines())
+        found = [located(Fault(**row)) for row in rows]
+        faults = [fault for fault in found if fault is not None]
+        gone = len(found) - len(faults)
+        print(f"{gone} of {len(found)} faults have no place any more", file=sys.stderr)
+    else:
+        faults = [x for room in args.rooms for x in drawn(room, SPARE * args.count, args.seed)]
     if args.list:
-        print("\n".join(map(str, faults)))
+        print("\n".join(json.dumps(dataclasses.asdict(fault)) for fault in faults))
         return 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         base = pathlib.Path(folder, "base")
         copy_tree(ROOT, base)  # once: the files may be edited meanwhile
-        how = f"--path {' '.join(args.path)} --count {args.count} --seed {args.seed}" + (
-            f" --tests {' '.join(args.tests)}" if args.tests else ""
+        reach = mapped(base, faults, args.jobs, args.map)
+        chosen = [
+            fault
+            for room in args.rooms
+            for fault in [x for x in faults if x.path.startswith(ROOMS[room] + "/") and reach[x]][
+                : args.count
+            ]
+        ]
+        how = (
+            f"--faults {args.faults}"
+            if args.faults
+            else f"--rooms {' '.join(args.rooms)} --count {args.count} --seed {args.seed}"
         )
-        words = read_words()
-        results: list[Result] = []
+        results = read_results(args.results, chosen)
+        left = [fault for fault in chosen if fault not in {result.fault for result in results}]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            groups = pool.map(lambda group: reaching(base, *group), grouped(faults, args.tests))
-            reach = {fault: tests for group in groups for fault, tests in group.items()}
             for future in concurrent.futures.as_completed(
-                [pool.submit(planted, base, fault, reach[fault]) for fault in faults]
+                [pool.submit(judged, base, x, reach[x], args.long_limit) for x in left]
             ):
                 result = future.result()
-                results = sorted(
-                    [*results, result], key=lambda known: (known.fault.path, known.fault.first)
-                )
+                results.append(result)
                 print(
-                    f"{result.outcome:9s}{result.seconds:5.0f} s  {result.fault}  [{result.by}]",
+                    f"{result.outcome:6s}{result.seconds:5.0f} s  {result.fault}  [{result.by}]",
                     flush=True,
                 )
-                write_table(results, how, words)  # what is known, should this be interrupted
+                if args.results:
+                    with args.results.open("a") as file:
+                        file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+    results.sort(key=lambda known: chosen.index(known.fault))
+    write_table(results, how, read_words())
     print(counted(results))
     return 0
 
 
-def drawn(path: str, count: int, seed: int) -> list[Fault]:
-    """A sample of all faults below a path, as many of each kind as there is room for, in a fixed
-    order.
+def drawn(room: str, count: int, seed: int) -> list[Fault]:
+    """A sample of all faults in the bodies of a room's functions, as many of each kind as there is
+    room for, in an order of chance.
     """
-    place = ROOT / path
-    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
     by_kind: dict[str, list[Fault]] = {}
-    for file in files:
+    for file in sorted((ROOT / ROOMS[room]).rglob("*.py")):
         for fault in faults_of(file):
             by_kind.setdefault(fault.kind, []).append(fault)
-    chosen: list[Fault] = []
-    generator = random.Random(seed)
+    generator = random.Random(f"{seed}{room}")
     piles = [generator.sample(pile, len(pile)) for _, pile in sorted(by_kind.items())]
+    chosen: list[Fault] = []
     while len(chosen) < count and any(piles):
         for pile in piles:
             if pile and len(chosen) < count:
                 chosen.append(pile.pop())
-    return sorted(chosen, key=lambda fault: (fault.path, fault.first))
+    return chosen
+
+
+def located(fault: Fault) -> Fault | None:
+    """The same fault where its code is now; None where it is gone."""
+    file = ROOT / fault.path
+    same = [
+        x
+        for x in (faults_of(file) if file.exists() else ())
+        if (x.kind, x.before, x.after) == (fault.kind, fault.before, fault.after)
+    ]
+    return min(same, key=lambda x: abs(x.first - fault.first), default=None)
 
 
 def faults_of(file: pathlib.Path) -> Iterator[Fault]:
-    """Every fault that can be planted in a file, one statement or expression each."""
+    """Every fault that can be planted in the functions of a file, one statement or expression
+    each.
+    """
     text = file.read_text(encoding="utf-8")
-    name = file.relative_to(ROOT).as_posix()
-    for node in ast.walk(ast.parse(text)):
+    name, tree = file.relative_to(ROOT).as_posix(), ast.parse(text)
+    bodies = [
+        (node.body[0].lineno, node.end_lineno or 0)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    for node in ast.walk(tree):
         for kind, new in edits(node):
             old = ast.get_source_segment(text, node)
             if old is not None and isinstance(node, ast.stmt | ast.expr):
-                last = node.end_lineno or node.lineno
-                yield Fault(name, kind, node.lineno, last, " ".join(old.split()), _spliced(new))
+                first, last = node.lineno, node.end_lineno or node.lineno
+                if any(begin <= first and last <= end for begin, end in bodies):
+                    yield Fault(name, kind, first, last, " ".join(old.split()), _spliced(new))
 
 
 def edits(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -329,75 +293,86 @@ def with_fault(text: str, fault: Fault) -> str:
     return ast.unparse(tree)
 
 
-def tests_near(path: str) -> list[str]:
-    """Of a file of src/bmtrain: those of its folder."""
-    room = pathlib.PurePosixPath(path).parts[2]
-    return NEAREST.get(room, ["tests/ranks"])
-
-
 def copy_tree(source: pathlib.Path, target: pathlib.Path) -> None:
     """What the tests need of the repository."""
     target.mkdir(parents=True)
     for name in COPIED:
         if (source / name).is_dir():
-            shutil.copytree(
-                source / name, target / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source / name, target / name, ignore=ignored)
         elif (source / name).exists():
             shutil.copy2(source / name, target / name)
 
 
-def grouped(
-    faults: Sequence[Fault], tests: Sequence[str] | None
-) -> Iterator[tuple[list[Fault], Sequence[str]]]:
-    """Faults that the same tests stand near, and those tests."""
-    groups: dict[tuple[str, ...], list[Fault]] = {}
-    for fault in faults:
-        groups.setdefault(tuple(tests or tests_near(fault.path)), []).append(fault)
-    for near, found in groups.items():
-        yield found, near
+# Imported by the probes: which test runs is in the environment, also on ranks.
+_REACHED = """import os
+seen = set()
+def at(*numbers):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    for number in numbers:
+        if (number, test) not in seen:
+            seen.add((number, test))
+            with open(f"{folder!s}/{os.getpid()}", "a") as file:
+                file.write(f"{number} {test}" + chr(10))
+"""
 
 
-def reaching(
-    base: pathlib.Path, faults: Sequence[Fault], tests: Sequence[str]
-) -> dict[Fault, list[TestFile]]:
-    """Of the test files those that run a fault's statement, the quickest first.
-
-    The script ends if one fails without a fault.
-    """
-    found: dict[Fault, list[TestFile]] = {fault: [] for fault in faults}
+def mapped(
+    base: pathlib.Path, faults: Sequence[Fault], jobs: int, kept: pathlib.Path | None
+) -> dict[Fault, list[Test]]:
+    """The tests that reach each fault, the quickest first."""
+    if kept is not None and kept.exists():
+        rows = json.loads(kept.read_text())
+        known = {Fault(**row["fault"]): [Test(**test) for test in row["tests"]] for row in rows}
+        if set(faults) <= set(known):
+            return {fault: known[fault] for fault in faults}
     with tempfile.TemporaryDirectory(prefix="reach-") as folder:
         tree, traces = pathlib.Path(folder, "tree"), pathlib.Path(folder, "traces")
+        traces.mkdir()
         copy_tree(base, tree)
-        for path in {fault.path for fault in faults}:
-            probes = {
-                number: f"__import__('pathlib').Path({str(traces / str(number))!r}).touch()"
-                for number, fault in enumerate(faults)
-                if fault.path == path
+        (tree / "src" / "_reached.py").write_text(f"folder = {str(traces)!r}\n" + _REACHED)
+        by_file: dict[str, dict[int, list[int]]] = {}
+        for number, fault in enumerate(faults):
+            by_file.setdefault(fault.path, {}).setdefault(fault.first, []).append(number)
+        for path, lines in by_file.items():
+            calls = {
+                line: f"__import__('_reached').at({', '.join(map(str, numbers))})"
+                for line, numbers in lines.items()
             }
             file = tree / path
-            file.write_text(
-                with_probes(
-                    file.read_text(encoding="utf-8"),
-                    {faults[n].first: x for n, x in probes.items()},
-                )
-            )
-        for test in tests:
-            traces.mkdir()
-            began = time.monotonic()
-            outcome, by = _tested(tree, test, 3600.0)
-            if outcome != "survived":
-                sys.exit(f"the tests fail without a fault: {by}")
-            reached = TestFile(test, time.monotonic() - began)
-            for trace in traces.iterdir():
-                found[faults[int(trace.name)]].append(reached)
-            print(
-                f"without a fault{reached.seconds:5.0f} s  {test}: reaches "
-                f"{len(list(traces.iterdir()))}",
-                flush=True,
-            )
-            shutil.rmtree(traces)
-    return {fault: sorted(files, key=lambda file: file.seconds) for fault, files in found.items()}
+            file.write_text(with_probes(file.read_text(encoding="utf-8"), calls))
+        took = {
+            **_timed(tree, jobs, "not long", is_long=False),
+            **_timed(tree, jobs, "long", is_long=True),
+        }
+        reached: dict[Fault, set[str]] = {fault: set() for fault in faults}
+        for trace in traces.iterdir():
+            for line in trace.read_text().splitlines():
+                place, _, test = line.partition(" ")
+                reached[faults[int(place)]].add(test)
+    reach = {
+        fault: sorted((took[test] for test in tests if test in took), key=lambda x: x.seconds)
+        for fault, tests in reached.items()
+    }
+    if kept is not None:
+        rows = [
+            {"fault": dataclasses.asdict(fault), "tests": [dataclasses.asdict(x) for x in tests]}
+            for fault, tests in reach.items()
+        ]
+        kept.write_text(json.dumps(rows))
+    return reach
+
+
+def _timed(tree: pathlib.Path, jobs: int, suite: str, *, is_long: bool) -> dict[str, Test]:
+    """Run a suite with the probes: its tests, and how long each takes."""
+    options = ["-m", suite, "-n", str(jobs), "--dist=worksteal", "--durations=0", "-vv"]
+    left_out = ["--ignore=tests/gpu", "--ignore=tests/ray_train", "--ignore=tests/arch"]
+    printed, _ = _pytest(tree, [*options, *left_out], limit=4 * 3600.0)
+    found = {}
+    for seconds, name in re.findall(r"^([\d.]+)s call +(\S.*)$", printed, re.MULTILINE):
+        found[name.strip()] = Test(name.strip(), float(seconds), is_long)
+    print(f"{suite}: {len(found)} tests; {printed.strip().splitlines()[-1]}", flush=True)
+    return found
 
 
 def with_probes(text: str, probes: Mapping[int, str]) -> str:
@@ -418,35 +393,52 @@ def with_probes(text: str, probes: Mapping[int, str]) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def planted(base: pathlib.Path, fault: Fault, tests: Sequence[TestFile]) -> Result:
-    """Run the tests that reach it on a copy of the tree with the fault in it, until the first
-    fails.
-    """
-    if not tests:
-        return Result(fault, "unreached", "", 0.0)
-    began = time.monotonic()
+def judged(base: pathlib.Path, fault: Fault, tests: Sequence[Test], long_limit: float) -> Result:
+    """Run the tests that reach it on a copy of the tree with the fault in it, until one fails."""
+    began, num_run = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = pathlib.Path(folder, "tree")
         copy_tree(base, tree)
         file = tree / fault.path
         file.write_text(with_fault(file.read_text(encoding="utf-8"), fault), encoding="utf-8")
-        for test in tests:
-            outcome, by = _tested(tree, test.name, 3 * test.seconds + 10)
-            if outcome != "survived":
-                break
-    return Result(fault, outcome, by, time.monotonic() - began)
+        for suite in ("short", "long"):
+            own = [test for test in tests if test.is_long == (suite == "long")]
+            if suite == "long":
+                own = [x for i, x in enumerate(own) if sum(y.seconds for y in own[:i]) < long_limit]
+            if not own:
+                continue
+            by = _noticed(tree, own)
+            if by is not None:
+                return Result(fault, suite, by, time.monotonic() - began)
+            num_run += len(own)
+    seconds, more = time.monotonic() - began, len(tests) - num_run
+    return Result(fault, "lives", f"{num_run} tests", seconds, more)
 
 
-def _tested(tree: pathlib.Path, test: str, limit: float) -> tuple[str, str]:
+def _noticed(tree: pathlib.Path, tests: Sequence[Test]) -> str | None:
+    """The first test that fails; None if none does."""
+    names = tree / "names.txt"
+    names.write_text("\n".join(test.name for test in tests))
+    limit = 60.0 + 5 * sum(test.seconds for test in tests)
+    printed, code = _pytest(tree, ["-q", "-x", f"@{names}"], limit)
+    if code is None:
+        return f"a hang: more than {limit:.0f} s"
+    if code == 0:
+        return None
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+    return found[0].partition("[")[0] if found else f"exit status {code}"
+
+
+def _pytest(tree: pathlib.Path, options: Sequence[str], limit: float) -> tuple[str, int | None]:
+    """What pytest prints, and its exit status; None after a hang."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}",
         "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
     }
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
         cwd=tree,
         env=environment,
         stdout=subprocess.PIPE,
@@ -458,12 +450,18 @@ def _tested(tree: pathlib.Path, test: str, limit: float) -> tuple[str, str]:
         printed, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the processes that tests have started, too
-        process.communicate()
-        return "hang", f"more than {limit:.0f} s"
-    if process.returncode == 0:
-        return "survived", ""
-    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
-    return "killed", found[0].partition("[")[0] if found else f"exit status {process.returncode}"
+        printed, _ = process.communicate()
+        return printed, None
+    return printed, process.returncode
+
+
+def read_results(path: pathlib.Path | None, faults: Sequence[Fault]) -> list[Result]:
+    """What an interrupted run has found."""
+    if path is None or not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [Result(**{**row, "fault": Fault(**row["fault"])}) for row in rows]
+    return [result for result in found if result.fault in faults]
 
 
 def write_table(results: list[Result], how: str, words: dict[tuple[str, str], str]) -> None:
@@ -471,49 +469,42 @@ def write_table(results: list[Result], how: str, words: dict[tuple[str, str], st
     lines = [
         "# Planted faults",
         "",
-        f'Written by `make mutants ARGS="{how}"`: faults planted one at a time, and '
-        "the test that noticed each. "
-        f"{counted(results)}. A hang is noticed too: the tests take less than their "
-        "limit without a fault. Unreached lines run on "
-        "GPUs only, or in tests that stand further off.",
+        f'Written by `make mutants ARGS="{how}"`: faults planted one at a time, in lines that a '
+        f"test reaches on a CPU, and the suite and the test that noticed each. {counted(results)}. "
+        "A hang is noticed too: the tests take less than a fifth of their limit without a fault.",
         "",
-        "| where | fault | before | after | outcome | word |",
+        "| where | fault | before | after | noticed by | word |",
         "|---|---|---|---|---|---|",
     ]
     for result in results:
-        fault = result.fault
-        cells = [
-            fault.path.removeprefix("src/bmtrain/") + f":{fault.first}",
-            fault.kind,
-            _code(fault.before),
-            _code(fault.after),
-        ]
-        said = f"{result.outcome}: {result.by}" if result.by else result.outcome
-        word = (
-            words.get((fault.kind, _code(fault.before)), "") if result.outcome in UNNOTICED else ""
-        )
-        lines.append("| " + " | ".join([*cells, said, word]) + " |")
+        fault, lives = result.fault, result.outcome == "lives"
+        where = fault.path.removeprefix("src/") + f":{fault.first}"
+        more = f", {result.more} not run" if result.more else ""
+        noticed = f"lives: {result.by}{more}" if lives else f"{result.outcome}: {result.by}"
+        word = words.get((fault.kind, _code(fault.before)), "") if lives else ""
+        cells = [where, fault.kind, _code(fault.before), _code(fault.after), noticed, word]
+        lines.append("| " + " | ".join(cells) + " |")
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def counted(results: list[Result]) -> str:
-    """How many tests have noticed, of those whose lines they run."""
-    reached = [result for result in results if result.outcome != "unreached"]
-    killed = sum(result.outcome != "survived" for result in reached)
+    """How many were noticed by which suite."""
+    short = sum(result.outcome == "short" for result in results)
+    long = sum(result.outcome == "long" for result in results)
     return (
-        f"{killed} of {len(reached)} were noticed, and {len(results) - len(reached)} were "
-        "not reached"
+        f"Of {len(results)}, `make test` noticed {short}, `make test-long` {long} more, and "
+        f"{len(results) - short - long} live"
     )
 
 
 def read_words() -> dict[tuple[str, str], str]:
-    """What has been said about survivors, by kind and code."""
+    """What has been said about faults that live, by kind and code."""
     found: dict[tuple[str, str], str] = {}
     if not TABLE.exists():
         return found
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 6 and cells[4] in UNNOTICED:
+        if len(cells) == 6 and cells[5]:
             found[cells[1], cells[2]] = cells[5]
     return found
 

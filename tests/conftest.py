@@ -1,7 +1,67 @@
-"""What all tests have in common."""
+"""What all tests have in common: ranks of their own where they ask for them, and what a run took."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from scripts import gpu_tests
 from tests.cores import share_cores
+from tests.ranks.runner import POOL
 
 share_cores()
+OWN_PROCESSES = ("fresh", "compiler", "alone")
+_SPENT = pytest.StashKey[list[dict[str, float]]]()
+_BEGAN = pytest.StashKey[float]()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give tests that ask for it ranks of their own."""
+    POOL.is_fresh = any(item.get_closest_marker(name) for name in OWN_PROCESSES)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin to count."""
+    config.stash[_SPENT], config.stash[_BEGAN] = [], time.monotonic()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Count this process, the programs that it has waited for, and the ranks, which it has not."""
+    spent = {"tests": sum(os.times()[:4]), "ranks": POOL.processor_time()}
+    POOL.close()
+    told: Any = getattr(session.config, "workeroutput", None)
+    if told is not None:
+        told["spent"] = spent
+    session.config.stash[_SPENT].append(spent)
+    return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a worker of xdist has spent; not known of one that has crashed."""
+    node.config.stash[_SPENT].append(getattr(node, "workeroutput", {}).get("spent", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what the run took, and whether the GPU tests have seen these sources."""
+    tests, ranks = (
+        sum(one.get(name, 0.0) for one in config.stash[_SPENT]) for name in ("tests", "ranks")
+    )
+    took = time.monotonic() - config.stash[_BEGAN]
+    text = f"tests took {_minutes(took)}"
+    if "SUITE_BEGAN" in os.environ:  # by make, before lint and types
+        text += f", with lint and types {_minutes(time.time() - float(os.environ['SUITE_BEGAN']))}"
+    terminalreporter.write_line(
+        f"{text}; processor time {_minutes(tests + ranks)}, ranks {_minutes(ranks)} of it"
+    )
+    stale = gpu_tests.warning()
+    if stale is not None:
+        terminalreporter.write_line(stale)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"

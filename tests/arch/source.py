@@ -14,8 +14,6 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("bmtrain", "model_center")
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Import:
@@ -52,12 +50,6 @@ class Module:
         """`path:line: what`, as editors understand it."""
         line = node.line if isinstance(node, Import) else getattr(node, "lineno", 1)
         return f"src/{self.path}:{line}: {what}"
-
-    def functions(self) -> Iterator[Function]:
-        """Every function and method, nested ones too."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, Function):
-                yield node
 
     def imports(self) -> Iterator[Import]:
         """Every imported module; `from a import b` is `a.b` where that is a file or folder of
@@ -96,9 +88,7 @@ def modules() -> tuple[Module, ...]:
     found = []
     for package in PACKAGES:
         for path in sorted((ROOT / "src" / package).rglob("*.py")):
-            found.append(
-                parse(path.read_text(encoding="utf-8"), path.relative_to(ROOT / "src").as_posix())
-            )
+            found.append(parse(path.read_text("utf-8"), path.relative_to(ROOT / "src").as_posix()))
     return tuple(found)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
 from tests.arch.source import ROOT, Module, modules, within
 from tests.arch.test_imports import LAYERS, MODEL_CENTER_LAYERS
-from tests.arch.test_sizes import MAX_STATEMENTS
 
-TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 CODE = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
 FOLDERS = ("", "src", "src/bmtrain", "src/model_center")
 
@@ -46,22 +44,6 @@ def test_the_layers_are_those_that_imports_keep() -> None:
     assert tables() == [[*map(set, LAYERS)], [*map(set, MODEL_CENTER_LAYERS)]]
 
 
-def test_the_limits_are_those_that_are_kept() -> None:
-    """Of functions by ruff, of files by test_sizes."""
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    limits = {"max-branches": 12, "max-returns": 6}  # ruff's own where none is set
-    limits |= {name: int(limit) for name, limit in re.findall(r"(max-\w+) = (\d+)", project)}
-    found = re.search(
-        r"at most (\d+) statements, (\d+)\s+branches, (\d+) returns and (\d+) "
-        r"parameters \(ruff\), a "
-        r"file (\d+) statements",
-        TEXT.replace("\n", " "),
-    )
-    assert found is not None
-    keys = ("max-statements", "max-branches", "max-returns", "max-args")
-    assert [*map(int, found.groups())] == [*(limits[key] for key in keys), MAX_STATEMENTS]
-
-
 def of_room(name: str) -> list[Module]:
     return [module for module in modules() if str(module.path).startswith(name)]
 
@@ -74,18 +56,21 @@ def test_kernels_stand_beside_the_same_arithmetic() -> None:
     assert not {name.removesuffix("_triton") for name in triton} - files
 
 
-@pytest.mark.parametrize("room", ["compile", "graphs", "parallel", "compat", "verification"])
-def test_the_spine_does_not_know(room: str) -> None:
-    """None of its files but block.py, which chooses runners, imports one of these rooms."""
+def test_the_spine_does_not_know_these_rooms() -> None:
+    """None of its files but block.py, which chooses runners, imports one of them."""
     spine = re.findall(r"\| `((?:block|recompute|shard|distributed)/\w+\.py)` \|", TEXT)
     assert len(spine) == 12
-    known = [
-        str(module.path)
+    apart = [
+        f"bmtrain.{room}" for room in ("compile", "graphs", "parallel", "compat", "verification")
+    ]
+    known = {
+        (str(module.path), imported.module.split(".")[1])
         for module in modules()
         if str(module.path).removeprefix("bmtrain/") in spine
-        and any(within(imported.module, f"bmtrain.{room}") for imported in module.imports())
-    ]
-    assert known == (["bmtrain/block/block.py"] if room == "compile" else [])
+        for imported in module.imports()
+        if within(imported.module, *apart)
+    }
+    assert known == {("bmtrain/block/block.py", "compile")}
 
 
 def test_model_center_uses_these_rooms_of_bmtrain() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from tests.arch.source import ROOT
 
 SHARE = 0.16  # of what `import torch` takes: 0.2 s where that takes 1.3, on any processor
@@ -38,6 +39,7 @@ def in_a_fresh_process(program: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_import_is_cheap() -> None:
     """A sixth of the processor time of `import torch` on top of it; the least of three, as caches
     are shared too.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,40 +11,12 @@ import pytest
 COMPUTE, SIDE = 7, 20
 
 
-@pytest.mark.parametrize(
-    ("intervals", "expected"),
-    [
-        ([], []),
-        ([(2, 1), (3, 3)], []),
-        ([(3, 4), (0, 1)], [(0, 1), (3, 4)]),
-        ([(0, 2), (1, 3)], [(0, 3)]),
-        ([(0, 1), (1, 2)], [(0, 2)]),
-        ([(0, 9), (1, 2), (3, 4)], [(0, 9)]),
-    ],
-)
-def test_union(
-    bench: Any, intervals: list[tuple[float, float]], expected: list[tuple[float, float]]
-) -> None:
-    assert bench.intervals.union(intervals) == expected
-
-
-@pytest.mark.parametrize(
-    ("some", "others", "expected"),
-    [
-        ([(0, 4)], [], []),
-        ([(0, 1)], [(1, 2)], []),
-        ([(0, 4)], [(1, 2), (3, 9)], [(1, 2), (3, 4)]),
-        ([(0, 2), (1, 5)], [(4, 6), (0, 1)], [(0, 1), (4, 5)]),
-    ],
-)
-def test_intersection(bench: Any, some: list[Any], others: list[Any], expected: list[Any]) -> None:
-    assert bench.intervals.intersection(some, others) == expected
-    assert bench.intervals.intersection(others, some) == expected
-
-
-def test_against_counting_points(bench: Any) -> None:
+def test_intervals_against_counting_points(bench: Any) -> None:
     """On whole numbers an interval is a set of unit steps."""
-    draw = random.Random(0)
+    intervals, draw = bench.intervals, random.Random(0)
+    assert intervals.union([(2, 1), (3, 3)]) == []
+    assert intervals.union([(3, 4), (0, 1), (1, 2)]) == [(0, 2), (3, 4)]
+    assert intervals.intersection([(0, 2), (1, 5)], [(4, 6), (0, 1)]) == [(0, 1), (4, 5)]
     for _ in range(200):
         some, others = (
             [(begin, begin + draw.randrange(6)) for begin in draw.choices(range(40), k=6)]
@@ -55,116 +26,55 @@ def test_against_counting_points(bench: Any) -> None:
             {point for begin, end in intervals for point in range(begin, end)}
             for intervals in (some, others)
         )
-        assert bench.intervals.covered(some) == len(left)
-        assert bench.intervals.covered(bench.intervals.intersection(some, others)) == len(
-            left & right
+        assert intervals.covered(some) == len(left)
+        for pair in ((some, others), (others, some)):
+            assert intervals.covered(intervals.intersection(*pair)) == len(left & right)
+
+
+# Names as torch.profiler gave them on an H200, and what is not a kernel of the compute stream.
+KINDS = """
+nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT | matmul
+void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8> | matmul
+void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float> | matmul
+triton_tem_fused_addmm_3 | matmul
+void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 64>> | attention
+cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_0 | attention
+fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel) | attention
+void cudnn::fusion::compute_dot_do_o<true>(void const*, void const*) | attention
+triton_red_fused_native_layer_norm_0 | elementwise and norms
+void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>> | elementwise and norms
+row_gradient_in_place_kernel | elementwise and norms
+void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate | elementwise and norms
+void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor> | optimizer
+adamw_kernel | optimizer
+squares_kernel | optimizer
+ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>) | communication | kernel 20
+sum_parts_kernel | communication | kernel 20
+void c10d::symmetric_memory::barrier_kernel(unsigned int**, unsigned long, int, int) | communication | kernel 20
+void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<OpaqueType<2u>> | copies
+Memcpy DtoD (Device -> Device) | copies | gpu_memcpy 7
+Memcpy DtoD (Device -> Device) | communication | gpu_memcpy 20
+Memcpy PtoP (Device -> Device) | communication | gpu_memcpy 7
+Memcpy HtoD (Pinned -> Device) | host copies | gpu_memcpy 20
+Memset (Device) | copies | gpu_memset 7
+memcpy32_post | copies
+something new | other
+"""
+
+
+def test_kinds(bench: Any) -> None:
+    for line in KINDS.strip().splitlines():
+        name, kind, *rest = map(str.strip, line.split(" | "))
+        category, stream = (rest[0] if rest else f"kernel {COMPUTE}").split()
+        work = bench.device_time.Work(
+            name=name, category=category, stream=int(stream), begin=0.0, end=1.0
         )
+        assert bench.device_time.kind_of(work, COMPUTE) == kind, line
 
 
-# Names as torch.profiler gave them on an H200.
-@pytest.mark.parametrize(
-    ("name", "category", "stream", "kind"),
-    [
-        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "kernel", COMPUTE, "matmul"),
-        (
-            "void "
-            "cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
-            "kernel",
-            COMPUTE,
-            "matmul",
-        ),
-        (
-            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>",
-            "kernel",
-            COMPUTE,
-            "matmul",
-        ),
-        ("triton_tem_fused_addmm_3", "kernel", COMPUTE, "matmul"),
-        (
-            "void "
-            "pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, "
-            "128, 64>>",
-            "kernel",
-            COMPUTE,
-            "attention",
-        ),
-        (
-            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_0",
-            "kernel",
-            COMPUTE,
-            "attention",
-        ),
-        (
-            "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
-            "kernel",
-            COMPUTE,
-            "attention",
-        ),
-        ("triton_red_fused_native_layer_norm_0", "kernel", COMPUTE, "elementwise and norms"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
-            "kernel",
-            COMPUTE,
-            "elementwise and norms",
-        ),
-        (
-            "void at::native::(anonymous "
-            "namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>",
-            "kernel",
-            COMPUTE,
-            "optimizer",
-        ),
-        ("adamw_kernel", "kernel", COMPUTE, "optimizer"),
-        ("squares_kernel", "kernel", COMPUTE, "optimizer"),
-        ("row_gradient_in_place_kernel", "kernel", COMPUTE, "elementwise and norms"),
-        (
-            "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-            "kernel",
-            SIDE,
-            "communication",
-        ),
-        ("sum_parts_kernel", "kernel", SIDE, "communication"),
-        (
-            "void c10d::symmetric_memory::barrier_kernel(unsigned int**, unsigned long, int, int)",
-            "kernel",
-            SIDE,
-            "communication",
-        ),
-        (
-            "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<OpaqueType<2u>>",
-            "kernel",
-            COMPUTE,
-            "copies",
-        ),
-        ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", COMPUTE, "copies"),
-        ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", SIDE, "communication"),
-        ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", COMPUTE, "communication"),
-        ("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", SIDE, "host copies"),
-        ("Memset (Device)", "gpu_memset", COMPUTE, "copies"),
-        (
-            "void cudnn::fusion::compute_dot_do_o<true>(void const*, void const*)",
-            "kernel",
-            COMPUTE,
-            "attention",
-        ),
-        (
-            "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate",
-            "kernel",
-            COMPUTE,
-            "elementwise and norms",
-        ),
-        ("memcpy32_post", "kernel", COMPUTE, "copies"),
-        ("something new", "kernel", COMPUTE, "other"),
-    ],
-)
-def test_kinds(bench: Any, name: str, category: str, stream: int, kind: str) -> None:
-    work = bench.device_time.Work(name=name, category=category, stream=stream, begin=0.0, end=1.0)
-    assert bench.device_time.kind_of(work, COMPUTE) == kind
-
-
-def works(bench: Any) -> list[Any]:
-    """Two steps of 2 ms each, worked out by hand; a copy inside the GPU fetches from a peer, as it
-    is on a side stream.
+def test_summary(bench: Any) -> None:
+    """Two steps of 2 ms each, worked out by hand; a copy inside the GPU fetches from a peer, as it is on
+    a side stream.
     """
     rows = [
         ("gemm", "kernel", COMPUTE, 0, 1000),
@@ -175,14 +85,9 @@ def works(bench: Any) -> list[Any]:
         ("gemm", "kernel", COMPUTE, 3000, 4000),
         ("Memset", "gpu_memset", COMPUTE, 3000, 3100),
     ]
-    return [
-        bench.device_time.Work(name=n, category=c, stream=s, begin=b, end=e)
-        for n, c, s, b, e in rows
-    ]
-
-
-def test_summary(bench: Any) -> None:
-    found = bench.device_time.summary(works(bench), 2)
+    names = ("name", "category", "stream", "begin", "end")
+    works = [bench.device_time.Work(**dict(zip(names, row, strict=True))) for row in rows]
+    found = bench.device_time.summary(works, 2)
     assert found["span"] == 2.0
     assert found["idle"] == pytest.approx((300 + 200 + 300) / 2000)
     assert found["kinds"] == {"communication": 0.75, "optimizer": 0.1, "matmul": 1.0, "copies": 0.1}
@@ -190,54 +95,32 @@ def test_summary(bench: Any) -> None:
     assert found["hidden"] == pytest.approx(600 / 1500)
     assert found["exposed"] == pytest.approx(900 / 2000)
     assert found["longest"][0] == ["gemm", 1.0, 2]
+    # without communication there is nothing to hide
+    alone = bench.device_time.summary([work for work in works if work.stream == COMPUTE], 1)
+    assert alone["hidden"] is None and alone["communication"] == 0.0
+    assert alone["kinds"]["matmul"] == 2.0
 
 
-def test_summary_of_one_gpu(bench: Any) -> None:
-    """Without communication there is nothing to hide."""
-    alone = [work for work in works(bench) if work.stream == COMPUTE]
-    found = bench.device_time.summary(alone, 1)
-    assert found["hidden"] is None
-    assert found["communication"] == 0.0
-    assert found["kinds"]["matmul"] == 2.0
+TRACE = """{"traceEvents": [
+{"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10.5, "dur": 2.0, "args": {"stream": 7}},
+{"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy PtoP", "ts": 12, "dur": 1, "args": {"stream": 20}},
+{"ph": "X", "cat": "gpu_user_annotation", "name": "nccl:all_gather", "ts": 0, "dur": 9, "args": {"stream": 20}},
+{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9, "args": {}},
+{"ph": "i", "cat": "kernel", "name": "mark", "ts": 0, "args": {}},
+{"ph": "M", "name": "process_name", "args": {"name": "python"}}
+]}"""
 
 
 def test_reading_a_trace(bench: Any, tmp_path: Path) -> None:
     """Only what the device did counts: no operators, annotations, launches, or marks without a
     duration.
     """
-    events = [
-        {
-            "ph": "X",
-            "cat": "kernel",
-            "name": "gemm",
-            "ts": 10.5,
-            "dur": 2.0,
-            "args": {"stream": COMPUTE},
-        },
-        {
-            "ph": "X",
-            "cat": "gpu_memcpy",
-            "name": "Memcpy PtoP",
-            "ts": 12,
-            "dur": 1,
-            "args": {"stream": SIDE},
-        },
-        {
-            "ph": "X",
-            "cat": "gpu_user_annotation",
-            "name": "nccl:all_gather",
-            "ts": 0,
-            "dur": 9,
-            "args": {"stream": SIDE},
-        },
-        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9, "args": {}},
-        {"ph": "i", "cat": "kernel", "name": "mark", "ts": 0, "args": {}},
-        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
-    ]
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    work = bench.device_time.Work
-    assert bench.device_time.read_trace(path) == [
-        work(name="gemm", category="kernel", stream=COMPUTE, begin=10.5, end=12.5),
-        work(name="Memcpy PtoP", category="gpu_memcpy", stream=SIDE, begin=12.0, end=13.0),
+    path.write_text(TRACE)
+    found = [
+        (w.name, w.category, w.stream, w.begin, w.end) for w in bench.device_time.read_trace(path)
+    ]
+    assert found == [
+        ("gemm", "kernel", COMPUTE, 10.5, 12.5),
+        ("Memcpy PtoP", "gpu_memcpy", SIDE, 12.0, 13.0),
     ]

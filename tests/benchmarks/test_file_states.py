@@ -1,4 +1,4 @@
-"""benchmarks/file_states.py on a CPU."""
+"""The programs that measure states in files and in few bits, with sizes for a CPU."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from tests.benchmarks.conftest import BENCHMARKS
 from tests.modules import importable
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+def program(name: str) -> Any:
+    with importable(BENCHMARKS):
+        return importlib.import_module(name)
+
+
+def file_states(folder: str) -> list[dict[str, Any]]:
+    """On a rank, as the program's `main` begins."""
+    files = program("file_states")
+    files.LOAD_BYTES, files.NUM_LOADS, files.DIM = 1 << 20, 2, 1024
+    bmt.init_distributed(seed=0)
+    updates = [files.update_record(2e6, 1, place) for place in (None, folder)]
+    return [*files.disk_records(folder), *updates]
 
 
 def test_files_and_updates_are_measured(tmp_path: Path) -> None:
-    """The program, with sizes for a CPU."""
-    (found,) = run_ranks(measured, 1, str(tmp_path), join=False, timeout=120)
+    (found,) = run_ranks(file_states, 1, str(tmp_path), join=False, timeout=120)
     *disk, host, files = found
     assert len(disk) == 7
     assert all(r["gb_s"] >= r["settled_gb_s"] > 0 for r in disk)
@@ -26,19 +39,8 @@ def test_files_and_updates_are_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "files have no names"
 
 
-def measured(folder: str) -> list[dict[str, Any]]:
-    with importable(BENCHMARKS):
-        program: Any = importlib.import_module("file_states")
-    program.LOAD_BYTES, program.NUM_LOADS, program.DIM = 1 << 20, 2, 1024
-    bmt.init_distributed(seed=0)
-    updates = [program.update_record(2e6, 1, place) for place in (None, folder)]
-    return [*program.disk_records(folder), *updates]
-
-
 def test_both_ways_of_writing_arrive(tmp_path: Path) -> None:
-    with importable(BENCHMARKS):
-        program: Any = importlib.import_module("file_states")
-    file = program.File(str(tmp_path))
+    file = program("file_states").File(str(tmp_path))
     for fill, write in ((3, file.write), (4, file.write_directly)):
         file.load.fill_(fill)
         write(0)
@@ -47,3 +49,27 @@ def test_both_ways_of_writing_arrive(tmp_path: Path) -> None:
             file.load.zero_()
             read(0)
             assert torch.all(file.load == fill)
+
+
+def small_states() -> list[dict[str, Any]]:
+    """On a rank, as the program's `main` begins."""
+    states = program("small_states")
+    states.WIDTH = 64
+    arguments = "--steps 4 --layers 1 --dim 64 --seq 16 --batch 2 --seeds 3 4 --repeats 1"
+    args = states.parsed(f"{arguments} --matrices 2 --host-matrices 1".split())
+    bmt.init_distributed(seed=0, compile=False)
+    found: list[dict[str, Any]] = states.measured(args)
+    return found
+
+
+@pytest.mark.long
+def test_small_states_are_measured() -> None:
+    """Bytes of states, losses of each seed and form."""
+    (found,) = run_ranks(small_states, 1, join=False, timeout=120)
+    steps = [r["bytes_an_element"] for r in found if r["what"] == "small states step"]
+    assert steps == [12, 6.125, 10, 8, 4.125, 12, 6.125]
+    losses = [r for r in found if r["what"] == "small states losses"]
+    assert [r["seed"] for r in losses] == [3, 4]
+    ends = {kind["losses"][-1] for r in losses for kind in r["kinds"].values()}
+    assert len(ends) >= 6  # split masters are fp32 masters but for rare weights
+    assert all(kind["validation"] < 6 for r in losses for kind in r["kinds"].values())

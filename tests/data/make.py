@@ -12,209 +12,160 @@ import collections
 import io
 import itertools
 import json
-import pathlib
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer, GPT2Tokenizer, LlamaTokenizer, T5Tokenizer
 
-HERE = pathlib.Path(__file__).parent
+HERE = Path(__file__).parent
 SUPERGLUE = HERE / "superglue"
 TOKENIZERS = HERE / "tokenizers"
 
-FIRST = [
-    "Alder",
-    "Brenn",
-    "Carrow",
-    "Dun",
-    "Elm",
-    "Farrow",
-    "Glen",
-    "Harrow",
-    "Iver",
-    "Kings",
-    "Lang",
-    "Marl",
-    "North",
-    "Oak",
-    "Pen",
-    "Rave",
-]
-SECOND = ["mouth", "ford", "wick", "dale", "ton", "bury", "field", "haven"]
-WHERE = [
-    "on the south coast",
-    "in the north of the county",
-    "near the old border",
-    "at the foot of the hills",
-    "between two rivers",
-]
-FILLERS = [
-    "It was built in {year} by a family of merchants.",
-    "The oldest part dates from {year}.",
-    "Many painters came here after {year}.",
-    "A storm in {year} damaged the roof.",
-    "The town council bought it in {year}.",
-    "It is named after a bishop who died in {year}.",
-]
-# Kind, question, what is said when the answer is yes, and when it is no.
-TOPICS: list[tuple[str, str, list[str], list[str]]] = [
-    (
-        "museum",
-        "can you visit the museum of {name}",
-        [
-            "It is still open and visitors are welcome every day.",
-            "Guests are welcome and entry is free.",
-        ],
-        [
-            "It closed long ago and nobody may enter.",
-            "The rooms were closed and never opened again.",
-        ],
-    ),
-    (
-        "lake",
-        "is swimming allowed in the lake of {name}",
-        [
-            "Swimming is allowed and popular in summer.",
-            "Bathing is allowed and children are welcome.",
-        ],
-        [
-            "Swimming is forbidden because of the cold water.",
-            "Bathing was never permitted and remains forbidden.",
-        ],
-    ),
-    (
-        "railway",
-        "do trains still run on the {name} railway",
-        [
-            "Trains still run every hour.",
-            "The line is popular and trains still leave every morning.",
-        ],
-        [
-            "The last train left that year and the line was abandoned.",
-            "No train ever came back and the station is closed.",
-        ],
-    ),
-    (
-        "bridge",
-        "can cars cross the bridge at {name}",
-        [
-            "Cars are allowed and still cross it every day.",
-            "It is open again and drivers are welcome to use it.",
-        ],
-        ["Cars are forbidden and the road is closed.", "It was abandoned and cars never cross it."],
-    ),
-    (
-        "market",
-        "is there a market in {name}",
-        [
-            "The market is still held and is popular with farmers.",
-            "Farmers still sell fruit here every week.",
-        ],
-        [
-            "The market was abandoned and the square is closed.",
-            "It was closed and never came back.",
-        ],
-    ),
-    (
-        "castle",
-        "is {name} castle open to the public",
-        [
-            "The public is welcome and may climb the tower every day.",
-            "The gate is open and photographs are allowed.",
-        ],
-        [
-            "The gate is closed and climbing the tower is forbidden.",
-            "The walls were abandoned and nobody may enter.",
-        ],
-    ),
-    (
-        "ferry",
-        "does a ferry still sail from {name}",
-        [
-            "The ferry still sails and is popular in summer.",
-            "A ferry leaves every evening and bicycles are allowed.",
-        ],
-        [
-            "The ferry never sailed again and the pier is closed.",
-            "The service was abandoned after the war.",
-        ],
-    ),
-    (
-        "garden",
-        "are dogs allowed in the garden of {name}",
-        [
-            "Dogs are welcome on every path.",
-            "Dogs are allowed and the garden is popular with families.",
-        ],
-        [
-            "Dogs are forbidden on all paths.",
-            "Dogs were never permitted and the side gate is closed.",
-        ],
-    ),
-]
 
-PEOPLE = [
-    "Anna",
-    "Ben",
-    "Clara",
-    "David",
-    "Emma",
-    "Felix",
-    "Grace",
-    "Henry",
-    "Ida",
-    "Jonas",
-    "Lucy",
-    "Martin",
-]
-JOBS = ["baker", "teacher", "farmer", "sailor", "doctor", "painter", "gardener", "miller"]
-PLACES = [
-    "the harbour",
-    "the old mill",
-    "the market",
-    "the river",
-    "the library",
-    "the station",
-    "the school",
-]
-THINGS = [
-    "a red boat",
-    "a small dog",
-    "a box of apples",
-    "a letter",
-    "an old map",
-    "a broken clock",
-    "a basket of bread",
-]
-STORIES = [
-    "{a} was a {job} who lived near {place}.",
-    "One morning {a} found {thing} beside {place}.",
-    "{a} asked {b} what to do with {thing}.",
-    "{b} answered that it belonged to the {job} at {place}.",
-    "They walked to {place} and waited until evening.",
-    "When the rain stopped, {a} gave {thing} to {b}.",
-    "The {job} smiled and thanked {a} for coming.",
-    "In the end {a} and {b} went home along the road to {place}.",
-    "Nobody in the town had ever seen {thing} like this one.",
-    "{b} laughed and said that {a} would make a good {job}.",
-]
-ZH_STORIES = [
-    "{a}是一名{job}，住在{place}附近。",
-    "一天早上，{a}在{place}看见了{b}。",
-    "{a}问{b}：今天的天气怎么样？",
-    "{b}回答说，今天天气很好，可以去{place}。",
-    "他们一起走到{place}，等到晚上才回家。",
-    "{b}说，{a}以后也会成为一名{job}。",
-    "这本书和那本书的内容是相同的。",
-    "这两个问题的意思不同，没有关系。",
-]
-ZH_PEOPLE = ["小明", "小红", "李华", "王芳", "张伟", "陈静"]
-ZH_JOBS = ["老师", "医生", "农民", "画家", "学生"]
-ZH_PLACES = ["图书馆", "学校", "火车站", "河边", "市场", "公园"]
+def split(text: str) -> list[str]:
+    return text.split()
+
+
+def lines(text: str) -> list[str]:
+    return text.strip().splitlines()
+
+
+def topics(text: str) -> list[tuple[str, str, list[str], list[str]]]:
+    """Of five lines each: kind and question, then what is said when the answer is yes, and when it
+    is no.
+    """
+    found = lines(text)
+    groups = [found[start : start + 5] for start in range(0, len(found), 5)]
+    return [(*head.split(": "), [a, b], [c, d]) for head, a, b, c, d in groups]  # type: ignore[misc]
+
+
+FIRST = split(
+    "Alder Brenn Carrow Dun Elm Farrow Glen Harrow Iver Kings Lang Marl North Oak Pen Rave"
+)
+SECOND = split("mouth ford wick dale ton bury field haven")
+WHERE = lines(
+    """
+on the south coast
+in the north of the county
+near the old border
+at the foot of the hills
+between two rivers
+"""
+)
+FILLERS = lines(
+    """
+It was built in {year} by a family of merchants.
+The oldest part dates from {year}.
+Many painters came here after {year}.
+A storm in {year} damaged the roof.
+The town council bought it in {year}.
+It is named after a bishop who died in {year}.
+"""
+)
+# Kind, question, what is said when the answer is yes, and when it is no.
+TOPICS = topics(
+    """
+museum: can you visit the museum of {name}
+It is still open and visitors are welcome every day.
+Guests are welcome and entry is free.
+It closed long ago and nobody may enter.
+The rooms were closed and never opened again.
+lake: is swimming allowed in the lake of {name}
+Swimming is allowed and popular in summer.
+Bathing is allowed and children are welcome.
+Swimming is forbidden because of the cold water.
+Bathing was never permitted and remains forbidden.
+railway: do trains still run on the {name} railway
+Trains still run every hour.
+The line is popular and trains still leave every morning.
+The last train left that year and the line was abandoned.
+No train ever came back and the station is closed.
+bridge: can cars cross the bridge at {name}
+Cars are allowed and still cross it every day.
+It is open again and drivers are welcome to use it.
+Cars are forbidden and the road is closed.
+It was abandoned and cars never cross it.
+market: is there a market in {name}
+The market is still held and is popular with farmers.
+Farmers still sell fruit here every week.
+The market was abandoned and the square is closed.
+It was closed and never came back.
+castle: is {name} castle open to the public
+The public is welcome and may climb the tower every day.
+The gate is open and photographs are allowed.
+The gate is closed and climbing the tower is forbidden.
+The walls were abandoned and nobody may enter.
+ferry: does a ferry still sail from {name}
+The ferry still sails and is popular in summer.
+A ferry leaves every evening and bicycles are allowed.
+The ferry never sailed again and the pier is closed.
+The service was abandoned after the war.
+garden: are dogs allowed in the garden of {name}
+Dogs are welcome on every path.
+Dogs are allowed and the garden is popular with families.
+Dogs are forbidden on all paths.
+Dogs were never permitted and the side gate is closed.
+"""
+)
+
+PEOPLE = split("Anna Ben Clara David Emma Felix Grace Henry Ida Jonas Lucy Martin")
+JOBS = split("baker teacher farmer sailor doctor painter gardener miller")
+PLACES = lines(
+    """
+the harbour
+the old mill
+the market
+the river
+the library
+the station
+the school
+"""
+)
+THINGS = lines(
+    """
+a red boat
+a small dog
+a box of apples
+a letter
+an old map
+a broken clock
+a basket of bread
+"""
+)
+STORIES = lines(
+    """
+{a} was a {job} who lived near {place}.
+One morning {a} found {thing} beside {place}.
+{a} asked {b} what to do with {thing}.
+{b} answered that it belonged to the {job} at {place}.
+They walked to {place} and waited until evening.
+When the rain stopped, {a} gave {thing} to {b}.
+The {job} smiled and thanked {a} for coming.
+In the end {a} and {b} went home along the road to {place}.
+Nobody in the town had ever seen {thing} like this one.
+{b} laughed and said that {a} would make a good {job}.
+"""
+)
+ZH_STORIES = lines(
+    """
+{a}是一名{job}，住在{place}附近。
+一天早上，{a}在{place}看见了{b}。
+{a}问{b}：今天的天气怎么样？
+{b}回答说，今天天气很好，可以去{place}。
+他们一起走到{place}，等到晚上才回家。
+{b}说，{a}以后也会成为一名{job}。
+这本书和那本书的内容是相同的。
+这两个问题的意思不同，没有关系。
+"""
+)
+ZH_PEOPLE = split("小明 小红 李华 王芳 张伟 陈静")
+ZH_JOBS = split("老师 医生 农民 画家 学生")
+ZH_PLACES = split("图书馆 学校 火车站 河边 市场 公园")
 
 
 def boolq(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
@@ -271,7 +222,7 @@ def write_text(name: str, text: str) -> None:
     """One file of this folder."""
     path = HERE / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, "utf-8")
 
 
 def write_lines(name: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -299,7 +250,7 @@ def texts() -> Iterator[str]:
             ".tsv",
         }:
             continue
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text("utf-8")
         if path.suffix == ".jsonl":
             yield from itertools.chain.from_iterable(
                 strings(json.loads(line)) for line in text.splitlines()

@@ -5,17 +5,17 @@ missing.
 from __future__ import annotations
 
 import os
-import pathlib
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
 from model_center.errors import ConfigError
 from model_center.optional import package
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 WITHOUT = """
 import sys
 for name in ("jieba", "sentencepiece", "tensorboard"):
@@ -50,9 +50,7 @@ def test_what_is_missing_is_named() -> None:
         package("no_such_package", "this", ConfigError, name="its_name", instead="wait")
 
 
-def test_what_it_lacks_itself_is_named(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_lacks_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that is there, and needs one that is not."""
     (tmp_path / "half_installed.py").write_text("import no_such_package")
     monkeypatch.syspath_prepend(tmp_path)
@@ -70,26 +68,19 @@ def test_warnings_are_shown_once() -> None:
     assert len(shown) == 1
 
 
-def test_other_tokenizers_work_without() -> None:
-    """In a process that cannot import them."""
-    command = [sys.executable, "-c", WITHOUT, str(ROOT / "tests" / "data" / "tokenizers")]
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, str(ROOT / "tests" / "data" / "tokenizers")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[0] == "True"
-    assert "this tokenizer needs the package jieba (" in done.stdout.splitlines()[1]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
 
-def test_commands_work_without_what_others_need() -> None:
-    """Converting needs no transformers; preparing data says that it does."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+@pytest.mark.long
+def test_the_others_work_without() -> None:
+    """In a process that cannot import them. Converting needs no transformers; preparing data says
+    that it does.
+    """
+    one, two = run(WITHOUT).stdout.splitlines()
+    assert one == "True" and "this tokenizer needs the package jieba (" in two
+    done = run(COMMANDS)
     assert done.stdout.startswith("1\nusage: python -m model_center convert")
-    assert (
-        "error: preprocess needs the package transformers: pip install transformers" in done.stderr
-    )
+    assert "preprocess needs the package transformers: pip install transformers" in done.stderr

@@ -5,221 +5,166 @@ tokenised whole.
 from __future__ import annotations
 
 import collections
+import itertools
 import json
-import pathlib
 import pickle
 import random
 import shutil
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.data import make
+from tests.data_sets.common import DATA, FOLDERS, filled, refused, tokenizer, write_rows
 from torch.utils.data import DataLoader
 
 from model_center.dataset import bertdataset, gpt2dataset, llamadataset, superglue, t5dataset
 from model_center.dataset.loader import DistributedDataLoader
-from model_center.errors import DataError, IdentifierError
-from model_center.tokenizer import BertTokenizer, GPT2Tokenizer, LlamaTokenizer, T5Tokenizer
+from model_center.errors import IdentifierError
+from model_center.tokenizer import BertTokenizer, LlamaTokenizer
 
-DATA = pathlib.Path(__file__).parents[1] / "data"
 SUPERGLUE = DATA / "superglue"
-BERT = BertTokenizer.from_pretrained(DATA / "tokenizers" / "bert")
-GPT2 = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
-LLAMA = LlamaTokenizer.from_pretrained(DATA / "tokenizers" / "llama")
-T5 = T5Tokenizer.from_pretrained(DATA / "tokenizers" / "t5")
-MODELS: dict[str, tuple[Any, Any, list[int]]] = {
-    "bert": (bertdataset.DATASET, BERT, [256]),
-    "gpt2": (gpt2dataset.DATASET, GPT2, [512]),
-    "llama": (llamadataset.DATASET, LLAMA, [512]),
-    "t5": (t5dataset.DATASET, T5, [512, 2]),
-}
-TASKS = ["BoolQ", "CB", "COPA", "MultiRC", "ReCoRD", "RTE", "WiC", "WSC"]
+TABLES = {"bert": bertdataset, "gpt2": gpt2dataset, "llama": llamadataset, "t5": t5dataset}
+LENGTHS = {"bert": [256], "t5": [512, 2]}
 ALL = [
     (model, task)
-    for model in MODELS
-    for task in TASKS
+    for model, task in itertools.product(TABLES, superglue.TASKS)
     if model != "bert" or task not in {"MultiRC", "ReCoRD"}
 ]
+SPECIAL = "PAD UNK CLS SEP MASK"
+GOOD = {"premise": "a", "hypothesis": "b", "label": "entailment"}
 
 
-def dataset(
-    model: str, task: str, split: str, *lengths: int, path: pathlib.Path = SUPERGLUE
-) -> Any:
+def dataset(model: str, task: str, split: str, *lengths: int, path: Path = SUPERGLUE) -> Any:
     """A task's split as one of these models reads it."""
-    table, tokenizer, usual = MODELS[model]
-    return table[task](path, split, 0, 1, tokenizer, *(lengths or usual))
+    lengths = lengths or tuple(LENGTHS.get(model, [512]))
+    table: Any = TABLES[model]
+    return table.DATASET[task](path, split, 0, 1, tokenizer(model), *lengths)
 
 
 def rows(task: str, split: str) -> list[dict[str, Any]]:
     """The lines of a task's file."""
-    return [
-        json.loads(line)
-        for line in (SUPERGLUE / task / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-
-
-def write(folder: pathlib.Path, task: str, split: str, lines: list[Any]) -> pathlib.Path:
-    """A file of these rows, or of these texts as they are."""
-    file = folder / task / f"{split}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(
-        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines),
-        encoding="utf-8",
-    )
-    return folder
+    text = (SUPERGLUE / task / f"{split}.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 # Prompts and labels, written out once more.
-def question(row: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(f"{row['passage']}. {row['question']}?", int(row["label"]))]
+LABELS = {"contradiction": 0, "not_entailment": 0, "entailment": 1, "neutral": 2}
+SENTENCES = "Sentence 1: {} Sentence 2: {}"
 
 
-def entails(row: dict[str, Any]) -> list[tuple[str, int]]:
-    label = {"contradiction": 0, "not_entailment": 0, "entailment": 1, "neutral": 2}[row["label"]]
-    asked = "Does sentence 1 entails sentence 2?"
-    return [(f"Sentence 1: {row['premise']} Sentence 2: {row['hypothesis']} {asked}", label)]
-
-
-def choices(row: dict[str, Any]) -> list[tuple[str, int]]:
-    asked = f'The {row["question"]} of "{row["premise"]}" was choice'
-    first, second = row["choice1"], row["choice2"]
-    return [(f"Choice 1: {first} Choice 2: {second} {asked}", row["label"])]
-
-
-def word(row: dict[str, Any]) -> list[tuple[str, int]]:
-    asked = f"Does the word {row['word']} in sentence 1 express the same meaning as in sentence 2?"
-    return [
-        (
-            f"Sentence 1: {row['sentence1']} Sentence 2: {row['sentence2']} {asked}",
-            int(row["label"]),
-        )
-    ]
-
-
-def pronoun(row: dict[str, Any]) -> list[tuple[str, int]]:
+def single(task: str, row: dict[str, Any]) -> str:
+    """The prompt of a row that is one example."""
+    if task == "BoolQ":
+        return f"{row['passage']}. {row['question']}?"
+    if task in {"CB", "RTE"}:
+        both = SENTENCES.format(row["premise"], row["hypothesis"])
+        return f"{both} Does sentence 1 entails sentence 2?"
+    if task == "COPA":
+        asked = f'The {row["question"]} of "{row["premise"]}" was choice'
+        return f"Choice 1: {row['choice1']} Choice 2: {row['choice2']} {asked}"
+    if task == "WiC":
+        both = SENTENCES.format(row["sentence1"], row["sentence2"])
+        asked = f"Does the word {row['word']} in sentence 1 express the same meaning as in"
+        return f"{both} {asked} sentence 2?"
     target = row["target"]
-    return [
-        (
-            f"{row['text']} Does {target['span2_text']} refers to {target['span1_text']}?",
-            int(row["label"]),
-        )
-    ]
+    return f"{row['text']} Does {target['span2_text']} refers to {target['span1_text']}?"
 
 
-def answers(row: dict[str, Any]) -> list[tuple[str, int]]:
-    text, found = row["passage"]["text"], []
-    for asked in row["passage"]["questions"]:
-        for answer in asked["answers"]:
-            prompt = (
-                f'{text} Is answer "{answer["text"]}" the answer to the question '
-                f'"{asked["question"]}"?'
+def examples(task: str, row: dict[str, Any]) -> list[tuple[str, int]]:
+    """Prompts and labels of a row."""
+    if task not in {"MultiRC", "ReCoRD"}:
+        return [(single(task, row), int(LABELS.get(row["label"], row["label"])))]
+    text = row["passage"]["text"]
+    if task == "MultiRC":
+        begin = f'{text} Is answer "'
+        return [
+            (
+                f'{begin}{one["text"]}" the answer to the question "{asked["question"]}"?',
+                one["label"],
             )
-            found.append((prompt, answer["label"]))
-    return found
-
-
-def entities(row: dict[str, Any]) -> list[tuple[str, int]]:
-    text, (asked,) = row["passage"]["text"], row["qas"]
-    names = []
-    for span in row["passage"]["entities"]:
-        name = text[span["start"] : span["end"] + 1]
-        names += [name] if name not in names else []
+            for asked in row["passage"]["questions"]
+            for one in asked["answers"]
+        ]
+    (asked,) = row["qas"]
+    spans = [text[span["start"] : span["end"] + 1] for span in row["passage"]["entities"]]
+    names = list(dict.fromkeys(spans))
     right = {answer["text"] for answer in asked["answers"]}
     shown = text.replace("@highlight\n", "- ")
-    begin = (
-        f"{shown} Question: {asked['query']} Entities: {names} Which entities can be "
-        "filled in the placeholder?"
-    )
-    return [(f"{begin} Is it {name}?", int(name in right)) for name in names]
+    begin = f"{shown} Question: {asked['query']} Entities: {names} Which entities can be"
+    end = "filled in the placeholder? Is it"
+    return [(f"{begin} {end} {name}?", int(name in right)) for name in names]
 
 
-PROMPTS = dict(
-    zip(TASKS, [question, entails, choices, answers, entities, entails, word, pronoun], strict=True)
-)
-
-
-def filled(ids: list[int], length: int, fill: int = 0) -> list[int]:
-    return [*ids, *[fill] * (length - len(ids))]
-
-
-@pytest.mark.parametrize("length", [512, 20])
 @pytest.mark.parametrize(("model", "task"), [pair for pair in ALL if pair[0] != "bert"])
-def test_prompts_end_where_the_answer_is_expected(model: str, task: str, length: int) -> None:
+def test_prompts_end_where_the_answer_is_expected(model: str, task: str) -> None:
     """Every row of the dev split, padded with zeros: the last ids of its prompt, its length,
     targets, index and class.
     """
-    lengths = [length, 5] if model == "t5" else [length]
-    items = dataset(model, task, "dev", *lengths)
-    expected = [pair for row in rows(task, "val") for pair in PROMPTS[task](row)]
-    assert len(items) == len(expected)
-    for item, (prompt, label) in zip(items, expected, strict=True):
-        ids = MODELS[model][1].encode(prompt + " <extra_id_0>." * (model == "t5"))[-length:]
-        if model == "t5":
-            expected_item: dict[str, Any] = {
-                "enc_input": filled(ids, length),
-                "enc_length": len(ids),
-                "dec_input": [0, T5.convert_tokens_to_ids("<extra_id_0>"), 0, 0, 0],
-                "dec_length": 2,
-                "index": [0, 1, 0, 0, 0],
-                "targets": label,
-            }
-        else:
-            expected_item = {
+    expected = [pair for row in rows(task, "val") for pair in examples(task, row)]
+    reader, is_t5 = tokenizer(model), model == "t5"
+    for length in (512, 20):
+        items = dataset(model, task, "dev", *([length, 5] if is_t5 else [length]))
+        assert len(items) == len(expected)
+        for item, (prompt, label) in zip(items, expected, strict=True):
+            ids = reader.encode(prompt + " <extra_id_0>." * is_t5)[-length:]
+            want: dict[str, Any] = {
                 "input_ids": filled(ids, length),
                 "input_length": len(ids),
                 "targets": filled(ids[1:], length, -100),
                 "index": filled([*[0] * (len(ids) - 1), 1], length),
                 "labels": label,
             }
-        assert {key: item[key].tolist() for key in expected_item} == expected_item
-        assert item.keys() - expected_item.keys() <= {"idx", "group"}
-        wide = {key for key, value in item.items() if value.dtype == torch.int64}
-        assert wide == item.keys() & {"targets", "labels", "idx", "group"}
-        assert all(item[key].dtype == torch.int32 for key in item.keys() - wide)
+            if is_t5:
+                start = [0, reader.convert_tokens_to_ids("<extra_id_0>")]
+                want = {
+                    "enc_input": want["input_ids"],
+                    "enc_length": len(ids),
+                    "dec_input": filled(start, 5),
+                    "dec_length": 2,
+                    "index": [0, 1, 0, 0, 0],
+                    "targets": label,
+                }
+            assert {key: item[key].tolist() for key in want} == want
+            assert item.keys() - want.keys() <= {"idx", "group"}
+            wide = {key for key, value in item.items() if value.dtype == torch.int64}
+            assert wide == item.keys() & {"targets", "labels", "idx", "group"}
+            assert all(item[key].dtype == torch.int32 for key in item.keys() - wide)
 
 
-# What BERT reads.
-BERT_TEXTS: dict[str, Callable[[dict[str, Any]], tuple[str, ...]]] = {
-    "BoolQ": lambda row: (f"{row['passage']}. {row['question']}",),
-    "CB": lambda row: (row["premise"], row["hypothesis"]),
-    "RTE": lambda row: (row["premise"], row["hypothesis"]),
-    "WiC": lambda row: (row["sentence1"], row["sentence2"]),
-    "WSC": lambda row: (pronoun(row)[0][0],),
-}
-
-
-@pytest.mark.parametrize("length", [256, 24, 8])
-def test_bert_reads_texts_and_pairs(length: int) -> None:
+def test_bert_reads_texts_and_pairs() -> None:
     """BoolQ and WSC as one text, WiC without its word, both choices of COPA; as its tokenizer pads
     and cuts them.
     """
+    pairs = {"CB": "premise hypothesis", "RTE": "premise hypothesis", "WiC": "sentence1 sentence2"}
+    for length, task in itertools.product((256, 24, 8), ["BoolQ", *pairs, "WSC", "COPA"]):
 
-    def read(*texts: str) -> dict[str, list[int]]:
-        return dict(BERT(*texts, max_length=length, padding="max_length", truncation=True))
+        def read(*texts: str, length: int = length) -> dict[str, list[int]]:
+            how = {"max_length": length, "padding": "max_length", "truncation": True}
+            return dict(tokenizer("bert")(*texts, **how))
 
-    for task, texts in BERT_TEXTS.items():
-        items = dataset("bert", task, "dev", length)
-        for item, row in zip(items, rows(task, "val"), strict=True):
-            expected: dict[str, Any] = {**read(*texts(row)), "labels": PROMPTS[task](row)[0][1]}
+        for item, row in zip(dataset("bert", task, "dev", length), rows(task, "val"), strict=True):
+            ((prompt, label),) = examples(task, row)
+            if task == "COPA":
+                asked = f'The {row["question"]} of "{row["premise"]}"'
+                each = [read(row[f"choice{choice}"], asked) for choice in "12"]
+                want = {f"{key}{n}": one[key] for n, one in enumerate(each) for key in one}
+            elif task in pairs:
+                want = read(*(row[field] for field in pairs[task].split()))
+            else:
+                want = read(prompt[:-1] if task == "BoolQ" else prompt)
+            expected = {**want, "labels": label}
             assert {key: value.tolist() for key, value in item.items()} == expected
             assert {value.dtype for value in item.values()} == {torch.int64}
-    for item, row in zip(dataset("bert", "COPA", "dev", length), rows("COPA", "val"), strict=True):
-        for choice in "01":
-            asked = f'The {row["question"]} of "{row["premise"]}"'
-            expected = read(row[f"choice{int(choice) + 1}"], asked)
-            assert {key: item[key + choice].tolist() for key in expected} == expected
-        assert item["labels"] == row["label"]
 
 
 @pytest.mark.parametrize(("model", "task"), ALL)
 def test_batches_are_rows_without_common_padding(model: str, task: str) -> None:
     """torch's DataLoader stacks the rows as they are; our loader cuts the columns that are padding
-    in each, of all keys of a sequence alike.
+    in each, of all keys of a sequence alike. A test split has numbers and no labels.
     """
-    lengths = [512, 7] if model == "t5" else MODELS[model][2]
-    items = dataset(model, task, "dev", *lengths)
+    items = dataset(model, task, "dev", *([512, 7] if model == "t5" else []))
     (whole,) = DataLoader(items, len(items))
     (same,) = DataLoader(items, len(items), collate_fn=items.collate)
     (short,) = DistributedDataLoader(items, batch_size=len(items))
@@ -228,25 +173,18 @@ def test_batches_are_rows_without_common_padding(model: str, task: str) -> None:
         assert torch.equal(value, torch.stack([item[key] for item in items]))
         expected = value
         if value.dim() == 2:
-            length = {
-                "bert": f"attention_mask{key[-1] if key[-1] in '01' else ''}",
-                "t5": "enc_length" if key == "enc_input" else "dec_length",
-            }.get(model, "input_length")
+            of_bert = f"attention_mask{key[-1] if key[-1] in '01' else ''}"
+            of_t5 = "enc_length" if key == "enc_input" else "dec_length"
+            length = {"bert": of_bert, "t5": of_t5}.get(model, "input_length")
             longest = max(int(item[length].sum()) for item in items)
             assert longest < value.shape[1]
             expected = value[:, :longest]
         assert torch.equal(short[key], expected) and torch.equal(same[key], expected)
         assert short[key].dtype == value.dtype and short[key].is_contiguous()
-
-
-@pytest.mark.parametrize(("model", "task"), ALL)
-def test_a_test_split_has_numbers_and_no_labels(model: str, task: str) -> None:
-    """Its items are those of the dev split but for the labels."""
-    items = dataset(model, task, "test")
-    batch = items.collate([items[index] for index in range(len(items))])
-    target = "targets" if model == "t5" else "labels"
-    assert batch["idx"].tolist() == list(range(len(items)))
-    assert set(batch) == set(dataset(model, task, "dev")[0]) - {target} | {"idx"}
+    unlabelled = dataset(model, task, "test")
+    batch = unlabelled.collate([*unlabelled])
+    assert batch["idx"].tolist() == list(range(len(unlabelled)))
+    assert batch.keys() == items[0].keys() - {"targets" if model == "t5" else "labels"} | {"idx"}
 
 
 def test_rare_classes_of_cb_come_more_often_for_bert() -> None:
@@ -254,36 +192,31 @@ def test_rare_classes_of_cb_come_more_often_for_bert() -> None:
     counts = collections.Counter(row["label"] for row in rows("CB", "train"))
     items = dataset("bert", "CB", "train")
     most = max(counts.values())
-    expected = {
-        superglue.CB_LABELS[label]: count * (most // count) for label, count in counts.items()
-    }
+    expected = {superglue.CB_LABELS[key]: count * (most // count) for key, count in counts.items()}
     assert collections.Counter(item["labels"].item() for item in items) == expected
     assert most // min(counts.values()) > 1
     assert len(dataset("bert", "CB", "dev")) == len(rows("CB", "val"))
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama", "t5"])
-def test_choices_of_copa_come_both_ways(model: str) -> None:
+def test_choices_of_copa_come_both_ways() -> None:
     """In train only: the same premise with the choices swapped has the other label."""
-    items = dataset(model, "COPA", "train")
     train = rows("COPA", "train")
-    assert len(items) == 2 * len(train)
-    assert len(dataset(model, "COPA", "dev")) == len(rows("COPA", "val"))
-    key, target = ("enc_input", "targets") if model == "t5" else ("input_ids", "labels")
-    tokenizer = MODELS[model][1]
-    swapped = {**train[1], "choice1": train[1]["choice2"], "choice2": train[1]["choice1"]}
-    assert tokenizer.decode(items[2][key], skip_special_tokens=True).startswith(
-        choices(train[1])[0][0][:30]
-    )
-    assert tokenizer.decode(items[3][key], skip_special_tokens=True).startswith(
-        choices(swapped)[0][0][:30]
-    )
-    assert (items[2][target], items[3][target]) == (train[1]["label"], 1 - train[1]["label"])
+    row = train[1]
+    swapped = {**row, "choice1": row["choice2"], "choice2": row["choice1"]}
+    for model in ("gpt2", "llama", "t5"):
+        items = dataset(model, "COPA", "train")
+        assert len(items) == 2 * len(train)
+        assert len(dataset(model, "COPA", "dev")) == len(rows("COPA", "val"))
+        key, target = ("enc_input", "targets") if model == "t5" else ("input_ids", "labels")
+        for item, asked in ((items[2], row), (items[3], swapped)):
+            text = tokenizer(model).decode(item[key], skip_special_tokens=True)
+            assert text.startswith(single("COPA", asked)[:30])
+        assert (items[2][target], items[3][target]) == (row["label"], 1 - row["label"])
 
 
 def test_answers_and_entities_belong_to_their_questions() -> None:
     """Every row is in the dataset of every rank, once, and groups number the questions."""
-    multirc = gpt2dataset.DATASET["MultiRC"](SUPERGLUE, "dev", 1, 4, GPT2, 512)
+    multirc = gpt2dataset.DATASET["MultiRC"](SUPERGLUE, "dev", 1, 4, tokenizer("gpt2"), 512)
     expected = [
         f"{row['idx']}-{asked['idx']}"
         for row in rows("MultiRC", "val")
@@ -298,53 +231,33 @@ def test_answers_and_entities_belong_to_their_questions() -> None:
     # one right entity each
     assert sum(item["targets"].item() for item in record) == len(rows("ReCoRD", "train"))
     first = record.examples[0]
-    assert (first.group, first.fields["entity"], set(first.answers)) == (
-        "0-0",
-        "Ravewick",
-        {"Tom Pike"},
-    )
+    found = (first.group, first.fields["entity"], set(first.answers))
+    assert found == ("0-0", "Ravewick", {"Tom Pike"})
 
 
-@pytest.mark.parametrize(
-    ("table", "tokenizer", "words"),
-    [
-        (gpt2dataset, GPT2, [" No", " Yes"]),
-        (llamadataset, LLAMA, ["No", "Yes"]),
-        (t5dataset, T5, ["No", "Yes"]),
-    ],
-)
-def test_verbalizers_are_the_first_ids_of_their_words(
-    table: Any, tokenizer: Any, words: list[str]
-) -> None:
-    """Special tokens are passed over, whether or not the tokenizer puts any in front."""
-    first = [tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
-    for task in TASKS:
-        if task in {"CB", "COPA"}:
-            ids = table.DATASET[task].get_verbalizer(tokenizer)
-            assert len(set(ids)) == len(ids) == {"CB": 3, "COPA": 2}[task]
-        else:
-            assert table.DATASET[task].get_verbalizer(tokenizer) == first
-
-
-def test_words_that_begin_alike_are_told_apart() -> None:
-    """By the first token in which they differ; a vocabulary that has neither word is refused."""
-    tokenizer: Any = LlamaTokenizer.from_pretrained(
-        DATA / "tokenizers" / "llama", add_prefix_space=True
-    )
-    ids = llamadataset.DATASET["COPA"].get_verbalizer(tokenizer)
-    assert [tokenizer.convert_ids_to_tokens(number).strip("\u2581") for number in ids] == ["1", "2"]
-    nothing = BertTokenizer({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4})
-    for table in (bertdataset, gpt2dataset, llamadataset, t5dataset):
-        with pytest.raises(DataError, match="does not tell the words of the classes apart"):
+def test_verbalizers() -> None:
+    """The first ids of the words, special tokens passed over; words that begin alike are told apart
+    by the first token in which they differ; a vocabulary that has neither word is refused, when it
+    is asked.
+    """
+    for model, task in ALL:
+        reader, blank = tokenizer(model), " " * (model == "gpt2")
+        names = {"CB": "No Yes Maybe", "COPA": "1 2"}.get(task, "No Yes").split()
+        ids = TABLES[model].DATASET[task].get_verbalizer(reader)
+        assert len(set(ids)) == len(ids) == len(names)
+        if task not in {"CB", "COPA"}:
+            words = [reader.encode(blank + name, add_special_tokens=False) for name in names]
+            assert ids == [word[0] for word in words]
+    spaced: Any = LlamaTokenizer.from_pretrained(FOLDERS / "llama", add_prefix_space=True)
+    ids = llamadataset.DATASET["COPA"].get_verbalizer(spaced)
+    assert [spaced.convert_ids_to_tokens(number).strip("\u2581") for number in ids] == ["1", "2"]
+    nothing = BertTokenizer({f"[{word}]": n for n, word in enumerate(SPECIAL.split())})
+    for table in TABLES.values():
+        with refused("does not tell the words of the classes apart"):
             table.DATASET["RTE"].get_verbalizer(nothing)
-
-
-def test_a_missing_word_matters_when_it_is_asked_for() -> None:
-    """Datasets are made with any tokenizer; those of T5 need a sentinel for a row."""
-    nothing = BertTokenizer({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4})
     rte = t5dataset.DATASET["RTE"](SUPERGLUE, "dev", 0, 1, nothing, 64, 2)
     assert len(rte) == len(rows("RTE", "val"))
-    with pytest.raises(DataError, match="no token <extra_id_0>"):
+    with refused("no token <extra_id_0>"):
         rte[0]
     assert gpt2dataset.DATASET["RTE"](SUPERGLUE, "dev", 0, 1, nothing, 64)[0]["input_length"] > 2
 
@@ -358,40 +271,35 @@ def test_the_stored_boolq_is_that_of_its_program() -> None:
     assert not any("label" in row for row in rows("BoolQ", "test"))
 
 
-def test_a_folder_of_one_task_will_do(tmp_path: pathlib.Path) -> None:
-    """The root of all tasks, or the task's own folder; split names "dev" and "val"."""
-    shutil.copytree(SUPERGLUE / "RTE", tmp_path / "anywhere")
-    own = dataset("gpt2", "RTE", "dev", path=tmp_path / "anywhere")
-    assert all(
-        torch.equal(one["input_ids"], other["input_ids"])
-        for one, other in zip(own, dataset("gpt2", "RTE", "val"), strict=True)
-    )
-
-
-def test_rows_are_read_when_they_are_asked_for(tmp_path: pathlib.Path) -> None:
+def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
     """Nothing is tokenised or kept at construction; the dataset pickles and works in loader
-    workers.
+    workers. The folder is the root of all tasks, or the task's own; splits are "dev" and "val".
     """
-    lines = [
-        {"premise": f"p{number} 你", "hypothesis": "h", "label": "entailment"}
-        for number in range(50)
-    ]
-    items = dataset(
-        "gpt2", "RTE", "train", path=write(tmp_path, "RTE", "train", [lines[0], "\n", *lines[1:]])
-    )
+    lines = [{**GOOD, "premise": f"p{number} 你"} for number in range(50)]
+    write_rows(tmp_path / "RTE" / "train.jsonl", lines[0], "\n", *lines[1:])
+    items = dataset("gpt2", "RTE", "train", path=tmp_path)
     assert len(items) == 50
     assert len(pickle.dumps(items.examples)) < 50 * 60 + 1000
-    assert "p37" in GPT2.decode(items[37]["input_ids"])
-    assert "p49" in GPT2.decode(items[-1]["input_ids"])
-    with pytest.raises(IndexError):
-        items[50]
-    loader = DataLoader(
-        items, 10, collate_fn=items.collate, num_workers=2, multiprocessing_context="fork"
-    )
+    for number in (37, 49):
+        for index in (number, number - 50):
+            assert f"p{number}" in tokenizer("gpt2").decode(items[index]["input_ids"])
+    for index in (50, -51):
+        with pytest.raises(IndexError):
+            items[index]
+    how: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = DataLoader(items, 10, collate_fn=items.collate, **how)
     assert [len(batch["labels"]) for batch in loader] == [10] * 5
+    shutil.copytree(SUPERGLUE / "RTE", tmp_path / "anywhere")
+    own, usual = (
+        dataset("gpt2", "RTE", "dev", path=tmp_path / "anywhere"),
+        dataset("gpt2", "RTE", "val"),
+    )
+    for one, other in zip(own, usual, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
 
 
-GOOD = {"premise": "a", "hypothesis": "b", "label": "entailment"}
+def of_multirc(**passage: Any) -> dict[str, Any]:
+    return {"idx": 0, "passage": {"text": "a", **passage}, "qas": []}
 
 
 @pytest.mark.parametrize(
@@ -402,86 +310,59 @@ GOOD = {"premise": "a", "hypothesis": "b", "label": "entailment"}
         ("RTE", [GOOD, '{"premise": "a", \n'], r"train\.jsonl, line 2: no JSON"),
         ("RTE", ['{"premise": "a"\n'], r"line 1: no JSON \(Expecting ',' delimiter at column 17\)"),
         ("RTE", [GOOD, "[1]\n"], r"line 2: got list: expected a JSON object"),
-        (
-            "RTE",
-            [GOOD, {"premise": "a", "label": "entailment"}],
-            r"line 2: there is no field 'hypothesis'",
-        ),
+        ("RTE", [GOOD, '{"premise": "a"}'], r"line 2: there is no field 'hypothesis'"),
         (
             "RTE",
             [{**GOOD, "label": "perhaps"}],
-            r"line 1: the label is 'perhaps': expected one of 'not_entailment', " r"'entailment'",
+            r"line 1: the label is 'perhaps': expected one of 'not_entailment', 'entailment'",
         ),
         ("RTE", [{**GOOD, "premise": 3}], r"line 1: field 'premise' is 3: expected a text"),
-        ("RTE", [GOOD, {"premise": "a", "hypothesis": "b"}], r"line 2: there is no label"),
-        ("BoolQ", [GOOD], r"line 1: there is no field 'passage'"),
-        (
-            "WSC",
-            [{"text": "a", "target": 3, "label": True}],
-            "field 'target' is 3: expected an object",
-        ),
-        (
-            "MultiRC",
-            [{"idx": 0, "passage": {"text": "a", "questions": {}}}],
-            "field 'questions' is {}: expected a list",
-        ),
-        (
-            "MultiRC",
-            [{"idx": 0, "passage": {"text": "a", "questions": [{"idx": 0, "question": "q"}]}}],
-            "no field 'answers'",
-        ),
-        (
-            "ReCoRD",
-            [{"idx": 0, "passage": {"text": "a", "entities": [{"start": 0}]}, "qas": []}],
-            "no field 'end'",
-        ),
+        ("RTE", [GOOD, '{"premise": "a", "hypothesis": "b"}'], r"line 2: there is no label"),
         ("RTE", [GOOD, "\x00\udcff\n"], r"line 2: "),
+        ("BoolQ", [GOOD], r"line 1: there is no field 'passage'"),
+        ("WSC", ['{"text": "a", "target": 3, "label": true}'], "'target' is 3: expected an object"),
+        ("MultiRC", [of_multirc(questions={})], "field 'questions' is {}: expected a list"),
+        ("MultiRC", [of_multirc(questions=[{"idx": 0, "question": "q"}])], "no field 'answers'"),
+        ("ReCoRD", [of_multirc(entities=[{"start": 0}])], "no field 'end'"),
     ],
 )
 def test_bad_files_are_refused_at_construction(
-    tmp_path: pathlib.Path, task: str, lines: list[Any], complaint: str
+    tmp_path: Path, task: str, lines: list[Any], complaint: str
 ) -> None:
     """With the file and the line."""
-    file = tmp_path / task / "train.jsonl"
-    file.parent.mkdir()
-    texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
-    file.write_bytes("".join(texts).encode("utf-8", "surrogateescape"))
-    with pytest.raises(DataError, match=complaint):
+    write_rows(tmp_path / task / "train.jsonl", *lines)
+    with refused(complaint):
         dataset("gpt2", task, "train", path=tmp_path)
 
 
-def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:
-    """A task, split, folder, length or tokenizer that will not do."""
-    with pytest.raises(IdentifierError, match=r"no task 'Boolq'.*Did you mean 'BoolQ'"):
-        bertdataset.DATASET["Boolq"]
-    with pytest.raises(
-        IdentifierError, match="no task 'SQuAD' for this model: expected one of BoolQ, CB"
-    ):
-        bertdataset.DATASET["SQuAD"]
-    with pytest.raises(
-        DataError, match=f"neither {tmp_path}/RTE/val.jsonl nor {tmp_path}/val.jsonl"
-    ):
-        dataset("t5", "RTE", "dev", path=tmp_path)
-    with pytest.raises(DataError, match="no split 'validation': expected one of train, dev"):
-        dataset("t5", "RTE", "validation")
-    with pytest.raises(DataError, match="max_decoder_length is 1: expected at least 2"):
-        dataset("t5", "RTE", "dev", 64, 1)
-    with pytest.raises(DataError, match="max_encoder_length is 3"):
-        dataset("bert", "RTE", "dev", 3)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_test_split_that_is_missing_is_empty(model: str, tmp_path: pathlib.Path) -> None:
-    """As in ModelCenter: a dataset without rows, a loader without batches. Other splits must be
-    there.
+def test_bad_arguments_are_named(tmp_path: Path) -> None:
+    """A task, split, folder, length or tokenizer that will not do. A test split that is missing is
+    empty, as in ModelCenter: a dataset without rows, a loader without batches.
     """
-    for task in ("BoolQ", "CB", "COPA"):
-        (tmp_path / task).mkdir()
+    for name, words in (
+        ("Boolq", r"no task 'Boolq'.*Did you mean 'BoolQ'"),
+        ("SQuAD", "no task 'SQuAD' for this model: expected one of BoolQ, CB"),
+    ):
+        with pytest.raises(IdentifierError, match=words):
+            bertdataset.DATASET[name]
+    with refused("no split 'validation': expected one of train, dev"):
+        dataset("t5", "RTE", "validation")
+    for model, lengths, complaint in (
+        ("t5", (64, 1), "max_decoder_length is 1: expected at least 2"),
+        ("t5", (3, 2), "max_encoder_length is 3: expected at least 4"),
+        ("gpt2", (1,), "max_decoder_length is 1"),
+        ("bert", (7,), "max_encoder_length is 7"),
+    ):
+        with refused(complaint):
+            dataset(model, "RTE", "dev", *lengths)
+    for model, task in itertools.product(TABLES, ("BoolQ", "CB", "COPA")):
+        (tmp_path / task).mkdir(exist_ok=True)
         found = dataset(model, task, "test", path=tmp_path)
         assert len(found) == 0 and found.qids == []
         loader = DistributedDataLoader(found, batch_size=2)
         assert len(loader) == 0 and list(loader) == [] and list(loader) == []
-        with pytest.raises(DataError, match="split 'dev': there is neither"):
-            dataset(model, task, "dev", path=tmp_path)
-    with pytest.raises(DataError, match="split 'test': there is neither"):
-        dataset(model, "RTE", "test", path=tmp_path)
+        for split, other in (("dev", task), ("test", "RTE")):
+            name = {"dev": "val"}.get(split, split)
+            where = f"neither {tmp_path}/{other}/{name}.jsonl nor {tmp_path}/{name}.jsonl"
+            with refused(f"split '{split}': there is {where}"):
+                dataset(model, other, split, path=tmp_path)

@@ -152,7 +152,7 @@ def _gpt2(words: list[str]) -> None:
 
 
 def _make(words: list[str]) -> None:
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M)
     settings = dict(word.split("=", 1) for word in words if "=" in word)
     goals = [word for word in words if "=" not in word]
     for goal in goals:
@@ -168,7 +168,7 @@ def _make(words: list[str]) -> None:
 
 
 def _pip(words: list[str]) -> None:
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
     extras = re.findall(
         r"^(\w+) = \[", project.partition("[project.optional-dependencies]")[2], re.M
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pathlib
+from pathlib import Path
 
 import huggingface_hub.constants
 from tests.training.lm_programs import tiny
@@ -26,14 +26,14 @@ MODELS = {
 }
 
 
-def fill(cache: pathlib.Path) -> None:
+def fill(cache: Path) -> None:
     """Make the cache."""
     models = cache.with_name("models")
     models.mkdir()
     for name, family in MODELS.items():
         repository = cache / f"models--{repository_of(name).replace('/', '--')}"
         (repository / "refs").mkdir(parents=True, exist_ok=True)
-        (repository / "refs" / "main").write_text(REVISION, encoding="utf-8")
+        (repository / "refs" / "main").write_text(REVISION, "utf-8")
         snapshots = repository / "snapshots"
         snapshots.mkdir(exist_ok=True)
         if not (snapshots / REVISION).exists():

@@ -12,10 +12,10 @@ A comment in the lines before a block says what is special about it:
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import re
+from pathlib import Path
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"
 LANGUAGES = ("en", "zh")
 _FENCE = re.compile(
@@ -34,19 +34,19 @@ class Block:
     remarks: dict[str, str]
 
 
-def pages() -> list[pathlib.Path]:
+def pages() -> list[Path]:
     """Every page that somebody has written."""
     return sorted(path for name in LANGUAGES for path in (SITE / name).rglob("*.md"))
 
 
-def name_of(page: pathlib.Path) -> str:
+def name_of(page: Path) -> str:
     """A page's name in messages: en/guides/speed."""
     return page.relative_to(SITE).with_suffix("").as_posix()
 
 
-def blocks(page: pathlib.Path) -> list[Block]:
+def blocks(page: Path) -> list[Block]:
     """The page's blocks, in order."""
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text("utf-8")
     found = []
     end = 0
     for fence in _FENCE.finditer(text):
@@ -58,7 +58,7 @@ def blocks(page: pathlib.Path) -> list[Block]:
     return found
 
 
-def ranks_of(page: pathlib.Path) -> int:
+def ranks_of(page: Path) -> int:
     """On how many ranks the page's programs run."""
-    found = re.search(r"<!-- ranks: (\d+) -->", page.read_text(encoding="utf-8"))
+    found = re.search(r"<!-- ranks: (\d+) -->", page.read_text("utf-8"))
     return int(found[1]) if found else 1

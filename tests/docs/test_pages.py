@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import pathlib
+import re
 import runpy
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 from tests.docs import commands, given, hub
@@ -33,7 +34,7 @@ ELSEWHERE = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of the hub."""
     folder = tmp_path_factory.mktemp("hub") / "cache"
     folder.mkdir()
@@ -41,26 +42,27 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name not in ELSEWHERE])
-def test_the_programs_of_a_page(name: str, cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    page = PAGES[name]
-    for is_command, part in itertools.groupby(
-        (block for block in blocks(page) if is_executed(block)), key=is_run
-    ):
+QUICK = "en/migrate/fsdp"  # one page in `make test`
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == QUICK else pytest.param(name, marks=pytest.mark.long)
+        for name in PAGES
+        if name not in ELSEWHERE
+    ],
+)
+def test_the_programs_of_a_page(name: str, cache: Path, tmp_path: Path) -> None:
+    page, places = PAGES[name], (str(tmp_path), str(cache))
+    executed = (block for block in blocks(page) if is_executed(block))
+    for is_command, part in itertools.groupby(executed, key=is_run):
         if is_command:
             for words in (words for block in part for words in commands.lines(block.text)):
-                run_ranks(run_command, 1, words, str(tmp_path), str(cache), join=False, timeout=200)
+                run_ranks(run_command, 1, words, *places, join=False, timeout=200)
         else:
-            run_ranks(
-                run_blocks,
-                ranks_of(page),
-                str(page),
-                list(part),
-                str(tmp_path),
-                str(cache),
-                join=False,
-                timeout=200,
-            )
+            jobs = str(page), list(part), *places
+            run_ranks(run_blocks, ranks_of(page), *jobs, join=False, timeout=200)
 
 
 def is_run(block: Block) -> bool:
@@ -93,8 +95,8 @@ def run_blocks(page: str, parts: list[Block], folder: str, cache: str) -> None:
         # the lines of a traceback are those of the page
         code = compile("\n" * block.line + block.text, page, "exec")
         if "file" in block.remarks:
-            file = pathlib.Path(block.remarks["file"])
-            file.write_text(block.text, encoding="utf-8")
+            file = Path(block.remarks["file"])
+            file.write_text(block.text, "utf-8")
             exec(code, {"__name__": file.stem})  # as if it were imported
             continue
         kind, *words = block.remarks.get("given", "nothing").split()
@@ -128,54 +130,66 @@ def run_command(words: list[str], folder: str, cache: str) -> None:
         assert not end.code, f"{' '.join(words)} ended with {end.code}"
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_commands_of_a_page(name: str) -> None:
+def test_the_commands_of_all_pages() -> None:
     """Each names a program that there is, and flags that it has."""
     bad = []
-    for block in blocks(PAGES[name]):
-        if block.language in SHELLS and "not run" not in block.remarks:
+    for name, page in PAGES.items():
+        for block in blocks(page):
+            if block.language not in SHELLS or "not run" in block.remarks:
+                continue
             for words in commands.lines(block.text):
                 try:
                     commands.check(words)
                 except commands.BadCommand as error:
-                    bad.append(f"line {block.line}: {' '.join(words)}: {error}")
+                    bad.append(f"{name} line {block.line}: {' '.join(words)}: {error}")
     assert not bad, "\n".join(bad)
 
 
-def test_every_block_has_a_language() -> None:
-    """So that none escapes for want of one; output and trees have "text" or nothing."""
-    unknown = [
-        f"{name} line {block.line}: {block.language!r}"
-        for name, page in PAGES.items()
-        for block in blocks(page)
-        if block.language not in ("python", *SHELLS, *SHOWN)
-        and not block.language.startswith(DIRECTIVES)
-    ]
-    assert not unknown
-
-
 def test_blocks_that_do_not_run() -> None:
-    """They are few, each with its reason; the list is here to be read."""
+    """They are few, each with its reason; the list is here to be read. Every block has a language,
+    so that none escapes for want of one; output and trees have "text" or nothing.
+    """
+    found = [(name, block) for name, page in PAGES.items() for block in blocks(page)]
+    known = ("python", *SHELLS, *SHOWN)
+    assert not [
+        f"{name} line {block.line}: {block.language!r}"
+        for name, block in found
+        if block.language not in known and not block.language.startswith(DIRECTIVES)
+    ]
     shown = [
-        (name, block.remarks["not run"])
-        for name, page in PAGES.items()
-        for block in blocks(page)
-        if "not run" in block.remarks
+        (name, block.remarks["not run"]) for name, block in found if "not run" in block.remarks
     ]
     assert all(len(reason.split()) > 2 for _, reason in shown), shown
-    english = [name for name, _ in shown if name.startswith("en/")]
-    assert sorted(english) == NOT_RUN
+    assert [name for name, _ in shown if name.startswith("en/")] == NOT_RUN
     assert len(shown) <= 3 * len(NOT_RUN)
 
 
-NOT_RUN = sorted(
-    [
-        "en/guides/profiling",  # a GPU's memory snapshot
-        "en/migrate/deepspeed",  # DeepSpeed's own program
-        "en/migrate/torchtune",  # torchtune's own command
-        "en/reference/interoperability",  # OpenDelta and OpenPrompt
+def test_programs_print_once() -> None:
+    """Not once a rank: a program of a run prints by `bmt.print_rank`. READMEs are short: what is
+    longer belongs into docs/.
+    """
+    places = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
     ]
-)
+    print_alone = re.compile(r"(?<![\w.])print\(")
+    assert print_alone.search("    print(1)")
+    assert not print_alone.search("bmt.print_rank(1); my_print(2); log.print(3)")
+    for place in places:
+        text = place.read_text("utf-8")
+        assert "README" not in place.name or place.parent != ROOT or text.count("\n") <= 200
+        for program in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+            is_run = "init_distributed(" in program
+            assert not (is_run and print_alone.search(program)), f"{place}: {program}"
+
+
+NOT_RUN = [
+    "en/guides/profiling",  # a GPU's memory snapshot
+    "en/migrate/deepspeed",  # DeepSpeed's own program
+    "en/migrate/torchtune",  # torchtune's own command
+    "en/reference/interoperability",  # OpenDelta and OpenPrompt
+]
 
 
 def test_a_wrong_command_is_found() -> None:

@@ -6,12 +6,12 @@ import atexit
 import contextlib
 import dataclasses
 import os
-import pathlib
 import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def run(
     program: Callable[..., Any],
     *args: Any,
     ranks: int = 2,
-    folder: pathlib.Path,
+    folder: Path,
     timeout: float = 60.0,
     hosted: bool = False,
 ) -> Left:

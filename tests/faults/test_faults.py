@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import signal
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tests.faults import program
-from tests.faults.ranks import Left, run
+from tests.faults.ranks import run
 
 import bmtrain as bmt
 from bmtrain.errors import RanksPartedError
@@ -40,8 +41,14 @@ def faulty(fault: str, culprit: int = 1) -> None:
     program.train(fault, culprit, WATCHDOG_S)
 
 
-@pytest.mark.parametrize("fault", TABLE)
-def test_the_culprit_is_named(fault: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        name if name in {"sigkill", "skip"} else pytest.param(name, marks=pytest.mark.long)
+        for name in TABLE
+    ],
+)
+def test_the_culprit_is_named(fault: str, tmp_path: Path) -> None:
     """Rank 1, in the first line of the first who speaks, and by nobody else's name."""
     words, first, second = TABLE[fault]
     left = run(faulty, fault, folder=tmp_path)
@@ -67,6 +74,7 @@ def faulty_without_waiting(fault: str) -> None:
     program.train(fault, 1, WATCHDOG_S, is_immediate=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -76,7 +84,7 @@ def faulty_without_waiting(fault: str) -> None:
     ids=["save", "sleep"],
 )
 def test_the_culprit_is_named_where_the_host_does_not_wait(
-    fault: str, words: str, tmp_path: pathlib.Path
+    fault: str, words: str, tmp_path: Path
 ) -> None:
     """The watchdog says what the ledger would have said."""
     left = run(faulty_without_waiting, fault, ranks=3, folder=tmp_path)
@@ -85,31 +93,28 @@ def test_the_culprit_is_named_where_the_host_does_not_wait(
     assert said.count("stands still") == 1
 
 
-@pytest.mark.parametrize("fault", ["exception", "return", "sleep"])
-def test_rank_0_is_named(fault: str, tmp_path: pathlib.Path) -> None:
-    """Also where it takes the store with it."""
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["exception", "return", "sleep", "sigstop"])
+def test_rank_0_is_named(fault: str, tmp_path: Path) -> None:
+    """Also where it takes the store with it, or where the store stands still and nothing can be
+    exchanged: each rank says what it knows, and ends.
+    """
     words, second, first = TABLE[fault]
     left = run(faulty, fault, 0, folder=tmp_path, hosted=True)
     said = "\n".join(left.printed)
     assert left.codes == [first, second] and "frame #" not in said, said
     assert re.search(words.replace("rank 1", "rank 0"), said), said
+    assert left.seconds < 60
 
 
-def test_nothing_is_said_of_a_run_without_fault(tmp_path: pathlib.Path) -> None:
+@pytest.mark.long
+def test_nothing_is_said_of_a_run_without_fault(tmp_path: Path) -> None:
     """Steps, evaluation and end, also where rank 0 hosts the store."""
     for hosted in (False, True):
         folder = tmp_path / str(hosted)
         folder.mkdir()
-        assert run(faulty, "none", folder=folder, hosted=hosted).codes == [0, 0]
-        assert [path.read_text() for path in folder.iterdir()] == ["", ""]
-
-
-def test_the_host_of_the_store_is_stopped(tmp_path: pathlib.Path) -> None:
-    """Nothing can be exchanged: each rank says what it knows, and ends."""
-    left = run(faulty, "sigstop", 0, folder=tmp_path, hosted=True)
-    assert left.codes == [None, exits.HUNG], left.printed
-    assert "rank 0 is stopped (SIGSTOP)" in left.printed[1]
-    assert left.seconds < 60
+        left = run(faulty, "none", folder=folder, hosted=hosted)
+        assert (left.codes, left.printed) == ([0, 0], ["", ""])
 
 
 def slow_but_alive() -> None:
@@ -127,11 +132,6 @@ def slow_but_alive() -> None:
     training.step(4)
 
 
-def test_what_takes_long_is_no_alarm(tmp_path: pathlib.Path) -> None:
-    left = run(slow_but_alive, folder=tmp_path)
-    assert left.codes == [0, 0], left.printed
-
-
 def never_comes() -> None:
     """Before the first step, with and without a communicator of its own."""
     bmt.init_distributed(device="cpu", timeout=10, watchdog=None)
@@ -143,19 +143,24 @@ def never_comes() -> None:
     sys.exit(20 if 9 < time.monotonic() - begin < 30 else 21)
 
 
-def test_a_rank_that_never_comes_ends_the_others(tmp_path: pathlib.Path) -> None:
-    """After `timeout`, without the watchdog."""
-    left = run(never_comes, folder=tmp_path)
-    assert left.codes[0] == 20, left.printed
-
-
 def one_rank_stands_still() -> None:
     bmt.init_distributed(device="cpu", watchdog=1.0)
-    training = program.Training()
-    training.step(0)
+    program.Training().step(0)
     time.sleep(600)
 
 
-def test_one_rank_is_watched_when_asked(tmp_path: pathlib.Path) -> None:
-    left: Left = run(one_rank_stands_still, ranks=1, folder=tmp_path)
-    assert left.codes == [exits.HUNG] and "time.sleep(600)" in left.printed[0]
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("work", "ranks", "code"),
+    [(slow_but_alive, 2, 0), (never_comes, 2, 20), (one_rank_stands_still, 1, exits.HUNG)],
+)
+def test_how_long_may_a_rank_take(
+    work: Callable[[], None], ranks: int, code: int, tmp_path: Path
+) -> None:
+    """What takes long is no alarm; a rank that never comes ends the others after `timeout`, without
+    the watchdog; one rank is watched when asked.
+    """
+    left = run(work, ranks=ranks, folder=tmp_path)
+    assert left.codes[0] == code, left.printed
+    assert code != 0 or left.codes == [0, 0]
+    assert ranks != 1 or "time.sleep(600)" in left.printed[0]

@@ -39,12 +39,13 @@ bmt.synchronize()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["before", "collective", "training"])
 def test_ranks_end_with_their_launcher(where: str, tmp_path: pathlib.Path) -> None:
     """Killed before they join the run, and while a rank waits in a collective, another in
     C. A training run saves first."""
     program, mark = tmp_path / "program.py", tmp_path / "marks"
-    program.write_text(PROGRAM, encoding="utf-8")
+    program.write_text(PROGRAM, "utf-8")
     mark.mkdir()
     (mark / "wait").write_text("")
     environment = {

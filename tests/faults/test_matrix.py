@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import shutil
+from pathlib import Path
 
 import pytest
 from scripts.fault_matrix.cells import Bench, Cell, Result, blamed, cells
@@ -34,6 +34,7 @@ def cell(kind: str, moment: str, rank: int = 1) -> tuple[Cell, int]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "moment", "rank"),
     [("SIGKILL of a rank", "before the manifest", 0), ("flipped bit", "before resuming", 1)],
@@ -43,6 +44,7 @@ def test_cells_are_green(bench: Bench, kind: str, moment: str, rank: int) -> Non
     assert result.is_green, result
 
 
+@pytest.mark.long
 def test_a_run_that_loses_something_is_red(bench: Bench) -> None:
     """A program that goes on with another learning rate; a checkpoint that is damaged and counts;
     a fault of which nobody says who it was, and that does not come.
@@ -59,7 +61,8 @@ def test_a_run_that_loses_something_is_red(bench: Bench) -> None:
     assert "the record differs" in said and not result.equal and not result.is_green
 
 
-def test_what_is_damaged_and_lost(bench: Bench, tmp_path: pathlib.Path) -> None:
+@pytest.mark.long
+def test_what_is_damaged_and_lost(bench: Bench, tmp_path: Path) -> None:
     folder = shutil.copytree(bench.stopped, tmp_path / "stopped")
     assert damaged(folder) == [] and records(folder)[-1]["step"] == 7
     file = next((folder / "step-00000007").glob("rank-00000-*.bin"))
@@ -79,8 +82,10 @@ def test_who_is_named() -> None:
     assert blamed("[rank 1] this rank failed; the run ends. rank 0 has ended (process 3).") == {0}
 
 
-def test_the_table_counts_what_is_red(tmp_path: pathlib.Path) -> None:
-    """Cells, kills and runs; a red one is written as such."""
+def test_the_table_counts_what_is_red(tmp_path: Path) -> None:
+    """Cells, which differ, kills and runs; a red one is written as such."""
+    keys = [one.key for one in cells()]
+    assert len(set(keys)) == len(keys)
     good = Result("program", "abort", "forward", 1, 82, 1.0, 1, True, [1], [])
     bad = dataclasses.replace(good, wrong=["lost 9 steps"])
     kill = Kill("program", "launcher", 1.0, 9, 1, 1.0, None, [])
@@ -90,9 +95,9 @@ def test_the_table_counts_what_is_red(tmp_path: pathlib.Path) -> None:
     table = Table([good, bad], [kill, far], ["a run differs"], 1)
     assert table.red == 3
     table.write(tmp_path / "faults")
-    written = (tmp_path / "faults.md").read_text(encoding="utf-8")
+    written = (tmp_path / "faults.md").read_text("utf-8")
     assert written.count("**red**: lost 9 steps") == 1 and "a run differs" in written
-    assert '"red": 3' in (tmp_path / "faults.json").read_text(encoding="utf-8")
+    assert '"red": 3' in (tmp_path / "faults.json").read_text("utf-8")
     again = read(tmp_path / "faults")
     assert again == dataclasses.replace(table, again=[])
     dataclasses.replace(again, results=[good], again=[bad]).write(tmp_path / "faults")
@@ -100,13 +105,9 @@ def test_the_table_counts_what_is_red(tmp_path: pathlib.Path) -> None:
     assert "Red at first, and run again since" in (tmp_path / "faults.md").read_text("utf-8")
 
 
-def test_cells_differ() -> None:
-    keys = [one.key for one in cells()]
-    assert len(set(keys)) == len(keys)
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("flags", ["", "--offload --dtype bf16 --moments 8bit"])
-def test_kills_at_random_times(gpt2: Program, flags: str, tmp_path: pathlib.Path) -> None:
+def test_kills_at_random_times(gpt2: Program, flags: str, tmp_path: Path) -> None:
     """Two, and the run comes to its end as if there had been none; also of runs that save and end
     while updates are under way.
     """

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import signal
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.faults.ranks import run
 from tests.ranks.runner import run_ranks
-from tests.training.test_lm_verbs import Net, Points, flags
+from tests.training.test_lm_verbs import Points, flags, net, steps_of
 
 import bmtrain as bmt
 from bmtrain.runtime import exits, world
@@ -25,17 +26,16 @@ from model_center.training.stop import SIGNALS, StopRequest
 def train(folder: str, last: int | None, how: str, more: str) -> None:
     """A run that rank 1 is asked to stop in step `last`."""
     bmt.init_distributed(device="cpu")
-    model = Net()
-    bmt.init_parameters(model)
     args = flags(f"--save {folder} {more}")
-    loss_sum = bmt.loss.FusedCrossEntropy(reduction="sum", ignore_index=-100)
-    with Run(model, make_loader(Points(), args, shuffle=False), args) as going:
+
+    def ask_in_time(values: dict[str, Any]) -> None:
+        if values["step"] + 1 == last and bmt.rank() == 1:
+            ask(going, how)
+
+    loader = make_loader(Points(), args, shuffle=False)
+    with Run(net(), loader, args, on_step=ask_in_time) as going:
         for _ in going.epochs():
-            for batches in going.steps():
-                mean = bmt.loss.TokenMean(batch["label"] for batch in batches)
-                if going.step + 1 == last and bmt.rank() == 1:
-                    ask(going, how)
-                going.update(mean(loss_sum(model(batch["x"]), batch["label"])) for batch in batches)
+            steps_of(going)
     print("after the run")
 
 
@@ -49,7 +49,7 @@ def ask(going: Run, how: str) -> None:
     thread.join()
 
 
-def lines(folder: pathlib.Path) -> list[tuple[int, float]]:
+def lines(folder: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in read_metrics(folder / "metrics.jsonl")]
 
 
@@ -62,10 +62,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
     return lines(folder)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "call", "requeue"])
-def test_a_run_stops_and_goes_on(
-    how: str, whole: list[tuple[int, float]], tmp_path: pathlib.Path
-) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGTERM",
+        "requeue",
+        pytest.param("SIGUSR1", marks=pytest.mark.long),
+        pytest.param("call", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_stops_and_goes_on(how: str, whole: list[tuple[int, float]], tmp_path: Path) -> None:
     """All ranks after the step at hand, with a checkpoint from which the rest is bitwise that of a
     run that nobody stopped; the exit code tells a scheduler whether to start it again.
     """
@@ -96,19 +102,23 @@ def stuck(how: str, patience: float | None) -> None:
         time.sleep(40)
 
 
-def test_patience_ends(tmp_path: pathlib.Path) -> None:
-    """The step does not end: said, and the process ends."""
-    left = run(stuck, "once", 1.5, folder=tmp_path)
-    assert left.codes[1] == exits.OUT_OF_PATIENCE, left.printed
-    assert "The checkpoint before is as it was." in left.printed[1]
-    assert left.seconds < 30
-
-
-def test_a_second_interrupt_ends_at_once(tmp_path: pathlib.Path) -> None:
-    """Though the main thread never comes back to Python."""
-    left = run(stuck, "twice", None, folder=tmp_path)
-    assert left.codes[1] == exits.INTERRUPTED, left.printed
-    assert "interrupted twice" in left.printed[1] and left.seconds < 30
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "patience", "code", "words"),
+    [
+        ("once", 1.5, exits.OUT_OF_PATIENCE, "The checkpoint before is as it was."),
+        ("twice", None, exits.INTERRUPTED, "interrupted twice"),
+    ],
+)
+def test_a_step_that_does_not_end(
+    how: str, patience: float | None, code: int, words: str, tmp_path: Path
+) -> None:
+    """When patience ends, said, and the process ends; a second interrupt ends it at once, though
+    the main thread never comes back to Python.
+    """
+    left = run(stuck, how, patience, folder=tmp_path)
+    assert left.codes[1] == code, left.printed
+    assert words in left.printed[1] and left.seconds < 30
 
 
 def handlers() -> None:
@@ -134,7 +144,7 @@ def handlers() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_earlier_handlers_come_back(tmp_path: pathlib.Path) -> None:
+def test_earlier_handlers_come_back(tmp_path: Path) -> None:
     left = run(handlers, ranks=1, folder=tmp_path)
     assert left.codes == [0], left.printed
 

@@ -352,6 +352,7 @@ def plain_heads() -> None:
             models.assert_same(weight, grad_of(plain.linear.weight) * bmt.world_size(), what)
 
 
+@pytest.mark.fresh  # sets a constant
 def test_a_compiled_head_runs_in_chunks() -> None:
     """The same on all ranks; the loss of the run is the sum of all ranks' losses."""
     on_gpus(plain_heads)

@@ -47,16 +47,10 @@ def test_pipelines_train_as_one_process(
 
 
 @pytest.mark.parametrize(("ranks", "stages", "tp"), [size for size in grids() if size[1] == 1])
-@pytest.mark.parametrize(("blocked", "zero_level"), [(True, 3), (True, 2), (False, 3)])
+@pytest.mark.parametrize("zero_level", [3, 2, None])
 def test_split_parameters_train_as_whole_ones(
-    ranks: int, stages: int, tp: int, blocked: bool, zero_level: int, tmp_path: pathlib.Path
+    ranks: int, stages: int, tp: int, zero_level: int | None, tmp_path: pathlib.Path
 ) -> None:
-    _, norms, model, _ = placement.plain_run(4)
-    for result in on_gpus(
-        placement.run, ranks, blocked, zero_level, str(tmp_path), True, init={"tp_size": tp}
-    ):
-        torch.testing.assert_close(result["norms"], norms, rtol=1e-5, atol=1e-6)
-        for name, expected in model.named_parameters():
-            torch.testing.assert_close(
-                result["whole"][name], expected.detach(), rtol=1e-5, atol=1e-6
-            )
+    norms, params, _ = placement.plain_run(placement.STEPS)
+    for result in on_gpus(placement.run, ranks, zero_level, tmp_path, init={"tp_size": tp}):
+        placement.close(result["trained"], (norms, params))

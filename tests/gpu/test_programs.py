@@ -21,7 +21,8 @@ from tests.ranks import (
     test_idioms,
     test_inner_checkpoint,
     test_inspect,
-    test_peft,
+    test_optim,
+    test_peft_methods,
     test_seeds,
     test_transformers,
     test_whole_parameters,
@@ -69,12 +70,12 @@ def drawn_on_the_cpu(program: Callable[..., Any], *args: Any) -> Any:
 def with_its_data(program: Callable[[], Any]) -> Any:
     """The program with the tensors of its module on the GPU."""
     names = vars(sys.modules[program.__module__])
-    names |= {
-        name: value.to(bmt.device())
-        for name, value in names.items()
-        if isinstance(value, torch.Tensor)
-    }
-    return program()
+    before = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
+    names |= {name: value.to(bmt.device()) for name, value in before.items()}
+    try:
+        return program()
+    finally:
+        names |= before
 
 
 def run_on_gpus(
@@ -101,22 +102,23 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    "test",
-    [test_inspect.test_parameters_and_gradients, test_inspect.test_activations_and_their_gradients],
-    ids=["parameters", "activations"],
+    "program", [test_inspect.parameters_of_odd_models, test_inspect.activations]
 )
-def test_inspection(
-    test: Callable[[int], None], size: int, gpus: Callable[[ModuleType], None]
-) -> None:
-    gpus(test_inspect)
-    test(size)
+def test_inspection(program: Callable[[], None], size: int) -> None:
+    run_on_gpus(program, size)
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_inspection_of_parallel_models(size: int, gpus: Callable[[ModuleType], None]) -> None:
-    gpus(test_inspect)
-    test_inspect.test_tensor_parallel_parameters(size)
-    test_inspect.test_pipelined_lists_record_like_plain_ones(size, 2)
+def test_inspection_of_parallel_models(size: int) -> None:
+    run_on_gpus(test_inspect.tensor_parallel_parameters, size, init={"tp_size": 2})
+    run_on_gpus(test_inspect.pipelined_list, size, init={"pipe_size": 2})
+
+
+# Rows of test_optim's table, in the 0.1.x API.
+OLD_PROGRAMS = (
+    "adam    float32 old 64 inf      3   late chain each none   2",
+    "offload float32 old 64 gradient inf late cycle one  scaled 2",
+)
 
 
 @pytest.mark.parametrize("size", SIZES[:2])
@@ -125,8 +127,8 @@ def test_old_programs(
 ) -> None:
     gpus(test_seeds)
     test_seeds.test_model_center_training_loop(size, torch.float32, capsys)
-    for offload in (False, True):
-        test_seeds.test_the_first_api_trains_as_torch_does(size, torch.float32, offload)
+    for line in OLD_PROGRAMS:
+        run_on_gpus(test_optim.program, size, line)
 
 
 @pytest.mark.parametrize("size", SIZES[:2])
@@ -140,22 +142,19 @@ def test_the_readme_in_half_precision(size: int) -> None:
         assert log == [pytest.approx(record, rel=5e-3) for record in want]
 
 
-def test_verbs(gpus: Callable[[ModuleType], None]) -> None:
-    gpus(test_communication)
+def test_verbs() -> None:
     for size in SIZES:
-        test_communication.test_values_and_gradients_are_those_of_one_process(size)
-        test_communication.test_sum_loss_and_gather_result(size)
-    test_communication.test_nccl_alone()
+        run_on_gpus(test_communication.run_cases, size)
+        run_on_gpus(test_communication.losses_and_rows, size)
+    run_on_gpus(test_communication.verbs, 1)
 
 
 OTHERS = [
     test_transformers.training,
     test_transformers.checkpointing_flags,
     test_transformers.generating,
-    test_peft.training,
-    test_peft.optimizer_states,
-    test_delta.before_sharding,
-    test_delta.after_sharding,
+    test_peft_methods.training,
+    test_delta.before_and_after_sharding,
     functools.partial(test_inner_checkpoint.checkpoints_inside, False),
     functools.partial(test_inner_checkpoint.checkpoints_inside, True),
 ]

@@ -10,7 +10,7 @@ from tests.ranks.test_second_start import compiles_once
 
 from bmtrain.kernels import fp8
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.fresh]
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:

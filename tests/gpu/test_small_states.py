@@ -155,6 +155,7 @@ def in_host_memory(form: dict[str, str]) -> None:
         assert torch.equal(torch.as_tensor(got), torch.as_tensor(want))
 
 
+@pytest.mark.fresh  # sets a constant
 @pytest.mark.parametrize("form", FORMS)
 def test_states_in_host_memory_give_the_same_training(form: dict[str, str]) -> None:
     """AdamOffloadOptimizer against AdamOptimizer, bit for bit."""

@@ -29,7 +29,7 @@ from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 
 NUM_GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.fresh]  # they set constants, and measure memory
 DIM = 512
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import pathlib
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.interop.comparing import Differs, compare_all
 from tests.ranks import runner
@@ -32,7 +32,7 @@ def judge(room: str, numbers: list[int], ranks: int) -> Iterator[tuple[int, str,
     while numbers:
         failed, verdict = -1, ("equal", "")
         with tempfile.TemporaryDirectory() as name:
-            folder = pathlib.Path(name)
+            folder = Path(name)
             try:
                 runner.run_ranks(
                     compare_all, ranks, room, numbers, name, timeout=900.0, init={"timeout": 60.0}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import transformers as hf
 
-TOKENIZERS = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
+TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 NAMES = ("bert", "roberta", "gpt2", "t5")
 
 

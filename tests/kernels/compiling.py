@@ -1,14 +1,12 @@
 """A program that compiles kernels of generation for a GPU (sm_90), which is not needed for it.
 
-Triton's interpreter takes what its compiler does not: variables of loops that change their shape,
-for example.
+Triton's interpreter takes what its compiler does not: variables of loops that change their shape, for
+example.
 """
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -37,14 +35,14 @@ TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", t
 
 
 class Compiled:
-    """A kernel that is compiled for the arguments of each launch, as Triton specialises for them,
-    in place of being launched.
+    """A kernel that is compiled for the arguments of each launch, as Triton specialises for them, in
+    place of being launched.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self.compile
 
     def compile(self, *args: Any, num_warps: int, **kwargs: Any) -> None:
@@ -76,72 +74,58 @@ def attend(dtype: torch.dtype, capacity: int, dim: int) -> None:
     """A token that is there, and one that is added with rotary positions."""
     query, key, value = torch.ones(3, 2, 8, dim, dtype=dtype)
     keys, values = torch.ones(2, 2, 2, capacity, dim, dtype=dtype)
-    reach = torch.zeros(2, 2, dtype=torch.int64)
-    new = cached_attention.NewToken(
-        key=key[:, :2],
-        value=value[:, :2],
-        place=reach[0, :1],
-        cos=torch.ones(2, dim // 2),
-        sin=torch.ones(2, dim // 2),
-    )
-    cached_attention.cached_attention_by_triton(query, keys, values, reach, 0.5)
-    cached_attention.cached_attention_by_triton(query, keys, values, reach, 0.5, new)
+    reach, angles = torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, dim // 2)
+    vectors: Any = {"key": key[:, :2], "value": value[:, :2], "cos": angles, "sin": angles}
+    new = cached_attention.NewToken(place=reach[0, :1], **vectors)
+    for token in (None, new):
+        cached_attention.cached_attention_by_triton(query, keys, values, reach, 0.5, token)
 
 
 def multiply(dtype: torch.dtype) -> None:
     """With nothing around it, a norm and a gate, a bias and a residual."""
-    x = torch.ones(2048, dtype=dtype)
-    weight, bias = torch.ones(32, 2048, dtype=dtype), torch.ones(32, dtype=dtype)
-    for case in (
-        RowProducts(x=x, weights=[weight] * 3, biases=[None] * 3),
-        RowProducts(x=x, weights=[weight] * 2, biases=[None] * 2, norm=x, eps=1e-5, act="silu"),
-        RowProducts(x=x, weights=[weight], biases=[bias], act="gelu", residual=bias),
-    ):
-        row_products.row_products_by_triton(case)
+    x, bias = torch.ones(2048, dtype=dtype), torch.ones(32, dtype=dtype)
+    cases: list[dict[str, Any]] = [
+        {"biases": [None] * 3},
+        {"biases": [None] * 2, "norm": x, "eps": 1e-5, "act": "silu"},
+        {"biases": [bias], "act": "gelu", "residual": bias},
+    ]
+    for case in cases:
+        weights = [torch.ones(32, 2048, dtype=dtype)] * len(case["biases"])
+        row_products.row_products_by_triton(RowProducts(x=x, weights=weights, **case))
 
 
 def rest(dtype: torch.dtype) -> None:
     """The smaller kernels."""
     heads, keys = torch.ones(2, 3, 4, 16, dtype=dtype), torch.ones(2, 3, 20, 16, dtype=dtype)
-    angles, place = torch.ones(4, 8), torch.zeros(1, dtype=torch.int64)
+    angles, new = torch.ones(4, 8), heads[:, :, :1]
     largest.largest_by_triton(torch.ones(1, 128256, dtype=dtype))
     rotary.rotate_by_triton(heads, heads, angles, angles, False)
     gated.gated_by_triton(heads, heads, "silu")
-    cached_attention.store_tokens_by_triton(keys, keys, heads[:, :, :1], heads[:, :, :1], place)
+    cached_attention.store_tokens_by_triton(keys, keys, new, new, torch.zeros(1).long())
 
 
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Inside, kernels are compiled where they would be launched."""
-    attention = {
-        name: Compiled(kernel)
-        for name, kernel in vars(cached_attention_triton).items()
-        if name.endswith("kernel")
-    }
-    of_parts = Compiled(largest_triton.largest_of_parts_kernel)
-    of_rows = Compiled(largest_triton.largest_of_rows_kernel)
-    products = Compiled(row_products_triton.row_products_kernel)
-    places = (
-        (cached_attention, "_triton", types.SimpleNamespace(**attention)),
-        (largest, "_triton_kernels", (of_parts, of_rows)),
-        (row_products, "_triton_kernel", products),
-        (rotary, "_triton_kernel", Compiled(rotary_triton.rotate_kernel)),
-        (gated, "_triton_kernel", Compiled(gated_triton.gated_kernel)),
-    )
-    with contextlib.ExitStack() as stack:
-        for module, name, kernels in places:
-            stack.enter_context(mock.patch.object(module, name, mock.Mock(return_value=kernels)))
-        yield
+def put_in(module: Any, name: str, *kernels: Any) -> None:
+    """Kernels are compiled where they would be launched, in this process."""
+    found = tuple(map(Compiled, kernels))
+    setattr(module, name, mock.Mock(return_value=found if len(found) > 1 else found[0]))
 
 
 def main() -> None:
     """Compile all of them, with the largest blocks that there are."""
-    with compiling():
-        attend(torch.bfloat16, 384, 64)
-        attend(torch.float32, 5000, 256)
-        for dtype in (torch.bfloat16, torch.float32):
-            multiply(dtype)
-        rest(torch.bfloat16)
+    parts = (largest_triton.largest_of_parts_kernel, largest_triton.largest_of_rows_kernel)
+    put_in(largest, "_triton_kernels", *parts)
+    put_in(row_products, "_triton_kernel", row_products_triton.row_products_kernel)
+    put_in(rotary, "_triton_kernel", rotary_triton.rotate_kernel)
+    put_in(gated, "_triton_kernel", gated_triton.gated_kernel)
+    attention = vars(cached_attention_triton).items()
+    kernels = {name: Compiled(kernel) for name, kernel in attention if name.endswith("kernel")}
+    of_attention = types.SimpleNamespace(**kernels)
+    cached_attention._triton = mock.Mock(return_value=of_attention)
+    attend(torch.bfloat16, 384, 64)
+    attend(torch.float32, 5000, 256)
+    for dtype in (torch.bfloat16, torch.float32):
+        multiply(dtype)
+    rest(torch.bfloat16)
 
 
 if __name__ == "__main__":

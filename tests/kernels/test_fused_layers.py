@@ -34,17 +34,22 @@ from model_center.model.llama import Llama, LlamaConfig
 from model_center.model.qwen2 import Qwen2, Qwen2Config
 from model_center.model.qwen3 import Qwen3, Qwen3Config
 
-SIZES: dict[str, Any] = {"vocab_size": 48, "dim_model": 32, "num_heads": 4, "dim_head": 8}
-SIZES |= {"dim_ff": 48, "num_layers": 2, "dtype": "float32"}
+SIZES: dict[str, Any] = {"vocab_size": 48, "dim_model": 16, "num_heads": 4, "dim_head": 4}
+SIZES |= {"dim_ff": 24, "num_layers": 1, "dtype": "float32"}
+NEW = 3  # tokens: one follows the prompt, one each step
 MODELS: dict[str, tuple[Any, Any]] = {
-    "llama": (Llama, LlamaConfig(**SIZES, num_heads_kv=2, sliding_window=9)),
-    "gptj": (GPTj, GPTjConfig(**SIZES, pos_rotary_dim=4)),
-}
-OF_ROWS: dict[str, tuple[Any, Any]] = MODELS | {
+    "llama": (Llama, LlamaConfig(**SIZES, num_heads_kv=2, sliding_window=6)),
+    "gptj": (GPTj, GPTjConfig(**SIZES, pos_rotary_dim=2)),
     "gpt2": (GPT2, GPT2Config(**SIZES, position_size=64)),
     "qwen2": (Qwen2, Qwen2Config(**SIZES, num_heads_kv=2)),
     "qwen3": (Qwen3, Qwen3Config(**SIZES, num_heads_kv=2)),
 }
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    kind, config = MODELS[name]
+    return parity.randomized(kind(config), std=0.7)
 
 
 def of_places(positions: Rotary, places: torch.Tensor) -> torch.Tensor:
@@ -62,170 +67,141 @@ def by_kernels() -> Iterator[list[mock.MagicMock]]:
         (one_row, "row_products"): row_products_by_triton,
     }
     with contextlib.ExitStack() as stack:
-        # there is no stream to wait for
-        stack.enter_context(mock.patch.object(Rotary, "_kept_frequencies", of_places))
+
+        def put(module: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(module, name, value))
+
+        put(Rotary, "_kept_frequencies", of_places)  # there is no stream to wait for
         # fewer programs, which the interpreter runs one after the other
-        stack.enter_context(mock.patch.object(room, "BLOCK_OUT", 32))
-        for module in (feedforward, rotary, layernorm, one_row, scaled_dot_product):
-            stack.enter_context(mock.patch.object(module, "is_fused", lambda *_: True))
-        stack.enter_context(mock.patch.object(search, "is_fused", lambda *_: True))
-        stack.enter_context(mock.patch.object(search, "largest", largest_by_triton))
-        yield [
-            stack.enter_context(mock.patch.object(module, name, wraps=kernel))
-            for (module, name), kernel in kernels.items()
-        ]
+        put(room, "BLOCK_OUT", 32)
+        for module in (feedforward, rotary, layernorm, one_row, scaled_dot_product, search):
+            put(module, "is_fused", lambda *_: True)
+        put(search, "largest", largest_by_triton)
+        counted = [mock.MagicMock(wraps=kernel) for kernel in kernels.values()]
+        for (module, name), kernel in zip(kernels, counted, strict=True):
+            put(module, name, kernel)
+        yield counted
+
+
+def check(model: Any, rows: int = 1) -> tuple[Any, list[int]]:
+    """Tokens and scores are those of the formulas, greedily; of several rows the first has padding.
+
+    Those, and how often each kernel was called.
+    """
+    ids, mask = parity.token_ids(rows, 5, high=48), torch.ones(rows, 5)
+    if rows > 1:
+        mask[0, :2] = 0
+
+    def tokens() -> Any:
+        return generate(model, ids, mask, max_new_tokens=NEW, return_scores=True)
+
+    expected = tokens()
+    with by_kernels() as kernels:
+        found = tokens()
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
+    return expected.scores, [kernel.call_count for kernel in kernels]
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+def test_tokens_are_those_of_the_formulas(name: str) -> None:
+    """All kernels that the model has a use for are used."""
+    _, counts = check(model_of(name), rows=2)
+    assert [count > 0 for count in counts] == [name == "llama", True, True, True, False]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_the_formulas(name: str) -> None:
-    """Greedily, of prompts with padding; all kernels that the model has a use for are used."""
-    kind, config = MODELS[name]
-    torch.manual_seed(0)
-    model = parity.randomized(kind(config), std=0.5)
-    ids, mask = parity.token_ids(3, 6, high=48), torch.ones(3, 6)
-    mask[0, :2] = 0
-    expected = generate(model, ids, mask, max_new_tokens=6, return_scores=True)
-    with by_kernels() as kernels:
-        found = generate(model, ids, mask, max_new_tokens=6, return_scores=True)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert found.scores is not None and expected.scores is not None
-    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
-    used = [kernel.call_count > 0 for kernel in kernels]
-    assert used == [name == "llama", True, True, True, False]
-
-
-def tokens(model: Any, ids: torch.Tensor) -> Any:
-    return generate(model, ids, max_new_tokens=6, return_scores=True)
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert torch.equal(found.sequences, expected.sequences)
-    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", OF_ROWS)
 def test_one_row_is_that_of_the_formulas(name: str) -> None:
-    """Greedily; with as few kernels as the model allows."""
-    kind, config = OF_ROWS[name]
-    torch.manual_seed(0)
-    model = parity.randomized(kind(config), std=0.5)
-    ids = parity.token_ids(1, 6, high=48)
-    expected = tokens(model, ids)
-    with by_kernels() as kernels:
-        assert_same(tokens(model, ids), expected)
-    # five steps of two layers, and the head, of the prompt's last token too
-    assert kernels[-1].call_count == 5 * 2 * (2 if name == "gptj" else 4) + 6
+    """With as few kernels as the model allows."""
+    _, counts = check(model_of(name))
+    # in each step, and the head, of the prompt's last token too
+    steps = NEW - 1
+    assert counts[-1] == steps * (2 if name == "gptj" else 4) + NEW
     if name == "llama":
-        # of a step the last norm, the head, and five kernels in each layer; the rest is the prompt's
-        assert [kernel.call_count for kernel in kernels] == [2, 2, 5 * 2, 5 + 5, 5 * 2 * 4 + 6]
+        # of a step the last norm, the head, and five kernels; the rest is the prompt's
+        assert counts == [1, 1, steps, 3 + steps, steps * 4 + NEW]
 
 
-def hooked(model: Any, seen: list[Any]) -> None:
-    model.encoder.layers[0].self_att.self_attention.project_k.register_forward_hook(
-        lambda *_: seen.append(1)
-    )
+def counted(seen: list[Any], function: Any) -> Any:
+    """The function, which counts its calls."""
 
-
-def subclassed(model: Any, seen: list[Any]) -> None:
-    class Counted(Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(1)
-            return 2 * super().forward(x)
-
-    model.encoder.layers[0].ffn.ffn.w_in.w_1.__class__ = Counted
-
-
-def out_replaced(model: Any, seen: list[Any]) -> None:
-    part = model.encoder.layers[1].ffn.ffn
-    plain = part.w_out.forward
-
-    def more(x: torch.Tensor) -> torch.Tensor:
+    def call(*args: Any) -> torch.Tensor:
         seen.append(1)
-        return plain(x) + 1
+        return function(*args)
 
-    part.w_out.forward = more
-
-
-def block_hooked(model: Any, seen: list[Any]) -> None:
-    model.encoder.layers[0].ffn.ffn.w_in.register_forward_pre_hook(lambda *_: seen.append(1))
+    return call
 
 
-def norm_hooked(model: Any, seen: list[Any]) -> None:
-    def larger(_: Any, __: Any, out: torch.Tensor) -> torch.Tensor:
-        seen.append(1)
-        return 3 * out
+def changed(model: Any, change: str, seen: list[Any]) -> None:
+    attention, part = model.encoder.layers[0].self_att, model.encoder.layers[0].ffn
+    if change == "hook":
+        attention.self_attention.project_k.register_forward_hook(counted(seen, lambda *_: None))
+    elif change == "subclass":
 
-    model.encoder.layers[0].ffn.layernorm_before_ffn.register_forward_hook(larger)
+        class Counted(Linear):
+            forward = counted(seen, lambda self, x: 2 * Linear.forward(self, x))
 
-
-def replaced(model: Any, seen: list[Any]) -> None:
-    class Other(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(1)
-            return x.sin()
-
-    model.encoder.layers[0].ffn.ffn = Other()
+        part.ffn.w_in.w_1.__class__ = Counted
+    elif change == "forward":
+        plain = part.ffn.w_out.forward
+        part.ffn.w_out.forward = counted(seen, lambda x: plain(x) + 1)
+    elif change == "hook of a block":
+        part.ffn.w_in.register_forward_pre_hook(counted(seen, lambda *_: None))
+    elif change == "hook of a norm":
+        norm = part.layernorm_before_ffn
+        norm.register_forward_hook(counted(seen, lambda _, __, out: 3 * out))
+    elif change == "module":
+        part.ffn = torch.nn.Module()
+        part.ffn.forward = counted(seen, torch.sin)
+    else:
+        head = model.output_projection
+        head.register_forward_hook(counted(seen, lambda _, __, out: -out))
 
 
 @pytest.mark.parametrize(
-    ("change", "left"),
+    ("change", "products"),
     [
-        (hooked, 6),
-        (subclassed, 6),
-        (out_replaced, 7),
-        (block_hooked, 6),
-        (norm_hooked, 8),
-        (replaced, 6),
+        ("hook", 2),
+        ("subclass", 2),
+        ("forward", 3),
+        ("hook of a block", 2),
+        ("hook of a norm", 4),
+        ("module", 2),
+        ("head", 4),
     ],
 )
-def test_what_is_more_than_a_product_is_called(change: Any, left: int) -> None:
-    """Beside kernels for the rest: so many in a step, of eight."""
-    kind, config = MODELS["llama"]
-    torch.manual_seed(0)
-    model, seen = parity.randomized(kind(config), std=0.5), list[Any]()
-    plain = tokens(model, parity.token_ids(1, 6, high=48))
-    change(model, seen)
-    expected = tokens(model, parity.token_ids(1, 6, high=48))
-    assert len(seen) == 6  # for the prompt, and in each of five steps
-    if change not in (hooked, block_hooked):
-        assert not torch.equal(plain.scores, expected.scores)
-    with by_kernels() as kernels:
-        assert_same(tokens(model, parity.token_ids(1, 6, high=48)), expected)
-    assert len(seen) == 12 and kernels[-1].call_count == 5 * left + 6
-
-
-def test_a_head_that_is_more_than_its_weight_is_called() -> None:
-    kind, config = MODELS["llama"]
-    torch.manual_seed(0)
-    model, ids = parity.randomized(kind(config), std=0.5), parity.token_ids(1, 6, high=48)
-    model.output_projection.register_forward_hook(lambda _, __, out: -out)
-    expected = tokens(model, ids)
-    with by_kernels() as kernels:
-        assert_same(tokens(model, ids), expected)
-    assert kernels[-1].call_count == 5 * 2 * 4
+def test_what_is_more_than_a_product_is_called(change: str, products: int) -> None:
+    """Beside kernels for the rest: so many in a step, of four."""
+    model, seen = model_of("llama"), list[Any]()
+    changed(model, change, seen)
+    scores, counts = check(model)
+    assert len(seen) == 2 * NEW  # for the prompt, and in each step
+    assert counts[-1] == (NEW - 1) * products + (0 if change == "head" else NEW)
+    if "hook" != change != "hook of a block":
+        plain, _ = check(model_of("llama"))
+        assert not torch.equal(plain, scores)
 
 
 def of_a_rank(folder: pathlib.Path, fused: bool) -> tuple[list[Any], int]:
     """What follows a prompt of this rank's own, and how many products of one row there were."""
     model = MODELS["llama"][0].from_pretrained(folder, dtype="float32")
-    ids = parity.token_ids(1, 6, high=48, seed=bmt.rank() if bmt.is_initialized() else 0)
-    if not fused:
-        return generate(model, ids, max_new_tokens=6).rows(), 0
-    with by_kernels() as kernels:
-        return generate(model, ids, max_new_tokens=6).rows(), kernels[-1].call_count
+    ids = parity.token_ids(1, 5, high=48, seed=bmt.rank() if bmt.is_initialized() else 0)
+    with by_kernels() if fused else contextlib.nullcontext([mock.Mock(call_count=0)]) as kernels:
+        return generate(model, ids, max_new_tokens=NEW).rows(), kernels[-1].call_count
+
+
+def both_ways(folder: pathlib.Path) -> list[tuple[list[Any], int]]:
+    return [of_a_rank(folder, fused) for fused in (True, False)]
 
 
 def test_whole_weights_of_ranks_go_through_the_kernels(tmp_path: pathlib.Path) -> None:
     """What was gathered is multiplied where it is."""
-    kind, config = MODELS["llama"]
-    torch.manual_seed(0)
-    parity.randomized(kind(config), std=0.5).save_pretrained(tmp_path, format="model_center")
+    model_of("llama").save_pretrained(tmp_path, format="model_center")
     alone = of_a_rank(tmp_path, fused=False)[0]
-    found = run_ranks(of_a_rank, 2, tmp_path, True)
-    expected = run_ranks(of_a_rank, 2, tmp_path, False)
-    assert [rows for rows, _ in found] == [rows for rows, _ in expected]
-    assert found[0][0] == alone and found[1][0] != alone
-    assert [count for _, count in found] == [5 * 2 * 4 + 6] * 2
+    found = run_ranks(both_ways, 2, tmp_path)
+    for (rows, products), (expected, _) in found:
+        assert rows == expected and products == (NEW - 1) * 4 + NEW
+    assert found[0][0][0] == alone != found[1][0][0]
 
 
 def test_shapes_that_do_not_fit_are_told() -> None:
@@ -251,13 +227,13 @@ def test_frequencies_are_made_once() -> None:
     """On a GPU; again for another device or base, and neither kept of a recording nor for training."""
     one, positions = Rotary(8, 100.0, interleaved=False), torch.arange(3)
     expected, made = one.tables(positions), mock.Mock(wraps=one._frequencies)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(one, "_frequencies", made))
-        stack.enter_context(mock.patch.object(rotary, "is_fused", lambda *_: True))
-        capturing = stack.enter_context(
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
-        )
-        waits = stack.enter_context(mock.patch.object(torch.cuda, "current_stream"))
+    capturing = mock.Mock(return_value=True)
+    with (
+        mock.patch.object(one, "_frequencies", made),
+        mock.patch.object(rotary, "is_fused", lambda *_: True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", capturing),
+        mock.patch.object(torch.cuda, "current_stream") as waits,
+    ):
         for count in (1, 2):
             assert torch.equal(one.tables(positions).cos, expected.cos) and made.call_count == count
         capturing.return_value = False
@@ -274,9 +250,8 @@ def test_frequencies_are_made_once() -> None:
 
 def test_dropout_is_not_left_out() -> None:
     """A program that draws while it does not differentiate."""
-    kind, _ = MODELS["llama"]
-    model = kind(LlamaConfig(**SIZES, num_heads_kv=2, dropout_p=0.5)).train()
-    hidden, block = torch.randn(1, 1, 32), model.encoder.layers[0].ffn
+    model: Any = Llama(LlamaConfig(**SIZES, num_heads_kv=2, dropout_p=0.5)).train()
+    hidden, block = torch.randn(1, 1, 16), model.encoder.layers[0].ffn
     with torch.no_grad(), by_kernels() as kernels:
         torch.manual_seed(0)
         found = block(hidden)
@@ -290,17 +265,14 @@ def test_dropout_is_not_left_out() -> None:
 
 def test_kernels_are_for_gpus_without_gradients() -> None:
     """Not on the CPU, nor where somebody differentiates, traces or looks."""
-    device = torch.device("cpu")
     x, other, wide = (
-        mock.Mock(is_cuda=True, device=device, dtype=dtype)
+        mock.Mock(is_cuda=True, device=torch.device("cpu"), dtype=dtype)
         for dtype in (torch.float32, torch.float16, torch.float64)
     )
     with torch.no_grad():
         assert fusion.is_fused(x) and fusion.is_fused(x, None, x)
-        assert not fusion.is_fused(torch.empty(3)), "the CPU"
-        assert not fusion.is_fused(torch.empty(3, device="meta"))
-        assert not fusion.is_fused(x, other), "two dtypes"
-        assert not fusion.is_fused(wide)
+        for given in ((torch.empty(3),), (torch.empty(3, device="meta"),), (x, other), (wide,)):
+            assert not fusion.is_fused(*given)
         with mock.patch.object(fusion, "num_dispatch_modes", lambda: 1):
             assert not fusion.is_fused(x)
         with torch.autocast("cpu", torch.bfloat16):

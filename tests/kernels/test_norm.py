@@ -1,16 +1,17 @@
-"""Layer norm and RMS norm, and their gradients, in one pass: kernels against twins, twins against
-plain PyTorch in fp64.
+"""Layer norm and RMS norm, and their gradients, in one pass: kernels against twins, twins against plain
+PyTorch in fp64.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
 
 from bmtrain.kernels import norm
 from bmtrain.kernels.norm import (
@@ -31,9 +32,13 @@ EPS = 1e-5
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for each."""
-    monkeypatch.setattr(norm, "PARTS", 10)
+    monkeypatch.setattr(norm, "PARTS", 5)
     monkeypatch.setattr(norm, "PARTS_OF_WIDE", 3)
     monkeypatch.setattr(norm, "FORWARD_PARTS", 4)
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Case:
@@ -50,96 +55,67 @@ class Case:
         rows: int,
         n: int,
     ) -> None:
-        generator = torch.Generator().manual_seed(num_grads + 10 * num_inputs)
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype)
-
         self.grads, self.inputs = (
-            [draw(2, rows, n) for _ in range(count)] for count in (num_grads, num_inputs)
+            [drawn(2, rows, n, dtype=dtype, seed=first + place) for place in range(count)]
+            for first, count in ((0, num_grads), (10, num_inputs))
         )
-        self.weight, self.residual = draw(n), draw(2, rows, n) if residual else None
-        x = sum(part.double() for part in self.inputs)
-        assert isinstance(x, torch.Tensor)
-        self.mean = x.mean(-1, keepdim=True).float() if centered else None
-        spread = (
-            x.var(-1, keepdim=True, correction=0) if centered else x.square().mean(-1, keepdim=True)
-        )
-        self.rstd = (spread + EPS).rsqrt().float()
-        weight, bias = (
-            self.weight.double().requires_grad_(),
-            torch.zeros(n, dtype=torch.float64, requires_grad=True),
-        )
-        leaves = [x.requires_grad_(), weight, bias]
-        out = (
-            F.layer_norm(x, (n,), weight, bias, EPS)
-            if centered
-            else F.rms_norm(x, (n,), weight, EPS) + bias
-        )
-        self.want = list(
-            torch.autograd.grad(out, leaves, sum(part.double() for part in self.grads))  # type: ignore[arg-type]
-        )
-        if self.residual is not None:
-            self.want[0] = self.want[0] + self.residual.double()
+        self.weight = drawn(n, dtype=dtype, seed=20)
+        self.residual = drawn(2, rows, n, dtype=dtype, seed=21) if residual else None
+        x = torch.stack(self.inputs).double().sum(0).requires_grad_()
+        out, mean, rstd, _ = true_norm([x], self.weight, torch.zeros(n), EPS, centered)
+        grad = torch.stack(self.grads).double().sum(0)
+        of_x = torch.autograd.grad(out, x, grad)[0]
+        x, mean, rstd = x.detach(), mean.detach(), rstd.detach()
+        normed = (x - mean if centered else x) * rstd
+        of_x = of_x if self.residual is None else of_x + self.residual.double()
+        self.want = [of_x, (grad * normed).sum((0, 1)), grad.sum((0, 1))]
+        self.mean, self.rstd = mean.float() if centered else None, rstd.float()
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return (
-            self.grads,
-            self.inputs,
-            self.weight,
-            self.mean,
-            self.rstd,
-            self.residual,
-            True,
-            self.residual is not None,
-        )
+        own = (self.grads, self.inputs, self.weight, self.mean, self.rstd, self.residual)
+        return *own, True, self.residual is not None
 
 
-CASES: list[dict[str, Any]] = [
-    {"num_grads": 1, "num_inputs": 1, "centered": True, "residual": False, "rows": 5, "n": 7},
-    {"num_grads": 3, "num_inputs": 1, "centered": True, "residual": True, "rows": 300, "n": 48},
-    {"num_grads": 1, "num_inputs": 2, "centered": True, "residual": True, "rows": 3, "n": 1030},
-    {"num_grads": 2, "num_inputs": 2, "centered": False, "residual": True, "rows": 9, "n": 64},
-    {"num_grads": 1, "num_inputs": 1, "centered": False, "residual": False, "rows": 1, "n": 1},
-    {"num_grads": 2, "num_inputs": 1, "centered": True, "residual": True, "rows": 2, "n": WIDE + 2},
-]
+def named(names: str, *rows: tuple[int | bool, ...]) -> list[dict[str, Any]]:
+    return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+CASES = named(
+    "num_grads num_inputs centered residual rows n",
+    (1, 1, True, False, 5, 7),
+    (3, 1, True, True, 30, 48),
+    (1, 2, True, True, 3, 1030),
+    (2, 2, False, True, 9, 64),
+    (1, 1, False, False, 1, 1),
+    (2, 1, True, True, 2, WIDE + 2),
+)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_reference_is_the_gradient(case: dict[str, Any], dtype: torch.dtype) -> None:
-    made = Case(dtype, **case)
-    grad_x, sums, more = norm_backward(*made.arguments)
-    parts = norm.PARTS_OF_WIDE if case["n"] > WIDE else norm.PARTS
-    assert grad_x.dtype == dtype and sums.dtype == more.dtype == torch.float32
-    assert sums.shape == (2, parts, case["n"]) and more.shape == (
-        1 + case["residual"],
-        parts,
-        case["n"],
-    )
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(grad_x.double(), made.want[0], rtol=eps, atol=2e-5)
-    columns = [grad_x] if made.residual is None else [grad_x, made.residual]
-    wants = [*made.want[1:], *(tensor.double().sum((0, 1)) for tensor in columns)]
-    for got, want in zip([*sums, *more], wants, strict=True):  # fp32 throughout
-        torch.testing.assert_close(got.double().sum(0), want, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_equals_twin(case: dict[str, Any], dtype: torch.dtype) -> None:
-    made = Case(dtype, **case)
-    terms = Terms(*made.arguments)
-    want, got = norm_backward_reference(terms), norm_backward_by_triton(terms)
-    # Triton's interpreter cuts bf16 off where the device rounds.
-    rtol = (2 if dtype == torch.bfloat16 else 1) * torch.finfo(dtype).eps
-    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=1e-5)
-    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-4)
-    # of its own numbers, which are cut off here
-    tensors = [got[0]] if made.residual is None else [got[0], made.residual]
-    own = norm._sums([norm._rows(tensor, case["n"]) for tensor in tensors], case["n"])
-    torch.testing.assert_close(got[2], own, rtol=1e-5, atol=1e-4)
+def test_gradients(case: dict[str, Any]) -> None:
+    """The twin's are those of PyTorch, the kernel's are the twin's."""
+    for dtype in DTYPES:
+        made, n, eps = Case(dtype, **case), case["n"], torch.finfo(dtype).eps
+        want = norm_backward(*made.arguments)
+        parts = norm.PARTS_OF_WIDE if n > WIDE else norm.PARTS
+        grad_x, sums, more = want
+        assert grad_x.dtype == dtype and sums.dtype == more.dtype == torch.float32
+        assert sums.shape == (2, parts, n) and more.shape == (1 + case["residual"], parts, n)
+        assert_close(grad_x.double(), made.want[0], rtol=eps, atol=2e-5)
+        columns = [grad_x] if made.residual is None else [grad_x, made.residual]
+        totals = [*made.want[1:], *(tensor.double().sum((0, 1)) for tensor in columns)]
+        for found, exact in zip([*sums, *more], totals, strict=True):  # fp32 throughout
+            assert_close(found.double().sum(0), exact, rtol=1e-4, atol=1e-3)
+        got = norm_backward_by_triton(Terms(*made.arguments))
+        # Triton's interpreter cuts bf16 off where the device rounds.
+        rtol = (2 if dtype == torch.bfloat16 else 1) * eps
+        assert_close(got[0], grad_x, rtol=rtol, atol=1e-5)
+        assert_close(got[1], sums, rtol=1e-5, atol=1e-4)
+        # of its own numbers, which are cut off here
+        columns[0] = got[0]
+        own = norm._sums([norm._rows(tensor, n) for tensor in columns], n)
+        assert_close(got[2], own, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("asked", [(False, False), (True, False), (False, True)])
@@ -148,98 +124,81 @@ def test_only_the_sums_that_are_asked_for(asked: tuple[bool, bool]) -> None:
     every = norm_backward_reference(both)[2]
     terms = dataclasses.replace(both, sums_result=asked[0], sums_residual=asked[1])
     for run in (norm_backward_reference, norm_backward_by_triton):
-        torch.testing.assert_close(run(terms)[2], every[torch.tensor(asked)], rtol=1e-5, atol=1e-5)
+        assert_close(run(terms)[2], every[torch.tensor(asked)], rtol=1e-5, atol=1e-5)
 
 
-def test_the_operator_is_well_declared() -> None:
-    torch.library.opcheck(
-        torch.ops.bmtrain.norm_backward.default, Case(torch.float32, **CASES[2]).arguments
-    )
-
-
-FORWARD: list[dict[str, Any]] = [
-    {"num_inputs": 1, "centered": True, "has_bias": True, "rows": 5, "n": 7},
-    {"num_inputs": 2, "centered": True, "has_bias": True, "rows": 30, "n": 48},
-    {"num_inputs": 2, "centered": False, "has_bias": False, "rows": 3, "n": 1030},
-    {"num_inputs": 1, "centered": False, "has_bias": False, "rows": 1, "n": 1},
-    {"num_inputs": 1, "centered": True, "has_bias": False, "rows": 0, "n": 16},
-    {"num_inputs": 1, "centered": True, "has_bias": True, "rows": 2, "n": 5000},
-]
+FORWARD = named(
+    "num_inputs centered has_bias rows n",
+    (1, True, True, 5, 7),
+    (2, True, True, 30, 48),
+    (2, False, False, 3, 1030),
+    (1, False, False, 1, 1),
+    (1, True, False, 0, 16),
+    (1, True, True, 2, 5000),
+)
 
 
 def forward_arguments(
     dtype: torch.dtype, *, num_inputs: int, centered: bool, has_bias: bool, rows: int, n: int
 ) -> tuple[Any, ...]:
-    """What `norm` takes: numbers far from 0, so that a spread that is the difference of two large
-    sums would be wrong.
+    """What `norm` takes: numbers far from 0, so that a spread that is the difference of two large sums
+    would be wrong.
     """
-    generator = torch.Generator().manual_seed(n)
     inputs = [
-        (3 + torch.randn(2, rows, n, generator=generator)).to(dtype) for _ in range(num_inputs)
+        (3 + drawn(2, rows, n, dtype=torch.float32, seed=n + place)).to(dtype)
+        for place in range(num_inputs)
     ]
-    weight, bias = (torch.randn(n, generator=generator).to(dtype) for _ in range(2))
+    weight, bias = (drawn(n, dtype=dtype, seed=seed) for seed in (0, 1))
     return inputs, weight, bias if has_bias else None, EPS, centered
 
 
 def true_norm(
-    inputs: list[torch.Tensor],
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    centered: bool,
+    inputs: list[Tensor], weight: Tensor, bias: Tensor | None, eps: float, centered: bool
 ) -> Any:
-    """By plain PyTorch in fp64 of the sum as it is rounded: result, mean, one over the spread,
-    sum.
-    """
+    """By plain PyTorch in fp64 of the sum as it is rounded: result, mean, one over the spread, sum."""
     total = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
-    x, n = total.double(), weight.shape[0]
+    x, shape, scale = total.double(), weight.shape, weight.double()
     mean = x.mean(-1, keepdim=True)
     spread = (x - mean if centered else x).square().mean(-1, keepdim=True)
     shift = None if bias is None else bias.double()
-    out = (
-        F.layer_norm(x, (n,), weight.double(), shift, eps)
-        if centered
-        else F.rms_norm(x, (n,), weight.double(), eps)
-    )
+    if centered:
+        out = F.layer_norm(x, shape, scale, shift, eps)
+    else:
+        out = F.rms_norm(x, shape, scale, eps)
     return out, mean, (spread + eps).rsqrt(), total
 
 
-def check_norm(arguments: tuple[Any, ...], got: tuple[torch.Tensor, ...], room: int = 1) -> None:
+def check_norm(arguments: tuple[Any, ...], got: tuple[Tensor, ...], room: int = 1) -> None:
     """`room`: how many roundings of the dtype a result may be off."""
     inputs, centered = arguments[0], arguments[4]
     out, mean, rstd, total = true_norm(*arguments)
     dtype = inputs[0].dtype
     assert got[0].dtype == got[3].dtype == dtype and got[1].dtype == got[2].dtype == torch.float32
-    torch.testing.assert_close(got[0].double(), out, rtol=room * torch.finfo(dtype).eps, atol=2e-5)
+    assert_close(got[0].double(), out, rtol=room * torch.finfo(dtype).eps, atol=2e-5)
     if centered:
-        torch.testing.assert_close(got[1].double(), mean, rtol=1e-6, atol=1e-6)
+        assert_close(got[1].double(), mean, rtol=1e-6, atol=1e-6)
     assert got[1].numel() == (rstd.numel() if centered else 0)
-    torch.testing.assert_close(got[2].double(), rstd, rtol=2e-6, atol=0)
+    assert_close(got[2].double(), rstd, rtol=2e-6, atol=0)
     assert torch.equal(got[3], total) if len(inputs) > 1 else got[3].numel() == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FORWARD, ids=str)
-def test_norm_is_that_of_pytorch(case: dict[str, Any], dtype: torch.dtype) -> None:
-    arguments = forward_arguments(dtype, **case)
-    check_norm(arguments, norm.norm(*arguments))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", FORWARD, ids=str)
-def test_kernel_of_a_norm_equals_twin(case: dict[str, Any], dtype: torch.dtype) -> None:
-    arguments = forward_arguments(dtype, **case)
-    got, want = norm_by_triton(Norm(*arguments)), norm_reference(Norm(*arguments))
-    if dtype != torch.bfloat16:
-        check_norm(arguments, got)
-        assert torch.equal(got[3], want[3])
-        return
-    # Triton's interpreter cuts bf16 off where the device rounds: the sum, and with it the rest.
-    torch.testing.assert_close(got[3], want[3], rtol=2 * torch.finfo(dtype).eps, atol=0)
-    if case["num_inputs"] == 2:
-        arguments = ([got[3]], *arguments[1:])
-        got = (*got[:3], got[3][:0].flatten())
-    check_norm(arguments, got, room=2)
+def test_norm_is_that_of_pytorch(case: dict[str, Any]) -> None:
+    """The twin's, and so is the kernel's."""
+    for dtype in DTYPES:
+        arguments = forward_arguments(dtype, **case)
+        check_norm(arguments, norm.norm(*arguments))
+        got, want = norm_by_triton(Norm(*arguments)), norm_reference(Norm(*arguments))
+        if dtype != torch.bfloat16:
+            check_norm(arguments, got)
+            assert torch.equal(got[3], want[3])
+            continue
+        # Triton's interpreter cuts bf16 off where the device rounds: the sum, and with it the rest.
+        assert_close(got[3], want[3], rtol=2 * torch.finfo(dtype).eps, atol=0)
+        if case["num_inputs"] == 2:
+            arguments = ([got[3]], *arguments[1:])
+            got = (*got[:3], got[3][:0].flatten())
+        check_norm(arguments, got, room=2)
 
 
 def test_strides_do_not_matter() -> None:
@@ -248,18 +207,20 @@ def test_strides_do_not_matter() -> None:
     def strided(tensor: Any) -> Any:
         return torch.stack([tensor, torch.full_like(tensor, 7.0)], -1)[..., 0]
 
-    kernels: tuple[tuple[tuple[Any, ...], Callable[[Any], Any], type], ...] = (
+    given: Any = (
         (forward_arguments(torch.float32, **FORWARD[1]), norm_by_triton, Norm),
         (Case(torch.float32, **CASES[1]).arguments, norm_backward_by_triton, Terms),
     )
-    for arguments, kernel, case in kernels:
-        spread = torch.utils._pytree.tree_map_only(torch.Tensor, strided, arguments)
+    for arguments, kernel, case in given:
+        spread = torch.utils._pytree.tree_map_only(Tensor, strided, arguments)
         for got, want in zip(kernel(case(*spread)), kernel(case(*arguments)), strict=True):
             assert torch.equal(got, want)
 
 
-def test_the_operator_of_a_norm_is_well_declared() -> None:
+def test_the_operators_are_well_declared() -> None:
+    operators = torch.ops.bmtrain
+    backward = Case(torch.float32, **CASES[2]).arguments
+    torch.library.opcheck(operators.norm_backward.default, backward)
     for case in FORWARD[:3]:
-        torch.library.opcheck(
-            torch.ops.bmtrain.norm.default, forward_arguments(torch.float32, **case)
-        )
+        forward = forward_arguments(torch.float32, **case)
+        torch.library.opcheck(operators.norm.default, forward)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from bmtrain.kernels import squares
 from bmtrain.kernels.chunks import Batch
@@ -19,16 +20,17 @@ from bmtrain.kernels.squares import sum_of_squares, sum_of_squares_reference, su
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value) encountered:RuntimeWarning"
 )
-CPU = torch.device("cpu")
+CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
 HALF = [torch.float32, torch.bfloat16, torch.float16]
-Path = Callable[[list[torch.Tensor], torch.device], torch.Tensor]
+# Lengths 0, 1, odd, of whole and of several chunks; starts that are aligned and that are not.
+BOUNDS = [(0, 64), (64, 64), (64, 65), (66, 399), (400, 784), (785, 1000)]
+both_paths = pytest.mark.parametrize("path", [sum_of_squares_reference, sum_of_squares_triton])
 
 
-def of_batch(function: Callable[[Batch, torch.device], torch.Tensor]) -> Path:
-    return lambda tensors, device: function(Batch([(tensor,) for tensor in tensors]), device)
-
-
-PATHS = [of_batch(sum_of_squares_reference), of_batch(sum_of_squares_triton)]
+def total(path: Any, tensors: list[Tensor]) -> float:
+    found: Tensor = path(Batch([(tensor,) for tensor in tensors]), CPU)
+    assert found.dtype == torch.float64 and found.shape == ()
+    return found.item()
 
 
 @pytest.fixture(autouse=True)
@@ -38,104 +40,52 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(squares, "BLOCK", 64)
 
 
-def tensors(dtype: torch.dtype, scale: float = 1.0) -> list[torch.Tensor]:
-    """Lengths 0, 1, odd, of whole and of several chunks; starts that are aligned and that are
-    not.
-    """
+def tensors(dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    flat = (torch.randn(2000, generator=generator) * scale).to(dtype)
-    bounds = [
-        (0, 64),
-        (64, 64),
-        (64, 65),
-        (65, 66),
-        (66, 399),
-        (400, 1200),
-        (1201, 1329),
-        (1344, 1344 + 640),
-    ]
-    return [flat[begin:end] for begin, end in bounds]
+    flat = (torch.randn(1000, generator=generator) * scale).to(dtype)
+    return [flat[begin:end] for begin, end in BOUNDS]
 
 
-def exactly(parts: list[torch.Tensor]) -> float:
-    return math.fsum(x * x for part in parts for x in part.double().tolist())
+def check(path: Any, parts: list[Tensor]) -> None:
+    exact = math.fsum(x * x for part in parts for x in part.double().tolist())
+    assert total(path, parts) == pytest.approx(exact, rel=1e-6)
+    assert total(path, parts) == total(path, parts), "the same tensors gave other bits"
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("path", PATHS)
-def test_sum(path: Path, dtype: torch.dtype) -> None:
-    parts = tensors(dtype)
-    total = path(parts, CPU)
-    assert total.dtype == torch.float64 and total.shape == ()
-    assert total.item() == pytest.approx(exactly(parts), rel=1e-6)
-    assert torch.equal(path(parts, CPU), total), "the same tensors gave other bits"
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_dtypes_together(path: Path) -> None:
-    parts = [part for dtype in HALF for part in tensors(dtype)]
-    assert path(parts, CPU).item() == pytest.approx(exactly(parts), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "scale"), [(torch.float32, 3e37), (torch.bfloat16, 3e37), (torch.float16, 1e4)]
-)
-@pytest.mark.parametrize("path", PATHS)
-def test_squares_may_leave_the_range_of_the_dtype(
-    path: Path, dtype: torch.dtype, scale: float
-) -> None:
-    """They are finite, as the elements are, and right; also where one large element stands among
-    small ones.
+@both_paths
+def test_sum(path: Any) -> None:
+    """Squares may leave the range of the dtype: they are finite, as the elements are, and right; also
+    where one large element stands among small ones. fp16's smallest number counts; zeros are zero.
     """
-    parts = tensors(dtype, scale)
-    assert path(parts, CPU).item() == pytest.approx(exactly(parts), rel=1e-6)
-    lonely = tensors(dtype)
-    lonely[-1][-1] = torch.finfo(dtype).max
-    assert path(lonely, CPU).item() == pytest.approx(exactly(lonely), rel=1e-6)
+    for dtype, scale in zip(HALF, (3e37, 3e37, 1e4), strict=True):
+        check(path, tensors(dtype))
+        check(path, tensors(dtype, scale))
+        lonely = tensors(dtype)
+        lonely[-1][-1] = torch.finfo(dtype).max
+        check(path, lonely)
+    check(path, [part for dtype in HALF for part in tensors(dtype)])
+    check(path, [torch.full((100,), 2.0**-24, dtype=torch.float16)])
+    assert total(path, [torch.zeros(70)]) == 0
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@both_paths
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("path", PATHS)
-def test_not_finite_exactly_if_an_element_is_not(
-    path: Path, dtype: torch.dtype, bad: float
-) -> None:
-    """Wherever it stands: the first and the last element of every tensor."""
-    parts = tensors(dtype)
+def test_not_finite_exactly_if_an_element_is_not(path: Any, dtype: torch.dtype) -> None:
+    """Wherever it stands: the first and the last element of every tensor. Nothing cancels."""
+    parts = [part for part in tensors(dtype) if part.numel()]
+    bad = itertools.cycle((INF, -INF, NAN))
     for part, place in itertools.product(parts, (0, -1)):
-        if part.numel():
-            before = part[place].clone()
-            part[place] = bad
-            assert not math.isfinite(path(parts, CPU).item()), f"{bad} at {place} of {part.numel()}"
-            part[place] = before
-    assert math.isfinite(path(parts, CPU).item())
+        before, part[place] = part[place].clone(), next(bad)
+        assert not math.isfinite(total(path, parts)), f"at {place} of {part.numel()}"
+        part[place] = before
+    assert math.isfinite(total(path, parts))
+    for values in ((INF, -INF), (NAN, INF), (NAN, 3e38)):
+        assert not math.isfinite(total(path, [torch.tensor(values).to(dtype)]))
 
 
-def test_infinities_of_both_signs_and_nan_together() -> None:
-    """Nothing cancels."""
-    for path, bad in itertools.product(
-        PATHS, ((math.inf, -math.inf), (math.nan, math.inf), (math.nan, 3e38))
-    ):
-        assert not math.isfinite(path([torch.tensor(bad)], CPU).item())
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_small_squares(path: Path) -> None:
-    """fp16's smallest number counts; zeros are zero."""
-    tiny = torch.full((100,), 2.0**-24, dtype=torch.float16)
-    assert path([tiny], CPU).item() == pytest.approx(100 * 2.0**-48, rel=1e-6)
-    assert path([torch.zeros(70)], CPU).item() == 0
-
-
-@pytest.mark.parametrize("nothing", [[], [torch.empty(0)]])
-def test_nothing_to_sum(nothing: list[torch.Tensor]) -> None:
-    """A rank may own no element, or no tensor."""
-    for path in (*PATHS, of_batch(sum_of_squares)):
-        assert path(nothing, CPU).item() == 0
-
-
-def test_what_the_kernel_does_not_take_is_summed_by_the_twin() -> None:
-    """fp64 is squared in fp64."""
-    assert of_batch(sum_of_squares)(
-        [torch.tensor([1e100], dtype=torch.float64)], CPU
-    ).item() == pytest.approx(1e200)
+def test_nothing_to_sum() -> None:
+    """A rank may own no element, or no tensor. fp64 is squared in fp64, by the twin."""
+    for path in (sum_of_squares_reference, sum_of_squares_triton, sum_of_squares):
+        assert total(path, []) == total(path, [torch.empty(0)]) == 0
+    large = [torch.tensor([1e100], dtype=torch.float64)]
+    assert total(sum_of_squares, large) == pytest.approx(1e200)

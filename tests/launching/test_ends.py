@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
-ROOT = pathlib.Path(__file__).parents[2]
+import pytest
+
+ROOT = Path(__file__).parents[2]
 
 STORE = """
     import sys
@@ -57,6 +59,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.long
 def test_a_store_that_stands_still_at_the_end() -> None:
     """Ranks leave while the store's host answers nobody, for a while: they end as they should."""
     host = start(STORE)

@@ -6,32 +6,33 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import re
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.launching import program
 from tests.ranks.runner import fork_server
-from tests.ranks.test_again import free_port
 
 from bmtrain.runtime import world
 from bmtrain.runtime.launchers import FOREIGN
 
-ROOT = pathlib.Path(__file__).parents[2]
-LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "SLURM_",
-    "OMPI_",
+ROOT = Path(__file__).parents[2]
+LAUNCHERS = tuple(
+    f"{name}_" for name in ("LOCAL", "GROUP", "MASTER", "TORCHELASTIC", "SLURM", "OMPI")
 )
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
 
 
 def clean(more: Mapping[str, object]) -> dict[str, str]:
@@ -39,7 +40,7 @@ def clean(more: Mapping[str, object]) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(LAUNCHERS) and name not in FOREIGN
+        if not name.startswith(("RANK", "WORLD_SIZE", *LAUNCHERS)) and name not in FOREIGN
     }
     return {
         **kept,
@@ -55,17 +56,8 @@ def launch(
     commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], timeout: float = 180
 ) -> list[tuple[int, str]]:
     """Run commands beside each other; exit code and output of each."""
-    processes = [
-        subprocess.Popen(
-            command,
-            env=clean(more),
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for command, more in commands
-    ]
+    how: Any = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    processes = [subprocess.Popen(command, env=clean(more), **how) for command, more in commands]
     try:
         printed = [process.communicate(timeout=timeout)[0] for process in processes]
     finally:
@@ -81,7 +73,7 @@ def tasks(environments: Sequence[Mapping[str, object]]) -> list[tuple[int, str]]
     They are forked from the server of the tests, which spares each its imports.
     """
     with tempfile.TemporaryDirectory() as folder:
-        logs = [pathlib.Path(folder, str(number)) for number in range(len(environments))]
+        logs = [Path(folder, str(number)) for number in range(len(environments))]
         processes = [
             fork_server().Process(target=task, args=(clean(more), str(log)))
             for more, log in zip(environments, logs, strict=True)
@@ -119,14 +111,12 @@ def places(found: Sequence[tuple[int, str]]) -> list[list[int]]:
 
 def agent(port: int, hosts: int, per_host: int) -> list[str]:
     """torchrun on one of several hosts, which are all this one."""
-    return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(hosts), "--nproc-per-node", str(per_host)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"),
-        *("--local-addr", "127.0.0.1"),
-    ]
+    options = f"--nnodes {hosts} --nproc-per-node {per_host} --local-addr 127.0.0.1"
+    meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id test"
+    return [sys.executable, "-m", "torch.distributed.run", *options.split(), *meeting.split()]
 
 
+@pytest.mark.long
 def test_two_agents_of_torchrun() -> None:
     command = [*agent(free_port(), 2, 1), "-m", "tests.launching.program"]
     assert places(launch([(command, {})] * 2)) == [[0, 2, 0, 1], [1, 2, 0, 1]]
@@ -149,50 +139,42 @@ def step(rank: int, size: int, **more: object) -> dict[str, object]:
     }
 
 
-def test_tasks_of_srun() -> None:
-    found = tasks([step(rank, 2) for rank in range(2)])
-    assert places(found) == [[0, 2, 0, 2], [1, 2, 1, 2]]
+def several_hosts(rank: int) -> dict[str, object]:
+    """A task on a host of its own; the first host of the list is met by its name: here all names
+    are this host's.
+    """
+    hosts = {"SLURM_NODEID": rank, "SLURM_STEP_NUM_NODES": 2, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    where = {"SLURM_STEP_NODELIST": "localhost,localhost[2-3]"}
+    return step(rank, 2, SLURM_STEP_ID=1, SLURM_LOCALID=0, **hosts, **where)
 
 
-def test_tasks_of_srun_on_several_hosts() -> None:
-    """The first host of the list is met by its name: here all names are this host's."""
-    environments = [
-        step(
-            rank,
-            2,
-            SLURM_STEP_ID=1,
-            SLURM_LOCALID=0,
-            SLURM_NODEID=rank,
-            SLURM_STEP_NUM_NODES=2,
-            SLURM_STEP_TASKS_PER_NODE="1(x2)",
-            SLURM_STEP_NODELIST="localhost,localhost[2-3]",
-        )
-        for rank in range(2)
-    ]
-    assert places(tasks(environments)) == [[0, 2, 0, 1], [1, 2, 0, 1]]
+def of_mpirun(rank: int) -> dict[str, object]:
+    numbers = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+    told: dict[str, object] = {f"OMPI_COMM_WORLD_{name}": n for name, n in numbers.items()}
+    return told | {"PMIX_NAMESPACE": f"prterun-{os.getpid()}@1"}
 
 
-def test_ranks_of_mpirun() -> None:
-    environments = [
-        {
-            "OMPI_COMM_WORLD_RANK": rank,
-            "OMPI_COMM_WORLD_SIZE": 2,
-            "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-            "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
-            "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1",
-        }
-        for rank in range(2)
-    ]
-    assert places(tasks(environments)) == [[0, 2, 0, 2], [1, 2, 1, 2]]
+@pytest.mark.parametrize(
+    ("environment", "local"),
+    [
+        (lambda rank: step(rank, 2), 2),
+        pytest.param(several_hosts, 1, marks=pytest.mark.long),
+        pytest.param(of_mpirun, 2, marks=pytest.mark.long),
+        # enough: hosts are told among the ranks
+        pytest.param(lambda rank: {"RANK": rank, "WORLD_SIZE": 2}, 2, marks=pytest.mark.long),
+    ],
+    ids=["srun", "srun on several hosts", "mpirun", "nobody says the hosts"],
+)
+def test_ranks_find_each_other(environment: Callable[[int], dict[str, object]], local: int) -> None:
+    where = [environment(rank) for rank in range(2)]
+    if "RANK" in where[0]:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        where = [one | meeting for one in where]
+    expected = [[rank, 2, rank if local == 2 else 0, local] for rank in range(2)]
+    assert places(tasks(where)) == expected
 
 
-def test_ranks_whose_hosts_nobody_has_said() -> None:
-    """RANK, WORLD_SIZE and the place to meet are enough: hosts are told among the ranks."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    environments = [{"RANK": rank, "WORLD_SIZE": 2, **where} for rank in range(2)]
-    assert places(tasks(environments)) == [[0, 2, 0, 2], [1, 2, 1, 2]]
-
-
+@pytest.mark.long
 def test_several_processes_without_ranks_end() -> None:
     cases: list[tuple[dict[str, object], str]] = [
         ({"SLURM_NTASKS": 2}, "start the program with srun"),

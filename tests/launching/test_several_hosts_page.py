@@ -4,60 +4,52 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
 from tests.launching.commands import check, check_program
-from tests.launching.test_launched import ROOT, clean
+from tests.launching.test_launched import ROOT, launch
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime.launchers import FOREIGN, meeting_place, read_launch
 
-TEXT = (ROOT / "docs" / "site" / "en" / "guides" / "several-hosts.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "site" / "en" / "guides" / "several-hosts.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```([^\n]*)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 SHELL = [re.sub(r"\\\n\s*", " ", text).strip() for kind, text in BLOCKS if kind == "shell"]
 ROWS = re.findall(r"^\| `([A-Z_]+=\d.*)` \| (.*) \|$", TEXT, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", SHELL)
-def test_a_command_is_taken(command: str) -> None:
-    """By its launcher and the program, or it names a file of examples/launch."""
-    assert "\n" not in command
-    words = shlex.split(command)
-    files = [word for word in words if word.startswith("examples/launch/")]
-    if not files:
-        check(words)
-        return
-    assert all((ROOT / name).is_file() for name in files)
-    if words[0] == "python":
-        assert words[2].isdigit()
-        check_program(words[3:])
-
-
-def test_every_file_is_named() -> None:
+def test_commands_are_taken() -> None:
+    """By their launcher and the program, or they name a file of examples/launch; every file is
+    named.
+    """
+    for command in SHELL:
+        assert "\n" not in command
+        words = shlex.split(command)
+        files = [word for word in words if word.startswith("examples/launch/")]
+        assert all((ROOT / name).is_file() for name in files)
+        if not files:
+            check(words)
+        elif words[0] == "python":
+            assert words[2].isdigit()
+            check_program(words[3:])
     named = " ".join(SHELL)
     for path in (ROOT / "examples" / "launch").iterdir():
         assert path.suffix == ".sh" or path.name in named or path.is_dir()
 
 
+@pytest.mark.long
 def test_the_program_runs() -> None:
     (program,) = [text for kind, text in BLOCKS if kind == "python"]
-    found = subprocess.run(
-        [sys.executable, "-c", program], env=clean({}), check=True, text=True, capture_output=True
-    )
-    assert found.stdout == "0 1\n"
+    assert launch([([sys.executable, "-c", program], {})]) == [(0, "0 1\n")]
 
 
-@pytest.mark.parametrize(("variables", "words"), ROWS)
-def test_what_is_said_is_said(variables: str, words: str) -> None:
-    environment = dict(one.split("=") for one in variables.split())
-    with pytest.raises(ConfigurationError, match=re.escape(words)):
-        meeting_place(read_launch(environment), environment)
-
-
-def test_the_tables_are_whole() -> None:
+def test_what_is_said_is_said() -> None:
     """Every variable of another launcher that counts stands on the page."""
     assert len(ROWS) == 8
+    for variables, words in ROWS:
+        environment = dict(one.split("=") for one in variables.split())
+        with pytest.raises(ConfigurationError, match=re.escape(words)):
+            meeting_place(read_launch(environment), environment)
     less_known = {"PMIX_RANK", "SLURM_NPROCS", "PET_NPROC_PER_NODE"}
     assert not [name for name in FOREIGN if name not in TEXT and name not in less_known]

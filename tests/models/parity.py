@@ -4,22 +4,43 @@ answers and gradients.
 
 from __future__ import annotations
 
+import ast
 import copy
 import itertools
-import pathlib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
-from model_center.model.base import BaseModel
-from model_center.model.longformer import Longformer
+from model_center import model as models
+from model_center.errors import ConfigError, InputError
+from model_center.model import BaseModel, Longformer
+from model_center.model.registry import model_class
 
 TOLERANCE = 1e-5
+SIDES = ("none", "left", "right")
 
 Inputs = Mapping[str, Any]
 Ours = TypeVar("Ours", bound=BaseModel)
+
+
+def value_of(text: str) -> Any:
+    """A value written as in Python; a string needs no quotes."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def values(text: str) -> dict[str, Any]:
+    """Arguments written as `name=value`, separated by blanks."""
+    pairs = (word.partition("=") for word in text.split())
+    return {name: value_of(value) for name, _, value in pairs}
 
 
 def randomized(model: torch.nn.Module, std: float = 0.2, seed: int = 0) -> Any:
@@ -40,13 +61,46 @@ def theirs(model_class: Any, config: Any, std: float = 0.2) -> Any:
     return randomized(model_class(config), std)
 
 
-def loaded(model_class: type[Ours], model: Any, folder: pathlib.Path, **overrides: Any) -> Ours:
+def loaded(model_class: type[Ours], model: Any, folder: Path, **overrides: Any) -> Ours:
     """Our model of the weights that a model of transformers saves into this folder, in fp32 unless
     overridden.
     """
     model.save_pretrained(folder)
     ours = model_class.from_pretrained(folder, **{"dtype": "float32", **overrides})
     return ours.eval()
+
+
+def their_model(words: str, std: float = 0.2) -> Any:
+    """A random model of transformers: its class, and values of its configuration."""
+    name, _, options = words.partition(" ")
+    kind = getattr(transformers, name)
+    return theirs(kind, kind.config_class(**values(options)), std)
+
+
+def pair(words: str, folder: Path) -> tuple[Any, Any]:
+    """Our model of the weights of a random one of theirs, and that one; heads may be new."""
+    model = their_model(words)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return loaded(model_class(model.config.to_dict()), model, folder / "theirs"), model
+
+
+def refuse(model: torch.nn.Module, match: str, *args: Any, **given: Any) -> None:
+    """The model refuses these inputs, with an InputError that says why."""
+    with pytest.raises(InputError, match=match):
+        model(*args, **given)
+
+
+def refuse_configurations(lines: str) -> None:
+    """A configuration refuses a content of config.json, with an error that says why: lines of
+    "Bert vocab_size=3 ... | what it says"; "-" takes away what was given before.
+    """
+    for line in lines.strip().splitlines():
+        words, _, match = line.partition(" | ")
+        name, _, content = words.partition(" ")
+        given = {key: value for key, value in values(content).items() if value != "-"}
+        with pytest.raises(ConfigError, match=match):
+            vars(models)[f"{name}Config"].from_dict(given)
 
 
 def token_ids(*shape: int, high: int = 60, low: int = 3, seed: int = 1) -> torch.Tensor:
@@ -72,14 +126,12 @@ def padding_mask(batch: int, length: int, side: str, num_padding: int = 4) -> to
 
 
 def valid_of(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """bool, the shape of ids or the first two dims of `like`: which tokens are none of the
-    padding.
-    """
+    """bool, the shape of ids or the first two dims of `like`: which tokens are not padding."""
     return torch.ones(like.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
 
 
 def scored(model: Any, inputs: Inputs) -> Any:
-    """The output of a model with its scores, which our Longformer returns where it is asked to."""
+    """The output of a model with its scores, which our Longformer returns only on request."""
     return model(**inputs, **({"return_logits": True} if isinstance(model, Longformer) else {}))
 
 
@@ -104,9 +156,8 @@ def assert_same_logits(
 ) -> None:
     """Scores of the tokens `valid` (batch, seq), or with `valid` (batch,) of the samples."""
     with torch.no_grad():
-        assert_close(
-            logits_of(scored(ours, inputs))[valid], logits_of(model(**inputs))[valid], "logits"
-        )
+        found, expected = logits_of(scored(ours, inputs)), logits_of(model(**inputs))
+        assert_close(found[valid], expected[valid], "logits")
 
 
 def loss_of(output: Any, valid: torch.Tensor) -> torch.Tensor:
@@ -119,33 +170,28 @@ def loss_of(output: Any, valid: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(scores.float(), targets, reduction="sum")
 
 
-def gradients(model: Any, folder: pathlib.Path) -> dict[str, torch.Tensor]:
+def gradients(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     """The gradients of a model under the names that its weights have in files: they are saved as if
     they were weights.
 
-    Works for models of transformers and ours alike, so that ours come through the key map.
+    Works for models of transformers and ours alike, so that ours come through the key map. Tensors
+    of ours that are one in theirs (the norms of GPT-J) get their sum.
     """
     shadow = copy.deepcopy(model)
     with torch.no_grad():
         for param, source in zip(shadow.parameters(), model.parameters(), strict=True):
             param.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
-    if isinstance(model, BaseModel):
-        add_up_copies(shadow)
-    shadow.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
-
-
-def add_up_copies(shadow: BaseModel) -> None:
-    """Give gradients of tensors that are one tensor in theirs (the norms of GPT-J) their sum."""
-    own = dict(shadow.named_parameters())
-    groups: dict[Any, list[torch.Tensor]] = {}
-    for name, piece in shadow.key_map(shadow.config).pieces.items():
-        groups.setdefault(piece, []).append(own[name])
-    with torch.no_grad():
+        groups: dict[Any, list[torch.Tensor]] = {}
+        for name, piece in (
+            model.key_map(model.config).pieces.items() if isinstance(model, BaseModel) else ()
+        ):
+            groups.setdefault(piece, []).append(shadow.get_parameter(name))
         for group in groups.values():
             total = torch.stack(group).sum(0)
             for param in group:
                 param.copy_(total)
+    shadow.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 def assert_same_gradients(
@@ -153,9 +199,9 @@ def assert_same_gradients(
     model: Any,
     inputs: Inputs,
     valid: torch.Tensor,
-    folder: pathlib.Path,
+    folder: Path,
     *,
-    without: tuple[str, ...] = (),
+    without: Sequence[str] = (),
 ) -> None:
     """The gradient of every parameter that theirs has, within the tolerance; `without` names
     beginnings of those that only they have, or that ours writes as a second name.
@@ -163,44 +209,35 @@ def assert_same_gradients(
     for one in (ours, model):
         one.zero_grad()
         loss_of(scored(one, inputs), valid).backward()
-    found, expected = gradients(ours, folder / "ours"), gradients(model, folder / "theirs")
-    expected = {name: grad for name, grad in expected.items() if not name.startswith(without)}
-    assert expected.keys() <= found.keys(), (
-        f"not among ours: {sorted(expected.keys() - found.keys())}"
-    )
-    largest = max(grad.abs().max().item() for grad in expected.values())
-    assert largest > 0.01, f"the largest gradient is {largest}: nothing is compared"
+    beyond = tuple(without)
+    found, expected = gradients(ours, folder / "ours"), gradients(model, folder / "gradients")
+    expected = {name: grad for name, grad in expected.items() if not name.startswith(beyond)}
+    assert expected.keys() <= found.keys()
+    assert max(grad.abs().max().item() for grad in expected.values()) > 0.01, "nothing to compare"
     for name, grad in expected.items():
-        assert_close(
-            found[name], grad, f"gradient of {name}", TOLERANCE * max(1.0, grad.abs().max().item())
-        )
+        largest = grad.abs().max().item()
+        assert_close(found[name], grad, f"gradient of {name}", TOLERANCE * max(1.0, largest))
     for name in found.keys() - expected.keys():
-        second = name.startswith(without)
-        assert second or not found[name].any(), (
-            f"{name}, which theirs does not have, got a gradient"
-        )
+        assert name.startswith(beyond) or not found[name].any(), f"{name}, which is ours alone"
 
 
 def assert_same_extras(
-    ours: torch.nn.Module, model: torch.nn.Module, inputs: Inputs, valid: torch.Tensor
+    ours: Any, model: torch.nn.Module, inputs: Inputs, valid: torch.Tensor
 ) -> None:
-    """Hidden states and attentions of all layers, of valid tokens; asking for them changes
-    nothing.
+    """Hidden states and attentions of all layers, of valid tokens; requesting them changes
+    nothing. The last hidden state of an OPT with a narrow embedding is narrow in theirs alone.
     """
     wanted = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
         plain, found, expected = ours(**inputs), ours(**inputs, **wanted), model(**inputs, **wanted)
-    assert_close(logits_of(found)[valid], logits_of(plain)[valid], "logits, with extras asked for")
-    assert len(found.hidden_states) == len(expected.hidden_states)
-    for layer, (one, other) in enumerate(
-        zip(found.hidden_states, expected.hidden_states, strict=True)
-    ):
-        assert_close(one[valid], other[valid], f"hidden states {layer}")
-    assert len(found.attentions) == len(expected.attentions)
-    for layer, (one, other) in enumerate(zip(found.attentions, expected.attentions, strict=True)):
-        assert_close(
-            one.transpose(1, 2)[valid], other.transpose(1, 2)[valid], f"attentions {layer}"
-        )
+        *below, last = found.hidden_states
+        states = (*below, getattr(ours, "project_out", torch.nn.Identity())(last))
+    assert last is found.last_hidden_state
+    assert_close(logits_of(found)[valid], logits_of(plain)[valid], "logits, with extras requested")
+    for one, other in zip(states, expected.hidden_states, strict=True):
+        assert_close(one[valid], other[valid], "hidden states")
+    for one, other in zip(found.attentions, expected.attentions, strict=True):
+        assert_close(one.transpose(1, 2)[valid], other.transpose(1, 2)[valid], "attentions")
 
 
 def assert_saved_alike(
@@ -208,34 +245,43 @@ def assert_saved_alike(
     model: Any,
     inputs: Inputs,
     valid: torch.Tensor,
-    folder: pathlib.Path,
+    folder: Path,
     *,
-    without: tuple[str, ...] = (),
+    without: Sequence[str] = (),
 ) -> None:
-    """What we save is bit-equal to what transformers saved, and transformers computes the same with
-    it.
+    """What we save is bit-equal to what transformers saves, and transformers computes the same with
+    it; we read it back, and ModelCenter's format too.
 
     `without` names beginnings of what only they have.
     """
+    beyond = tuple(without)
     ours.save_pretrained(folder / "saved")
     model.save_pretrained(folder / "reference")
     found, expected = (
-        load_file(folder / "saved" / "model.safetensors"),
-        load_file(folder / "reference" / "model.safetensors"),
+        load_file(folder / name / "model.safetensors") for name in ("saved", "reference")
     )
     for name, tensor in expected.items():
-        assert name.startswith(without) or torch.equal(found[name], tensor), name
+        assert name.startswith(beyond) or torch.equal(found[name], tensor), name
+    read, ours.config.hugging_face = ours.config.hugging_face, None
+    ours.save_pretrained(folder / "anew")  # the configuration too
+    ours.config.hugging_face = read
     back, report = type(model).from_pretrained(
-        folder / "saved", attn_implementation="eager", output_loading_info=True
+        folder / "anew", attn_implementation="eager", output_loading_info=True
     )
-    assert all(name.startswith(without) for name in report["missing_keys"]), report
-    with torch.no_grad():
-        assert torch.equal(
-            logits_of(scored(back.eval(), inputs))[valid], logits_of(model(**inputs))[valid]
-        )
+    assert all(name.startswith(beyond) for name in report["missing_keys"]), report
+    assert_same_logits(model, back.eval(), inputs, valid)
+    assert_own_format(ours, folder)
     again = type(ours).from_pretrained(folder / "saved", dtype="float32")
     assert again.config == ours.config
     assert_same_parameters(again, ours)
+
+
+def assert_own_format(ours: BaseModel, folder: Path) -> None:
+    """Saved in ModelCenter's format, it comes back as it was."""
+    ours.save_pretrained(folder / "own", format="model_center")
+    again = type(ours).from_pretrained(folder / "own", dtype="float32")
+    assert_same_parameters(again, ours)
+    assert again.config == ours.config
 
 
 def assert_same_parameters(one: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -246,27 +292,64 @@ def assert_same_parameters(one: torch.nn.Module, other: torch.nn.Module) -> None
         assert torch.equal(found[name], tensor), name
 
 
+def assert_class_head(model_class: Any, folder: Path, inputs: Inputs, name: str) -> None:
+    """From a folder without it a head for classes is new, which a warning says; it scores every
+    position, and trains with what is below.
+    """
+    with pytest.warns(UserWarning) as told:
+        model: Any = model_class.from_pretrained(folder, cls_head=3, dtype="float32").eval()
+    texts = [str(warning.message) for warning in told]
+    assert any(f"{name}.weight" in text and "newly initialised" in text for text in texts), texts
+    head, scores = model.get_submodule(name), logits_of(scored(model, inputs))
+    hidden = model(**inputs, return_dict=True).last_hidden_state
+    by_hand = torch.nn.functional.linear(hidden, **dict(head.named_parameters()))
+    assert_close(scores, by_hand, "scores of classes")
+    assert scores.shape[-1] == 3 and head.weight.std() > 0.001
+    scores.square().sum().backward()
+    assert head.weight.grad.any() and model.input_embedding.weight.grad.any()
+
+
+def in_pieces(
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    borders: Sequence[int],
+    of_all: Mapping[str, torch.Tensor | None],
+    *,
+    name: str = "input_ids",
+    past: Any = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Scores of ids that go through a cache piece by piece, argument `name`.
+
+    Args:
+        of_all: arguments (batch, tokens so far), or of pairs of them.
+        others: further arguments.
+    """
+    pieces = []
+    with torch.no_grad():
+        for start, stop in itertools.pairwise(borders):
+            so_far = {
+                key: x if x is None else x[:, :stop] if x.dim() == 2 else x[:, :stop, :stop]
+                for key, x in of_all.items()
+            }
+            given = {name: ids[:, start:stop], **so_far, **others}
+            out = model(**given, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            pieces.append(out.logits)
+    return torch.cat(pieces, 1)
+
+
 def assert_cache_agrees(
     ours: torch.nn.Module, ids: torch.Tensor, split: int, mask: torch.Tensor | None = None
 ) -> None:
     """A prefix with `use_cache`, a few tokens, and the rest token by token give what one pass
     gives.
     """
-    valid = valid_of(mask, ids)
-
-    def step(start: int, stop: int, past: Any) -> Any:
-        until = {} if mask is None else {"attention_mask": mask[:, :stop]}
-        return ours(input_ids=ids[:, start:stop], past_key_values=past, use_cache=True, **until)
-
+    given, borders = {"attention_mask": mask}, [0, split, *range(split + 2, ids.shape[1] + 1)]
     with torch.no_grad():
-        whole = ours(input_ids=ids, **({} if mask is None else {"attention_mask": mask}))
-        past, pieces = None, []
-        borders = [0, split, split + 2, *range(split + 3, ids.shape[1] + 1)]
-        for start, stop in itertools.pairwise(borders):
-            out = step(start, stop, past)
-            past = out.past_key_values
-            pieces.append(out.logits)
-    assert_close(torch.cat(pieces, 1)[valid], whole.logits[valid], "logits with a cache")
+        whole = ours(input_ids=ids, **given).logits
+    pieced, valid = in_pieces(ours, ids, borders, given), valid_of(mask, ids)
+    assert_close(pieced[valid], whole[valid], "logits with a cache")
 
 
 def assert_trains_in(

@@ -1,14 +1,20 @@
-"""Recorded steps on the CPU: a recorder that writes down operations, and no looks at the device."""
+"""Recorded steps on the CPU: a recorder that writes down operations, no looks at the device, and
+whether memory is given back.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from unittest import mock
 
+import torch
+from tests.garbage import without_collector
 from tests.ranks.graphs import Recording
 
 from bmtrain.graphs.repeated import Recorder
+from model_center.layer.cache import KeyValueCache
 
 
 class OperationRecorder(Recorder):
@@ -56,3 +62,23 @@ def recorded(ahead: int | None = None) -> Iterator[OperationRecorder]:
         else contextlib.nullcontext(),
     ):
         yield recorder
+
+
+@contextlib.contextmanager
+def watched_caches() -> Iterator[list[weakref.ref[torch.Tensor]]]:
+    """Memory of every cache that is fixed inside; without Python's collector."""
+    caches: list[weakref.ref[torch.Tensor]] = []
+    fix = KeyValueCache.fix
+
+    def noted(cache: KeyValueCache, place: torch.Tensor) -> None:
+        fix(cache, place)
+        pair = cache[0]._memory
+        assert pair is not None
+        caches.append(weakref.ref(pair[0]))
+
+    with without_collector(), mock.patch.object(KeyValueCache, "fix", noted):
+        yield caches
+
+
+def alive(caches: list[weakref.ref[torch.Tensor]]) -> list[bool]:
+    return [cache() is not None for cache in caches]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.models import parity
+from tests.models import parity, small
 from tests.models.versions import since_5
 from tests.ranks.runner import run_ranks
 
@@ -20,75 +20,37 @@ import bmtrain as bmt
 from model_center import convert
 from model_center.errors import ConfigError, InputError, WeightsError
 from model_center.layer.cache import LayerCache
-from model_center.model.base import BaseModel
-from model_center.model.bert import Bert, BertConfig
-from model_center.model.gpt2 import GPT2, GPT2Config
-from model_center.model.gptj import GPTj, GPTjConfig
 from model_center.model.llama import Llama, LlamaConfig
-from model_center.model.mistral import Mistral, MistralConfig
-from model_center.model.opt import OPT, OPTConfig
-from model_center.model.roberta import Roberta, RobertaConfig
-from model_center.model.t5 import T5, T5Config
-from model_center.model.vit import ViT, VitConfig
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "dim_model": 18,
-    "num_heads": 3,
-    "dim_head": 6,
-    "dim_ff": 20,
-    "half": False,
-}
-LAYERS = SIZES | {"num_layers": 2}
-SMALL_VIT: dict[str, Any] = {
-    "img_size": 6,
-    "patch_size": 2,
-    "hidden_size": 18,
-    "num_heads": 3,
-    "mlp_size": 20,
-    "num_layers": 1,
-    "half": False,
-}
 IDS = parity.token_ids(2, 8)
 
 
-def llama(**values: Any) -> Llama:
-    return Llama(LlamaConfig(**LAYERS | values)).eval()
-
-
 @pytest.mark.parametrize(
-    ("values", "complaint"),
+    ("name", "values", "complaint"),
     [
-        *(
-            ({"num_layers": value}, rf"num_layers is {value!r}: expected a whole number above 0")
-            for value in (-1, 0, "2", 2.5, True)
-        ),
-        *(
-            ({"cls_head": value}, rf"cls_head is {value!r}: expected the number of classes")
-            for value in (-2, "3", 2.0, True)
-        ),
-        ({"pos_bias_type": "none"}, r"pos_bias_type is 'none': this model has 'rotary'"),
-        ({"dtype": torch.int64}, r"dtype is torch\.int64: expected one of float32"),
-        ({"dtype": 16}, r"dtype is 16: expected one of float32"),
+        ("dim_head", [0, "2", 2.5], "expected a whole number above 0"),
+        ("num_layers", [-1, 0, "2", 2.5, True], "expected a whole number above 0"),
+        ("cls_head", [-2, "3", 2.0, True], "expected the number of classes"),
+        ("pos_bias_type", ["none"], "this model has 'rotary'"),
+        ("dtype", [torch.int64, 16], "expected one of float32"),
     ],
 )
-def test_values_that_no_model_can_have(values: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        LlamaConfig(**LAYERS | values)
-    if "num_layers" in values:
-        with pytest.raises(ConfigError, match=complaint.replace("num_", "num_decoder_")):
-            T5Config(**SIZES, num_decoder_layers=values["num_layers"])
-
-
-@pytest.mark.parametrize("dim", [0, -2, 8])
-def test_rotary_positions_of_channels_that_there_are_not(dim: int) -> None:
-    with pytest.raises(ConfigError, match=rf"pos_rotary_dim is {dim}: expected 1 to dim_head=6"):
-        GPTjConfig(**LAYERS, pos_rotary_dim=dim)
+def test_values_that_no_model_can_have(name: str, values: list[Any], complaint: str) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"{name} is {value!r}: {complaint}"):
+            small.config("Llama", **{name: value})
+        if name == "num_layers":
+            with pytest.raises(ConfigError, match=rf"num_decoder_layers is {value!r}: {complaint}"):
+                small.config("T5", num_decoder_layers=value)
+    for dim in (0, -2, 10):
+        with pytest.raises(
+            ConfigError, match=rf"pos_rotary_dim is {dim}: expected 1 to dim_head=8"
+        ):
+            small.config("GPTj", pos_rotary_dim=dim)
 
 
 def test_a_cast_model_takes_the_images_that_it_took() -> None:
-    model = ViT(VitConfig(**SMALL_VIT)).eval()
-    images = torch.randn(2, 3, 6, 6)
+    model, images = small.model("ViT"), torch.randn(2, 3, 6, 6)
     expected = model(images)
     found = model.bfloat16()(images)
     assert found.dtype == torch.bfloat16
@@ -96,102 +58,94 @@ def test_a_cast_model_takes_the_images_that_it_took() -> None:
 
 
 def test_half_names_a_dtype_in_place_of_the_file(tmp_path: pathlib.Path) -> None:
-    LlamaConfig(**LAYERS, dtype="bfloat16").to_json_file(tmp_path / "config.json")
-    read = LlamaConfig.from_pretrained
-    assert read(tmp_path).dtype == torch.bfloat16
-    assert (
-        read(tmp_path, half=True).dtype == torch.float16
-        and read(tmp_path, half=False).dtype == torch.float32
-    )
-    assert read(tmp_path, half=True, dtype="float32").dtype == torch.float32
+    small.config("Llama", dtype="bfloat16").to_json_file(tmp_path / "config.json")
+    more: Any
+    for more, expected in (
+        ({}, torch.bfloat16),
+        ({"half": True}, torch.float16),
+        ({"half": False}, torch.float32),
+        ({"half": True, "dtype": "float32"}, torch.float32),
+    ):
+        assert LlamaConfig.from_pretrained(tmp_path, **more).dtype == expected
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "complaint"),
+    ("names", "values", "complaint"),
     [
-        *(
-            (
-                kind,
-                config(**LAYERS, ffn_activate_fn="gated_silu"),
-                "ffn_activate_fn is 'gated_silu', there it is 'silu'",
-            )
-            for kind, config in ((Bert, BertConfig), (GPT2, GPT2Config), (OPT, OPTConfig))
-        ),
         (
-            GPTj,
-            GPTjConfig(**LAYERS, pos_rotary_dim=4, ffn_activate_fn="gated_relu"),
-            "'gated_relu', there it is 'relu'",
+            "Bert GPT2 OPT",
+            {"ffn_activate_fn": "gated_silu"},
+            "ffn_activate_fn is 'gated_silu', there it is 'silu'",
         ),
-        (
-            ViT,
-            VitConfig(**SMALL_VIT, ffn_activate_fn="gated_gelu"),
-            "'gated_gelu', there it is 'gelu'",
-        ),
-        (Llama, LlamaConfig(**LAYERS, ffn_activate_fn="silu"), "'silu', there it is 'gated_silu'"),
-        (
-            T5,
-            T5Config(**SIZES, ffn_activate_fn="gated_gelu"),
-            "'gated_gelu', there it is 'gated_gelu_new'",
-        ),
-        (Llama, LlamaConfig(**LAYERS, sliding_window=3), "sliding_window is 3, there it is None"),
-        *(
-            (kind, config(**LAYERS | {"dim_model": 20}), "dim_model is 20, there it is 18")
-            for kind, config in ((Bert, BertConfig), (GPT2, GPT2Config), (OPT, OPTConfig))
-        ),
+        ("GPTj", {"ffn_activate_fn": "gated_relu"}, "'gated_relu', there it is 'relu'"),
+        ("ViT", {"ffn_activate_fn": "gated_gelu"}, "'gated_gelu', there it is 'gelu'"),
+        ("Llama", {"ffn_activate_fn": "silu"}, "'silu', there it is 'gated_silu'"),
+        ("T5", {"ffn_activate_fn": "gated_gelu"}, "'gated_gelu', there it is 'gated_gelu_new'"),
+        ("Llama", {"sliding_window": 3}, "sliding_window is 3, there it is None"),
+        ("Bert GPT2 OPT", {"dim_model": 20}, "dim_model is 20, there it is 16"),
     ],
 )
 def test_what_their_model_cannot_be(
-    kind: type[BaseModel], config: Any, complaint: str, tmp_path: pathlib.Path
+    names: str, values: dict[str, Any], complaint: str, tmp_path: pathlib.Path
 ) -> None:
     """transformers would read such a folder as another model, or not at all."""
-    with pytest.raises(ConfigError, match=complaint), torch.device("meta"):
-        kind(config).save_pretrained(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    for name in names.split():
+        with pytest.raises(ConfigError, match=complaint):
+            small.model(name, **values).save_pretrained(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_window_of_mistral_is_written(tmp_path: pathlib.Path) -> None:
-    ours = parity.randomized(Mistral(MistralConfig(**LAYERS, num_heads_kv=1, sliding_window=3)))
+    ours = small.model("Mistral", num_heads_kv=1, sliding_window=3)
     ours.save_pretrained(tmp_path)
     theirs = transformers.MistralForCausalLM.from_pretrained(tmp_path)
-    parity.assert_same_logits(
-        ours, theirs, {"input_ids": IDS}, torch.ones_like(IDS, dtype=torch.bool)
-    )
+    parity.assert_same_logits(ours, theirs, {"input_ids": IDS}, IDS > 0)
+
+
+def converted(source: pathlib.Path, *arguments: str) -> pathlib.Path:
+    """Where the other format is, after `python -m model_center convert`."""
+    parser, target = argparse.ArgumentParser(), source.parent / "-".join(arguments[:2])
+    convert.add_arguments(parser)
+    convert.run(parser.parse_args([str(source), str(target), "--to", *arguments]))
+    return target
 
 
 @since_5  # which loads in that dtype unless it is asked for another
-def test_the_dtype_that_is_written_is_that_of_the_tensors(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_and_special_ids_that_are_written(
+    dtype: torch.dtype, tmp_path: pathlib.Path
+) -> None:
     """transformers loads in the dtype of config.json: a model that was cast, or converted, must not
-    be rounded by it.
+    be rounded by it. Ids of special tokens survive.
     """
-    model = llama()
-    parser = argparse.ArgumentParser()
-    convert.add_arguments(parser)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        folders = [tmp_path / f"{dtype}" / name for name in ("saved", "ours", "back")]
-        model.to(dtype).save_pretrained(folders[0])
-        convert.run(parser.parse_args([str(folders[0]), str(folders[1]), "--to", "model_center"]))
-        convert.run(
-            parser.parse_args([str(folders[1]), str(folders[2]), "--to", "hf", "--model", "llama"])
-        )
-        for folder in (folders[0], folders[2]):
-            theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
-            assert theirs.dtype == dtype == next(model.parameters()).dtype
-            assert torch.equal(theirs.lm_head.weight, model.output_projection.weight)
+    ids: dict[str, Any] = {"bos_token_id": 7, "eos_token_id": [9, 11], "pad_token_id": 5}
+    small.model("Llama").save_pretrained(tmp_path / "start")
+    config = transformers.LlamaConfig.from_pretrained(tmp_path / "start", **ids)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "start")
+    model = Llama.from_pretrained(tmp_path / "start", dtype="float32").to(dtype)
+    model.save_pretrained(tmp_path / "saved")
+    ours = converted(tmp_path / "saved", "model_center")
+    for folder in (tmp_path / "saved", converted(ours, "hf", "--model", "llama")):
+        theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
+        assert theirs.dtype == dtype == next(model.parameters()).dtype
+        assert torch.equal(theirs.lm_head.weight, model.output_projection.weight)
+        assert {name: getattr(theirs.config, name) for name in ids} == ids
 
 
-def test_the_widest_dtype_holds_all(tmp_path: pathlib.Path) -> None:
-    model = llama(dtype=torch.bfloat16)
-    model.output_projection.float()
-    model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "float32"
+def test_ids_of_special_tokens_of_a_new_model_are_those_of_its_tokenizer() -> None:
+    tokenizer = argparse.Namespace(bos_token_id=3, eos_token_id=4, pad_token_id=None)
+    content = small.config("Llama").hugging_face_content(tokenizer)
+    assert (content["bos_token_id"], content["eos_token_id"]) == (3, 4)
+    assert "pad_token_id" not in content
+    assert "special_ids" not in small.config("Llama").to_dict()
 
 
-def test_a_model_with_another_layer_inside_is_not_written(tmp_path: pathlib.Path) -> None:
+def test_what_is_no_whole_model_is_not_written(tmp_path: pathlib.Path) -> None:
     """Adapters that were not merged: transformers would draw the weights at random that it does not
-    find.
+    find. The widest dtype of all is written.
     """
-    model = llama()
-    attention: Any = model.get_submodule("encoder.layers.1.self_att.self_attention")
+    model = small.model("Llama", dtype="bfloat16")
+    attention = model.encoder.layers[1].self_att.self_attention
     original, attention.project_q = attention.project_q, torch.nn.Sequential(attention.project_q)
     name = r"encoder\.layers\.1\.self_att\.self_attention\.project_q\.weight"
     with pytest.raises(
@@ -201,7 +155,9 @@ def test_a_model_with_another_layer_inside_is_not_written(tmp_path: pathlib.Path
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
     attention.project_q = original
+    model.output_projection.float()
     model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "float32"
 
 
 def refused_on_all(folder: str) -> list[str]:
@@ -224,96 +180,45 @@ def refused_on_all(folder: str) -> list[str]:
 def test_a_configuration_that_one_rank_cannot_read_is_an_error_on_all(
     tmp_path: pathlib.Path,
 ) -> None:
-    llama().save_pretrained(tmp_path / "0")
+    small.model("Llama").save_pretrained(tmp_path / "0")
     (tmp_path / "1").mkdir()
-    for messages in run_ranks(refused_on_all, 2, str(tmp_path)):
-        assert [
-            ("no config.json" in text, "'half_' (nearest: 'half')" in text) for text in messages
-        ] == [(True, False), (False, True), (True, False)]
+    for first, second, third in run_ranks(refused_on_all, 2, str(tmp_path)):
+        assert "no config.json" in first and "no config.json" in third
+        assert "'half_' (nearest: 'half')" in second
 
 
 def test_arguments_that_would_be_taken_for_others() -> None:
-    model = llama()
+    model = small.model("Llama")
+    expected, number = model(IDS).logits, torch.ones(2).long()
     summands = torch.zeros(2, 1, 8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -1e4)
-    with pytest.raises(InputError, match=r"4 dims of floating point: expected bool"):
-        model(IDS, attention_mask=summands)
-    parity.assert_close(model(IDS, attention_mask=summands == 0).logits, model(IDS).logits)
-    with pytest.raises(InputError, match=r"is for 4 queries: expected 8"):
-        model(IDS, attention_mask=torch.ones(2, 4, 8))
-    for length, got in (
-        ([8, 3], "type list: expected a tensor"),
-        (torch.ones(2, 1).long(), r"shape \(2, 1\), torch.int64: expected integers \(2,\)"),
-        (torch.ones(3).long(), r"shape \(3,\), torch.int64: expected integers \(2,\)"),
-        (torch.ones(1).long(), r"shape \(1,\), torch.int64: expected integers \(2,\)"),
-        (torch.ones(2), r"shape \(2,\), torch.float32: expected integers \(2,\)"),
+    for given, message in (
+        ({"attention_mask": summands}, "4 dims of floating point: expected bool"),
+        ({"attention_mask": torch.ones(2, 4, 8)}, "is for 4 queries: expected 8"),
+        ({"length": [8, 3]}, "length is of type list: expected a tensor"),
+        ({"length": number[:, None]}, r"shape \(2, 1\), torch.int64: expected integers \(2,\)"),
+        ({"length": torch.ones(3).long()}, r"length is of shape \(3,\), torch.int64: expected"),
+        ({"length": number[:1]}, r"length is of shape \(1,\), torch.int64: expected integers"),
+        ({"length": number.float()}, r"length is of shape \(2,\), torch.float32: expected"),
     ):
-        with pytest.raises(InputError, match=f"length is of {got}"):
-            model(IDS, length=length)
-    with torch.no_grad():
-        past = model(IDS[:1], use_cache=True).past_key_values
-        with pytest.raises(InputError, match=r"the cache holds 1 rows: .* got 2"):
-            model(IDS, use_cache=True, past_key_values=past)
-    assert past[0][0].shape[2] == IDS.shape[1]
+        with pytest.raises(InputError, match=message):
+            model(IDS, **given)
+    parity.assert_close(model(IDS, attention_mask=summands == 0).logits, expected)
+    with pytest.raises(InputError, match="pad_token_id is None"):
+        small.model("Roberta", pad_token_id=None)(IDS)
 
 
 def test_a_cache_of_one_row_can_be_that_of_several() -> None:
-    model = llama()
+    model, first = small.model("Llama"), IDS[:1, :5].expand(2, -1)
     with torch.no_grad():
-        past = model(IDS[:1, :5], use_cache=True).past_key_values
+        past = model(first[:1], use_cache=True).past_key_values
+        with pytest.raises(InputError, match=r"the cache holds 1 rows: .* got 2"):
+            model(IDS, use_cache=True, past_key_values=past)
+        assert past[0][0].shape[2] == 5
         past = [(keys.expand(2, -1, -1, -1), values.repeat(2, 1, 1, 1)) for keys, values in past]
         found = model(IDS[:, 5:], use_cache=True, past_key_values=past).logits
-        parity.assert_close(
-            found, model(torch.cat([IDS[:1, :5].expand(2, -1), IDS[:, 5:]], 1)).logits[:, 5:]
-        )
-    with pytest.raises(InputError, match=r"holds 2 rows"):
-        LayerCache.of(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4)).append(
-            torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4)
-        )
-
-
-def test_positions_that_count_from_the_padding_need_it() -> None:
-    model = Roberta(RobertaConfig(**LAYERS, position_size=12, pad_token_id=None))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"pad_token_id is None"):
-        model(IDS)
-
-
-def test_ids_of_special_tokens_survive(tmp_path: pathlib.Path) -> None:
-    """Through our configuration and back, by `save_pretrained` and by conversion to ModelCenter's
-    format and on.
-    """
-    ids: dict[str, Any] = {"bos_token_id": 7, "eos_token_id": [9, 11], "pad_token_id": 5}
-    sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids)).save_pretrained(
-        tmp_path / "start"
-    )
-    Llama.from_pretrained(tmp_path / "start", dtype="float32").save_pretrained(tmp_path / "saved")
-    convert_to(tmp_path / "start", tmp_path / "ours", "model_center")
-    convert_to(tmp_path / "ours", tmp_path / "back", "hf", "Llama")
-    for folder in ("saved", "back"):
-        found = transformers.AutoConfig.from_pretrained(tmp_path / folder)
-        assert {name: getattr(found, name) for name in ids} == ids, folder
-
-
-def test_ids_of_special_tokens_of_a_new_model_are_those_of_its_tokenizer() -> None:
-    tokenizer = argparse.Namespace(bos_token_id=3, eos_token_id=4, pad_token_id=None)
-    content = LlamaConfig(**LAYERS).hugging_face_content(tokenizer)
-    assert (content["bos_token_id"], content["eos_token_id"]) == (
-        3,
-        4,
-    ) and "pad_token_id" not in content
-    assert "special_ids" not in LlamaConfig(**LAYERS).to_dict()
-
-
-def convert_to(
-    source: pathlib.Path, target: pathlib.Path, kind: str, model: str | None = None
-) -> None:
-    parser = argparse.ArgumentParser()
-    convert.add_arguments(parser)
-    named = [] if model is None else ["--model", model]
-    convert.run(parser.parse_args([str(source), str(target), "--to", kind, *named]))
+        whole = model(torch.cat([first, IDS[:, 5:]], 1)).logits
+    parity.assert_close(found, whole[:, 5:])
+    cache, new = LayerCache.of(*torch.ones(2, 2, 1, 3, 4)), torch.ones(1, 1, 1, 4)
+    with pytest.raises(InputError, match="holds 2 rows"):
+        cache.append(new, new)
+    assert cache.length == 3

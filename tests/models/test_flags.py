@@ -2,103 +2,65 @@
 
 from __future__ import annotations
 
-import math
+import pathlib
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.models import parity
+from tests.models import parity, small
 
+import model_center.model as models
 from model_center.errors import ConfigError
-from model_center.model.bert import Bert, BertConfig
-from model_center.model.longformer import Longformer, LongformerConfig
-from model_center.model.masked import MaskedModel
-from model_center.model.opt import OPT, OPTConfig
-from model_center.model.roberta import Roberta, RobertaConfig
-from model_center.model.t5 import T5, T5Config
-from model_center.model.vit import ViT, VitConfig
 
-WIDTH = 16
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "dim_model": WIDTH,
-    "num_heads": 2,
-    "dim_head": 8,
-    "dim_ff": 20,
-    "half": False,
-    "dropout_p": 0.0,
-}
 IDS = parity.token_ids(2, 8)
-MASKED = {Bert: BertConfig, Roberta: RobertaConfig, Longformer: LongformerConfig}
+CHOSEN = torch.zeros_like(IDS)
+CHOSEN[:, 3] = 1
 
 
-def scores_by_hand(model: MaskedModel, hidden: torch.Tensor, scale: float) -> torch.Tensor:
-    """The head of a masked language model: its activation is gelu, and its matrix the embedding."""
-    head = model.lm_head
-    hidden = F.gelu(F.linear(hidden, head.dense.weight, head.dense.bias))
-    norm = head.layer_norm
-    hidden = F.layer_norm(hidden, (WIDTH,), norm.weight, norm.bias, norm.eps)
-    return (hidden / scale) @ model.input_embedding.weight.T + head.decoder.bias
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("kind", MASKED, ids=lambda kind: kind.__name__)
-def test_the_head_of_a_masked_model(kind: Any, scaled: bool) -> None:
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Longformer"])
+def test_the_head_of_a_masked_model(name: str, tmp_path: pathlib.Path) -> None:
     """Length scaling divides what a tied head multiplies; the layers' activation is not the
-    head's.
+    head's, which is gelu.
     """
-    config = MASKED[kind](**SIZES, num_layers=1, length_scale=scaled, ffn_activate_fn="relu")
-    model = parity.randomized(kind(config))
-    more = {"output_logits": True} if kind is Longformer else {}
-    out = model(IDS, **more)
-    expected = scores_by_hand(model, out.last_hidden_state, math.sqrt(WIDTH) if scaled else 1.0)
-    parity.assert_close(out.logits, expected)
-    assert out.logits.std() > 0.1
+    for scale in (1.0, 4.0):
+        model = small.model(name, length_scale=scale > 1, ffn_activate_fn="relu")
+        out = model(IDS, **({"output_logits": True} if name == "Longformer" else {}))
+        head = model.lm_head
+        hidden = F.linear(out.last_hidden_state, head.dense.weight, head.dense.bias)
+        norm = head.layer_norm
+        hidden = F.layer_norm(F.gelu(hidden), (16,), norm.weight, norm.bias, norm.eps)
+        expected = (hidden / scale) @ model.input_embedding.weight.T + head.decoder.bias
+        parity.assert_close(out.logits, expected)
+        assert out.logits.std() > 0.1
+    if name == "Bert":
+        with pytest.raises(ConfigError, match="head_activate_fn is 'gelu', there it is 'relu'"):
+            small.model(name, ffn_activate_fn="relu").save_pretrained(tmp_path)
 
 
-def test_a_head_of_bert_that_hugging_face_cannot_have(tmp_path: Any) -> None:
-    config = BertConfig(**SIZES, num_layers=1, ffn_activate_fn="relu")
-    with pytest.raises(ConfigError, match="head_activate_fn is 'gelu', there it is 'relu'"):
-        Bert(config).save_pretrained(tmp_path)
+def test_scale_of_t5_is_that_of_all_scores() -> None:
+    """Of tied heads, others, and those for classes."""
+    more: Any
+    for more in ({}, {"tied": False, "proj_bias": True}, {"cls_head": 3, "proj_bias": True}):
+        found, plain = (
+            small.model("T5", scale=scale, **more)(IDS, decoder_input_ids=IDS).logits
+            for scale in (True, None)
+        )
+        assert found.shape[-1] == more.get("cls_head", 61)
+        parity.assert_close(found, plain * 100 / 4, tolerance=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "num_scores"),
-    [({}, 61), ({"tied": False, "proj_bias": True}, 61), ({"cls_head": 3, "proj_bias": True}, 3)],
-)
-def test_scale_of_t5_is_that_of_all_scores(options: dict[str, Any], num_scores: int) -> None:
-    model, plain = (
-        T5(T5Config(**SIZES, num_encoder_layers=1, num_decoder_layers=1, scale=scale, **options))
-        for scale in (True, None)
-    )
-    plain.load_state_dict(parity.randomized(model).state_dict())
-    inputs = {"input_ids": IDS, "decoder_input_ids": IDS}
-    found = model.eval()(**inputs).logits
-    assert found.shape[-1] == num_scores
-    parity.assert_close(found, plain.eval()(**inputs).logits * 100 * WIDTH**-0.5, tolerance=1e-4)
-
-
-def test_attention_is_always_scaled_in_longformer_and_vit() -> None:
-    """Global tokens' too."""
-    chosen = torch.zeros_like(IDS)
-    chosen[:, 3] = 1
-    config = LongformerConfig(**SIZES, num_layers=2, attention_window=4, attn_scale=False)
-    model = parity.randomized(Longformer(config))
-    other = Longformer(LongformerConfig(**SIZES, num_layers=2, attention_window=4))
-    other.load_state_dict(model.state_dict())
-    given = {"input_ids": IDS, "global_attention_mask": chosen, "return_logits": True}
-    assert torch.equal(model.eval()(**given), other.eval()(**given))
-    sizes: dict[str, Any] = {"img_size": 8, "patch_size": 4, "hidden_size": 16, "num_heads": 2}
-    images = torch.randn(2, 3, 8, 8)
-    found = []
-    for scale in (None, True, False):
-        torch.manual_seed(0)
-        vit = ViT(VitConfig(**sizes, mlp_size=8, num_layers=2, half=False, attn_scale=scale))
-        found.append(vit.eval()(images))
+def test_flags_that_change_nothing() -> None:
+    """Attention, global tokens' too, is always scaled in Longformer and ViT; OPT does not look at
+    token types.
+    """
+    given = {"input_ids": IDS, "global_attention_mask": CHOSEN, "return_logits": True}
+    window: dict[str, Any] = {"attention_window": 4}
+    found = [small.model("Longformer", **window, attn_scale=on)(**given) for on in (True, False)]
+    assert torch.equal(found[0], found[1])
+    images = torch.randn(2, 3, 6, 6)
+    found = [small.model("ViT", attn_scale=on)(images) for on in (None, True, False)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-def test_opt_does_not_look_at_token_types() -> None:
-    model = parity.randomized(OPT(OPTConfig(**SIZES, num_layers=1)))
-    assert torch.equal(model(IDS, token_type_ids=IDS % 2).logits, model(IDS).logits)
+    opt = small.model("OPT")
+    assert isinstance(opt, models.OPT)
+    assert torch.equal(opt(IDS, token_type_ids=IDS % 2).logits, opt(IDS).logits)

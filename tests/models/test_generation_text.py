@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import parity
+from tests.models import small
 
 from model_center.errors import ConfigError, InputError
 from model_center.generation.detokenizer import Detokenizer
@@ -22,27 +22,14 @@ from model_center.generation.stopping import (
     texts_of_tokens,
 )
 from model_center.generation.text import TextGenerator
-from model_center.model.gpt2 import GPT2, GPT2Config
-from model_center.model.t5 import T5, T5Config
 from model_center.tokenizer.cpm1 import CPM1Tokenizer
 from model_center.tokenizer.glm import GLMTokenizer
 from model_center.tokenizer.hugging_face import GPT2Tokenizer, LlamaTokenizer, T5Tokenizer
 
 FOLDER = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
-TOKENIZERS: dict[str, Any] = {
-    "gpt2": GPT2Tokenizer,
-    "llama": LlamaTokenizer,
-    "t5": T5Tokenizer,
-    "cpm1": CPM1Tokenizer,
-    "glm": GLMTokenizer,
-}
-SIZES: dict[str, Any] = {
-    "dim_model": 32,
-    "num_heads": 4,
-    "dim_head": 8,
-    "dim_ff": 48,
-    "dtype": "float32",
-}
+TOKENIZERS: dict[str, Any] = {"gpt2": GPT2Tokenizer, "llama": LlamaTokenizer, "t5": T5Tokenizer}
+TOKENIZERS |= {"cpm1": CPM1Tokenizer, "glm": GLMTokenizer}
+TEXTS = ["hello world", "the cat", "好"]
 
 
 @functools.cache
@@ -55,295 +42,197 @@ def generator_of(name: str) -> TextGenerator:
     """A random model with a vocabulary for this tokenizer, and both as a generator, which writes
     plain text without end.
     """
-    torch.manual_seed(0)
-    tokenizer = tokenizer_of(name)
-    size = max(tokenizer.get_vocab().values()) + 5
-    model: Any
-    if name == "t5":
-        model = T5(T5Config(vocab_size=size, num_encoder_layers=2, num_decoder_layers=2, **SIZES))
-    else:
-        model = GPT2(GPT2Config(vocab_size=size, num_layers=2, position_size=120, **SIZES))
+    tokenizer, family = tokenizer_of(name), "T5" if name == "t5" else "GPT2"
+    more: dict[str, Any] = {"num_encoder_layers": 2} if name == "t5" else {"position_size": 120}
+    more |= {"vocab_size": max(tokenizer.get_vocab().values()) + 5, "dim_model": 32, "num_heads": 4}
+    model = small.model(family, std=0.3, dim_ff=48, **more)
     # bytes, <unused 260>
     strange = [token for name, token in tokenizer.get_vocab().items() if name.startswith("<")]
-    forbidden = [*tokenizer.all_special_ids, *strange]
-    options: dict[str, Any] = {
-        "max_new_tokens": 20,
-        "eos_token_id": (),
-        "forbidden_tokens": forbidden,
-    }
-    return TextGenerator(parity.randomized(model, std=0.3), tokenizer, **options)
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": ()}
+    options["forbidden_tokens"] = [*tokenizer.all_special_ids, *strange]
+    return TextGenerator(model, tokenizer, **options)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_bytes_of_tokens_make_up_their_text(name: str) -> None:
-    """Joined, they are what the tokenizer decodes, after a first token."""
+    """Joined, they are what the tokenizer decodes, after a first token; characters of several
+    tokens have their bytes.
+    """
     tokenizer = tokenizer_of(name)
     found = texts_of_tokens(tokenizer, 2000).later
     special = set(tokenizer.all_special_ids)
-    vocabulary = {
-        token: name for name, token in tokenizer.get_vocab().items() if token not in special
-    }
-    assert all(found[token] == b"" for token in range(2000) if token not in vocabulary)
+    names = {token: text for text, token in tokenizer.get_vocab().items() if token not in special}
+    assert all(found[token] == b"" for token in range(2000) if token not in names)
     # Of single bytes ("<0xE4>") the decoder makes one U+FFFD each unless all in a row are
     # characters.
     known = torch.tensor(
-        [token for token, name in vocabulary.items() if not name.startswith(("<0x", "<unused "))]
+        [token for token, text in names.items() if not text.startswith(("<0x", "<unused "))]
     )
     plain = [token for token in known.tolist() if found[token].decode(errors="ignore").isalpha()]
     drawn = torch.Generator().manual_seed(0)
-    for _ in range(200):
+    for _ in range(100):
         first = plain[int(torch.randint(len(plain), (), generator=drawn))]
         ids = known[torch.randint(len(known), (6,), generator=drawn)].tolist()
         text = tokenizer.decode([first, *ids])[len(tokenizer.decode([first])) :]
         joined = b"".join(found[token] for token in ids).decode(errors="replace")
         assert joined.replace("\ufffd", "") == text.replace("\ufffd", ""), ids
-
-
-def test_characters_of_several_tokens_have_their_bytes() -> None:
-    for name in ("gpt2", "llama"):
-        tokenizer = tokenizer_of(name)
+    if name in ("gpt2", "llama"):
         ids = tokenizer.encode("hello 你好 ß", add_special_tokens=False)
-        assert "\ufffd" in tokenizer.decode([ids[-6]]) or len(ids) > 8
-        assert (
-            b"".join(texts_of_tokens(tokenizer, len(tokenizer)).later[token] for token in ids)
-            .decode()
-            .strip()
-            == "hello 你好 ß"
-        )
+        assert b"".join(found[token] for token in ids).decode().strip() == "hello 你好 ß"
 
 
-@pytest.mark.parametrize(
-    "patterns",
-    [
-        ["abab"],
-        ["aab", "ab", "bb"],
-        ["a"],
-        ["abcab", "bca", "cc", "abca"],
-        ["aaa", "aab"],
-        ["abca", "bc"],
-    ],
-)
-def test_the_automaton_finds_what_a_search_finds(patterns: list[str]) -> None:
+@pytest.mark.parametrize("patterns", ["abab", "aab ab bb", "a", "abcab bca cc abca", "aaa aab"])
+def test_the_automaton_finds_what_a_search_finds(patterns: str) -> None:
     """In random texts cut into random tokens, at the same token; an `a` that begins a first token
     is dropped, as tokenizers drop a blank.
     """
     drawn = torch.Generator().manual_seed(0)
-    tokens = ["", "a", "b", "c", "ab", "ba", "aa", "abc", "cab", "bcc"]
+    tokens = ["", *["a", "b", "c", "ab", "ba", "aa", "abc", "cab", "bcc"]]
     firsts = [token.removeprefix("a") for token in tokens]
     bytes_of = TokenTexts(*(tuple(t.encode() for t in texts) for texts in (firsts, tokens)))
-    stop = StopStrings(patterns, bytes_of, torch.device("cpu"))
+    stop = StopStrings(patterns.split(), bytes_of, torch.device("cpu"))
     rows = torch.randint(len(tokens), (60, 12), generator=drawn)
     prefix = torch.tensor([[0, 3], [1, 0]]).repeat(30, 1)
     mask = torch.tensor([[True, False], [True, True]]).repeat(30, 1)
-    states = stop.first(prefix, mask)
-    assert states.tolist() == [0, 1] * 30
-    assert stop.first(prefix, None).tolist() == [1] * 60
-
-    def text_of(row: list[int], has_text: bool) -> str:
-        start = next((place for place, token in enumerate(row) if tokens[token]), None)
-        return "".join(
-            (firsts if place == start and not has_text else tokens)[token]
-            for place, token in enumerate(row)
-        )
-
-    num_found = 0
+    states, num_found = stop.first(prefix, mask), 0
+    assert states.tolist() == [0, 1] * 30 and stop.first(prefix, None).tolist() == [1] * 60
     for step in range(12):
         states = stop.next(states, rows[:, step])
-        texts = [
-            text_of(row[: step + 1], bool(number % 2)) for number, row in enumerate(rows.tolist())
-        ]
-        expected = [any(pattern in text for pattern in patterns) for text in texts]
+        expected = []
+        for number, row in enumerate(rows[:, : step + 1].tolist()):
+            text = "".join(tokens[token] for token in row)
+            begun = next((token for token in row if token), 0)  # the first that has text
+            if number % 2 == 0:
+                text = firsts[begun] + text[len(tokens[begun]) :]
+            expected.append(any(pattern in text for pattern in patterns.split()))
         assert stop.found(states).tolist() == expected
         num_found += sum(expected)
     assert 0 < num_found < 60 * 12
-
-
-def test_no_patterns_are_never_found() -> None:
     assert byte_automaton([]).tolist() == [[0] * 256, [1] * 256]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "cpm1", "t5"])
-def test_stop_strings_end_rows_where_their_text_has_them(name: str) -> None:
-    """Across tokens, greedily and by beams; the text ends before them, the tokens with the one that
-    completes them.
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_stop_strings_and_pieces(name: str) -> None:
+    """Strings end rows where their text has them, across tokens, greedily and by beams: the text
+    before them, the tokens with the one that completes them. Pieces make up the text; a text does
+    not depend on those beside it.
     """
     writer = generator_of(name)
-    texts = ["hello world", "the cat", "he"]
-    plain = writer(texts)
-    assert all(len(text) > 8 for text in plain)
-    stops = [plain[0][3:6], plain[1][2:7]]
+    plain = writer(TEXTS)
+    assert all(len(text) > 8 for text in plain) and writer([]) == []
+    assert plain == [writer([text])[0] for text in TEXTS]
+    stops = [plain[0][3:6], plain[1][2:5]]
     expected = [
         min((text[: text.find(stop)] for stop in stops if stop in text), key=len, default=text)
         for text in plain
     ]
-    assert writer(texts, stop_strings=stops) == expected != plain
-    beams = writer(texts, num_beams=3, stop_strings=stops)
+    assert writer(TEXTS, stop_strings=stops) == expected != plain
+    beams = writer(TEXTS, num_beams=3, stop_strings=stops)
     assert not any(stop in text for stop in stops for text in beams)
-    ids = torch.tensor([writer.encode(texts[0])])
-    plainly: dict[str, Any] = {
-        "max_new_tokens": 20,
-        "forbidden_tokens": writer.config.forbidden_tokens,
-    }
-    out = generate(writer.model, ids, stop_strings=stops[0], tokenizer=writer.tokenizer, **plainly)
-    (row,) = out.rows()
-    whole = generate(writer.model, ids, **plainly).rows()[0]
+    ids, tokenizer = torch.tensor([writer.encode(TEXTS[0])]), writer.tokenizer
+    options: dict[str, Any] = {"config": writer.config, "tokenizer": tokenizer}
+    (row,) = generate(writer.model, ids, stop_strings=stops[0], **options).rows()
+    (whole,) = generate(writer.model, ids, **options).rows()
     assert row == whole[: len(row)] and len(row) < 20
     context = [] if name == "t5" else ids[0, -4:].tolist()
-    assert stops[0] in Detokenizer(writer.tokenizer, context).add(*row)
-    assert stops[0] not in Detokenizer(writer.tokenizer, context).add(*row[:-1])
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "cpm1", "t5", "glm"])
-def test_pieces_make_up_the_text(name: str) -> None:
-    """Of one text and of several; no piece has half a character, none has the beginning of what
-    stops it.
-    """
-    writer = generator_of(name)
-    texts = ["hello world", "好", "the"]
-    for options in ({}, {"do_sample": True, "seed": 1, "temperature": 2.0}):
-        whole = writer(texts, **options)
-        pieces = list(writer.stream_batch(texts, **options))
-        assert [
-            "".join(piece for row, piece in pieces if row == place) for place in range(3)
-        ] == whole
-        assert len(pieces) > 6 and all(piece for _, piece in pieces)
-    stop = writer(texts[:1])[0][4:8]
-    assert (
-        "".join(writer.stream(texts[0], stop_strings=stop))
-        == writer(texts[:1], stop_strings=[stop])[0]
-    )
+    assert stops[0] in Detokenizer(tokenizer, context).add(*row)
+    assert stops[0] not in Detokenizer(tokenizer, context).add(*row[:-1])
+    drawn = {"do_sample": True, "seed": 1, "temperature": 2.0}
+    for search in ({}, drawn, {"stop_strings": stops}):
+        pieces = list(writer.stream_batch(TEXTS, **search))
+        joined = ["".join(piece for row, piece in pieces if row == place) for place in range(3)]
+        assert joined == writer(TEXTS, **search)
+        assert all(piece for _, piece in pieces)
+        assert len(pieces) > 6 or "stop_strings" in search
+    assert "".join(writer.stream(TEXTS[0], stop_strings=stops)) == expected[0]
 
 
 def test_half_characters_and_beginnings_of_stops_wait() -> None:
     tokenizer = tokenizer_of("gpt2")
     reader = Detokenizer(tokenizer)
     pieces = [reader.add(token) for token in tokenizer.encode("a 你 b")]
-    assert (
-        "".join(pieces) == "a 你 b"
-        and "" in pieces
-        and not any("\ufffd" in piece for piece in pieces)
-    )
-    reader = Detokenizer(tokenizer, stops=["world", "wor!"])
-    assert [reader.add(*tokenizer.encode(text)) for text in ("a w", "o", "r", "k wor", "l")] == [
-        "a ",
-        "",
-        "",
-        "work ",
-        "",
-    ]
-    assert reader.rest() == "worl" and reader.rest() == ""
-    reader = Detokenizer(tokenizer, stops=["world", "wor!"])
-    assert [reader.add(*tokenizer.encode(text)) for text in ("a wor", "ld, and", "more")] == [
-        "a ",
-        "",
-        "",
-    ]
-    assert reader.rest() == ""
+    assert "".join(pieces) == "a 你 b" and "" in pieces and "\ufffd" not in "".join(pieces)
+    for given, expected, rest in (
+        ("a w|o|r|k wor|l", "a |||work |", "worl"),
+        ("a wor|ld, and|more", "a ||", ""),
+    ):
+        reader = Detokenizer(tokenizer, stops=["world", "wor!"])
+        found = [reader.add(*tokenizer.encode(text)) for text in given.split("|")]
+        assert found == expected.split("|")
+        assert reader.rest() == rest and reader.rest() == ""
 
 
-@pytest.mark.parametrize("prompt", ["你好", "é好", "a你", "好😀"])
-def test_half_a_character_in_the_context_hides_nothing(prompt: str) -> None:
-    """The context is four tokens, of which the first may be the middle of a character: new
-    characters are read all the same.
+def test_the_context_of_new_tokens() -> None:
+    """It is four tokens, of which the first may be the middle of a character: new characters are
+    read all the same; the blank before the first word is kept, and that of what follows a token
+    without text.
     """
-    vocab = tokenizer_of("llama").get_vocab()
-    before, after = (
-        [vocab[f"<0x{byte:02X}>"] for byte in text.encode()] for text in (prompt, "世界")
-    )
-    reader = Detokenizer(tokenizer_of("llama"), before[-4:])
-    assert [reader.add(token) for token in after] == ["", "", "世", "", "", "界"]
-
-
-def test_what_follows_a_token_without_text_keeps_its_blank() -> None:
-    """A blank alone, and special tokens, which are left out; read one by one as all at once."""
-    tokenizer = tokenizer_of("t5")
-    ids = tokenizer.convert_tokens_to_ids(
+    llama, t5 = tokenizer_of("llama"), tokenizer_of("t5")
+    vocab = llama.get_vocab()
+    for prompt in ("你好", "é好", "a你", "好😀"):
+        before, after = (
+            [vocab[f"<0x{byte:02X}>"] for byte in text.encode()] for text in (prompt, "世界")
+        )
+        reader = Detokenizer(llama, before[-4:])
+        assert [reader.add(token) for token in after] == ["", "", "世", "", "", "界"]
+    ids = llama.encode("hello world")
+    for place in range(2, len(ids)):
+        known = llama.decode(ids[:place], skip_special_tokens=True)
+        assert known + Detokenizer(llama, ids[:place]).add(*ids[place:]) == "hello world"
+    ids = t5.convert_tokens_to_ids(
         ["▁h", "ell", "▁", "o", "<unk>", "▁w", "</s>", "<unk>", "▁", "or", "▁w"]
     )
-    reader = Detokenizer(tokenizer)
-    expected = tokenizer.decode(ids, skip_special_tokens=True)
-    assert expected.count(" ") > 3
-    assert (
-        "".join([*map(reader.add, ids), reader.rest()])
-        == Detokenizer(tokenizer).add(*ids)
-        == expected
-    )
-
-
-def test_the_blank_before_the_first_word_is_kept() -> None:
-    """A text and what follows it can be joined, though the tokenizer drops blanks in front."""
-    tokenizer = tokenizer_of("llama")
-    ids = tokenizer.encode("hello world")
-    for place in range(2, len(ids)):
-        known = tokenizer.decode(ids[:place], skip_special_tokens=True)
-        assert known + Detokenizer(tokenizer, ids[:place]).add(*ids[place:]) == "hello world"
+    reader, expected = Detokenizer(t5), t5.decode(ids, skip_special_tokens=True)
+    assert expected.count(" ") > 3 and Detokenizer(t5).add(*ids) == expected
+    assert "".join([*map(reader.add, ids), reader.rest()]) == expected
 
 
 def test_texts_end_with_the_tokenizers_end_token() -> None:
     """Unless told otherwise; other ends and several results are possible."""
     plain = generator_of("gpt2")
     writer = TextGenerator(plain.model, plain.tokenizer, max_new_tokens=20)
-    eos = writer.tokenizer.eos_token_id
+    (endless,), config = plain(["hello"]), writer.settled(writer.config)
+    for name in ("eos_token_id", "pad_token_id"):
+        assert getattr(config, name) == getattr(plain.tokenizer, name)
     ids = torch.tensor([writer.encode("hello")])
-    with torch.no_grad():
-        whole = generate(writer.model, ids, max_new_tokens=20).new_tokens[0]
-        head = writer.model.get_parameter("input_embedding.weight")
-        third = int(whole[3])
-        head[[eos, third]] = head[[third, eos]]
-    try:
-        assert (
-            1
-            <= len(generate(writer.model, ids, eos_token_id=eos, max_new_tokens=20).rows()[0])
-            < 20
-        )
-        ended, endless = writer(["hello"])[0], writer(["hello"], eos_token_id=())[0]
-        assert endless.startswith(ended) and len(ended) < len(endless)
-        assert len(writer(["hello", "a"], num_beams=3, num_return_sequences=3)) == 6
-    finally:
-        with torch.no_grad():
-            head[[eos, third]] = head[[third, eos]]
-
-
-def test_a_text_does_not_depend_on_those_beside_it() -> None:
-    for name in ("gpt2", "t5"):
-        writer = generator_of(name)
-        texts = ["hello world, hello", "a", "the cat"]
-        assert writer(texts) == [writer([text])[0] for text in texts]
-        assert writer([]) == []
+    third = int(generate(plain.model, ids, config=plain.config).new_tokens[0, 3])
+    ended = plain(["hello"], eos_token_id=third)[0]
+    assert endless.startswith(ended) and len(ended) < len(endless)
+    assert len(writer(["hello", "a"], num_beams=3, num_return_sequences=3)) == 6
 
 
 def test_conversations_go_through_the_chat_template() -> None:
-    writer = generator_of("llama")
-    conversation = [{"role": "user", "content": "hello"}]
-    text = writer.tokenizer.apply_chat_template(
-        conversation, tokenize=False, add_generation_prompt=True
-    )
-    ids = writer.tokenizer.encode(text, add_special_tokens=False)
-    assert ids.count(writer.tokenizer.bos_token_id) == 1
-    expected = generate(writer.model, torch.tensor([ids]), config=writer.settled(writer.config))
-    found = writer.chat(
-        [conversation, [*conversation, {"role": "assistant", "content": "a"}, *conversation]]
-    )
-    assert found[0] == Detokenizer(writer.tokenizer, ids[-4:]).add(*expected.rows()[0])
-    assert len(found) == 2
+    writer, tokenizer = generator_of("llama"), tokenizer_of("llama")
+    one = [{"role": "user", "content": "hello"}]
+    text = tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids.count(tokenizer.bos_token_id) == 1
+    (row,) = generate(
+        writer.model, torch.tensor([ids]), config=writer.settled(writer.config)
+    ).rows()
+    found = writer.chat([one, [*one, {"role": "assistant", "content": "a"}, *one]])
+    assert len(found) == 2 and found[0] == Detokenizer(tokenizer, ids[-4:]).add(*row)
+    assert "".join(writer.stream_chat(one)) == found[0]
+    bad: Any
     with pytest.raises(InputError, match="no chat template"):
-        generator_of("gpt2").chat([conversation])
-    with pytest.raises(InputError, match="lists of messages"):
-        writer.chat(["hello"])  # type: ignore[list-item]
-    with pytest.raises(InputError, match="lists of messages"):
-        writer.chat([[{"user": "hello"}]])
+        generator_of("gpt2").chat([one])
+    for bad in (["hello"], [[{"user": "hello"}]]):
+        with pytest.raises(InputError, match="lists of messages"):
+            writer.chat(bad)
 
 
 def test_what_is_no_list_of_texts_is_told() -> None:
-    writer = generator_of("gpt2")
-    with pytest.raises(InputError, match="texts is a str: expected a list of str"):
-        writer("hello")
-    with pytest.raises(InputError, match="texts holds int: expected a list of str"):
-        writer([3])  # type: ignore[list-item]
-    with pytest.raises(InputError, match="text 1 has no tokens"):
-        writer(["a", ""])
+    writer, texts = generator_of("gpt2"), ["a"]
+    bad: Any
+    for bad, message in (
+        ("hello", "texts is a str: expected a list of str"),
+        ([3], "texts holds int: expected a list of str"),
+        (["a", ""], "text 1 has no tokens"),
+    ):
+        with pytest.raises(InputError, match=message):
+            writer(bad)
     with pytest.raises(ConfigError, match="nearest: 'max_new_tokens'"):
-        writer(["a"], max_new_token=3)
+        writer(texts, max_new_token=3)
     with pytest.raises(ConfigError, match="nearest: 'num_beams'"):
         TextGenerator(writer.model, writer.tokenizer, num_beam=3)
     with pytest.raises(ConfigError, match="beams are not streamed"):

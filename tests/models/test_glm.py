@@ -1,78 +1,57 @@
-"""GLM against a reference written here, which transformers does not have: row by row, token by
-token, explicit softmax.
-"""
+"""GLM against a plain reference: positions found token by token, explicit softmax."""
 
 from __future__ import annotations
 
 import copy
 import json
-import math
-import pathlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.models import parity
-from tests.tensors import grad_of
+from tests.models import parity, reference
+from tests.models.parity import (
+    SIDES,
+    assert_close,
+    padding_mask,
+    refuse,
+    refuse_configurations,
+    token_ids,
+    valid_of,
+)
+from tests.models.reference import Weights
+from torch import Tensor
 
 from model_center.errors import ConfigError, InputError, WeightsError
 from model_center.generation.engine import generate
-from model_center.model.glm import GLM, GLMConfig
-from model_center.model.outputs import BaseModelOutput
+from model_center.model import GLM, GLMConfig
 from model_center.model.registry import model_class
 
-VOCAB, DIM, HEADS, LAYERS, FF, POSITIONS = 64, 16, 2, 2, 24, 20
-START, END, MASK = 60, 61, 62
-# As a config.json of ModelCenter has it.
-CONFIG = {
-    "vocab_size": VOCAB,
-    "dim_model": DIM,
-    "num_heads": HEADS,
-    "dim_head": DIM // HEADS,
-    "dim_ff": FF,
-    "num_layers": LAYERS,
-    "position_size": POSITIONS,
-    "sop_tok_id": START,
-    "eop_tok_id": END,
-    "mask_tok_id": MASK,
-    "dropout_p": 0.0,
-    "half": False,
-}
-Weights = dict[str, torch.Tensor]
+VOCAB, DIM, HEADS, FF, POSITIONS, LENGTH = 64, 16, 2, 24, 20, 14
+START, MASK = 60, 62
+# as a config.json of ModelCenter has it
+CONFIG = parity.values(
+    f"vocab_size={VOCAB} dim_model={DIM} num_heads={HEADS} dim_head={DIM // HEADS} dim_ff={FF} "
+    f"num_layers=2 position_size={POSITIONS} sop_tok_id={START} eop_tok_id=61 mask_tok_id={MASK} "
+    "dropout_p=0.0 half=False"
+)
 
 
-def random_weights(seed: int = 0) -> Weights:
-    """Tensors in ModelCenter's names."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * 0.2
-
-    def norm(name: str) -> Weights:
-        return {f"{name}.weight": 1 + normal(DIM), f"{name}.bias": normal(DIM)}
-
-    def linear(name: str, rows: int, columns: int) -> Weights:
-        return {f"{name}.weight": normal(rows, columns), f"{name}.bias": normal(rows)}
-
-    weights = {"input_embedding.weight": normal(VOCAB, DIM)}
-    weights |= {
-        f"{name}_embedding.weight": normal(POSITIONS, DIM)
-        for name in ("position", "block_position")
+def made(folder: Path) -> tuple[GLM, Weights]:
+    """The model of a folder that is written by hand, and the weights in it."""
+    shapes: reference.Shapes = {
+        f"{name}_embedding.weight": (rows, DIM)
+        for name, rows in (("input", VOCAB), ("position", POSITIONS), ("block_position", POSITIONS))
     }
-    for layer in range(LAYERS):
-        prefix = f"encoder.layers.{layer}."
-        weights |= norm(prefix + "self_att.layernorm_before_attention") | norm(
-            prefix + "ffn.layernorm_before_ffn"
-        )
-        for name in ("project_q", "project_k", "project_v", "attention_out"):
-            weights |= linear(f"{prefix}self_att.self_attention.{name}", DIM, DIM)
-        weights |= linear(prefix + "ffn.ffn.w_in.w", FF, DIM) | linear(
-            prefix + "ffn.ffn.w_out", DIM, FF
-        )
-    return weights | norm("encoder.output_layernorm")
+    for layer in range(2):
+        shapes |= reference.layer_shapes(f"encoder.layers.{layer}.", DIM, DIM, FF, "biased")
+    shapes |= reference.tensors_of({"encoder.output_layernorm": (DIM,)}, biased=True)
+    weights = reference.write_files(folder, shapes, CONFIG, 0.2)
+    return GLM.from_pretrained(folder).eval(), weights
 
 
-def reference_places(ids: list[int], sep: int, valid: list[bool]) -> tuple[list[int], list[int]]:
+def places_of(ids: list[int], sep: int, valid: list[bool]) -> tuple[list[int], list[int]]:
     """Positions and block positions of one row, by walking along it."""
     counted, count = [], 0
     for is_valid in valid:
@@ -92,144 +71,67 @@ def reference_places(ids: list[int], sep: int, valid: list[bool]) -> tuple[list[
     return places, inner
 
 
-def reference(
-    weights: Weights,
-    ids: torch.Tensor,
-    sep: list[int] | None = None,
-    valid: torch.Tensor | None = None,
-) -> torch.Tensor:
+def expected_scores(
+    weights: Weights, ids: Tensor, sep: list[int] | None = None, mask: Tensor | None = None
+) -> Tensor:
     """Scores (batch, seq, vocab) of the model."""
-    rows = []
-    for number, row in enumerate(ids.tolist()):
-        there = [True] * len(row) if valid is None else valid[number].bool().tolist()
-        end = (row.index(START) if START in row else len(row)) if sep is None else sep[number]
-        rows.append(reference_row(weights, row, end, there))
-    return torch.stack(rows)
-
-
-def reference_row(weights: Weights, ids: list[int], sep: int, valid: list[bool]) -> torch.Tensor:
-    places, inner = reference_places(ids, sep, valid)
-    hidden = (
-        weights["input_embedding.weight"][ids]
-        + weights["position_embedding.weight"][places]
-        + weights["block_position_embedding.weight"][inner]
+    rows = ids.tolist()
+    ends = sep or [row.index(START) if START in row else len(row) for row in rows]
+    valid = valid_of(mask, ids)
+    found = [
+        places_of(row, end, there.tolist())
+        for row, end, there in zip(rows, ends, valid, strict=True)
+    ]
+    x = weights["input_embedding.weight"][ids]
+    for name, number in (("position", 0), ("block_position", 1)):
+        x = x + weights[f"{name}_embedding.weight"][torch.tensor([row[number] for row in found])]
+    length = ids.shape[1]
+    seen = torch.ones(length, length).tril().bool() | (
+        torch.arange(length) < torch.tensor(ends)[:, None, None]
     )
-    for layer in range(LAYERS):
-        prefix = f"encoder.layers.{layer}."
-        attention = prefix + "self_att.self_attention."
-        normed = reference_norm(weights, prefix + "self_att.layernorm_before_attention", hidden)
-        q, k, v = (
-            reference_linear(weights, f"{attention}project_{name}", normed) for name in "qkv"
-        )
-        mixed = torch.stack(
-            [reference_query(q[place], k, v, place, sep, valid) for place in range(len(ids))]
-        )
-        hidden = hidden + reference_linear(weights, attention + "attention_out", mixed)
-        normed = reference_norm(weights, prefix + "ffn.layernorm_before_ffn", hidden)
-        inside = reference_linear(weights, prefix + "ffn.ffn.w_in.w", normed)
-        inside = inside * 0.5 * (1 + torch.erf(inside / math.sqrt(2)))
-        hidden = hidden + reference_linear(weights, prefix + "ffn.ffn.w_out", inside)
-    return (
-        reference_norm(weights, "encoder.output_layernorm", hidden)
-        @ weights["input_embedding.weight"].T
-    )
+    out = reference.Reference(weights, HEADS).stack(x, "encoder", seen & valid[:, None])
+    return out @ weights["input_embedding.weight"].T
 
 
-def reference_query(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, place: int, sep: int, valid: list[bool]
-) -> torch.Tensor:
-    """What one token makes of those that it sees: valid ones, of the context or not behind it."""
-    seen = [other for other in range(len(k)) if valid[other] and (other < sep or other <= place)]
-    if not seen:  # a padding token in front, which nobody looks at
-        return torch.zeros_like(q)
-    heads = []
-    for channels in torch.arange(DIM).chunk(HEADS):
-        scores = torch.stack([q[channels] @ k[other, channels] for other in seen]) / math.sqrt(
-            DIM // HEADS
-        )
-        weights = scores.exp() / scores.exp().sum()
-        heads.append(
-            sum(weight * v[other, channels] for weight, other in zip(weights, seen, strict=True))
-        )
-    return torch.cat(heads)
-
-
-def reference_linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    return x @ weights[name + ".weight"].T + weights[name + ".bias"]
-
-
-def reference_norm(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return (
-        centred
-        / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        * weights[name + ".weight"]
-        + weights[name + ".bias"]
-    )
-
-
-def write_folder(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
-    """A folder as ModelCenter writes it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    torch.save(weights, folder / "pytorch_model.pt")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def weights() -> Weights:
-    return random_weights()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, weights: Weights) -> GLM:
-    return GLM.from_pretrained(write_folder(tmp_path_factory.mktemp("glm"), weights)).eval()
-
-
-def two_spans() -> torch.Tensor:
+def two_spans() -> Tensor:
     """Two rows: two spans for two blanks, and one span for one of two."""
-    ids = parity.token_ids(2, 14, high=50)
+    ids = token_ids(2, LENGTH, high=50)
     ids[0, [2, 5]], ids[0, [8, 11]] = MASK, START
     ids[1, [0, 4]], ids[1, 6] = MASK, START
     return ids
 
 
-def test_places_are_those_of_the_paper(model: GLM) -> None:
-    """The example of its figure 2: x1 x2 [M] x4 [M], then [S] x5 x6 and [S] x3, each span at its
-    blank.
+@pytest.mark.parametrize("side", SIDES)
+def test_values_and_gradients(side: str, tmp_path: Path) -> None:
+    """Scores and hidden states too; with spans, without any, without blanks."""
+    model, weights = made(tmp_path)
+    ids, mask = two_spans(), padding_mask(2, LENGTH, side, 2)
+    valid = valid_of(mask, ids)
+    scores, expected = model(ids, attention_mask=mask), expected_scores(weights, ids, mask=mask)
+    reference.assert_same_answers(model, weights, scores, expected, valid)
+    assert weights["block_position_embedding.weight"].grad[3].any()  # type: ignore[index]
+    wanted = {"output_hidden_states": True, "output_attentions": True, "return_dict": True}
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, **wanted)
+        assert_close(out.logits[valid], scores[valid])
+        assert out.hidden_states[-1] is out.last_hidden_state and len(out.hidden_states) == 3
+        assert_close(out.attentions[1].sum(-1), torch.ones(2, HEADS, LENGTH))
+        assert not out.attentions[0][0, :, 8, 9:].any() and out.attentions[0][1, :, 3, 5].all()
+        ids = token_ids(2, 9, high=50)
+        assert_close(model(ids), expected_scores(weights, ids), "all is context")
+        ids[:, 5] = START
+        assert_close(model(ids), expected_scores(weights, ids), "no blanks")
+
+
+def test_given_positions(tmp_path: Path) -> None:
+    """Those found are those of the paper's figure 2: each span is at its blank. Given ones replace
+    them, and `sep` moves the border of the context; lengths and embeddings say the same.
     """
+    model, weights = made(tmp_path)
     ids = torch.tensor([[4, 5, MASK, 7, MASK, START, 6, START, 8, 9]])
     places, inner = model.places(ids, None, model.context_length(ids))
     assert places.tolist() == [[0, 1, 2, 3, 4, 2, 2, 4, 4, 4]]
     assert inner.tolist() == [[0, 0, 0, 0, 0, 1, 2, 1, 2, 3]]
-
-
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-def test_places_and_scores(model: GLM, weights: Weights, side: str) -> None:
-    ids, mask = two_spans(), parity.padding_mask(2, 14, side, 2)
-    valid = parity.valid_of(mask, ids)
-    with torch.no_grad():
-        out = model(
-            ids,
-            attention_mask=mask,
-            output_hidden_states=True,
-            output_attentions=True,
-            return_dict=True,
-        )
-        plain = model(ids, attention_mask=mask)
-    expected = reference(weights, ids, valid=mask)
-    parity.assert_close(plain[valid], expected[valid])
-    parity.assert_close(out.logits[valid], expected[valid])
-    assert len(out.hidden_states) == LAYERS + 1
-    assert out.hidden_states[-1] is out.last_hidden_state
-    sums = out.attentions[1].sum(-1)
-    parity.assert_close(sums, torch.ones_like(sums))
-    assert not out.attentions[0][0, :, 8, 9:].any()  # a span's start sees nothing behind it
-    assert out.attentions[0][1, :, 3, 5].all()  # within the context all is seen
-
-
-def test_given_positions_and_sep_are_what_would_be_found(model: GLM, weights: Weights) -> None:
-    """Given ones replace those found, and `sep` moves the border of the context."""
     ids = two_spans()
     sep = model.context_length(ids)
     assert sep.tolist() == [8, 6]
@@ -238,270 +140,142 @@ def test_given_positions_and_sep_are_what_would_be_found(model: GLM, weights: We
         places, inner = model.places(ids, None, sep)
         assert torch.equal(model(ids, places, inner, sep), expected)
         assert torch.equal(model(ids.int(), places), expected)
-        parity.assert_close(model(ids, sep=torch.tensor([6, 6])), reference(weights, ids, [6, 6]))
-        other = model(ids, places.flip(1), inner)
-    assert not torch.allclose(other, expected)
-
-
-def test_without_spans_all_is_context_and_without_blanks_spans_follow_it(
-    model: GLM, weights: Weights
-) -> None:
-    ids = parity.token_ids(2, 9, high=50)
-    with torch.no_grad():
-        parity.assert_close(model(ids), reference(weights, ids))
-        ids[:, 5] = START
-        parity.assert_close(model(ids), reference(weights, ids))
-
-
-def test_length_and_inputs_embeds(model: GLM) -> None:
-    ids, length = two_spans(), torch.tensor([12, 14])
-    mask = torch.arange(14) < length[:, None]
-    with torch.no_grad():
+        assert torch.equal(model(ids, block_position_ids=inner), expected)
+        moved = model(ids, sep=torch.tensor([6, 6]))
+        assert_close(moved, expected_scores(weights, ids, [6, 6]))
+        assert not torch.allclose(model(ids, places.flip(1), inner), expected)
+        assert not torch.allclose(model(ids, places, inner.flip(1)), expected)
+        mask = torch.arange(LENGTH) < torch.tensor([[12], [14]])
         expected = model(ids, attention_mask=mask)
-        parity.assert_close(model(ids, length=length)[mask], expected[mask])
-        sep = model.context_length(ids)
+        assert_close(model(ids, length=mask.sum(1))[mask], expected[mask])
+        given = {"inputs_embeds": model.input_embedding(ids), "attention_mask": mask}
         places, inner = model.places(ids, mask, sep)
-        embeds = model.input_embedding(ids)
-        parity.assert_close(
-            model(None, places, inner, sep, inputs_embeds=embeds, attention_mask=mask), expected
-        )
+        assert_close(model(None, places, inner, sep, **given), expected)
+        pairs = torch.ones(2, LENGTH, LENGTH).tril()
+        alone = model(ids, places, inner, torch.zeros_like(sep))
+        assert_close(model(ids, places, inner, attention_mask=pairs), alone)
 
 
-def test_gradients_of_every_parameter(model: GLM, weights: Weights) -> None:
-    ids, mask = two_spans(), parity.padding_mask(2, 14, "left", 2)
-    valid = parity.valid_of(mask, ids)
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
-    parity.loss_of(BaseModelOutput(logits=reference(leaves, ids, valid=mask)), valid).backward()
-    model.zero_grad()
-    parity.loss_of(model(ids, attention_mask=mask), valid).backward()
-    found = dict(model.named_parameters())
-    assert found.keys() == leaves.keys()
-    for name, leaf in leaves.items():
-        grad = grad_of(leaf)
-        parity.assert_close(
-            grad_of(found[name]), grad, name, parity.TOLERANCE * max(1, grad.abs().max().item())
-        )
-    assert grad_of(leaves["block_position_embedding.weight"])[3].any()
-
-
-@pytest.mark.parametrize("side", ["none", "left"])
-def test_a_cache_gives_what_one_pass_gives(model: GLM, side: str) -> None:
+@pytest.mark.parametrize("side", SIDES[:2])
+def test_a_cache_gives_what_one_pass_gives(side: str, tmp_path: Path) -> None:
     """The context and the first start token, then some tokens, then one by one, a new span among
     them.
     """
+    model, _ = made(tmp_path)
     ids = two_spans()
     ids[1, [8, 11]], ids[1, 6] = START, 3
-    mask = parity.padding_mask(2, 14, side, 2)
-    valid = parity.valid_of(mask, ids)
-    sep = model.context_length(ids)
+    mask = padding_mask(2, LENGTH, side, 2)
+    valid, sep = valid_of(mask, ids), model.context_length(ids)
     places, inner = model.places(ids, mask, sep)
     with torch.no_grad():
         whole = model(ids, attention_mask=mask)
-        for options in ({}, {"sep": sep}):
-            past, pieces = None, []
-            for start, stop in ((0, 9), (9, 11), (11, 12), (12, 13), (13, 14)):
-                out = model(
-                    ids[:, start:stop],
-                    places[:, :stop],
-                    inner[:, :stop],
-                    attention_mask=None if mask is None else mask[:, :stop],
-                    past_key_values=past,
-                    use_cache=True,
-                    return_dict=True,
-                    **options,
-                )
-                past = out.past_key_values
-                pieces.append(out.logits)
-            parity.assert_close(torch.cat(pieces, 1)[valid], whole[valid])
+        of_all = {"position_ids": places, "block_position_ids": inner, "attention_mask": mask}
+        for given in ({}, {"sep": sep}):
+            more: dict[str, Any] = {"return_dict": True, **given}
+            pieced = parity.in_pieces(model, ids, (0, 9, 11, 12, 13, 14), of_all, **more)
+            assert_close(pieced[valid], whole[valid])
 
 
-def test_generation_goes_on_with_the_last_span(model: GLM) -> None:
-    """Greedy tokens are those of passes without a cache; padded prompts give what they give
-    alone.
-    """
-    prompts = [[4, MASK, 5, 6, START], [7, 8, MASK]]
-    for prompt in prompts:
-        row = list(prompt) if START in prompt else [*prompt, START]
-        with torch.no_grad():
-            for _ in range(6):
-                row.append(int(model(torch.tensor([row]))[0, -1].argmax()))
-        found = generate(
-            model, torch.tensor([prompt]), max_new_tokens=6, eos_token_id=(), pad_token_id=0
-        )
-        assert found.sequences.tolist() == [row]
-    longer, shorter = [9, 4, 3, MASK, 5, 6], [0, 0, 0, 7, 8, MASK]
-    mask = torch.tensor([[1] * 6, [0] * 3 + [1] * 3])
-    both = generate(
-        model,
-        torch.tensor([longer, shorter]),
-        mask,
-        max_new_tokens=6,
-        eos_token_id=(),
-        pad_token_id=0,
-    )
-    for number, prompt in enumerate((longer, shorter[3:])):
-        alone = generate(
-            model, torch.tensor([prompt]), max_new_tokens=6, eos_token_id=(), pad_token_id=0
-        )
-        assert both.new_tokens[number].tolist() == alone.new_tokens[0].tolist()
-    beams = generate(
-        model,
-        torch.tensor([longer]),
-        max_new_tokens=6,
-        num_beams=3,
-        eos_token_id=(),
-        pad_token_id=0,
-    )
-    scores = [log_likelihood(model, row, 7) for row in (beams.sequences[0], both.sequences[0])]
-    assert scores[0] >= scores[1] - 1e-5
-    with pytest.raises(InputError, match="give it to all or none"):
-        generate(model, torch.tensor([[4, MASK, START], [4, MASK, 5]]), max_new_tokens=2)
-    with pytest.raises(InputError, match="does not take the inputs sep"):
-        generate(
-            model, torch.tensor([[4, MASK]]), inputs={"sep": torch.tensor([1])}, max_new_tokens=2
-        )
-
-
-def log_likelihood(model: GLM, row: torch.Tensor, start: int) -> float:
-    """Of the tokens from `start` on."""
-    with torch.no_grad():
-        scores = model(row[None])[0].log_softmax(-1)
-    return sum(scores[place - 1, row[place]].item() for place in range(start, len(row)))
-
-
-def test_files(model: GLM, weights: Weights, tmp_path: pathlib.Path) -> None:
-    """Our folders, and those of THUDM: other names, query, key and value in one, tanh GELU, with
-    and without a prefix.
-    """
-    model.save_pretrained(tmp_path / "own", format="model_center")
-    again = GLM.from_pretrained(tmp_path / "own")
-    parity.assert_same_parameters(again, model)
-    assert again.config == model.config
-    with pytest.raises(ConfigError, match=r"format='model_center'"):
-        model.save_pretrained(tmp_path / "hf")
-    for prefix in ("", "glm."):
-        folder = tmp_path / f"theirs{prefix}"
-        folder.mkdir()
-        content = {
-            "model_type": "glm",
-            "hidden_size": DIM,
-            "num_attention_heads": HEADS,
-            "num_layers": LAYERS,
-            "vocab_size": VOCAB,
-            "max_sequence_length": POSITIONS - 1,
-            "block_position_encoding": True,
-            "relative_encoding": False,
-            "spell_length": None,
-            "output_dropout_prob": 0.0,
-        }
-        (folder / "config.json").write_text(json.dumps(content))
-        wide = {name: tensor for name, tensor in weights.items() if ".ffn.ffn." not in name}
-        for layer in range(LAYERS):
-            ffn = f"encoder.layers.{layer}.ffn.ffn."
-            wide |= {
-                ffn + "w_in.w.weight": torch.ones(4 * DIM, DIM) / 9,
-                ffn + "w_in.w.bias": torch.zeros(4 * DIM),
-            }
-            wide |= {
-                ffn + "w_out.weight": torch.ones(DIM, 4 * DIM),
-                ffn + "w_out.bias": torch.zeros(DIM),
-            }
-        save_file(published(wide, prefix), folder / "model.safetensors")
-        read = GLM.from_pretrained(folder, dtype="float32")
-        assert model_class(content) is GLM
-        assert (read.config.ffn_activate_fn, read.config.dim_ff, read.config.position_size) == (
-            "gelu_new",
-            4 * DIM,
-            POSITIONS,
-        )
-        for name, param in read.named_parameters():
-            assert torch.equal(param, wide[name]), name
-    with pytest.raises(ConfigError, match="another GLM"):
-        GLMConfig.from_dict({"model_type": "glm", "hidden_size": 4096})
+THEIRS = """
+word_embeddings.weight input_embedding.weight
+transformer.position_embeddings.weight position_embedding.weight
+transformer.block_position_embeddings.weight block_position_embedding.weight
+transformer.final_layernorm.KIND encoder.output_layernorm.KIND
+transformer.layers.L.attention.dense.KIND encoder.layers.L.self_att.self_attention.attention_out.KIND
+transformer.layers.L.input_layernorm.KIND encoder.layers.L.self_att.layernorm_before_attention.KIND
+transformer.layers.L.post_attention_layernorm.KIND encoder.layers.L.ffn.layernorm_before_ffn.KIND
+transformer.layers.L.mlp.dense_h_to_4h.KIND encoder.layers.L.ffn.ffn.w_in.w.KIND
+transformer.layers.L.mlp.dense_4h_to_h.KIND encoder.layers.L.ffn.ffn.w_out.KIND
+transformer.layers.L.attention.query_key_value.KIND encoder.layers.L.self_att.self_attention.project_KIND
+"""
 
 
 def published(ours: Weights, prefix: str) -> Weights:
-    """Tensors under THUDM's names."""
-    out = {
-        "word_embeddings.weight": ours["input_embedding.weight"],
-        "transformer.position_embeddings.weight": ours["position_embedding.weight"],
-        "transformer.block_position_embeddings.weight": ours["block_position_embedding.weight"],
-    }
-    parts = {
-        "attention.dense": "self_att.self_attention.attention_out",
-        "input_layernorm": "self_att.layernorm_before_attention",
-        "post_attention_layernorm": "ffn.layernorm_before_ffn",
-        "mlp.dense_h_to_4h": "ffn.ffn.w_in.w",
-        "mlp.dense_4h_to_h": "ffn.ffn.w_out",
-    }
+    """Tensors under the names of THUDM's repositories, where query, key and value are one."""
+    out: Weights = {}
     for kind in ("weight", "bias"):
-        out[f"transformer.final_layernorm.{kind}"] = ours[f"encoder.output_layernorm.{kind}"]
-        for layer in range(LAYERS):
-            theirs, own = f"transformer.layers.{layer}.", f"encoder.layers.{layer}."
-            packed = [ours[f"{own}self_att.self_attention.project_{name}.{kind}"] for name in "qkv"]
-            out[f"{theirs}attention.query_key_value.{kind}"] = torch.cat(packed)
-            out |= {
-                f"{theirs}{other}.{kind}": ours[f"{own}{part}.{kind}"]
-                for other, part in parts.items()
-            }
-    return {prefix + name: tensor.contiguous() for name, tensor in out.items()}
+        for layer in ("0", "1"):
+            words = THEIRS.replace("KIND", kind).replace(".L.", f".{layer}.").split()
+            for theirs, own in zip(words[::2], words[1::2], strict=True):
+                head, packed, end = own.partition("project_")
+                names = [f"{head}{packed}{x}.{end}" for x in "qkv"] if packed else [own]
+                out[prefix + theirs] = torch.cat([ours[name] for name in names])
+    return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(model: GLM, dtype: torch.dtype) -> None:
-    ids = two_spans()
-    parity.assert_trains_in(dtype, model, {"input_ids": ids}, torch.ones_like(ids).bool())
+@pytest.mark.parametrize("prefix", ["", "glm."])
+def test_files(prefix: str, tmp_path: Path) -> None:
+    """Our folders; those of THUDM, with tanh GELU, with and without a prefix."""
+    model, weights = made(tmp_path / "made")
+    parity.assert_own_format(model, tmp_path)
+    with pytest.raises(ConfigError, match=r"format='model_center'"):
+        model.save_pretrained(tmp_path / "hf")
+    words = (
+        f"GLM model_type=glm hidden_size={DIM} num_attention_heads={HEADS} num_layers=2 "
+        f"vocab_size={VOCAB} max_sequence_length={POSITIONS - 1} block_position_encoding=True "
+        "relative_encoding=False spell_length=None output_dropout_prob=0.0"
+    )
+    content = parity.values(words.removeprefix("GLM "))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(content))
+    wide = {name: value.detach().float() for name, value in weights.items()}
+    for name in [name for name in wide if ".ffn.ffn.w_" in name]:
+        shape = [4 * DIM if size == FF else size for size in wide[name].shape]
+        wide[name] = torch.randn(shape)
+    save_file(published(wide, prefix), tmp_path / "theirs" / "model.safetensors")
+    read = GLM.from_pretrained(tmp_path / "theirs", dtype="float32")
+    assert model_class(content) is GLM and read.config.dropout_p == 0.0
+    assert (read.config.ffn_activate_fn, read.config.position_size) == ("gelu_new", POSITIONS)
+    for name, param in read.named_parameters():
+        assert torch.equal(param, wide[name]), name
+    lines = [
+        f"{words} {change} | another GLM"
+        for change in ("block_position_encoding=False", "relative_encoding=True", "spell_length=3")
+    ]
+    refuse_configurations("\n".join(lines))
 
 
-def test_classification_head_and_deep_copy(
-    model: GLM, weights: Weights, tmp_path: pathlib.Path
-) -> None:
+def test_half_precision_generation_and_a_head_for_classes(tmp_path: Path) -> None:
     """The head for classes is called `output_projection` in GLM."""
+    model, _ = made(tmp_path)
     ids = two_spans()
+    for dtype in (torch.bfloat16, torch.float16):
+        parity.assert_trains_in(dtype, model, {"input_ids": ids}, torch.ones_like(ids).bool())
     assert torch.equal(copy.deepcopy(model)(ids), model(ids))
-    folder = write_folder(tmp_path, weights)
-    with pytest.warns(UserWarning, match=r"output_projection.weight: newly initialised"):
-        other = GLM.from_pretrained(folder, cls_head=3).eval()
-    out = other(ids, return_dict=True)
-    parity.assert_close(out.logits, out.last_hidden_state @ other.output_projection.weight.T)
-    assert out.logits.shape == (2, 14, 3)
-    with pytest.raises(InputError, match="classes"):
-        generate(other, ids)
+    parity.assert_class_head(GLM, tmp_path, {"input_ids": ids}, "output_projection")
+    of_classes = GLM(GLMConfig(**CONFIG, cls_head=3))
+    for kind, given, inputs, match in (
+        (of_classes, ids, {}, "classes"),
+        (model, torch.tensor([[4, MASK, START], [4, MASK, 5]]), {}, "give it to all or none"),
+        (model, ids, {"sep": torch.tensor([1])}, "does not take the inputs sep"),
+    ):
+        with pytest.raises(InputError, match=match):
+            generate(kind, given, inputs=inputs, max_new_tokens=2)
+    row = [7, 8, MASK, START]
+    with torch.no_grad():
+        for _ in range(6):
+            row.append(int(model(torch.tensor([row]))[0, -1].argmax()))
+    found = generate(model, torch.tensor([row[:3]]), max_new_tokens=6, eos_token_id=())
+    assert found.sequences.tolist() == [row]
 
 
-def test_bad_arguments(model: GLM, weights: Weights, tmp_path: pathlib.Path) -> None:
+def test_what_is_refused(tmp_path: Path) -> None:
+    model, weights = made(tmp_path)
     ids = two_spans()
-    with pytest.raises(InputError, match=r"from 0 to 20"):
-        model(parity.token_ids(1, 21, high=50))
-    with pytest.raises(InputError, match="row 0 has 2 spans and 1"):
-        model(torch.tensor([[4, MASK, 5, START, 6, START]]))
-    first = model(ids[:, :9], use_cache=True, return_dict=True)
-    for more in ({"use_cache": True}, {"output_attentions": True}, {"output_logits": False}):
-        with pytest.raises(InputError, match="give return_dict=True"):
-            model(ids, **more)
-    with pytest.raises(InputError, match="position_ids and block_position_ids of all tokens"):
-        model(ids[:, 9:], past_key_values=first.past_key_values)
-    with pytest.raises(InputError, match="position_ids and block_position_ids"):
-        model(inputs_embeds=torch.zeros(2, 3, DIM))
-    with pytest.raises(InputError, match="expected 14 keys"):
-        model(ids, attention_mask=torch.ones(2, 13))
-    with pytest.raises(ConfigError, match=r"'sop_token_id' .nearest: 'sop_tok_id'"):
-        GLMConfig.from_dict({"sop_token_id": 3})
-    folder = write_folder(
-        tmp_path, {name: tensor for name, tensor in weights.items() if "layers.1.ffn" not in name}
-    )
+    expected = model(ids)
+    past = model(ids[:, :9], use_cache=True, return_dict=True).past_key_values
+    refuse(model, "from 0 to 20", token_ids(1, 21, high=50))
+    spans = torch.tensor([[4, MASK, 5, START, 6, START]])
+    refuse(model, "row 0 has 2 spans and 1", spans)
+    for name in ("use_cache", "output_attentions", "output_hidden_states", "output_logits"):
+        refuse(model, "give return_dict=True", ids, **{name: name != "output_logits"})
+    match = "position_ids and block_position_ids of all tokens"
+    refuse(model, match, ids[:, 9:], past_key_values=past)
+    refuse(model, match, inputs_embeds=torch.zeros(2, 3, DIM))
+    refuse(model, "expected 14 keys", ids, attention_mask=torch.ones(2, 13))
+    assert torch.equal(model(ids), expected)
+    refuse_configurations("GLM sop_token_id=3 | 'sop_token_id' .nearest: 'sop_tok_id'")
+    kept = {name: x.detach() for name, x in weights.items() if "layers.1.ffn" not in name}
+    torch.save(kept, tmp_path / "pytorch_model.pt")
     with pytest.raises(WeightsError, match=r"encoder.layers.1.ffn"):
-        GLM.from_pretrained(folder)
-
-
-def test_published_defaults() -> None:
-    with torch.device("meta"):
-        found = GLM(GLMConfig())
-    shapes = {name: tuple(param.shape) for name, param in found.named_parameters()}
-    assert shapes["input_embedding.weight"] == (50048, 1024)
-    assert (
-        shapes["position_embedding.weight"]
-        == shapes["block_position_embedding.weight"]
-        == (1025, 1024)
-    )
-    assert "output_projection.weight" not in shapes
+        GLM.from_pretrained(tmp_path)

@@ -1,33 +1,29 @@
-"""Attention, masks, caches, blocks and stacks against loops over rows, heads and tokens."""
+"""Attention, masks, caches, blocks and stacks against their formulas."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.models import by_hand
+from tests.models.by_hand import assert_alike, noise
 from tests.models.parity import assert_close
 
 from model_center.errors import ConfigError, InputError
-from model_center.layer.blocks import (
-    CrossAttentionBlock,
-    FFNBlock,
-    SelfAttentionBlock,
-    TransformerBlock,
-)
+from model_center.layer.blocks import CrossAttentionBlock, TransformerBlock
 from model_center.layer.cache import KeyValueCache, LayerCache
 from model_center.layer.dense_attention import Attention
-from model_center.layer.feedforward import DenseACT
-from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask, last_queries, mask_from, mask_of_lengths
 from model_center.layer.position_embedding.relative import RelativePositionEmbedding
 from model_center.layer.position_embedding.rotary import RotaryEmbedding
-from model_center.layer.sparse_attention import SparseSelfAttention, sparse_mask
+from model_center.layer.sparse_attention import SparseSelfAttention
 from model_center.layer.transformer import Decoder, Encoder
+from model_center.layer.variant import LayerVariant
 
-Sees = Callable[[int, int, int], bool]  # row, query, key: whether it is seen
+SIZES: dict[str, Any] = {"dim_in": 6, "dim_head": 4, "dtype": torch.float32, "init_std": 0.5}
 
 
 @pytest.fixture(autouse=True)
@@ -35,604 +31,272 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def everything(row: int, query: int, key: int) -> bool:
-    return True
-
-
-def linear(layer: Linear, x: torch.Tensor) -> torch.Tensor:
-    """What a map does, by hand."""
-    out = x @ layer.weight.T / (math.sqrt(layer.dim_in) if layer.length_scale else 1)
-    return out if layer.bias is None else out + layer.bias
-
-
-def by_hand(
-    layer: Attention,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    sees: Sees = everything,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of each row, head and query by itself."""
-    q, k, v = (
-        linear(layer.project_q, query),
-        linear(layer.project_k, keys),
-        linear(layer.project_v, keys),
-    )
-    dim, shared = layer.dim_head, layer.num_heads // layer.num_heads_kv
-    out = []
-    for row in range(query.shape[0]):
-        for place in range(query.shape[1]):
-            for head in range(layer.num_heads):
-                mine, theirs = (
-                    slice(head * dim, head * dim + dim),
-                    slice(head // shared * dim, head // shared * dim + dim),
-                )
-                scores = k[row, :, theirs] @ q[row, place, mine] * layer.scale
-                scores = scores if bias is None else scores + bias[head, place]
-                seen = torch.tensor([sees(row, place, key) for key in range(keys.shape[1])])
-                weights = torch.where(seen, scores, -1e9).softmax(0)
-                out.append(weights @ v[row, :, theirs])
-    mixed = torch.stack(out).view(*query.shape[:2], layer.num_heads * dim)
-    return linear(layer.attention_out, mixed)
-
-
-def assert_alike(
-    layer: torch.nn.Module, out: torch.Tensor, expected: torch.Tensor, *leaves: torch.Tensor
-) -> None:
-    """Values, and gradients of all parameters and of `leaves`, are the same."""
-    assert_close(out, expected)
-    weight = torch.randn(out.shape)
-    of_all = [*leaves, *layer.parameters()]
-    found, wanted = (
-        torch.autograd.grad(
-            (one * weight).sum(),
-            of_all,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        for one in (out, expected)
-    )
-    for one, other in zip(found, wanted, strict=True):
-        assert_close(one, other, tolerance=1e-4)
-
-
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
 def attention(**options: Any) -> Attention:
-    """A layer of 4 heads in fp32 whose biases are not 0."""
-    sizes: dict[str, Any] = {
-        "dim_in": 6,
-        "dim_head": 4,
-        "num_heads": 4,
-        "dtype": torch.float32,
-        "init_std": 0.5,
-    }
-    layer = Attention(**{**sizes, **options})
-    with torch.no_grad():
-        for name, param in layer.named_parameters():
-            if name.endswith("bias"):
-                param.normal_()
+    """A layer of 4 heads in fp32."""
+    layer = Attention(**SIZES | {"num_heads": 4} | options)
+    by_hand.drawn(layer, 0.5)
     return layer
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"attn_scale": True, "bias": True},
-        {"length_scale": True, "bias": True, "dim_out": 5},
-        {"num_heads_kv": 2, "attn_scale": True},
-        {"num_heads_kv": 1, "bias": True},
-    ],
-)
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention(options: dict[str, Any], causal: bool) -> None:
-    """Scales, biases, shared heads; with and without probabilities asked for."""
-    layer, x = attention(**options), noise(2, 5, 6)
-    mask = AttentionMask(causal)
-    expected = by_hand(
-        layer, x, x, (lambda row, query, key: key <= query) if causal else everything
-    )
-    assert_alike(layer, layer(x, x, mask), expected, x)
-    out, probabilities = layer(x, x, mask, output_attentions=True)
-    assert_alike(layer, out, expected, x)
-    assert probabilities.shape == (2, 4, 5, 5)
-    assert_close(probabilities.sum(-1), torch.ones(2, 4, 5))
-    assert bool(probabilities.triu(1).any()) != causal
-
-
-def test_attention_over_other_states() -> None:
-    layer, query, keys = attention(bias=True, attn_scale=True), noise(2, 3, 6), noise(2, 7, 6)
-    hidden = torch.tensor([[1, 1, 0, 1, 1, 0, 0], [1] * 7])
-    expected = by_hand(layer, query, keys, lambda row, _, key: bool(hidden[row, key]))
-    assert_alike(layer, layer(query, keys, hidden), expected, query, keys)
-
-
+LATER = torch.ones(5, 5).tril().bool()
 VALID = torch.tensor([[False, False, True, True, True], [True, True, True, True, False]])
 PAIRS = torch.rand(2, 5, 5, generator=torch.Generator().manual_seed(3)) < 0.5
-BOTH = PAIRS & VALID[:, None]
+PAIRS[1, 2] = False
+ROWS = VALID[:, None]
+MASKS: list[tuple[Any, torch.Tensor]] = [
+    (None, LATER | True),
+    (AttentionMask(True), LATER),
+    (VALID, ROWS),
+    (VALID.half(), ROWS),
+    (PAIRS, PAIRS),
+    (PAIRS.long(), PAIRS),
+    (PAIRS[:, None], PAIRS),
+    (AttentionMask(True, VALID), ROWS & LATER),
+    (AttentionMask(True, VALID, PAIRS[:, None]), PAIRS & ROWS & LATER),
+    (AttentionMask(True, window=2), LATER.triu(-1)),
+    (AttentionMask(True, VALID, window=3), ROWS & LATER.triu(-2)),
+    (AttentionMask(True, window=9), LATER),
+    (AttentionMask(pairs=PAIRS[1:, None]), PAIRS[1:]),
+]
+OPTIONS: list[dict[str, Any]] = [
+    {"attn_scale": True, "bias": True},
+    {"length_scale": True, "bias": True, "dim_out": 5},
+    {"num_heads_kv": 2, "attn_scale": True, "pos_bias_type": "relative"},
+    {"num_heads_kv": 1, "bias": True},
+    {"bias": True, "variant": LayerVariant(out_bias=False, head_norm_eps=0.1)},
+]
 
 
-@pytest.mark.parametrize(
-    ("mask", "sees"),
-    [
-        (VALID, lambda row, query, key: VALID[row, key]),
-        (VALID.half(), lambda row, query, key: VALID[row, key]),
-        (PAIRS, lambda row, query, key: PAIRS[row, query, key]),
-        (PAIRS.long(), lambda row, query, key: PAIRS[row, query, key]),
-        (PAIRS[:, None], lambda row, query, key: PAIRS[row, query, key]),
-        (AttentionMask(True, VALID), lambda row, query, key: VALID[row, key] and key <= query),
-        (
-            AttentionMask(True, VALID, PAIRS[:, None]),
-            lambda row, query, key: BOTH[row, query, key] and key <= query,
-        ),
-        (AttentionMask(True, window=2), lambda row, query, key: query - 2 < key <= query),
-        (
-            AttentionMask(True, VALID, window=3),
-            lambda row, query, key: VALID[row, key] and query - 3 < key <= query,
-        ),
-        (AttentionMask(True, window=9), lambda row, query, key: key <= query),
-        (AttentionMask(pairs=PAIRS[:1, None]), lambda row, query, key: PAIRS[0, query, key]),
-    ],
-)
-def test_masks(mask: Any, sees: Sees) -> None:
-    """Every form of a mask; queries that see nothing see everything, so that there is no NaN."""
-    layer, x = attention(attn_scale=True), noise(2, 5, 6)
-    blind = {
-        (row, query)
-        for row in range(2)
-        for query in range(5)
-        if not any(sees(row, query, key) for key in range(5))
-    }
-    expected = by_hand(
-        layer, x, x, lambda row, query, key: (row, query) in blind or bool(sees(row, query, key))
-    )
-    assert_alike(layer, layer(x, x, mask), expected, x)
-    assert_alike(layer, layer(x, x, mask, output_attentions=True)[0], expected, x)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_attention(options: dict[str, Any]) -> None:
+    """Scales, biases, shared heads, norms of heads, under every form of a mask, with and without
+    probabilities asked for.
+
+    A query that sees nothing gets nothing where the mask is of pairs, else it is padding.
+    """
+    layer, x, bias = attention(**options), noise(2, 5, 6), noise(4, 5, 5)
+    ways = [None, bias, bias.expand(2, -1, -1, -1)]
+    for (mask, seen), given in itertools.product(
+        MASKS, ways[: 3 if "pos_bias_type" in options else 1]
+    ):
+        expected, chances = by_hand.attention(layer, x, x, seen, given)
+        if isinstance(mask, torch.Tensor) and mask.dim() > 2:
+            shown = seen.any(-1)[:, None, :, None]
+            mixed = torch.zeros(4).expand(2, 4, 5, 4)
+            empty = by_hand.linear(layer.attention_out, mixed.transpose(1, 2).flatten(2))
+            expected, chances = expected.where(shown[:, 0], empty), chances * shown
+        leaves = (x, layer) if given is None else (x, layer, bias)
+        assert_alike(layer(x, x, mask, given), expected, *leaves)
+        out, probabilities = layer(x, x, mask, given, output_attentions=True)
+        assert_alike(out, expected, *leaves)
+        assert_close(probabilities, chances)
 
 
-def test_masks_from_arguments() -> None:
+def test_masks() -> None:
     assert mask_from(None, causal=True) == AttentionMask(True)
-    assert mask_from(VALID, causal=True).causal
-    assert not mask_from(PAIRS, causal=True).causal
-    given = AttentionMask(True, VALID)
-    assert mask_from(given) is given
-    assert mask_of_lengths(torch.tensor([2, 0, 3]), 3).tolist() == [
-        [True, True, False],
-        [False] * 3,
-        [True] * 3,
+    assert mask_from(VALID, causal=True).causal and not mask_from(PAIRS, causal=True).causal
+    assert mask_of_lengths(torch.tensor([2, 0, 3]), 3).int().tolist() == [
+        [1, 1, 0],
+        [0] * 3,
+        [1] * 3,
     ]
     with pytest.raises(InputError, match=r"shape \(5,\)"):
         mask_from(torch.ones(5))
     tail = last_queries(mask_from(PAIRS), 2)
-    assert tail.pairs is not None
-    assert torch.equal(tail.pairs[:, 0], PAIRS[:, -2:])
+    assert tail.pairs is not None and torch.equal(tail.pairs[:, 0], PAIRS[:, -2:])
+    # no tensor where none is needed
     assert AttentionMask(True).visible(1, 7, torch.device("cpu")) is None
-    assert AttentionMask(True).is_plain(1, 7)
-    assert AttentionMask(True).is_plain(7, 7)
-    assert not AttentionMask(True).is_plain(2, 7)
-    assert not AttentionMask(True, window=3).is_plain(7, 7)
+    for window, queries, is_plain in (
+        (None, 1, 1),
+        (None, 7, 1),
+        (None, 2, 0),
+        (3, 7, 0),
+        (7, 7, 1),
+    ):
+        assert AttentionMask(True, window=window).is_plain(queries, 7) == is_plain
 
 
-@pytest.mark.parametrize("batch", [False, True])
-def test_relative_bias(batch: bool) -> None:
-    """Added to the scores of each head, with a mask as well."""
-    layer, x = attention(pos_bias_type="relative"), noise(2, 5, 6)
-    bias = noise(4, 5, 5)
-    given = bias.expand(2, -1, -1, -1) if batch else bias
-    expected = by_hand(layer, x, x, lambda row, query, key: key <= query, bias)
-    assert_alike(layer, layer(x, x, AttentionMask(True), given), expected, x, bias)
-    assert_alike(
-        layer, layer(x, x, AttentionMask(True), given, output_attentions=True)[0], expected, x, bias
-    )
-    ignoring = attention()
-    assert torch.equal(ignoring(x, x, None, bias), ignoring(x, x))
-
-
-def test_dropout_of_probabilities() -> None:
-    """None in evaluation; in training on average the same."""
+def test_dropout() -> None:
+    """Of probabilities on average the same; of what a part adds a number or nothing; none in
+    evaluation, and the residual never.
+    """
     layer, x = attention(dropout_p=0.5), torch.randn(1, 5, 6)
-    layer.eval()
-    expected = by_hand(layer, x, x)
-    assert_close(layer(x, x), expected)
-    layer.train()
+    expected, chances = by_hand.attention(layer, x, x)
     many = x.expand(4000, -1, -1)
     for options in ({}, {"output_attentions": True}):
-        out = layer(many, many, **options)
-        out = out[0] if options else out
-        assert not torch.equal(out[0], out[1])
-        assert_close(out.mean(0, keepdim=True), expected, tolerance=0.1)
+        for module in (layer.eval(), layer.train()):
+            out = module(many, many, **options)
+            found = out[0] if options else out
+            assert torch.equal(found[0], found[1]) != module.training
+            assert_close(found.mean(0, keepdim=True), expected, tolerance=0.1)
+    assert_close(out[1][:1], chances)  # those before dropout
+    for dropout_p in (0.0, 0.5):
+        options = BLOCK | {"ffn_activate_fn": "gelu", "dropout_p": dropout_p}
+        block = TransformerBlock(6, 8, 2, 4, True, **options)
+        by_hand.drawn(block)
+        for part in (block.self_att, block.cross_att, block.ffn):
+            states = (x,) if part is block.cross_att else ()
+            assert part is not None
+            added = part(x, *states) - x
+            assert bool((added.abs() < 1e-7).any()) == (dropout_p > 0)
+            assert ((part.eval()(x, *states) - x).abs() > 1e-7).all()
 
 
 @pytest.mark.parametrize("kind", ["none", "relative", "rotary"])
-@pytest.mark.parametrize("grad", [False, True])
-def test_cache(kind: str, grad: bool) -> None:
+def test_cache(kind: str) -> None:
     """Tokens in pieces give what they give at once, gradients too where they are wanted."""
     layer, x = attention(pos_bias_type=kind, num_heads_kv=2, attn_scale=True), noise(2, 7, 6)
     relative, rotary = RelativePositionEmbedding(4, dtype=torch.float32), RotaryEmbedding(4)
 
     def bias(start: int, stop: int) -> Any:
         places = torch.arange(start, stop)
-        return {"none": None, "relative": relative(places, stop), "rotary": rotary.tables(places)}[
-            kind
-        ]
+        # the rotary module itself counts from the cached tokens on
+        turns = rotary if start else rotary.tables(places)
+        return {"none": None, "relative": relative(places, stop), "rotary": turns}[kind]
 
-    with torch.set_grad_enabled(grad):
-        whole = layer(x, x, AttentionMask(True), bias(0, 7))
-        past: Any = None
-        pieces = []
-        for start, stop in ((0, 3), (3, 4), (4, 7)):
-            piece = x[:, start:stop]
-            out, past = layer(piece, piece, AttentionMask(True), bias(start, stop), True, past)
-            pieces.append(out)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            whole, past, pieces = layer(x, x, AttentionMask(True), bias(0, 7)), None, []
+            for start, stop in ((0, 3), (3, 4), (4, 7)):
+                given = (x[:, start:stop],) * 2
+                out, past = layer(*given, AttentionMask(True), bias(start, stop), True, past)
+                pieces.append(out)
         joined = torch.cat(pieces, 1)
-        if kind == "rotary":  # the module itself counts from the cached tokens on
-            first, kept = layer(x[:, :3], x[:, :3], AttentionMask(True), rotary, True)
-            assert_close(
-                torch.cat(
-                    [first, layer(x[:, 3:], x[:, 3:], AttentionMask(True), rotary, False, kept)], 1
-                ),
-                whole,
-            )
-    assert_close(joined, whole)
-    assert [part.shape for part in past] == [(2, 2, 7, 4)] * 2
-    if grad:
-        assert_alike(layer, joined, whole, x)
-
-
-def test_a_pair_of_tensors_is_a_cache_too() -> None:
-    layer, x = attention(), torch.randn(2, 5, 6)
-    with torch.no_grad():
-        _, cache = layer(x[:, :3], x[:, :3], AttentionMask(True), use_cache=True)
-        keys, values = cache
-        out = layer(
-            x[:, 3:], x[:, 3:], AttentionMask(True), past_key_value=(keys.clone(), values.clone())
-        )
-        assert_close(out, layer(x, x, AttentionMask(True))[:, 3:])
-        assert_close(
-            layer(x[:, :1], None, past_key_value=(keys, values)), by_hand(layer, x[:, :1], x[:, :3])
-        )
+        assert_close(joined, whole)
+        if grad:
+            assert_alike(joined, whole, x, layer)
+        assert past and [part.shape for part in past] == [(2, 2, 7, 4)] * 2
+        if kind == "none":
+            found = layer(x[:, :1], None, past_key_value=tuple(past))
+            assert_close(found, by_hand.attention(layer, x[:, :1], x)[0])
     with pytest.raises(InputError, match="neither key_value nor past_key_value"):
-        layer(x, None)
+        layer(x, None, None, bias(0, 7))
 
 
 @torch.no_grad()
 def test_layer_cache() -> None:
     """Memory is allocated once, grows when it must, and is chosen from, put in order and cut."""
-    cache = LayerCache(4)
+    cache, places = LayerCache(4), []
     with pytest.raises(IndexError, match="empty"):
         cache[0]
     tokens = torch.arange(2 * 3 * 9 * 2.0).view(2, 3, 9, 2)
-    cache.append(tokens[:, :, :2], -tokens[:, :, :2])
-    memory = cache[0].untyped_storage().data_ptr()
-    cache.append(tokens[:, :, 2:4], -tokens[:, :, 2:4])
-    assert cache[0].untyped_storage().data_ptr() == memory
-    keys, values = cache.append(tokens[:, :, 4:5], -tokens[:, :, 4:5])
-    assert torch.equal(keys, tokens[:, :, :5])
-    assert torch.equal(values, -tokens[:, :, :5])
-    memory = cache[0].untyped_storage().data_ptr()
-    for place in range(5, 8):  # room for twice as many was made
-        cache.append(tokens[:, :, place : place + 1], -tokens[:, :, place : place + 1])
-    assert cache[0].untyped_storage().data_ptr() == memory
-    cache.truncate(3)
-    assert cache.length == 3
-    assert torch.equal(cache[1], -tokens[:, :, :3])
+    for start, stop in ((0, 2), (2, 4), (4, 5), (5, 6), (6, 7), (7, 8)):
+        keys, values = cache.append(tokens[:, :, start:stop], -tokens[:, :, start:stop])
+        assert torch.equal(keys, tokens[:, :, :stop]) and torch.equal(values, -keys)
+        places.append(keys.data_ptr())
+    # room for four, then for twice as many
+    assert places[0] == places[1] != places[2] == places[-1] and cache.capacity == 8
+    for length in (3, 7):
+        cache.truncate(length)
+        assert cache.length == 3 and torch.equal(cache[1], -tokens[:, :, :3])
     cache.append(tokens[:, :, 7:], tokens[:, :, 7:])
     cache.select(torch.tensor([1, 1, 0]))
-    expected = torch.cat([tokens[:, :, :3], tokens[:, :, 7:]], 2)
-    assert torch.equal(cache[0], expected[[1, 1, 0]])
+    expected = tokens[[1, 1, 0]][:, :, [0, 1, 2, 7, 8]]
+    assert torch.equal(cache[0], expected)
     cache.reorder(torch.tensor([2, 0, 0]), 3)
-    assert torch.equal(cache[0][:, :, 3:], expected[[0, 1, 1], :, 3:])
-    assert torch.equal(cache[0][:, :, :3], expected[[1, 1, 0], :, :3])
-    assert len(cache) == 2
-    assert [part.shape[2] for part in cache] == [5, 5]
+    expected[:, :, 3:] = expected[[2, 0, 0], :, 3:]
+    assert torch.equal(cache[0], expected) and len([*cache]) == len(cache) == 2
 
 
-def test_cache_of_all_layers() -> None:
-    cache = KeyValueCache(2, capacity=8, cross_attention=True)
-    keys = torch.randn(2, 1, 3, 4)
-    for layer in cache:
-        layer.append(keys, keys)
-        assert layer.cross is not None
-        layer.cross.append(keys[:, :, :2], keys[:, :, :2])
-    assert (len(cache), cache.length) == (2, 3)
-    cache.select(torch.tensor([1]))
-    cache.truncate(2)
-    assert torch.equal(cache[1][0], keys[1:, :, :2])
-    assert cache[0].cross is not None
-    assert cache[0].cross[0].shape[0] == 1
-    given = KeyValueCache.of([(keys, keys), None], 2)
-    assert given.length == 3
-    assert given[1].length == 0
-    assert KeyValueCache.of(given, 2) is given
-    with pytest.raises(ValueError, match="has 2 layers: expected 3"):
-        KeyValueCache.of(given, 3)
-
-
-def dense_sparse(layer: SparseSelfAttention, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    """Longformer's attention over all pairs of tokens, token by token."""
-    reach = layer.attention_window // 2
-    local = by_hand(
-        layer,
-        x,
-        x,
-        lambda row, query, key: bool(
-            kinds[row, key] >= 0 and (abs(query - key) <= reach or kinds[row, key] > 0)
-        ),
-    )
-    twin = Attention(
-        x.shape[-1],
-        layer.dim_head,
-        layer.num_heads,
-        dtype=x.dtype,
-        bias=layer.project_q.bias is not None,
-    )
-    twin.scale = layer.scale
-    for name in ("project_q", "project_k", "project_v"):
-        twin.__dict__["_modules"][name] = layer.get_submodule(name + "_global")
-    twin.__dict__["_modules"]["attention_out"] = layer.attention_out
-    seen_by_global = by_hand(twin, x, x, lambda row, query, key: bool(kinds[row, key] >= 0))
-    return torch.where((kinds > 0)[..., None], seen_by_global, local)
-
-
-@pytest.mark.parametrize("length", [1, 3, 4, 9, 16])
-@pytest.mark.parametrize("scale", [False, True])
-def test_sparse_attention(length: int, scale: bool) -> None:
-    """Window and global tokens, for lengths of any kind; what padding says makes no difference."""
-    layer = SparseSelfAttention(
-        4,
-        dim_in=6,
-        dim_head=4,
-        num_heads=2,
-        dtype=torch.float32,
-        init_std=0.5,
-        bias=True,
-        attn_scale=scale,
-    )
-    with torch.no_grad():
-        for param in layer.parameters():
-            param.normal_(std=0.5)
-    x, kinds = noise(2, length, 6), torch.zeros(2, length)
-    if length > 4:
-        kinds[0, :2], kinds[0, 6], kinds[1, [3, 8]] = -10000.0, 1, 1
-    valid = kinds >= 0
-    expected = dense_sparse(layer, x, kinds)
-    assert_alike(layer, layer(x, kinds)[valid], expected[valid], x)
-    out, probabilities = layer(x, kinds, output_attentions=True)
-    assert_alike(layer, out[valid], expected[valid], x)
-    assert probabilities.shape == (2, 2, length, length)
-    if length > 4:
-        assert_close(layer(x + 5 * ~valid[..., None], kinds)[valid], expected[valid])
-    else:
-        assert_close(layer(x), expected)
-    assert torch.equal(layer(x, sparse_mask(valid, kinds > 0)), layer(x, kinds))
-
-
-def test_sparse_attention_refuses_what_it_cannot() -> None:
-    sizes: dict[str, Any] = {"dim_in": 4, "dim_head": 2, "num_heads": 2, "dtype": torch.float32}
+def test_what_attention_cannot_do_is_refused() -> None:
+    sizes = SIZES | {"num_heads": 2}
     for window in (0, 3, -2):
         with pytest.raises(ConfigError, match="attention_window"):
             SparseSelfAttention(window, **sizes)
     with pytest.raises(ConfigError, match="'relative'"):
         SparseSelfAttention(4, **sizes, pos_bias_type="relative")
-    layer, x = SparseSelfAttention(4, **sizes), torch.randn(1, 5, 4)
+    layer, x = SparseSelfAttention(4, **sizes), torch.randn(1, 5, 6)
+    expected = layer(x)
     with pytest.raises(InputError, match="no cache"):
         layer(x, use_cache=True)
     with pytest.raises(InputError, match=r"shape \(1, 4\): expected \(batch, seq\) = \(1, 5\)"):
         layer(x, torch.zeros(1, 4))
-
-
-def test_attention_refuses_what_it_cannot() -> None:
+    assert torch.equal(layer(x), expected)
     with pytest.raises(ConfigError, match="num_heads_kv is 3"):
         Attention(4, 2, 4, num_heads_kv=3)
     with pytest.raises(ConfigError, match="pos_bias_type is 'absolute'"):
         Attention(4, 2, 4, pos_bias_type="absolute")
+    with pytest.raises(ConfigError, match="cross-attention is dense only"):
+        CrossAttentionBlock(6, 2, 4, sparse_attention=True)
 
 
 BLOCK: dict[str, Any] = {"dtype": torch.float32, "norm_bias": True, "norm_eps": 0.1}
-ATT: dict[str, Any] = {"att_init_std": 0.5, "att_bias": True, "attn_scale": True}
-FF: dict[str, Any] = {"ffn_init_std": 0.5, "ffn_bias": True, "ffn_activate_fn": "relu"}
+BLOCK |= {"att_bias": True, "attn_scale": True, "ffn_bias": True, "ffn_activate_fn": "relu"}
 
 
-def relu_network(block: FFNBlock, x: torch.Tensor) -> torch.Tensor:
-    assert isinstance(block.ffn.w_in, DenseACT)
-    return linear(block.ffn.w_out, linear(block.ffn.w_in.w, x).clamp(min=0))
-
-
-@pytest.mark.parametrize("post", [False, True])
-def test_blocks(post: bool) -> None:
-    """The residual is the input, or with norms behind each part the normalised input."""
-    x, mask = noise(2, 5, 6), AttentionMask(True)
-    attends = SelfAttentionBlock(6, 2, 4, **BLOCK, **ATT, post_layer_norm=post)
-    normed = attends.layernorm_before_attention(x)
-    expected = (normed if post else x) + by_hand(
-        attends.self_attention, normed, normed, lambda row, query, key: key <= query
-    )
-    assert_alike(attends, attends(x, mask), expected, x)
-    out, cache, probabilities, entered = attends(x, mask, None, True, None, True, True)
-    assert_close(out, expected)
-    assert [part.shape for part in cache] == [(2, 2, 5, 4)] * 2
-    assert probabilities.shape == (2, 2, 5, 5)
-    assert torch.equal(entered, normed)
-    feeds = FFNBlock(6, 8, **BLOCK, **FF, post_layer_norm=post)
-    normed = feeds.layernorm_before_ffn(x)
-    assert_alike(feeds, feeds(x), (normed if post else x) + relu_network(feeds, normed), x)
-
-
-def test_cross_attention_block() -> None:
-    """Keys are not normalised; those that a cache holds are not computed again."""
-    x, states = noise(2, 3, 6), noise(2, 5, 6)
-    block, valid = (
-        CrossAttentionBlock(6, 2, 4, **BLOCK, **ATT),
-        torch.tensor([[1, 1, 1, 0, 0], [1] * 5]),
-    )
-    expected = x + by_hand(
-        block.self_attention,
-        block.layernorm_before_attention(x),
-        states,
-        lambda row, query, key: bool(valid[row, key]),
-    )
-    assert_alike(block, block(x, states, valid), expected, x, states)
-    with torch.no_grad():
-        cache = LayerCache()
-        first = block(x[:, :1], states, valid, past_key_value=cache)
-        rest = block(x[:, 1:], torch.full_like(states, math.nan), valid, past_key_value=cache)
-    assert_close(torch.cat([first, rest], 1), expected)
-    assert cache.length == 5
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_dropout_of_blocks(dropout_p: float) -> None:
-    """What a part adds is dropped as a whole number, the residual never; not in evaluation."""
-    x, options = torch.randn(2, 5, 6), {**BLOCK, "dropout_p": dropout_p}
-    smooth = {**FF, "ffn_activate_fn": "gelu"}
-    for block in (
-        SelfAttentionBlock(6, 2, 4, **options, **ATT),
-        FFNBlock(6, 8, **options, **smooth),
-    ):
-        trained = block(x)
-        assert bool(((trained - x).abs() < 1e-7).any()) == (dropout_p > 0)
-        block.eval()
-        assert ((block(x) - x).abs() > 1e-7).all()
-
-
-@pytest.mark.parametrize("left_out", [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("parallel", [False, True])
-def test_a_layer(parallel: bool, left_out: tuple[bool, bool]) -> None:
-    """Attention, then the network on its result, or beside it on the input; parts can be left
-    out.
-    """
-    mask_att, mask_ffn = left_out
-    layer = TransformerBlock(
-        6,
-        8,
-        2,
-        4,
-        **BLOCK,
-        **ATT,
-        **FF,
-        parallel_ffn=parallel,
-        mask_att=mask_att,
-        mask_ffn=mask_ffn,
-    )
-    assert (layer.self_att is None, layer.cross_att is None, layer.ffn is None) == (
-        mask_att,
-        True,
-        mask_ffn,
-    )
-    x = noise(2, 5, 6)
-    after = x if layer.self_att is None else layer.self_att(x)
-    expected = after
+def of_layer(
+    layer: Any, x: torch.Tensor, states: torch.Tensor, valid: torch.Tensor, post: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer gives, causal in itself, and what its self-attention reads."""
+    hidden = entered = x
+    if layer.self_att is not None:
+        entered = by_hand.layer_norm(layer.self_att.layernorm_before_attention, x)
+        found, _ = by_hand.attention(layer.self_att.self_attention, entered, entered, LATER)
+        hidden = (entered if post else x) + found
+    if layer.cross_att is not None:
+        normed = by_hand.layer_norm(layer.cross_att.layernorm_before_attention, hidden)
+        of_cross = layer.cross_att.self_attention
+        hidden = hidden + by_hand.attention(of_cross, normed, states, valid[:, None].bool())[0]
     if layer.ffn is not None:
-        expected = after + relu_network(
-            layer.ffn, layer.ffn.layernorm_before_ffn(x if parallel else after)
+        normed = by_hand.layer_norm(
+            layer.ffn.layernorm_before_ffn, x if layer.parallel_ffn else hidden
         )
-    assert_alike(layer, layer(x), expected, x)
+        inner = by_hand.linear(layer.ffn.ffn.w_in.w, normed).relu()
+        base = normed if post and not layer.parallel_ffn else hidden
+        hidden = base + by_hand.linear(layer.ffn.ffn.w_out, inner)
+    return hidden, entered
 
 
-@pytest.mark.parametrize("post", [False, True])
-def test_encoder(post: bool) -> None:
+@pytest.mark.parametrize(
+    "kind", ["encoder", "norms behind", "parallel", "decoder", "parallel decoder"]
+)
+def test_stacks(kind: str) -> None:
     """Layers in order, some parts left out, and the last norm; hidden states are what enters each
-    layer.
+    layer; a cache is taken again, also as a list of pairs, and keeps the encoder's keys, so that
+    its states are not read again.
     """
-    masks = [(False, False), (True, False), (False, True)]
-    stack = Encoder(3, 6, 8, 2, 4, **BLOCK, **ATT, **FF, post_layer_norm=post, mask_modules=masks)
-    x, hidden, entered = noise(2, 5, 6), None, []
-    hidden = x
-    layer: Any
-    for layer in stack.layers:
-        entered.append(
-            layer.self_att.layernorm_before_attention(hidden)
-            if post and layer.self_att is not None
-            else hidden
-        )
-        hidden = layer(hidden, AttentionMask(True))
-    expected = stack.output_layernorm(hidden)
-    assert_alike(stack, stack(x, AttentionMask(True)), expected, x)
-    out = stack(
-        x, AttentionMask(True), output_attentions=True, output_hidden_states=True, return_dict=True
-    )
-    assert_close(out.last_hidden_state, expected)
-    assert len(out.hidden_states) == 4
-    for one, other in zip(out.hidden_states, [*entered, expected], strict=True):
-        assert_close(one, other)
-    assert len(out.attentions) == 2  # one layer has none
-    with pytest.raises(ValueError, match="has 2 layers: expected 3"):
-        stack(x, past_key_values=[None, None])
-
-
-def test_encoder_cache_and_old_results() -> None:
-    """`use_cache` gives a pair, whose second part is taken again, also as a list of pairs."""
-    stack, x = Encoder(2, 6, 8, 2, 4, **BLOCK, **ATT, **FF), torch.randn(2, 5, 6)
-    with torch.no_grad():
-        whole = stack(x, AttentionMask(True))
-        first, past = stack(x[:, :3], AttentionMask(True), use_cache=True)
-        copied = [tuple(part.clone() for part in layer) for layer in past]
-        rest, past = stack(x[:, 3:], AttentionMask(True), None, True, past)
-        again = stack(x[:, 3:], AttentionMask(True), past_key_values=copied)
-    assert_close(torch.cat([first, rest], 1), whole)
-    assert_close(again, rest)
-    assert [layer[0].shape for layer in past] == [(2, 2, 5, 4)] * 2
-
-
-def test_decoder() -> None:
-    """Self-attention, cross-attention, network; a cache keeps the encoder's keys."""
-    masks = [
-        (False, False, False),
-        (True, False, False),
-        (False, True, False),
-        (False, False, True),
-    ]
-    stack = Decoder(4, 6, 8, 2, 4, **BLOCK, **ATT, **FF, mask_modules=masks)
+    post, decodes = kind == "norms behind", "decoder" in kind
+    parts = 2 + decodes
+    masks = [[place == left_out for place in range(parts)] for left_out in (parts, *range(parts))]
+    more: dict[str, Any] = {"parallel_ffn": "parallel" in kind}
+    more |= {} if decodes else {"post_layer_norm": post, "num_heads_kv": 1}
+    stack: Any = Decoder if decodes else Encoder
+    stack = stack(len(masks), 6, 8, 2, 4, **BLOCK, **more, mask_modules=masks)
+    by_hand.drawn(stack, 0.5)
     x, states, valid = noise(2, 5, 6), noise(2, 4, 6), torch.tensor([[1, 1, 1, 0], [1] * 4])
-    hidden = x
-    layer: Any
+    hidden, every, entering = x, AttentionMask(True), []
     for layer in stack.layers:
-        hidden = hidden if layer.self_att is None else layer.self_att(hidden, AttentionMask(True))
-        hidden = hidden if layer.cross_att is None else layer.cross_att(hidden, states, valid)
-        hidden = hidden if layer.ffn is None else layer.ffn(hidden)
-    expected = stack.output_layernorm(hidden)
-    assert_alike(stack, stack(x, AttentionMask(True), None, states, valid), expected, x, states)
-    out = stack(
-        x, AttentionMask(True), None, states, valid, output_attentions=True, return_dict=True
-    )
-    assert_close(out.last_hidden_state, expected)
-    plain = Decoder(2, 6, 8, 2, 4, **BLOCK, **ATT, **FF)
+        before = hidden
+        hidden, entered = of_layer(layer, hidden, states, valid, post)
+        entering.append(entered if post else before)
+    expected = by_hand.layer_norm(stack.output_layernorm, hidden)
+    bias = noise(2, 5, 4)  # of no effect without relative positions
+    cross: tuple[Any, ...] = (states, valid, bias) if decodes else ()
+    assert_alike(stack(x, every, None, *cross), expected, x, states, stack)
+    wanted = {"output_attentions": True, "output_hidden_states": True, "return_dict": True}
+    for wanted["use_cache"] in (False, True):
+        out = stack(x, every, None, *cross, **wanted)
+        for one, other in zip(out.hidden_states, [*entering, expected], strict=True):
+            assert_close(one, other)
+        assert_close(out.last_hidden_state, expected)
+        assert out.attentions[0].shape == (2, 2, 5, 5) and not out.attentions[0].triu(1).any()
+        assert decodes or len(out.attentions) == 2  # one layer has none
+        assert (out.cross_attentions is not None) == decodes
+        for part in (out.cross_attentions or ())[:1]:
+            assert part.shape == (2, 2, 5, 4) and not part[0, :, :, 3].any()
+        assert (out.past_key_values is not None) == wanted["use_cache"]
+    with pytest.raises(ValueError, match="has 1 layers: expected"):
+        stack(x, past_key_values=[None])
     with torch.no_grad():
-        whole = plain(x, AttentionMask(True), None, states, valid)
-        first, past = plain(
-            x[:, :3],
-            *(AttentionMask(True), None, states, valid),
-            use_cache=True,
-            past_key_values=KeyValueCache(2, cross_attention=True),
-        )
-        rest, _ = plain(
-            x[:, 3:],
-            AttentionMask(True),
-            None,
-            torch.full_like(states, math.nan),
-            valid,
-            None,
-            True,
-            past,
-        )
-    assert_close(torch.cat([first, rest], 1), whole)
-    out = plain(
-        x,
-        AttentionMask(True),
-        None,
-        states,
-        valid,
-        output_attentions=True,
-        output_hidden_states=True,
-        return_dict=True,
-    )
-    assert [part.shape for part in out.cross_attentions] == [(2, 2, 5, 4)] * 2
-    assert [part.shape for part in out.attentions] == [(2, 2, 5, 5)] * 2
-    assert not out.cross_attentions[0][0, :, :, 3].any()
+        given = KeyValueCache(len(masks), cross_attention=True) if decodes else None
+        first, past = stack(x[:, :3], every, None, *cross, True, given)
+        pairs = past.pairs if decodes else past
+        copied = [pair and tuple(part.clone() for part in pair) for pair in pairs]
+        read = (torch.full_like(states, math.nan), *cross[1:]) if decodes else ()
+        rest, _ = stack(x[:, 3:], every, None, *read, True, past)
+        again = stack(x[:, 3:], every, None, *cross, past_key_values=copied)
+    assert_close(torch.cat([first, rest], 1), expected)
+    assert_close(again, rest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -642,12 +306,8 @@ def test_half_precision_with_masks(dtype: torch.dtype) -> None:
     """
     layer = Attention(8, 4, 2, dtype=dtype, init_std=3.0, pos_bias_type="relative")
     x = (torch.randn(2, 5, 8) * 3).to(dtype).requires_grad_()
-    bias = torch.randn(2, 5, 5)
-    for mask in (AttentionMask(True, VALID), PAIRS, VALID):
-        for options in ({}, {"output_attentions": True}):
-            out = layer(x, x, mask, bias, **options)
-            out = out[0] if options else out
-            assert out.dtype == dtype
-            (grad,) = torch.autograd.grad(out.float().sum(), [x])
-            assert out.isfinite().all()
-            assert grad.isfinite().all()
+    for mask, seen in itertools.product((AttentionMask(True, VALID), PAIRS, VALID), (False, True)):
+        out = layer(x, x, mask, torch.randn(2, 5, 5), output_attentions=seen)
+        out = out[0] if seen else out
+        (grad,) = torch.autograd.grad(out.float().sum(), [x])
+        assert out.dtype == dtype and out.isfinite().all() and grad.isfinite().all()

@@ -14,21 +14,18 @@ import pytest
 from model_center.weights import staging
 from model_center.weights.staging import Staging
 
-OLD = {
-    "config.json": "1",
-    "model-00001-of-00002.safetensors": "1",
-    "model.safetensors.index.json": "1",
-}
-NEW = {"config.json": "2", "model.safetensors": "2", "tokenizer.json": "2"}
+OLD = dict.fromkeys(
+    ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"), "1"
+)
+NEW = dict.fromkeys(("config.json", "model.safetensors", "tokenizer.json"), "2")
 OTHERS = {"notes.txt": "mine"}
 KILLED = 9
 
 
-def fill(folder: pathlib.Path, *parts: dict[str, str]) -> pathlib.Path:
+def fill(folder: pathlib.Path) -> pathlib.Path:
     folder.mkdir()
-    for part in parts:
-        for name, content in part.items():
-            (folder / name).write_text(content)
+    for name, content in (OLD | OTHERS).items():
+        (folder / name).write_text(content)
     return folder
 
 
@@ -67,76 +64,54 @@ def killed_at(count: int, program: Callable[[], None]) -> bool:
     return code == KILLED
 
 
-def test_a_kill_leaves_the_old_or_the_new(tmp_path: pathlib.Path) -> None:
-    """Also the next program that saves there leaves nothing behind."""
-    seen = []
-    count = 0
-    while True:
-        folder = fill(tmp_path / str(count), OLD, OTHERS)
-        is_killed = killed_at(count, functools.partial(save, folder))
-        files = found(folder)
-        assert files in (OLD | OTHERS, NEW | OTHERS), (count, files)
-        seen.append(files["config.json"])
-        if not is_killed:
-            break
-        save(folder)
-        assert found(folder) == NEW | OTHERS
-        assert not [name for name in os.listdir(tmp_path) if "incoming" in name]
-        count += 1
-    assert seen == sorted(seen) and seen[0] == "1" and seen.count("2") > 2
-
-
-def test_where_folders_cannot_be_exchanged(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_a_kill_leaves_the_old_or_the_new(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_exchanged: bool
 ) -> None:
-    """Old weights are never beside new ones, and a folder with a configuration is whole."""
+    """Where folders cannot be exchanged old weights are never beside new ones, and a folder with a
+    configuration is whole. The next program that saves there leaves nothing behind.
+    """
 
     def refused(*paths: pathlib.Path) -> None:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(staging, "exchange", refused)
-    count = 0
-    while True:
-        folder = fill(tmp_path / str(count), OLD, OTHERS)
+    if not is_exchanged:
+        monkeypatch.setattr(staging, "exchange", refused)
+    seen: list[str] = []
+    is_killed = True
+    while is_killed:
+        count = len(seen)
+        folder = fill(tmp_path / str(count))
         is_killed = killed_at(count, functools.partial(save, folder))
         files = found(folder)
-        assert "config.json" not in files or files in (OLD | OTHERS, NEW | OTHERS)
-        if not is_killed:
-            break
-        save(folder)
+        is_one = files in (OLD | OTHERS, NEW | OTHERS)
+        assert is_one or not (is_exchanged or "config.json" in files), (count, files)
+        seen.append(files.get("config.json", "1"))
+        if is_killed:
+            save(folder)
         assert found(folder) == NEW | OTHERS
-        count += 1
-    assert count > 10
+        assert not [name for name in os.listdir(tmp_path) if "incoming" in name]
+    assert seen == sorted(seen) and seen[0] == "1" and seen.count("2") > 2 and len(seen) > 10
 
 
-def with_a_folder_inside(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(folder / "checkpoints", OLD)
-
-
-def working_directory(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-
-
-@pytest.mark.parametrize("kind", [with_a_folder_inside, working_directory])
+@pytest.mark.parametrize("kind", ["with a folder inside", "working directory", "behind a link"])
 def test_a_folder_that_stays_the_same_one(
-    kind: Callable[[pathlib.Path, pytest.MonkeyPatch], None],
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = fill(tmp_path / "out", OLD, OTHERS)
-    kind(folder, monkeypatch)
-    before, inside = folder.stat().st_ino, {path for path in folder.iterdir() if path.is_dir()}
-    save(folder)
-    assert found(folder) == NEW | OTHERS and folder.stat().st_ino == before
-    assert {path for path in folder.iterdir() if path.is_dir()} == inside
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_a_link_to_the_folder_stays_one(tmp_path: pathlib.Path) -> None:
-    folder = fill(tmp_path / "one", OLD, OTHERS)
+    folder = fill(tmp_path / "out")
     folder.chmod(0o750)
-    (tmp_path / "link").symlink_to(folder)
-    save(tmp_path / "link")
-    assert (tmp_path / "link").is_symlink() and found(folder) == NEW | OTHERS
-    assert folder.stat().st_mode & 0o777 == 0o750
-    assert sorted(os.listdir(tmp_path)) == ["link", "one"]
+    before, inside, target = folder.stat().st_ino, folder / "checkpoints", folder
+    if kind == "with a folder inside":
+        fill(inside)
+    elif kind == "working directory":
+        monkeypatch.chdir(folder)
+    else:
+        target = tmp_path / "link"
+        target.symlink_to(folder)
+    save(target)
+    assert found(folder) == NEW | OTHERS and folder.stat().st_mode & 0o777 == 0o750
+    assert inside.is_dir() == (kind == "with a folder inside")
+    assert not inside.is_dir() or found(inside) == OLD | OTHERS
+    assert target.is_symlink() == (target != folder)
+    assert target != folder or folder.stat().st_ino == before
+    assert {*os.listdir(tmp_path)} == {"out", target.name}

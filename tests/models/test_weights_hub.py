@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
-import pathlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from tests.ranks.runner import run_ranks
@@ -24,12 +23,12 @@ vit-base-patch16-224 vit-base_patch16_224
 """
 
 
-@dataclasses.dataclass
 class Hub:
     """A hub in a folder: repositories are folders below it, "org--name"; its cache is another."""
 
-    root: pathlib.Path
-    files: dict[str, tuple[str, ...]]
+    def __init__(self, root: Path, **files: str) -> None:
+        self.root = root
+        self.files = {name.replace("__", "/"): names.split() for name, names in files.items()}
 
     @property
     def log(self) -> list[str]:
@@ -53,67 +52,51 @@ class Hub:
 
 
 def names(folder: str) -> set[str]:
-    return {path.name for path in pathlib.Path(folder).iterdir()}
+    return {path.name for path in Path(folder).iterdir()}
 
 
-def test_every_name_of_the_documents_is_known() -> None:
+def test_folders_and_the_old_cache_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache where it has the files; every name of ModelCenter's documents is known."""
     for name in README.split():
         assert (name in REPOSITORIES) != (name in LOCAL_ONLY), name
-
-
-def test_a_folder_wins(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = Hub(tmp_path, {"openai-community/gpt2": ("config.json",)})
-    assert resolve(str(tmp_path), "model", hub) == str(tmp_path)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2-base").mkdir()
-    assert resolve("gpt2-base", "config", hub) == "gpt2-base"
-    assert not hub.log
-
-
-def test_the_old_cache_is_used_where_it_has_the_files(tmp_path: pathlib.Path) -> None:
     hub, cache = (
-        Hub(tmp_path, {"google-t5/t5-base": ("config.json", "spiece.model")}),
+        Hub(tmp_path, **{"google-t5__t5-base": "config.json spiece.model"}),
         tmp_path / "cache",
     )
-    (cache / "t5-base").mkdir(parents=True)
-    (cache / "t5-base" / "pytorch_model.pt").touch()
-    (cache / "cpm1-large").mkdir()
-    (cache / "cpm1-large" / "config.json").touch()
+    (tmp_path / "gpt2-base").mkdir()
+    for file in ("t5-base/pytorch_model.pt", "cpm1-large/config.json"):
+        (cache / file).parent.mkdir(parents=True)
+        (cache / file).touch()
+    assert resolve(str(tmp_path), "model", hub) == str(tmp_path)
+    assert resolve("gpt2-base", "config", hub, cache) == "gpt2-base"
     assert resolve("t5-base", "model", hub, cache) == str(cache / "t5-base")
     assert resolve("cpm1-large", "config", hub, cache) == str(cache / "cpm1-large")
+    assert not hub.log
     assert names(resolve("t5-base", "tokenizer", hub, cache)) == {"config.json", "spiece.model"}
+    assert hub.log == ["0 fetch google-t5/t5-base"]
 
 
-def test_only_what_is_asked_for_is_fetched_and_safetensors_if_there_are_any(
-    tmp_path: pathlib.Path,
-) -> None:
-    both = (
-        "config.json",
-        "model.safetensors",
-        "pytorch_model.bin",
-        "flax_model.msgpack",
-        "vocab.txt",
-        "model.fp16.safetensors",
-    )
+def test_only_what_is_needed_is_fetched(tmp_path: Path) -> None:
+    """Safetensors if there are any, and what goes into the files that the model writes."""
     hub = Hub(
         tmp_path,
-        {
-            "google-bert/bert-base-cased": both,
-            "some/old": ("config.json", "pytorch_model-00001-of-00002.bin"),
+        **{
+            "google-bert__bert-base-cased": "config.json model.safetensors pytorch_model.bin "
+            "flax_model.msgpack vocab.txt model.fp16.safetensors",
+            "some__old": "config.json pytorch_model-00001-of-00002.bin",
         },
     )
-    assert names(resolve("bert-base-cased", "config", hub, tmp_path)) == {"config.json"}
-    assert names(resolve("bert-base-cased", "model", hub, tmp_path)) == {
-        "config.json",
-        "model.safetensors",
-        "vocab.txt",  # it goes into what the model writes
-    }
-    assert names(resolve("some/old", "model", hub, tmp_path)) == {
-        "config.json",
-        "pytorch_model-00001-of-00002.bin",
-    }
+    for name, kind, wanted in (
+        ("bert-base-cased", "config", {"config.json"}),
+        ("bert-base-cased", "model", {"config.json", "model.safetensors", "vocab.txt"}),
+        ("some/old", "model", {"config.json", "pytorch_model-00001-of-00002.bin"}),
+    ):
+        assert names(resolve(name, kind, hub, tmp_path)) == wanted
     with pytest.raises(
-        IdentifierError, match=r"some/old has no tokenizer files: expected any of vocab\.json"
+        IdentifierError, match="some/old has no tokenizer files: expected any of voc"
     ):
         resolve("some/old", "tokenizer", hub, tmp_path)
 
@@ -124,36 +107,39 @@ def test_only_what_is_asked_for_is_fetched_and_safetensors_if_there_are_any(
         ("gpt2-bse", "nearest known names are gpt2-base"),
         ("cpm1-large", "give a folder"),
         ("./gone", "no folder"),
-        ("/not/there", "no folder"),
         ("a/b/c", "no folder"),
         ("", "no folder"),
         ("no/body", r"no/body could not be fetched .*OSError: 404: no no/body$"),
     ],
 )
-def test_other_names_are_explained(tmp_path: pathlib.Path, name: str, complaint: str) -> None:
+def test_other_names_are_explained(tmp_path: Path, name: str, complaint: str) -> None:
     with pytest.raises(IdentifierError, match=complaint):
-        resolve(name, "model", Hub(tmp_path, {}), tmp_path / "cache")
+        resolve(name, "model", Hub(tmp_path), tmp_path / "cache")
 
 
-def on_ranks(root: str, name: str) -> str:
-    hub = Hub(pathlib.Path(root), {"openai-community/gpt2": ("config.json", "model.safetensors")})
-    if name == "only here":
-        name = str(root) if bmt.rank() == 1 else str(pathlib.Path(root) / "gone")
-    try:
-        return resolve(name, "model", hub, pathlib.Path(root) / "cache")
-    except IdentifierError as error:
-        return f"error: {error}"
+def on_ranks(root: Path, wanted: list[str]) -> list[str]:
+    hub = Hub(root, **{"openai-community__gpt2": "config.json model.safetensors"})
+    found = []
+    for name in wanted:
+        if name == "only here":
+            name = str(root if bmt.rank() == 1 else root / "gone")  # noqa: PLW2901
+        try:
+            found.append(resolve(name, "model", hub, root / "cache"))
+        except IdentifierError as error:
+            found.append(f"error: {error}")
+    return found
 
 
-def test_one_process_fetches_and_the_others_read(tmp_path: pathlib.Path) -> None:
-    found = run_ranks(on_ranks, 3, str(tmp_path), "gpt2-base")
-    assert set(found) == {str(tmp_path / "openai-community--gpt2")}
-    log = Hub(tmp_path, {}).log
+def test_one_process_fetches_and_a_failure_is_one_of_all(tmp_path: Path) -> None:
+    """The others read what it has fetched; after a failure too."""
+    wanted = ["gpt2-base", "no/body", "nobody", "only here", "gpt2"]
+    for first, *failures, last in run_ranks(on_ranks, 3, tmp_path, wanted):
+        assert first == last == str(tmp_path / "openai-community--gpt2")
+        assert all(text.startswith("error: ") and "no folder" in text for text in failures)
+    log = Hub(tmp_path).log
     assert log[0] == "0 fetch openai-community/gpt2"
-    assert sorted(log[1:]) == ["1 cache openai-community/gpt2", "2 cache openai-community/gpt2"]
-
-
-@pytest.mark.parametrize("name", ["no/body", "nobody", "only here"])
-def test_a_failure_is_one_of_all_ranks(tmp_path: pathlib.Path, name: str) -> None:
-    for message in run_ranks(on_ranks, 2, str(tmp_path), name):
-        assert message.startswith("error: ") and "no folder" in message
+    assert sorted(log[1:3]) == ["1 cache openai-community/gpt2", "2 cache openai-community/gpt2"]
+    assert {line for line in log if "fetch" in line} == {
+        "0 fetch openai-community/gpt2",
+        "0 fetch no/body",
+    }

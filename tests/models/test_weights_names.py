@@ -4,11 +4,13 @@ files, no processes.
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from bmtrain.checkpoint import reading
 from bmtrain.checkpoint.reading import Read, cuts, read_all
@@ -19,6 +21,7 @@ from model_center.weights.keymap import KeyMap, Piece
 from model_center.weights.matching import Mapped, check_coverage, match
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size, shards
 
+State = dict[str, Tensor]
 MAP = KeyMap(
     {
         "table.weight": Piece("model.embed.weight"),
@@ -36,16 +39,22 @@ MAP = KeyMap(
 )
 
 
+def headers_of(tensors: State) -> dict[str, Header]:
+    return {name: Header(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+
+
 class Memory(Source):
     """Tensors in memory, which keeps count of the elements that are looked at."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        headers = {name: Header(tuple(value.shape), value.dtype) for name, value in tensors.items()}
-        super().__init__(pathlib.Path("memory"), headers, {})
-        self.tensors = tensors
-        self.count = 0
+    count = 0
 
-    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def __init__(self, tensors: State) -> None:
+        super().__init__(Path("memory"), headers_of(tensors), {})
+        self.tensors = tensors
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        if name == "broken":
+            raise OSError("the disk is gone")
         self.count += stop - start
         return self.tensors[name].reshape(-1)[start:stop]
 
@@ -56,26 +65,22 @@ class Memory(Source):
 class Looked:
     """A tensor that tells its source how much of it is taken."""
 
-    def __init__(self, source: Memory, tensor: torch.Tensor) -> None:
+    def __init__(self, source: Memory, tensor: Tensor) -> None:
         self.source, self.tensor = source, tensor
 
-    def __getitem__(self, place: Any) -> torch.Tensor:
-        found = self.tensor[place]
-        self.source.count += found.numel()
-        return found
+    def __getitem__(self, place: Any) -> Tensor:
+        self.source.count += self.tensor[place].numel()
+        return self.tensor[place]
 
 
-def theirs() -> dict[str, torch.Tensor]:
-    return {
-        "model.embed.weight": torch.randn(11, 3),
-        "model.qkv.weight": torch.randn(3, 8),
-        "model.qkv.bias": torch.randn(8),
-        "model.LayerNorm.weight": torch.randn(5),
-    }
+def theirs() -> State:
+    shapes = {"embed": (11, 3), "qkv": (3, 8), "LayerNorm": (5,)}
+    tensors = {f"model.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    return tensors | {"model.qkv.bias": torch.randn(8)}
 
 
-def expected(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    table, qkv, bias, norm = tensors.values()
+def expected(tensors: State) -> State:
+    table, qkv, norm, bias = tensors.values()
     return {
         "table.weight": table,
         "q.weight": torch.stack([qkv[:, column] for column in range(4)]),
@@ -88,97 +93,74 @@ def expected(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "spell",
+    ("before", "after"),
     [
-        lambda name: name,
-        lambda name: name.removeprefix("model."),
-        lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma"),
-        lambda name: name.replace("model.embed.weight", "head.weight"),
+        ("", ""),
+        ("model.", ""),
+        ("LayerNorm.weight", "LayerNorm.gamma"),
+        ("model.embed.weight", "head.weight"),  # the tie only
     ],
-    ids=["as written", "without prefix", "old norms", "the tie only"],
 )
-def test_every_spelling_is_read(spell: Any) -> None:
+def test_every_spelling_is_read(before: str, after: str) -> None:
+    """Any part of a tensor, rows cut or not, in scratch memory or not."""
     tensors = theirs()
-    source = Memory({spell(name): value for name, value in tensors.items()})
+    source = Memory({name.replace(before, after): value for name, value in tensors.items()})
     found = match(MAP, MAP.pieces, source.headers)
     assert not found.unexpected and not found.copies
     mapped = Mapped(source, found.pieces)
+    assert mapped.headers == headers_of(expected(tensors))
     for name, value in expected(tensors).items():
-        assert mapped.headers[name] == Header(tuple(value.shape), value.dtype)
         assert torch.equal(mapped.whole(name), value)
-
-
-def test_any_part_is_that_of_the_whole() -> None:
-    """Elements from anywhere to anywhere, rows cut or not, in scratch memory or not."""
-    tensors = theirs()
-    mapped = Mapped(Memory(tensors), match(MAP, MAP.pieces, tensors).pieces)
-    for name, value in expected(tensors).items():
         for start in range(value.numel() + 1):
             for stop in range(start, value.numel() + 1):
                 want = value.reshape(-1)[start:stop]
-                assert torch.equal(mapped.part(name, start, stop), want), (name, start, stop)
                 scratch = torch.zeros(value.numel() * 8, dtype=torch.uint8)
-                assert torch.equal(mapped.read(name, start, stop, scratch).reshape(-1), want), (
-                    name,
-                    start,
-                    stop,
-                )
+                assert torch.equal(mapped.part(name, start, stop), want)
+                assert torch.equal(mapped.read(name, start, stop, scratch).reshape(-1), want)
 
 
-def test_unexpected_ignored_copies_and_missing_names() -> None:
-    tensors = {
-        **theirs(),
-        "model.rotary.inv_freq": torch.ones(1),
-        "head.weight": torch.ones(1),
-        "what": torch.ones(1),
-    }
-    found = match(MAP, [*MAP.pieces, "classes.weight"], tensors)
+def test_other_names() -> None:
+    """Unexpected, ignored, copies, missing."""
+    extra = dict.fromkeys(("model.rotary.inv_freq", "head.weight", "what"), torch.ones(1))
+    found = match(MAP, [*MAP.pieces, "classes.weight"], theirs() | extra)
     assert found.unexpected == ["what"]
     assert found.copies == [("head.weight", "model.embed.weight")]
-    assert (
-        "classes.weight" not in found.pieces
-        and MAP.may_be_new("classes.weight")
-        and not MAP.may_be_new("q.classes.weight")
-    )
+    assert found.pieces.keys() == MAP.pieces.keys()
+    assert MAP.may_be_new("classes.weight") and not MAP.may_be_new("q.classes.weight")
     assert match(MAP, ["own"], ["own"]).pieces == {"own": Piece("own")}
-
-
-def test_files_of_another_size_are_refused() -> None:
-    """Rows left over would be lost in silence."""
-    for shape, complaint in (
-        ((3, 9), "9 rows or columns"),
-        ((3, 7), "too small"),
-        ((8,), "expected a matrix"),
-    ):
-        source = Memory({**theirs(), "model.qkv.weight": torch.zeros(shape)})
-        pieces = match(MAP, MAP.pieces, source.headers).pieces
-        with pytest.raises(WeightsError, match=complaint):
-            Mapped(source, pieces)
-            check_coverage(source, pieces)
-
-
-def test_a_bad_pattern_is_named() -> None:
     with pytest.raises(WeightsError, match=r"\(\["):
         KeyMap({}, ignored=("([",))
+
+
+@pytest.mark.parametrize(
+    ("shape", "complaint"),
+    [((3, 9), "9 rows or columns"), ((3, 7), "too small"), ((8,), "expected a matrix")],
+)
+def test_files_of_another_size_are_refused(shape: tuple[int, ...], complaint: str) -> None:
+    """Rows left over would be lost in silence."""
+    source = Memory({**theirs(), "model.qkv.weight": torch.zeros(shape)})
+    pieces = match(MAP, MAP.pieces, source.headers).pieces
+    with pytest.raises(WeightsError, match=complaint):
+        Mapped(source, pieces)
+        check_coverage(source, pieces)
 
 
 def test_a_rank_looks_only_at_its_own_elements() -> None:
     """Turned matrices and rows of tensors too: whole columns of theirs are rows of ours."""
     source = Memory({"w": torch.arange(40 * 60.0).view(40, 60)})
     mapped = Mapped(source, {"ours": Piece("w", transpose=True, rows=(20, 60))})
-    out = torch.zeros(400)
-    read_all([Read(out, "ours", 800, 1200)], mapped)
-    assert torch.equal(out, source.tensors["w"][:, 40:50].t().reshape(-1))
-    assert source.count == 400
-    out = torch.zeros(370)
-    read_all([Read(out, "ours", 815, 1185)], mapped)  # two rows are cut
-    assert torch.equal(out, source.tensors["w"][:, 40:50].t().reshape(-1)[15:385])
-    assert source.count == 400 + 400
+    whole = source.tensors["w"][:, 20:].t().reshape(-1)
+    for start, stop in ((800, 1200), (815, 1185)):  # the second cuts two rows
+        out, source.count = torch.zeros(stop - start), 0
+        read_all([Read(out, "ours", start, stop)], mapped)
+        assert torch.equal(out, whole[start:stop]) and source.count == 400
 
 
-@pytest.mark.parametrize(
-    ("arguments", "want"),
-    [
+def test_reads_in_many_pieces_are_those_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of ranks, which begin and end anywhere, cut at rows, read by several threads; in the
+    dtype of their targets. An error of one ends all.
+    """
+    for arguments, want in (
         ((0, 10, 1, 4), [0, 4, 8, 10]),
         ((3, 25, 10, 10), [3, 10, 20, 25]),
         ((3, 25, 10, 5), [3, 10, 20, 25]),
@@ -186,127 +168,79 @@ def test_a_rank_looks_only_at_its_own_elements() -> None:
         ((12, 17, 10, 5), [12, 17]),
         ((5, 5, 10, 5), [5]),
         ((0, 10, 10, 100), [0, 10]),
-    ],
-)
-def test_reads_are_cut_at_rows(arguments: tuple[int, int, int, int], want: list[int]) -> None:
-    assert cuts(*arguments) == want
-
-
-@pytest.mark.parametrize("chunk", [1, 24, 50, 10**6])
-def test_reads_in_many_pieces_are_those_in_one(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """Slices as ranks have them, which begin and end anywhere, read by several threads."""
-    monkeypatch.setattr(reading, "CHUNK", chunk)
+    ):
+        assert cuts(*arguments) == want
     tensors = theirs()
-    mapped = Mapped(Memory(tensors), match(MAP, MAP.pieces, tensors).pieces)
-    for num_ranks in (1, 2, 3, 5):
-        for rank in range(num_ranks):
-            sizes = {name: value.numel() for name, value in expected(tensors).items()}
-            spans = {
-                name: (size * rank // num_ranks, size * (rank + 1) // num_ranks)
-                for name, size in sizes.items()
-            }
-            reads = [
-                Read(torch.full((stop - start,), float("nan")), name, start, stop)
-                for name, (start, stop) in spans.items()
-            ]
+    source, wanted = Memory(tensors), expected(tensors)
+    mapped = Mapped(source, match(MAP, MAP.pieces, tensors).pieces)
+    for chunk, dtype in ((1, torch.float), (24, torch.bfloat16), (50, torch.float)):
+        monkeypatch.setattr(reading, "CHUNK", chunk)
+        for rank in range(3):
+            reads = []
+            for name, value in wanted.items():
+                start, stop = (value.numel() * place // 3 for place in (rank, rank + 1))
+                target = torch.full((stop - start,), float("nan"), dtype=dtype)
+                reads.append(Read(target, name, start, stop))
             read_all(reads, mapped)
             for read in reads:
-                assert torch.equal(
-                    read.target, expected(tensors)[read.name].reshape(-1)[read.start : read.stop]
-                ), (read.name, rank)
-
-
-def test_an_error_of_one_read_ends_all() -> None:
-    class Broken(Memory):
-        def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-            if name == "b":
-                raise OSError("the disk is gone")
-            return super().part(name, start, stop)
-
-    source = Broken({name: torch.ones(3) for name in "abc"})
+                whole = wanted[read.name].reshape(-1).to(dtype)
+                assert torch.equal(read.target, whole[read.start : read.stop]), (read.name, rank)
+    broken = Memory({name: torch.ones(3) for name in ("a", "broken", "c")})
     with pytest.raises(OSError, match="the disk is gone"):
-        read_all([Read(torch.zeros(3), name, 0, 3) for name in "abc"], source)
+        read_all([Read(torch.zeros(3), name, 0, 3) for name in broken.tensors], broken)
 
 
-def test_reads_convert_to_the_dtype_of_their_target() -> None:
-    source = Memory({"a": torch.tensor([1.5, 2.0**-9, 70000.0]), "i": torch.tensor([1, 2, 3])})
-    half, whole = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3)
-    read_all([Read(half, "a", 0, 3), Read(whole, "i", 0, 3)], source)
-    assert torch.equal(half, source.tensors["a"].bfloat16()) and torch.equal(
-        whole, torch.tensor([1.0, 2.0, 3.0])
-    )
-
-
-def export(tensors: dict[str, torch.Tensor], folder: pathlib.Path, size: int = 10**9) -> None:
-    headers = {name: Header(tuple(value.shape), value.dtype) for name, value in tensors.items()}
-    targets = targets_of(MAP, headers)
-    exporter = Exporter(
-        MAP,
-        targets,
-        SafetensorsWriter(folder, {name: target.header for name, target in targets.items()}, size),
-    )
+def export(tensors: State, folder: Path) -> None:
+    targets = targets_of(MAP, headers_of(tensors))
+    headers = {name: target.header for name, target in targets.items()}
+    exporter = Exporter(MAP, targets, SafetensorsWriter(folder, headers, 10**9))
     for name, value in tensors.items():
         exporter.put([name], value)
 
 
-def test_writing_is_the_inverse_of_reading(tmp_path: pathlib.Path) -> None:
+def test_writing_is_the_inverse_of_reading(tmp_path: Path) -> None:
     """Read by the format's own library."""
-    from safetensors import safe_open
-
-    tensors = theirs()
-    ours = {
-        **expected(tensors),
-        "own": torch.tensor(3),
-        "flags": torch.tensor([True, False, True]),
-        "none": torch.zeros(0, 2),
-    }
-    export(ours, tmp_path)
+    tensors, own = theirs(), {"own": torch.tensor(3), "none": torch.zeros(0, 2)}
+    own["flags"] = torch.tensor([True, False, True])
+    export(expected(tensors) | own, tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         got = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    want = {**tensors, "own": ours["own"], "flags": ours["flags"], "none": ours["none"]}
-    assert got.keys() == want.keys()
-    for name, value in want.items():
+    assert got.keys() == tensors.keys() | own.keys()
+    for name, value in (tensors | own).items():
         assert torch.equal(got[name], value) and got[name].dtype == value.dtype, name
+    assert int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little") % 8 == 0
+    gap = KeyMap({"a": Piece("x", rows=(0, 1)), "b": Piece("x", rows=(2, 3))})
+    with pytest.raises(WeightsError, match=r"its rows \[1, 2\) are nothing of the model's"):
+        targets_of(gap, headers_of(dict.fromkeys("ab", torch.zeros(1))))
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("name", "change", "complaint"),
     [
-        ({"norm2.weight": torch.zeros(5)}, "'norm2.weight' and 'norm1.weight' are one tensor"),
-        ({"k.bias": torch.zeros(3)}, "'k.bias', a part of 'model.qkv.bias'"),
-        ({"k.weight": torch.zeros(4, 3).half()}, "float16"),
-        ({"k.weight": None}, "needs 'k.weight'"),
-        ({"table.weight": torch.zeros(2, dtype=torch.complex64)}, "safetensors files do not hold"),
+        ("norm2.weight", torch.zeros(5), "'norm2.weight' and 'norm1.weight' are one tensor"),
+        ("k.bias", torch.zeros(3), "'k.bias', a part of 'model.qkv.bias'"),
+        ("k.weight", torch.zeros(4, 3).half(), "float16"),
+        ("k.weight", None, "needs 'k.weight'"),
+        ("table.weight", torch.zeros(2, dtype=torch.complex64), "safetensors files do not hold"),
     ],
 )
 def test_what_their_format_cannot_hold_is_an_error(
-    tmp_path: pathlib.Path, change: dict[str, torch.Tensor | None], complaint: str
+    tmp_path: Path, name: str, change: Tensor | None, complaint: str
 ) -> None:
-    tensors = {
-        name: value for name, value in {**expected(theirs()), **change}.items() if value is not None
-    }
+    tensors = expected(theirs())
+    tensors.pop(name) if change is None else tensors.update({name: change})
     with pytest.raises(WeightsError, match=complaint):
         export(tensors, tmp_path)
 
 
 def test_files_are_cut_by_size() -> None:
-    headers = {
-        name: Header((size,), torch.int8)
-        for name, size in (("a", 4), ("b", 6), ("c", 1), ("d", 50), ("e", 10))
-    }
+    sizes = {"a": 4, "b": 6, "c": 1, "d": 50, "e": 10}
+    headers = {name: Header((size,), torch.int8) for name, size in sizes.items()}
     assert shards(headers, 10) == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert shards(headers, 100) == [["a", "b", "c", "d", "e"]]
-
-
-@pytest.mark.parametrize(
-    ("size", "want"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), (7, 7), ("300kb", 300_000)]
-)
-def test_sizes_are_understood(size: int | str, want: int) -> None:
-    assert parse_size(size) == want
-
-
-@pytest.mark.parametrize("size", ["", "5 bytes", "-1", 0, "GB"])
-def test_other_sizes_are_refused(size: int | str) -> None:
-    with pytest.raises(WeightsError, match="max_shard_size"):
-        parse_size(size)
+    assert shards(headers, 100) == [[*sizes]]
+    given: tuple[int | str, ...] = ("5GB", "1.5 MiB", 7, "300kb")
+    assert [parse_size(size) for size in given] == [5 * 10**9, 3 * 2**19, 7, 300_000]
+    for size in ("", "5 bytes", "-1", 0, "GB"):
+        with pytest.raises(WeightsError, match="max_shard_size"):
+            parse_size(size)

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 from tests.programs.features import FEATURES, OFF, Spec, draw
-from tests.programs.pool import Pool, Verdict
+from tests.programs.pool import Verdict, judge
 
 
 def main() -> int:
@@ -38,20 +38,15 @@ def main() -> int:
     seeds = args.seeds or range(args.first, args.first + args.count)
     count: Counter[str] = Counter()
     began = time.monotonic()
-    with Pool() as pool:
-        for seed in seeds:
-            spec = draw(seed, args.ranks, off)
-            verdict = pool.judge(spec)
-            count[verdict.word] += 1
-            if not verdict or args.verbose or args.seeds:
-                print(
-                    f"{verdict.word:8s}{seed}: {spec}\n        {verdict.detail[:600]}", flush=True
-                )
-            if not verdict and args.shrink:
-                small, now = shrunk(pool, spec, verdict)
-                print(
-                    f"        smallest: {now.word}: {small}\n        {now.detail[:400]}", flush=True
-                )
+    for seed in seeds:
+        spec = draw(seed, args.ranks, off)
+        verdict = judge(spec)
+        count[verdict.word] += 1
+        if not verdict or args.verbose or args.seeds:
+            print(f"{verdict.word:8s}{seed}: {spec}\n        {verdict.detail[:600]}", flush=True)
+        if not verdict and args.shrink:
+            small, now = shrunk(spec, verdict)
+            print(f"        smallest: {now.word}: {small}\n        {now.detail[:400]}", flush=True)
     print(
         ", ".join(f"{number} {word}" for word, number in sorted(count.items())),
         f"in {time.monotonic() - began:.0f} s",
@@ -59,7 +54,7 @@ def main() -> int:
     return int(any(word not in ("right", "refused") for word in count))
 
 
-def shrunk(pool: Pool, spec: Spec, verdict: Verdict) -> tuple[Spec, Verdict]:
+def shrunk(spec: Spec, verdict: Verdict) -> tuple[Spec, Verdict]:
     """Take out one thing after the other while the program still fails in the same way."""
     tried = {str(spec)}
     while True:
@@ -67,7 +62,7 @@ def shrunk(pool: Pool, spec: Spec, verdict: Verdict) -> tuple[Spec, Verdict]:
             if str(smaller) in tried:
                 continue
             tried.add(str(smaller))
-            found = pool.judge(smaller)
+            found = judge(smaller)
             if found.sort == verdict.sort:
                 spec, verdict = smaller, found
                 break

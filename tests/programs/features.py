@@ -52,7 +52,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "groups": ("one", "one", "named", "dim@whole_shapes"),
     "penalty": ("none", "none", "none", "l2@whole_shapes", "orthogonal@whole_shapes"),
     "clip": ("none", "none", "ours", "ours_inf", "torch@torch_clip"),
-    "clear": ("none", "zeros", "model"),
+    "clear": ("none", "zeros", "model", "by_hand", "in_place"),
 }
 KINDS = (
     "linear",
@@ -83,6 +83,13 @@ BETWEEN = (
     "print",
     "no_gradient_step",
     "drop_a_gradient",
+    "failed_forward",
+    "failed_backward",
+    "failed_recomputation",
+    "abandoned_pass",
+    "refused_load",
+    "refused_state",
+    "refused_gradient",
     "write_data@data_written",
     "average_written@whole_shapes",
     "averaged_model@whole_shapes",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,20 @@ class Plain:
         self.optimizer = optimizer_of(self.spec, groups_of(self.spec, model), ours=False)
 
     def zero_grad(self) -> None:
-        if self.spec["clear"] == "model":
-            self.model.zero_grad()
-        else:
-            self.optimizer.zero_grad(set_to_none=self.spec["clear"] == "none")
+        match self.spec["clear"]:
+            case "model":
+                self.model.zero_grad()
+            case "by_hand":
+                forget_gradients(self.model)
+            case "in_place":
+                for p in self.model.parameters():
+                    if p.grad is not None:
+                        p.grad.zero_()
+            case how:
+                self.clear(set_to_none=how == "none")
+
+    def clear(self, set_to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         loss.backward()
@@ -69,11 +80,8 @@ class Sharded(Plain):
         if self.manager is not None:
             self.manager.add_optimizer(self.optimizer)
 
-    def zero_grad(self) -> None:
-        if self.manager is None or self.spec["clear"] == "model":
-            super().zero_grad()
-        else:
-            self.manager.zero_grad(set_to_none=self.spec["clear"] == "none")
+    def clear(self, set_to_none: bool) -> None:
+        (self.manager or self.optimizer).zero_grad(set_to_none=set_to_none)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         if self.manager is None:
@@ -252,6 +260,71 @@ def hook(spec: Spec, model: Any) -> None:
                 p.register_post_accumulate_grad_hook(halve)
 
 
+class Planned(Exception):
+    """What a program raises in the middle of a pass, and catches."""
+
+
+def forget_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+@torch.enable_grad()
+def break_off(what: str, spec: Spec, trainer: Plain, step: int) -> None:
+    """A pass that does not end in a step; on ranks on all of them alike. Its gradients are cleared.
+
+    A recomputation that fails is a backward pass that fails, in one process as well.
+    """
+    model: Any = trainer.model
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        raise Planned
+
+    def fail_later(module: Any, args: Any, out: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if what == "failed_recomputation" and calls > 1:
+            raise Planned
+        if out.requires_grad:
+            out.register_hook(fail)
+
+    layer, handle = model.layers[len(model.layers) // 2], None
+    if what == "failed_forward":
+        handle = layer.register_forward_hook(fail)
+    elif what != "abandoned_pass":
+        inner = [m for m in layer.modules() if isinstance(m, nn.Linear | nn.LayerNorm)]
+        is_inside = what == "failed_recomputation" and inner
+        handle = (inner[-1] if is_inside else layer).register_forward_hook(fail_later)
+    with contextlib.suppress(Planned):
+        loss = loss_of(spec, model, batch(spec, step, trainer), step)
+        trainer.backward(loss, not spec["deferred"])
+    if handle is not None:
+        handle.remove()
+    if spec["clear"] == "none":
+        trainer.zero_grad()
+    else:
+        forget_gradients(model)
+
+
+def be_refused(what: str, trainer: Plain) -> None:
+    """Something that is an error, in one process as on ranks, and changes nothing."""
+    model: Any = trainer.model
+    try:
+        match what:
+            case "refused_load":
+                state = model.state_dict()
+                model.load_state_dict({**state, "scale": state["scale"].new_zeros(5)})
+            case "refused_state":
+                state = trainer.optimizer.state_dict()
+                trainer.optimizer.load_state_dict({**state, "param_groups": []})
+            case "refused_gradient":
+                model.norm.bias.grad = torch.zeros(modules.DIM + 1)
+    except (RuntimeError, ValueError, TypeError):
+        return
+    raise AssertionError(f"{what} was not refused")
+
+
 @torch.no_grad()
 def happen(what: str, spec: Spec, trainer: Plain, record: Record, step: int) -> None:
     """One of the things between steps; in the same way in one process and on ranks."""
@@ -260,6 +333,10 @@ def happen(what: str, spec: Spec, trainer: Plain, record: Record, step: int) -> 
     match what:
         case "validate":
             model(rows, step)
+        case "failed_forward" | "failed_backward" | "failed_recomputation" | "abandoned_pass":
+            break_off(what, spec, trainer, step)
+        case "refused_load" | "refused_state" | "refused_gradient":
+            be_refused(what, trainer)
         case "roundtrip":
             model.load_state_dict(
                 {name: value.clone() for name, value in model.state_dict().items()}
@@ -383,10 +460,10 @@ def _train(spec: Spec, trainer: Plain, record: Record, step: int) -> None:
     trainer.step()
 
 
-def judge(spec: Spec, meeting: str) -> tuple[str, str]:
-    """(verdict, words) of this rank, which joins the run that it makes for the program."""
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(spec.ranks)
-    bmt.init_distributed(init_method=meeting, device="cpu", zero_level=spec["level"], timeout=20)
+def judge(spec: Spec) -> tuple[str, str]:
+    """(verdict, words) of this rank, which joins a run for the program."""
+    warnings.simplefilter("ignore")
+    bmt.init_distributed(device="cpu", zero_level=spec["level"], timeout=20)
     modules.UnusedOnOneRank.is_unused = False
     try:
         want = run(spec, Plain(spec, modules.plain(spec)))

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from tests.programs.__main__ import shrunk
 from tests.programs.features import BETWEEN, FEATURES, KINDS, OFF, OPTIONS, draw
-from tests.programs.pool import Pool
+from tests.programs.pool import judge
 
 PER_TEST, NUM_TESTS = 15, 10
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Processes for all programs of this file."""
-    with Pool() as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("first", range(0, PER_TEST * NUM_TESTS, PER_TEST))
-def test_programs_are_right_or_refused(first: int, pool: Pool) -> None:
+def test_programs_are_right_or_refused(first: int) -> None:
     """Each failing seed is named with its program, and with the command that runs it again."""
     failed = []
     for seed in range(first, first + PER_TEST):
         spec = draw(seed)
-        verdict = pool.judge(spec)
+        verdict = judge(spec)
         if not verdict:
             failed.append(
                 f"python -m tests.programs {seed} --shrink\n  {spec}\n  {verdict.word}: "
@@ -34,7 +25,7 @@ def test_programs_are_right_or_refused(first: int, pool: Pool) -> None:
     assert not failed, "\n".join(failed)
 
 
-def test_a_fault_is_found_and_made_small(pool: Pool) -> None:
+def test_a_fault_is_found_and_made_small() -> None:
     """A parameter of another value on the ranks is wrong, whatever else the program does."""
     spec = draw(36, ranks=2)
     assert len(spec.layers) > 1 and spec.between and spec["clip"] != OPTIONS["clip"][0]
@@ -45,9 +36,9 @@ def test_a_fault_is_found_and_made_small(pool: Pool) -> None:
         spec.layers,
         spec.between,
     )
-    verdict = pool.judge(broken)
+    verdict = judge(broken)
     assert verdict.word == "wrong"
-    smallest, now = shrunk(pool, broken, verdict)
+    smallest, now = shrunk(broken, verdict)
     assert now.word == "wrong" and smallest.layers == ("linear",) and not smallest.between
     assert [name for name, value in smallest.options.items() if value != OPTIONS[name][0]] == [
         "wrap"

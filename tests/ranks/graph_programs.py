@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import bmtrain as bmt
 
@@ -31,7 +31,7 @@ class Layer(nn.Module):
         )
         self.up, self.down = nn.Linear(dim, 11), nn.Linear(11, dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         weights = (self.query(h) @ h.transpose(1, 2)).softmax(-1)
         x = x + weights @ self.value(h)
@@ -52,7 +52,7 @@ class Net(nn.Module):
         self.head = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(dim, 5)))
         self.scale = nn.Parameter(torch.ones(5, device=bmt.device()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(x)) * self.scale
 
 
@@ -76,28 +76,27 @@ class Run:
         self.num_calls = 0
         graphed: Callable[[Any], Any] = bmt.cuda_graph if capture else lambda function: function
         self.step, self.look = graphed(self.forward_and_backward), graphed(self.forward)
-        self.clearing, self.clearing_each = graphed(self.clear_first), graphed(self.clear_each)
-        self.parts, self.holding = graphed(self.two_parts), graphed(self.hold_back)
+        self.clearing, self.parts = graphed(self.clear_first), graphed(self.two_parts)
+        self.holding = graphed(self.hold_back)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         return self.net(x).sum()
 
-    def forward_and_backward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_and_backward(self, x: Tensor, reduces: bool = True) -> Tensor:
         self.num_calls += 1
         loss = self.net(x).square().mean()
-        self.manager.backward(loss)
+        self.manager.backward(loss, reduce_gradients=reduces)
         return loss
 
-    def clear_first(self, x: torch.Tensor) -> torch.Tensor:
-        self.manager.zero_grad()
+    def hold_back(self, x: Tensor) -> Tensor:
+        return self.forward_and_backward(x, False)
+
+    def clear_first(self, x: Tensor, each: bool) -> Tensor:
+        (self.optimizer if each else self.manager).zero_grad()
         return self.forward_and_backward(x)
 
-    def clear_each(self, x: torch.Tensor) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        return self.forward_and_backward(x)
-
-    def two_parts(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def two_parts(self, x: Tensor, y: Tensor) -> Tensor:
         """Two micro-batches that are reduced together, and a third pass for some layers only."""
         self.num_calls += 1
         first, second = self.net(x).square().mean(), self.net(y).abs().mean()
@@ -107,184 +106,141 @@ class Run:
         self.manager.backward(third)
         return first + second.detach() + third
 
-    def hold_back(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        loss = self.net(x).square().mean()
-        self.manager.backward(loss, reduce_gradients=False)
-        return loss
-
-    def rows(self, step: int, count: int = 4) -> torch.Tensor:
+    def rows(self, step: int, count: int = 4) -> Tensor:
         """Inputs of this rank, other ones for each step: (count, 5, dim)."""
         generator = torch.Generator().manual_seed(100 * step + bmt.rank())
         return torch.randn(count, 5, self.dim, generator=generator).to(bmt.device())
 
-    def update(self) -> None:
+    def update(self, clears: bool = True, set_to_none: bool = True) -> None:
         self.manager.clip_grad_norm(self.optimizer.param_groups, 0.5)
         self.manager.step()
+        if clears:
+            self.manager.zero_grad(set_to_none=set_to_none)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.net.state_dict().items()}
 
 
-Program = Callable[[Run, int], torch.Tensor]
+Program = Callable[[Run, int], Tensor]
 
 
-def plainly(run: Run, step: int) -> torch.Tensor:
+def plainly(run: Run, step: int) -> Tensor:
     loss = run.step(run.rows(step))
     run.update()
-    run.manager.zero_grad()
     return loss
 
 
-def keeping_zeros(run: Run, step: int) -> torch.Tensor:
-    loss = run.step(run.rows(step))
-    run.update()
-    run.manager.zero_grad(set_to_none=False)
-    return loss
-
-
-def accumulating(run: Run, step: int) -> torch.Tensor:
-    run.manager.zero_grad()
+def accumulating(run: Run, step: int) -> Tensor:
+    """From zeros at times."""
     losses = [run.step(run.rows(10 * step + part)) for part in range(3)]
-    run.update()
+    run.update(set_to_none=step % 3 > 0)
     return torch.stack(losses)
 
 
-def alternating(run: Run, step: int) -> torch.Tensor:
-    loss = run.step(run.rows(step, 4 + step % 2))
-    run.update()
-    run.manager.zero_grad()
-    return loss
-
-
-def evaluating(run: Run, step: int) -> torch.Tensor:
+def alternating(run: Run, step: int) -> Tensor:
+    """In shapes, and with evaluation."""
     run.net.eval()
     with torch.no_grad():
         before = run.net(run.rows(step)).sum()
     run.net.train()
-    return before + plainly(run, step)
+    loss = run.step(run.rows(step, 4 + step % 2))
+    run.update()
+    return before + loss
 
 
-def changing_gradients(run: Run, step: int) -> torch.Tensor:
+def changing_gradients(run: Run, step: int) -> Tensor:
     loss = run.step(run.rows(step))
     for param in run.net.parameters():
         if param.grad is not None and step % 3 == 1:
             param.grad = param.grad * 0.5
-    run.update()
-    if step % 2:
-        run.manager.zero_grad()
+    run.update(step % 2 == 1)
     return loss
 
 
-def loading(run: Run, step: int) -> torch.Tensor:
-    loss = plainly(run, step)
-    if step == 5:
-        run.net.load_state_dict({name: value * 0.9 for name, value in run.state().items()})
-    return loss
-
-
-def partly_cleared(run: Run, step: int) -> torch.Tensor:
+def partly_cleared(run: Run, step: int) -> Tensor:
     loss = run.step(run.rows(step))
-    run.update()
+    run.update(False)
     for number, param in enumerate(run.net.parameters()):
         param.grad = None if number % 2 else param.grad
     return loss
 
 
-def freezing(run: Run, step: int) -> torch.Tensor:
+def freezing(run: Run, step: int) -> Tensor:
+    """And loading."""
     if step in (4, 8):
         for param in [run.net.scale, *run.net.blocks[1].parameters()]:
             param.requires_grad_(step == 8)
-    return plainly(run, step)
+    loss = plainly(run, step)
+    if step == 6:
+        run.net.load_state_dict({name: value * 0.9 for name, value in run.state().items()})
+    return loss
 
 
-def evaluating_captured(run: Run, step: int) -> torch.Tensor:
+def evaluating_captured(run: Run, step: int) -> Tensor:
     with torch.no_grad():
         before = run.look(run.rows(step))
     loss = run.forward_and_backward(run.rows(step))
     run.update()
-    run.manager.zero_grad()
     return before + loss.detach()
 
 
-def clearing_inside(run: Run, step: int) -> torch.Tensor:
-    loss = run.clearing(run.rows(step))
-    run.update()
+def clearing_inside(run: Run, step: int) -> Tensor:
+    """By the manager and by the optimizer."""
+    loss = run.clearing(run.rows(step), step > 5)
+    run.update(False)
     return loss
 
 
-def clearing_each_inside(run: Run, step: int) -> torch.Tensor:
-    loss = run.clearing_each(run.rows(step))
-    run.update()
-    return loss
-
-
-def in_parts(run: Run, step: int) -> torch.Tensor:
+def in_parts(run: Run, step: int) -> Tensor:
     loss = run.parts(run.rows(step), run.rows(step + 50))
-    run.update()
-    if step % 2:
-        run.manager.zero_grad()
+    run.update(step % 2 == 1)
     return loss
 
 
-def held_back(run: Run, step: int) -> torch.Tensor:
+def held_back(run: Run, step: int) -> Tensor:
     losses = [run.holding(run.rows(10 * step + part)) for part in range(2)]
     if step % 3:
         losses.append(run.step(run.rows(10 * step + 2)))
-    run.update()
-    if step != 6:
-        run.manager.zero_grad()
+    run.update(step != 6)
     return torch.stack(losses)
 
 
-def dropping_held_back(run: Run, step: int) -> torch.Tensor:
+def dropping_held_back(run: Run, step: int) -> Tensor:
     run.holding(run.rows(step))
     run.net.blocks[0].down.weight.grad = None
     return plainly(run, step)
 
 
-def tied(run: Run, step: int) -> torch.Tensor:
+def tied_and_hooked(run: Run, step: int) -> Tensor:
     if step == 0:
         run.net.blocks[2].up.weight = run.net.blocks[0].up.weight
-    return plainly(run, step)
-
-
-def hooked(run: Run, step: int) -> torch.Tensor:
-    if step == 0:
         first, second, *_ = run.net.blocks[1].parameters()
         first.register_hook(lambda grad: grad * 0.5)
         second.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2.0))
     loss = run.step(run.rows(step))
-    run.update()
-    if step % 2:
-        run.manager.zero_grad()
+    run.update(step % 2 == 1)
     return loss
 
 
 PROGRAMS = (
     plainly,
-    keeping_zeros,
     accumulating,
     alternating,
-    evaluating,
     changing_gradients,
-    loading,
     partly_cleared,
     freezing,
     evaluating_captured,
     clearing_inside,
-    clearing_each_inside,
     in_parts,
     held_back,
     dropping_held_back,
-    tied,
-    hooked,
+    tied_and_hooked,
 )
 
 
 def train(
     capture: bool, program: Program, *args: Any, **options: Any
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Run]:
+) -> tuple[list[Tensor], dict[str, Tensor], Run]:
     """Losses, weights afterwards, and the run."""
     run = Run(capture, *args, **options)
     losses = [program(run, step) for step in range(STEPS)]
@@ -315,7 +271,7 @@ def warned(do: Callable[[], object]) -> list[str]:
 class Talking:
     """A block and an ordinary parameter; the function that may be captured does `inside`."""
 
-    def __init__(self, inside: Callable[[Talking, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, inside: Callable[[Talking, Tensor], Tensor]) -> None:
         torch.manual_seed(1)
         self.block = bmt.Block(nn.Linear(3, 4), use_checkpoint=False)
         self.scale = nn.Parameter(torch.ones(4, device=bmt.device()))
@@ -324,55 +280,55 @@ class Talking:
         self.manager.add_optimizer(self.optimizer)
         self.inside = inside
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
+    def run(self, x: Tensor) -> Tensor:
         loss = self.inside(self, x)
         self.manager.backward(loss)
         return loss
 
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
+    def loss(self, x: Tensor) -> Tensor:
         return (self.block(x) * self.scale).square().sum()
 
 
-def reduces(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+def reduces(talking: Talking, x: Tensor) -> Tensor:
     return bmt.distributed.all_reduce(talking.loss(x), "avg")
 
 
-def sums_loss(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+def sums_loss(talking: Talking, x: Tensor) -> Tensor:
     loss = talking.loss(x)
     return loss * bmt.sum_loss(loss).detach().cos()
 
 
-def calls_torch(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+def calls_torch(talking: Talking, x: Tensor) -> Tensor:
     loss = talking.loss(x)
     whole = loss.detach().clone()
     dist.all_reduce(whole)
     return loss * whole.cos()
 
 
-def takes_norm(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+def takes_norm(talking: Talking, x: Tensor) -> Tensor:
     return talking.loss(x) + talking.block.weight.norm()
 
 
-def writes(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+def writes(talking: Talking, x: Tensor) -> Tensor:
     talking.block.weight.data.mul_(0.5)
     return talking.loss(x)
 
 
-def writes_whole(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+def writes_whole(talking: Talking, x: Tensor) -> Tensor:
     with torch.no_grad():
         first = talking.loss(x)
         talking.block.weight.set_full(torch.full((4, 3), 0.5, device=bmt.device()))
     return first + talking.loss(x)
 
 
-def steps(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+def steps(talking: Talking, x: Tensor) -> Tensor:
     loss = talking.loss(x)
     loss.backward(retain_graph=True)
     talking.optimizer.step()
     return talking.loss(x)
 
 
-def reads_ordinary(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+def reads_ordinary(talking: Talking, x: Tensor) -> Tensor:
     loss = talking.loss(x)
     loss.backward(retain_graph=True)
     with torch.no_grad():
@@ -380,7 +336,7 @@ def reads_ordinary(talking: Talking, x: torch.Tensor) -> torch.Tensor:
     return talking.loss(x)
 
 
-def takes_gradient(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+def takes_gradient(talking: Talking, x: Tensor) -> Tensor:
     loss = talking.loss(x)
     (grad,) = torch.autograd.grad(loss, [talking.scale], retain_graph=True)
     return loss + grad.square().sum()
@@ -409,7 +365,7 @@ def refuse_together() -> None:
         for number in range(6):
             x = torch.linspace(-1, 1, 3 * (2 + number % 2), device=bmt.device()).view(-1, 3)
             rows = x + bmt.rank()
-            losses: list[torch.Tensor] = []
+            losses: list[Tensor] = []
             messages += warned(lambda: losses.append(step(rows)))  # noqa: B023
             assert torch.equal(losses[0], plain.run(rows).detach()), f"{name}: loss {number}"
             for each in (talking, plain):

@@ -4,7 +4,6 @@ shard them.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -284,8 +283,3 @@ def train_plain(num_steps: int, optimizer: Callable[[Any], torch.optim.Optimizer
 def cloned_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of the state dict."""
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def copy_of(model: torch.nn.Module) -> Any:
-    """A deep copy."""
-    return copy.deepcopy(model)

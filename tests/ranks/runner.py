@@ -1,32 +1,42 @@
 """Running a function on several ranks: `run_ranks(fn, world_size, *args)`, the one way tests start
 processes.
 
-Every call gets fresh processes, so that a test that hangs, dies or leaves state behind spoils
-nothing else. They are forked from a server that has imported torch and bmtrain already
-(multiprocessing's "forkserver"), which makes a rank cost some hundredths of a second instead of the
-seconds of an import.
+Rank processes outlive the calls of a pytest worker: a call costs the work of its ranks, not their
+birth and torch's first steps. After each call a rank must be as it was before: no run, no thread
+and no open file left. A call that fails, hangs or leaves something behind replaces the processes,
+so that it spoils nothing else.
+
+Tests marked `fresh` or `compiler`, and calls with `join=False`, get processes of their own. All are
+forked from a server that has imported torch and bmtrain already (multiprocessing's "forkserver").
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import pathlib
 import pickle
+import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+import numpy
+import psutil
 import torch
 import torch.distributed as dist
 from tests.cores import share_cores
@@ -46,8 +56,6 @@ PRELOADED = [
     "torch._meta_registrations",
     "safetensors.torch",
     "transformers",
-    "peft",  # and bitsandbytes, which it imports where it makes layers
-    "peft.tuners.lora.bnb",
     "model_center.commands.generate",
     "tests.ranks.runner",
 ]
@@ -59,7 +67,7 @@ class RankFailure(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Outcome:
+class Outcome:
     """What one rank says at its end; `value` and `error` are pickled."""
 
     rank: int
@@ -84,6 +92,73 @@ class _Job:
         return int(self.environment["RANK"])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """A rank's process, and the pipe on which it gets jobs and says outcomes."""
+
+    process: ForkServerProcess
+    pipe: connection.Connection
+
+
+class Pool:
+    """The ranks of this process, started when they are needed first.
+
+    Attributes:
+        is_fresh: whether the test that runs now wants processes of its own.
+    """
+
+    def __init__(self) -> None:
+        self.is_fresh = False
+        self._members: list[_Member] = []
+        self._store: Any = None
+
+    def outcomes(self, jobs: Sequence[_Job], deadline: float) -> list[Outcome]:
+        """Perform a job on each rank; those that arrive before the deadline."""
+        while len(self._members) < len(jobs):
+            self._members.append(_started(len(self._members), None))
+        members = self._members[: len(jobs)]
+        try:
+            for job, member in zip(jobs, members, strict=True):
+                member.pipe.send(job)
+            outcomes = _collect(members, deadline)
+        except BaseException:  # an interrupt: nobody knows what the ranks are in
+            self.close()
+            raise
+        if len(outcomes) < len(jobs) or any(outcome.trace for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    @property
+    def port(self) -> int:
+        """Of the store in which all runs of these processes meet.
+
+        One per call would be gone while ranks that were told so late still speak to it.
+        """
+        if self._store is None:
+            self._store = _store()
+        return int(self._store.port)
+
+    def close(self) -> None:
+        """Kill the ranks; the next call starts others."""
+        members, self._members, self._store = self._members, [], None
+        for member in members:
+            member.process.kill()
+        for member in members:
+            member.process.join()
+            member.pipe.close()
+
+    def processor_time(self) -> float:
+        """Seconds of the fork server and of all ranks so far, dead ones included."""
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        pids = [server, *(member.process.pid for member in self._members)]
+        return sum(
+            sum(psutil.Process(pid).cpu_times()[:4]) for pid in pids if psutil.pid_exists(pid or -1)
+        )
+
+
+POOL = Pool()
+
+
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
@@ -93,55 +168,80 @@ def run_ranks(
     init: dict[str, Any] | None = None,
     join: bool = True,
 ) -> list[Any]:
-    """Run `fn(*args)` on `world_size` ranks, each a process of its own inside
-    `bmtrain.init_distributed(**init)`.
+    """Run `fn(*args)` on `world_size` ranks, inside `bmtrain.init_distributed(**init)`.
 
     Args:
         fn: a function at the top of a module. Its arguments and result must pickle (tensors do).
         timeout: seconds for all; then every rank prints its stack and is killed.
         device: where the ranks compute; None for their GPUs.
         init: arguments of `init_distributed`, `zero_level` for example.
-        join: False leaves the call of `init_distributed` to `fn`; the environment is set all the
-            same.
+        join: False leaves the call of `init_distributed` to `fn`, in processes of its own; the
+            environment is set all the same.
 
     Returns the ranks' results in rank order. If a rank raises, the exception of the first one is
     raised here (if it pickles), with the rank's traceback as its cause; a rank that hangs or dies
     is a RankFailure with all that the ranks printed. Warnings are errors on the ranks too.
     """
     __tracebackhide__ = True
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    given = {"device": device, "timeout": timeout, **(init or {})} if join else None
+    is_fresh = POOL.is_fresh or not join
+    outcomes, printed = perform(fn, world_size, *args, timeout=timeout, init=given, fresh=is_fresh)
+    return _results(outcomes, world_size, printed)
+
+
+def perform(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float,
+    init: dict[str, Any] | None,
+    fresh: bool,
+) -> tuple[list[Outcome], str]:
+    """As `run_ranks`; the outcomes that arrive in time, in any order, and what the ranks print."""
+    store = _store() if fresh else None
+    port = POOL.port if store is None else store.port
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         jobs = [
             _Job(
                 call=pickle.dumps((fn, args)),
-                environment=_environment(rank, world_size, store.port),
+                environment=_environment(rank, world_size, port),
                 log=str(pathlib.Path(folder, f"rank{rank}.log")),
                 timeout=timeout,
-                init={"device": device, "timeout": timeout, **(init or {})} if join else None,
+                init=init,
             )
             for rank in range(world_size)
         ]
-        running = [_start(job) for job in jobs]
-        outcomes: list[_Outcome] = []
-        try:
-            outcomes = _collect(running, time.monotonic() + timeout + GRACE_S)
-        finally:
-            all_well = len(outcomes) == world_size and not any(
-                outcome.trace for outcome in outcomes
-            )
-            codes = [_end(process, timeout if all_well else GRACE_S) for process, _ in running]
-            for _, pipe in running:
-                pipe.close()
-        printed = "".join(_read_log(job) for job in jobs)
+        deadline = time.monotonic() + timeout + GRACE_S
+        if not fresh:
+            return POOL.outcomes(jobs, deadline), "".join(map(_read_log, jobs))
+        outcomes = _on_fresh_processes(jobs, deadline, timeout)
+        return outcomes, "".join(map(_read_log, jobs))
+
+
+def _on_fresh_processes(jobs: Sequence[_Job], deadline: float, timeout: float) -> list[Outcome]:
+    members = [_started(job.rank, job) for job in jobs]
+    outcomes: list[Outcome] = []
+    try:
+        outcomes = _collect(members, deadline)
+    finally:
+        all_well = len(outcomes) == len(jobs) and not any(outcome.trace for outcome in outcomes)
+        codes = [_end(member.process, timeout if all_well else GRACE_S) for member in members]
+        for member in members:
+            member.pipe.close()
     if all_well and any(codes):
         raise RankFailure(
-            f"the ranks returned, but their processes ended with exit codes {codes}:\n{printed}"
+            f"the ranks returned, but their processes ended with exit codes {codes}:\n"
+            + "".join(map(_read_log, jobs))
         )
-    return _results(outcomes, world_size, printed)
+    return outcomes
+
+
+def _store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would set.
+    """What torchrun would set, and which test runs.
 
     The agent's store is ours: its port was free when it was opened, with no race for it.
     """
@@ -154,6 +254,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", ""),
     }
 
 
@@ -185,33 +286,35 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+    # before multiprocessing waits for its children, which wait for their pipe to close
+    atexit.register(POOL.close)
     return context
 
 
-def _start(job: _Job) -> tuple[ForkServerProcess, connection.Connection]:
+def _started(rank: int, job: _Job | None) -> _Member:
+    """A process that performs this job and ends, or without one serves until its pipe closes."""
     context = fork_server()
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(job, there), name=f"rank {job.rank}", daemon=False)
+    here, there = context.Pipe()
+    target, args = (_serve, (there,)) if job is None else (_perform_alone, (job, there))
+    process = context.Process(target=target, args=args, name=f"rank {rank}", daemon=False)
     process.start()
     there.close()
-    return process, here
+    return _Member(process, here)
 
 
-def _collect(
-    running: Sequence[tuple[ForkServerProcess, connection.Connection]], deadline: float
-) -> list[_Outcome]:
+def _collect(members: Sequence[_Member], deadline: float) -> list[Outcome]:
     """The outcomes that arrive before the deadline, which the first failure brings forward."""
-    waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(running)}
-    outcomes: list[_Outcome] = []
+    waiting: dict[Any, int] = {member.pipe: rank for rank, member in enumerate(members)}
+    outcomes: list[Outcome] = []
     while waiting and time.monotonic() < deadline:
         for pipe in connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
             rank = waiting.pop(pipe)
             try:
-                outcome: _Outcome = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                running[rank][0].join(GRACE_S)
-                code = running[rank][0].exitcode
-                outcome = _Outcome(
+                outcome: Outcome = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except (EOFError, ConnectionResetError):
+                members[rank].process.join(GRACE_S)
+                code = members[rank].process.exitcode
+                outcome = Outcome(
                     rank=rank,
                     trace=f"the process ended with exit code {code}\n",
                     when=time.monotonic(),
@@ -231,7 +334,7 @@ def _end(process: ForkServerProcess, patience: float) -> int | None:
     return process.exitcode
 
 
-def _results(outcomes: Sequence[_Outcome], world_size: int, printed: str) -> list[Any]:
+def _results(outcomes: Sequence[Outcome], world_size: int, printed: str) -> list[Any]:
     __tracebackhide__ = True
     failed = sorted(
         (outcome for outcome in outcomes if outcome.trace), key=lambda outcome: outcome.when
@@ -262,42 +365,138 @@ def _read_log(job: _Job) -> str:
     return f"-- rank {job.rank} printed:\n{text.rstrip()}\n" if text.strip() else ""
 
 
-def _run(job: _Job, pipe: connection.Connection) -> None:
-    """The life of a rank's process."""
-    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
-    faulthandler.enable(file=sys.stderr)  # a crash in native code leaves the stack in the log
-    faulthandler.dump_traceback_later(job.timeout, exit=True, file=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest, which gets it too, ends the ranks
-    os.environ.update(job.environment)
-    torch.set_num_threads(1)
-    gradient.LEAST_FREED = 0  # models of tests are small
-    warnings.simplefilter("error")
-    # The compiler asks gathered views for `.grad` and hides torch's answer from users itself, but
-    # not from an "error" filter.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-    warnings.filterwarnings(
-        "ignore", message=".*torch.autograd.function.Function.* should not be instantiated"
-    )
-    try:
-        fn, args = pickle.loads(job.call)
-        if job.init is not None:
-            bmtrain.init_distributed(**job.init)
-        outcome = _Outcome(rank=job.rank, value=pickle.dumps(fn(*args)))
-    except BaseException as error:
-        outcome = _Outcome(
-            rank=job.rank,
-            error=_pickled(error),
-            trace=traceback.format_exc(),
-            when=time.monotonic(),
-        )
+def _perform_alone(job: _Job, pipe: connection.Connection) -> None:
+    """The life of a process of one job."""
+    _settle()
+    outcome = _perform(job)
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     if not outcome.trace:
         world.shutdown()
+
+
+def _serve(pipe: connection.Connection) -> None:
+    """The life of a process of many jobs."""
+    _settle()
+    gc.freeze()  # each collection would else walk the heap of torch and transformers: 0.4 s
+    sizes: set[str] = set()
+    while True:
+        try:
+            job: _Job = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        before = _held()
+        size = job.environment["WORLD_SIZE"]
+        if size not in sizes:  # the first run of this many ranks connects to the store for all
+            sizes.add(size)
+            before = before[0], before[1] + 1
+        with _as_before():
+            outcome = _perform(job)
+            if not outcome.trace:
+                outcome = _ended(outcome, before)
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(pickle.dumps(outcome))
+
+
+def _settle() -> None:
+    """What all rank processes have in common."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest, which gets it too, ends the ranks
+    torch.set_num_threads(1)
+    gradient.LEAST_FREED = 0  # models of tests are small
+
+
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    """Programs may change what is global; the next one starts from what the first one found."""
+    environment, folder = dict(os.environ), pathlib.Path.cwd()
+    dtype, hook = torch.get_default_dtype(), sys.excepthook
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.excepthook = hook
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
+        torch.use_deterministic_algorithms(False)
+        torch.set_grad_enabled(True)
+        torch.set_num_threads(1)
+        torch.compiler.reset()  # else the limit of recompilations counts those of all programs
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+
+
+def _held() -> tuple[int, int]:
+    """Numbers of Python's threads and of open files of this process."""
+    return threading.active_count(), len(_files())
+
+
+def _files() -> list[str]:
+    """What the descriptors of this process name, without shared libraries' own."""
+    found = []
+    for entry in pathlib.Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # the one that lists them
+            found.append(os.readlink(entry))
+    return found
+
+
+def _ended(outcome: Outcome, before: tuple[int, int]) -> Outcome:
+    """End the run; a failure if something is left of it."""
+    try:
+        world.shutdown()
+        end = time.monotonic() + GRACE_S
+        while not torch.cuda.is_initialized():  # CUDA and NCCL keep theirs
+            gc.collect()  # more than once: what one collection frees may end another cycle
+            if all(now <= then for now, then in zip(_held(), before, strict=True)):
+                break
+            if time.monotonic() > end:
+                raise RankFailure(
+                    f"threads and open files after the run are {_held()}, before it {before}: "
+                    f"{threading.enumerate()}, {_files()}"
+                )
+            time.sleep(0.005)
+        if torch.cuda.is_initialized():
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    except BaseException:
+        return dataclasses.replace(outcome, trace=traceback.format_exc(), when=time.monotonic())
+    return outcome
+
+
+def _perform(job: _Job) -> Outcome:
+    """Run the function of a job."""
+    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
+    faulthandler.enable(file=sys.stderr)  # a crash in native code leaves the stack in the log
+    faulthandler.dump_traceback_later(job.timeout, exit=True, file=sys.stderr)
+    os.environ.update(job.environment)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # The compiler asks gathered views for `.grad` and hides torch's answer from users itself,
+        # but not from an "error" filter.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+        warnings.filterwarnings(
+            "ignore", message=".*torch.autograd.function.Function.* should not be instantiated"
+        )
+        try:
+            fn, args = pickle.loads(job.call)
+            if job.init is not None:
+                bmtrain.init_distributed(**job.init)
+            return Outcome(rank=job.rank, value=pickle.dumps(fn(*args)))
+        except BaseException as error:
+            return Outcome(
+                rank=job.rank,
+                error=_pickled(error),
+                trace=traceback.format_exc(),
+                when=time.monotonic(),
+            )
 
 
 def _pickled(error: BaseException) -> bytes:

@@ -1,5 +1,5 @@
-"""save(non_blocking=True): training goes on while the file is being written, and however the
-program ends a whole file stays.
+"""save(non_blocking=True): training goes on while the file is being written, a failure is told on
+all ranks and the next save succeeds, and however the program ends a whole file stays.
 """
 
 from __future__ import annotations
@@ -9,123 +9,112 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import models
 from tests.ranks.runner import ROOT, run_ranks
+from tests.ranks.saves import NO_SPACE, Held, Twin, failing
 
 import bmtrain as bmt
-from bmtrain.checkpoint import writer
+from bmtrain.checkpoint import Writing, writer
 from bmtrain.errors import CheckpointError
 
-State = dict[str, torch.Tensor]
 
-
-def net(seed: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Linear(5, 64),
-        torch.nn.ModuleList([torch.nn.Linear(64, 64)])[0],
-        torch.nn.Linear(64, 3),
-    )
-
-
-class Held:
-    """A step of writing that stops until the test lets it go on."""
-
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.original, self.reached, self.go_on = original, threading.Event(), threading.Event()
-
-    def __call__(self, *args: Any) -> Any:
-        self.reached.set()
-        if not self.go_on.wait(30):
-            raise TimeoutError("nobody let the writer go on")
-        return self.original(*args)
-
-    def function(self) -> Callable[..., Any]:
-        """For the place of a method: a function, unlike an object, gets the object it is called
-        on.
-        """
-
-        def held(*args: Any) -> Any:
-            return self(*args)
-
-        return held
-
-
-def train_while_held(folder: str, where: str) -> tuple[State, State, bool]:
+def train_while_held(folder: str) -> None:
     """Rank 0's writer stops in the middle; both ranks train, with all the communication of it,
     before it may go on.
     """
-    file = pathlib.Path(folder, "model.pt")
-    model = bmt.BMTrainModelWrapper(net(1))
-    bmt.save(model, file)
-    old = file.read_bytes()
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.1)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
-    at_call = models.cloned_state(model)
-    held = Held(getattr(writer._File, where, None) or getattr(os, where))
-    target: Any = writer._File if where == "write" else os
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, where, held.function())
-        handle = bmt.save(model, file, non_blocking=True)
-        if bmt.rank() == 0:
-            assert held.reached.wait(30)
-        for step in range(3):
-            manager.zero_grad()
-            manager.backward(model(torch.full((2, 5), step + 1.0)).square().mean())
-            manager.step()
-        losses = bmt.sum_loss(torch.ones(()))
-        assert handle.done == (bmt.rank() != 0) and losses == 1 and file.read_bytes() == old
-        later = models.cloned_state(model)
-        second_waited = save_again(model, file.with_name("second.pt"), handle, held)
-    bmt.synchronize()
-    return at_call, later, second_waited
+    twin, file, second = Twin(), *(pathlib.Path(folder, f"{name}.pt") for name in "ab")
+    for owner, name in ((writer._File, "write"), (os, "fsync"), (os, "replace")):
+        bmt.save(twin.model, file)
+        old, at_call, held = file.read_bytes(), models.cloned_state(twin.model), Held(owner, name)
+        with held.patched():
+            first = bmt.save(twin.model, file, non_blocking=True)
+            assert bmt.rank() or held.reached.wait(30)
+            for _ in range(2):
+                twin.step(f"a step while {name} is held")
+            assert first.done == (bmt.rank() != 0) and file.read_bytes() == old
+            held.go_on(after=0.3)
+            writing = bmt.save(twin.model, second, non_blocking=True)
+            assert first.done and (bmt.rank() or held.let.is_set()), "the second save waits"
+            bmt.load(twin.model, file)  # and so does this
+            assert writing.done
+        for wanted, path in ((at_call, file), (twin.plain.state_dict(), second)):
+            models.assert_same_dicts(torch.load(path), wanted, path.name)
+        twin.model.load_state_dict(twin.plain.state_dict())
+    with bmt.CheckpointManager(file.with_name("c")) as checkpoints:
+        held, reference = Held(os, "replace"), twin.reference()
+        with held.patched():
+            first = checkpoints.save(1, twin.model, twin.manager)
+            for _ in range(2):
+                twin.step("a step while a checkpoint is written")
+            assert not list(file.parent.glob("*/*/manifest.json"))
+            held.go_on(after=0.3)
+            checkpoints.save(2, twin.model, twin.manager)
+            assert first.done
+        for step, wanted in ((1, reference), (2, twin.reference())):
+            other, path = Twin(), checkpoints.folder / f"step-{step:08d}"
+            assert checkpoints.latest() == checkpoints.folder / "step-00000002"
+            assert checkpoints.restore(other.model, other.manager, path=path) is not None
+            other.follow(wanted, f"restoring {step}")
+    bmt.save(twin.model, second, non_blocking=True)  # nobody waits for it but the end of the run
 
 
-def save_again(
-    model: torch.nn.Module, file: pathlib.Path, handle: bmt.checkpoint.Writing, held: Held
-) -> bool:
-    """The second save begins while the first is held, which is let go on half a second later."""
-    released: list[float] = []
-
-    def release() -> None:
-        time.sleep(0.5)
-        released.append(time.monotonic())
-        held.go_on.set()
-
-    thread = threading.Thread(target=release)
-    thread.start()
-    bmt.save(model, file, non_blocking=True).wait()
-    thread.join()
-    return handle.done and time.monotonic() >= released[0]
-
-
-@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_goes_on_while_the_file_is_written(
-    tmp_path: pathlib.Path, world_size: int, where: str
-) -> None:
+def test_training_goes_on_while_the_file_is_written(tmp_path: pathlib.Path) -> None:
     """Held in the first byte, before the disk has all, or before the new file takes the old one's
-    name.
+    name; what is written is what was there at the call.
     """
-    for at_call, later, second_waited in run_ranks(
-        train_while_held, world_size, str(tmp_path), where
-    ):
-        assert second_waited
-        assert not torch.equal(at_call["0.weight"], later["0.weight"])
-        models.assert_same_dicts(
-            torch.load(tmp_path / "model.pt"), at_call, "the file of the call", 0.0
-        )
-        models.assert_same_dicts(torch.load(tmp_path / "second.pt"), later, "the second file", 0.0)
-    assert sorted(os.listdir(tmp_path)) == ["model.pt", "second.pt"]
+    run_ranks(train_while_held, 2, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "c"]
+    assert torch.load(tmp_path / "b.pt").keys() == torch.load(tmp_path / "a.pt").keys()
+
+
+def fail_in_background(folder: str) -> None:
+    twin, file = Twin(), pathlib.Path(folder, "a.pt")
+    other = file.with_name("b.pt")
+    surfaces: list[Callable[[Writing], object]] = [
+        lambda handle: bmt.save(twin.model, other),
+        lambda handle: bmt.load(twin.model, other),
+        Writing.wait,
+    ]
+    for surface in surfaces:
+        with failing(writer, "write_file", NO_SPACE):
+            handle = bmt.save(twin.model, file, non_blocking=True)
+            handle.join()
+        for ask in (surface, Writing.wait, Writing.wait):
+            with pytest.raises(CheckpointError, match=r"a\.pt: No space left on device; nothing"):
+                ask(handle)
+        twin.step("a failed save")
+        bmt.save(twin.model, other)  # it is told once, but by its handle
+        bmt.load(twin.model, other)
+        twin.step("a save")
+        other.unlink(missing_ok=True)
+    flushed = r"has taken its place, but its folder could not be flushed.*\(Input/output"
+    with failing(writer, "flush_to_disk", OSError(5, "Input/output error")):
+        with pytest.raises(CheckpointError, match=flushed):
+            bmt.save(twin.model, file)
+        with bmt.CheckpointManager(file.with_name("c"), background=False) as checkpoints:
+            with pytest.raises(CheckpointError, match=flushed):
+                checkpoints.save(1, twin.model)
+            fresh = Twin()
+            fresh.plain = twin.plain
+            assert checkpoints.restore(fresh.model) is not None
+            fresh.compare("a restore")
+            bmt.load(fresh.model, file)
+            fresh.compare("a load")
+
+
+def test_a_failure_in_the_background_is_told(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once on rank 0; to the next save or load, and by every wait. A folder that cannot be
+    flushed is told otherwise: the new file is there.
+    """
+    run_ranks(fail_in_background, 2, str(tmp_path))
+    assert capsys.readouterr().out.count("No space left") == 3
 
 
 # Ranks are forked from one process that has imported the library; each then ends as an interpreter
@@ -182,11 +171,14 @@ PROGRAM = """
 """
 
 
-def test_however_the_program_ends(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [("end", "raise"), pytest.param(("exit", "term", "twice", "atexit"), marks=pytest.mark.long)],
+)
+def test_however_the_program_ends(tmp_path: pathlib.Path, kinds: tuple[str, ...]) -> None:
     """At its end, sys.exit, an exception, SIGTERM and in atexit functions: the new file, or else
     the old one, whole.
     """
-    kinds = ("end", "exit", "raise", "term", "twice", "atexit")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     stores = [
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -219,66 +211,4 @@ def test_however_the_program_ends(tmp_path: pathlib.Path) -> None:
             # old file stays.
             is_sudden = kind == "term" or (kind == "raise" and world_size == 2)
             assert value == (1.0 if is_sudden else 2.0), f"{kind}, {world_size} ranks"
-    assert "ValueError: the program fails" in done.stderr
-
-
-def fails(path: pathlib.Path, tensors: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def ask_again(file: str) -> list[str]:
-    """What a handle says of a failed write: to the next save, and whenever it is asked."""
-    model = bmt.BMTrainModelWrapper(net(0))
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "write_file", fails)
-        handle = bmt.save(model, file, non_blocking=True)
-        for ask in (lambda: bmt.save(model, file), handle.wait, handle.wait):
-            with pytest.raises(CheckpointError) as caught:
-                ask()
-            said.append(str(caught.value))
-    return said
-
-
-def test_a_failed_write_is_told_by_every_wait(tmp_path: pathlib.Path) -> None:
-    for said in run_ranks(ask_again, 2, str(tmp_path / "model.pt")):
-        assert len(said) == 3
-        assert all("No space left on device" in text for text in said)
-
-
-def flush_but_the_folder(path: pathlib.Path) -> None:
-    if path.is_dir():
-        raise OSError(5, "Input/output error")
-
-
-def save_into_a_folder_that_fails(file: str) -> str:
-    model = bmt.BMTrainModelWrapper(net(1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "flush_to_disk", flush_but_the_folder)
-        with pytest.raises(CheckpointError) as caught:
-            bmt.save(model, file)
-    return str(caught.value)
-
-
-def checkpoint_into_a_folder_that_fails(folder: str) -> str:
-    model = bmt.BMTrainModelWrapper(net(1))
-    with bmt.CheckpointManager(folder, background=False) as checkpoints:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(writer, "flush_to_disk", flush_but_the_folder)
-            with pytest.raises(CheckpointError) as caught:
-                checkpoints.save(1, model)
-        other = bmt.BMTrainModelWrapper(net(2))
-        assert checkpoints.restore(other) is not None
-    models.assert_same_dicts(models.cloned_state(other), models.cloned_state(model), "it is there")
-    return str(caught.value)
-
-
-def test_a_folder_that_cannot_be_flushed(tmp_path: pathlib.Path) -> None:
-    """The new file is there; that it was left as it was would be wrong."""
-    file = tmp_path / "model.pt"
-    torch.save({}, file)
-    for said in run_ranks(save_into_a_folder_that_fails, 2, str(file)):
-        assert "has taken its place" in said and "intact" not in said
-    for said in run_ranks(checkpoint_into_a_folder_that_fails, 2, str(tmp_path / "checkpoints")):
-        assert "has taken its place" in said and "intact" not in said
-    assert torch.load(file, weights_only=True).keys() == net(1).state_dict().keys()
+    assert ("ValueError: the program fails" in done.stderr) == ("raise" in kinds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pathlib
@@ -30,7 +31,8 @@ TENSORS = {"weight": torch.ones(3, 4)}
 
 
 def rewritten(path: pathlib.Path, old: bytes, new: bytes, kind: int = zipfile.ZIP_STORED) -> None:
-    """The archive at `path` with other bytes in its pickle."""
+    """An archive of torch with other bytes in its pickle."""
+    torch.save(TENSORS if old else {"weight": torch.zeros(10**6)}, path)
     with zipfile.ZipFile(path) as archive:
         content = {entry.filename: archive.read(entry) for entry in archive.infolist()}
     with zipfile.ZipFile(path, "w", kind) as archive:
@@ -40,44 +42,21 @@ def rewritten(path: pathlib.Path, old: bytes, new: bytes, kind: int = zipfile.ZI
             archive.writestr(name, data.replace(old, new) if is_pickle else data)
 
 
-def big(number: int) -> bytes:
-    """A whole number as a pickle has it."""
-    data = number.to_bytes(8, "little")
-    return b"\x8a" + bytes([len(data)]) + data
+def changed(start: int, stop: int | None, new: bytes = b"") -> Callable[[pathlib.Path], object]:
+    """A good file, cut or overwritten."""
+
+    def write(path: pathlib.Path) -> None:
+        save: Any = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
+        save(TENSORS, path)
+        data = path.read_bytes()
+        at = data.find(b"data.pkl") + start if new else start
+        path.write_bytes(data[:at] + new + data[at:][len(new) : stop])
+
+    return write
 
 
-def huge_storage(path: pathlib.Path) -> None:
-    """12 elements that are said to be 2**50."""
-    torch.save(TENSORS, path)
-    rewritten(path, b"K\x0c", big(2**50))
-
-
-def huge_shape(path: pathlib.Path) -> None:
-    torch.save(TENSORS, path)
-    rewritten(path, b"K\x03K\x04\x86", big(2**50) + b"K\x04\x86")
-
-
-def unpacking(path: pathlib.Path) -> None:
-    """Zeros that a zip archive makes small."""
-    torch.save({"weight": torch.zeros(10**6)}, path)
-    rewritten(path, b"", b"", zipfile.ZIP_DEFLATED)
-
-
-def running(path: pathlib.Path) -> None:
-    torch.save({"weight": print}, path)
-
-
-def truncated(path: pathlib.Path) -> None:
-    torch.save(TENSORS, path)
-    path.write_bytes(path.read_bytes()[:-40])
-
-
-def flipped(path: pathlib.Path) -> None:
-    torch.save(TENSORS, path)
-    data = bytearray(path.read_bytes())
-    start = data.index(b"data.pkl") + 60
-    data[start : start + 40] = bytes(40)
-    path.write_bytes(bytes(data))
+def saved(content: Any, **options: Any) -> Callable[[pathlib.Path], object]:
+    return lambda path: torch.save(content, path, **options)
 
 
 def a_socket(path: pathlib.Path) -> None:
@@ -85,102 +64,161 @@ def a_socket(path: pathlib.Path) -> None:
         made.bind(str(path))
 
 
-BAD: dict[str, Callable[[pathlib.Path], object]] = {
-    "missing": lambda path: None,
-    "empty": lambda path: path.touch(),
-    "text": lambda path: path.write_text("{}"),
-    "zeros": lambda path: path.write_bytes(bytes(1000)),
-    "folder": lambda path: path.mkdir(),
-    "named pipe": os.mkfifo,
-    "socket": a_socket,
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "link to nothing": lambda path: path.symlink_to("/nowhere"),
-    "truncated": truncated,
-    "flipped": flipped,
-    "pickle": lambda path: path.write_bytes(pickle.dumps({"weight": [1]})),
-    "code": running,
-    "huge shape": huge_shape,
-    "unpacking": unpacking,
+def index(content: Any) -> Callable[[pathlib.Path], object]:
+    """A folder with an index."""
+
+    def write(folder: pathlib.Path) -> None:
+        folder.mkdir()
+        safetensors.torch.save_file({"a": torch.ones(1)}, folder / "x.safetensors")
+        text = content if isinstance(content, str) else json.dumps({"weight_map": content})
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return write
+
+
+HUGE = b"\x8a\x08" + (2**50).to_bytes(8, "little")  # as a pickle has it
+OLD: dict[str, Any] = {"_use_new_zipfile_serialization": False}
+# What a file is, by its name, and what is said of it.
+BAD: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+    "missing.pt": (lambda path: None, "no such file or folder; "),
+    "empty.pt": (lambda path: path.touch(), "no checkpoint"),
+    "text.pt": (lambda path: path.write_text("{}"), "no checkpoint"),
+    "zeros.pt": (lambda path: path.write_bytes(bytes(1000)), "no checkpoint"),
+    "folder.pt": (lambda path: path.mkdir(), "holds nothing; expected one of"),
+    "pipe.pt": (os.mkfifo, "named pipe"),
+    "socket.pt": (a_socket, "a socket"),
+    "device.pt": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    "link.pt": (lambda path: path.symlink_to("/nowhere"), "no such file"),
+    "truncated.pt": (changed(0, -40), "truncated"),
+    "flipped.pt": (changed(60, None, bytes(40)), "cannot load"),
+    "pickle.pt": (lambda path: path.write_bytes(pickle.dumps({"a": os.getcwd})), "could run code"),
+    "code.pt": (saved({"weight": print}), "other than tensors"),
+    "old_code.pt": (saved({"weight": print}, **OLD), "other than tensors"),
+    "module.pt": (saved({"a": torch.nn.Linear(1, 1)}), "other than tensors"),
+    "shape.pt": (lambda path: rewritten(path, b"K\x03K\x04\x86", HUGE + b"K\x04\x86"), "damaged"),
+    "zip.pt": (lambda path: rewritten(path, b"", b"", zipfile.ZIP_DEFLATED), "would unpack to"),
+}
+BAD_MODELS: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+    **BAD,
+    "list.pt": (saved([torch.ones(1)]), "holds a list"),
+    "nested.pt": (saved({"model": TENSORS, "step": 3}), "holds no tensors but model, step"),
+    "half.safetensors": (changed(0, -20), "truncated"),
+    "tiny.safetensors": (lambda path: path.write_bytes(bytes(6)), "truncated"),
+    "text.safetensors": (lambda path: path.write_text("this is none"), "no safetensors"),
+    "pipe.safetensors": (os.mkfifo, "named pipe"),
+    "long.safetensors": (
+        lambda path: path.write_bytes((2**60).to_bytes(8, "little") + b"{}"),
+        "no safetensors file",
+    ),
+    "no json": (index("{"), "no JSON"),
+    "a list": (index("[1]"), "holds a list"),
+    "lying": (index({"weight": "x.safetensors"}), "does not hold it"),
+    "types": (index({"weight": 3}), "weight_map of names to files"),
+    "absolute": (index({"weight": "/outside.safetensors"}), "no file inside of it"),
+    "up": (index({"weight": "../../outside.safetensors"}), "no file inside of it"),
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("mmap", [True, False])
-def test_torch_files(kind: str, mmap: bool, tmp_path: pathlib.Path) -> None:
-    """A CheckpointError with the path and a reason, soon, without much memory; no advice to run
-    what the file holds.
+def loading(folder: pathlib.Path) -> None:
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 3, bias=False))
+    before = model.state_dict()["weight"].clone()
+    for name, (_, reason) in BAD_MODELS.items():
+        with pytest.raises(CheckpointError) as raised:
+            bmt.load(model, folder / name)
+        assert name in str(raised.value) and reason in str(raised.value), raised.value
+        assert torch.equal(model.state_dict()["weight"], before)
+    bmt.load(model, folder.parent / "cache" / "snapshots" / "1")
+    assert model.state_dict()["weight"].eq(1).all()
+    # temporary names that lead to a file of the user's
+    for name in ("model.pt", "model.safetensors"):
+        path = folder.parent / name
+        if bmt.rank() == 0:
+            path.with_name(f"{name}.tmp").symlink_to(folder.parent / "precious")
+        bmt.save(model, path)
+        bmt.load(model, path)
+        assert not path.is_symlink()
+
+
+def test_bad_files_are_explained_on_every_rank(tmp_path: pathlib.Path) -> None:
+    """Soon, without much memory, with no advice to run what the file holds; then a snapshot of
+    Hugging Face's cache, made of links, is read.
+    """
+    places = tmp_path / "places"
+    places.mkdir()
+    for name, (make, _) in BAD_MODELS.items():
+        make(places / name)
+    for name in BAD:
+        for mmap in (True, False):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with pytest.raises(CheckpointError) as raised:
+                read_torch(places / name, mmap=mmap)
+            assert str(places / name) in str(raised.value)
+            assert "weights_only" not in str(raised.value)
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18, "KiB"
+    safetensors.torch.save_file(TENSORS, tmp_path / "outside.safetensors")
+    (tmp_path / "cache" / "snapshots").mkdir(parents=True)
+    snapshot = tmp_path / "cache" / "snapshots" / "1"
+    index({"weight": "model-1.safetensors"})(snapshot)
+    (snapshot / "model-1.safetensors").symlink_to("../../../outside.safetensors")
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    run_ranks(loading, 2, places)
+    (tmp_path / "text.partial").symlink_to(precious)
+    write_whole(tmp_path / "text", "ours")
+    assert (tmp_path / "text").read_text() == "ours" and precious.read_text() == "mine"
+
+
+def test_good_files(tmp_path: pathlib.Path) -> None:
+    """Old and new forms, a link to one; storages larger than the file are as large as what is
+    there if they are mapped, else refused.
     """
     path = tmp_path / "file.pt"
-    BAD[kind](path)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError) as raised:
-        content = read_torch(path, mmap=mmap)
-        raise AssertionError(f"read {content}")
-    assert str(path) in str(raised.value) and "weights_only" not in str(raised.value)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18, "KiB"
-
-
-def test_storages_larger_than_the_file(tmp_path: pathlib.Path) -> None:
-    """Mapped, they are as large as what is there; else they are refused."""
-    path = tmp_path / "file.pt"
-    huge_storage(path)
+    (tmp_path / "link.pt").symlink_to(path)
+    for options in (OLD, {}):
+        saved(TENSORS, **options)(path)
+        for mmap in (True, False):
+            for name in (path, tmp_path / "link.pt"):
+                assert torch.equal(read_torch(name, mmap=mmap)["weight"], torch.ones(3, 4))
+    rewritten(path, b"K\x0c", HUGE)
     with pytest.raises(CheckpointError, match="it is damaged or no checkpoint"):
         read_torch(path, mmap=False)
     assert torch.equal(read_torch(path)["weight"], TENSORS["weight"])
 
 
-def test_good_files(tmp_path: pathlib.Path) -> None:
-    """Old and new forms, and a link to one."""
-    for new in (True, False):
-        path = tmp_path / f"{new}.pt"
-        torch.save(TENSORS, path, _use_new_zipfile_serialization=new)
-        (tmp_path / f"link-{new}.pt").symlink_to(path)
-        for mmap in (True, False):
-            for name in (path.name, f"link-{new}.pt"):
-                assert torch.equal(
-                    read_torch(tmp_path / name, mmap=mmap)["weight"], torch.ones(3, 4)
-                )
-
-
-def test_text_files(tmp_path: pathlib.Path) -> None:
-    """JSON that is none, too large or too deep; pipes are not waited for."""
+def test_text_files_and_names(tmp_path: pathlib.Path) -> None:
+    """JSON that is none, too large or too deep; pipes are not waited for. Names that lead out of
+    their folder; links of Hugging Face's cache are followed.
+    """
     path = tmp_path / "file.json"
     for content, reason in (
         (b"", "no JSON"),
         (b"[1]", "holds a list, expected an object"),
         (b"\xff\xfe", "no text"),
         (b"[" * 10**6, "no JSON"),
-        (b'{"a": 1', "no JSON"),
     ):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=reason):
-            read_object(path)
-        with pytest.raises(ConfigError, match=reason):
-            read_json(path)
-        with pytest.raises(DataError, match=reason):
-            read(path)
-    with pytest.raises(CheckpointError, match="it has 7 bytes, expected 6 at most"):
-        read_text(path, 6)
+        readers: tuple[tuple[Callable[..., Any], Any], ...]
+        readers = ((read_object, CheckpointError), (read_json, ConfigError), (read, DataError))
+        for reader, kind in readers:
+            with pytest.raises(kind, match=reason):
+                reader(path)
     with path.open("wb") as file:
         file.truncate(2**40)  # takes no space on the disk
     with pytest.raises(CheckpointError, match=f"it has {2**40} bytes"):
         read_object(path)
+    path.write_text('{"a": 1}')
+    assert read_text(path, 8) == '{"a": 1}' and read_object(path) == {"a": 1}
+    with pytest.raises(CheckpointError, match="it has 8 bytes, expected 7 at most"):
+        read_text(path, 7)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(CheckpointError, match="it is a named pipe, expected a regular file"):
         read_object(path)
-
-
-def test_names_stay_in_their_folder(tmp_path: pathlib.Path) -> None:
-    """Up, absolute, through a linked folder, empty, of another type; links of Hugging Face's cache
-    are followed.
-    """
     folder = tmp_path / "model"
     (folder / "part").mkdir(parents=True)
     (tmp_path / "else").mkdir()
     (folder / "link").symlink_to(tmp_path / "else")
-    wrong = ["../x", "/etc/passwd", "part/../../x", "..", "", "link/x", "//x", "a\0b", 3, None]
-    for name in wrong:
+    for name in ["../x", "/etc/passwd", "part/../../x", "..", "", "link/x", "//x", "a\0b", 3, None]:
         with pytest.raises(CheckpointError, match="no file inside of it"):
             inside(folder, name)
     assert inside(folder, "part/x") == folder / "part" / "x"
@@ -189,116 +227,57 @@ def test_names_stay_in_their_folder(tmp_path: pathlib.Path) -> None:
     assert inside(folder, "x") == folder / "x"
 
 
-def loading(folder: str) -> list[str]:
-    """What `bmt.load` says of folders and files that are made to harm."""
-    said = []
-    for place in sorted(pathlib.Path(folder).iterdir()):
-        model = torch.nn.Linear(4, 3, bias=False)
-        before = model.weight.detach().clone()
-        with pytest.raises(CheckpointError) as raised:
-            bmt.load(model, str(place))
-        assert torch.equal(model.weight, before)
-        said.append(f"{place.name}: {raised.value}")
-    good = torch.nn.Linear(4, 3, bias=False)
-    bmt.load(good, str(pathlib.Path(folder).parent / "cache" / "snapshots" / "1"))
-    assert torch.equal(good.weight, torch.ones(3, 4))
-    return said
-
-
-def index(folder: pathlib.Path, content: Any) -> None:
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-
-
-def test_load_stays_in_the_folder(tmp_path: pathlib.Path) -> None:
-    """An index that names files elsewhere, pipes, headers of 2**60 bytes; a snapshot of Hugging
-    Face's cache is read.
-    """
-    places = tmp_path / "places"
-    safetensors.torch.save_file(TENSORS, tmp_path / "outside.safetensors")
-    index(places / "absolute", {"weight_map": {"weight": str(tmp_path / "outside.safetensors")}})
-    index(places / "up", {"weight_map": {"weight": "../../outside.safetensors"}})
-    index(places / "types", {"weight_map": {"weight": 3}})
-    index(places / "list", [1])
-    os.mkfifo(places / "pipe.pt")
-    os.mkfifo(places / "pipe.safetensors")
-    (places / "long.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
-    snapshot, blobs = tmp_path / "cache" / "snapshots" / "1", tmp_path / "cache" / "blobs"
-    index(snapshot, {"weight_map": {"weight": "model-1.safetensors"}})
-    blobs.mkdir()
-    safetensors.torch.save_file(TENSORS, blobs / "a1b2")
-    (snapshot / "model-1.safetensors").symlink_to("../../blobs/a1b2")
-    (said, same) = run_ranks(loading, 2, str(places))
-    assert len(said) == len(same) == 7
-    reasons = {
-        "absolute": "no file inside of it",
-        "up": "no file inside of it",
-        "types": "weight_map of names to files",
-        "list": "holds a list",
-        "pipe.pt": "named pipe",
-        "pipe.safetensors": "named pipe",
-        "long.safetensors": "no safetensors file",
-    }
-    for line in said:
-        assert reasons[line.partition(":")[0]] in line
-
-
-def saving(folder: str) -> None:
-    """Temporary names that lead to a file of the user's."""
-    here = pathlib.Path(folder)
-    precious = here / "precious"
-    precious.write_text("mine")
-    model = torch.nn.Linear(4, 3)
-    for name in ("model.pt", "model.safetensors"):
-        (here / f"{name}.tmp").symlink_to(precious)
-        bmt.save(model, str(here / name))
-        bmt.load(model, str(here / name))
-        assert not (here / name).is_symlink()
-    (here / "text.partial").symlink_to(precious)
-    write_whole(here / "text", "ours")
-    assert (here / "text").read_text() == "ours" and precious.read_text() == "mine"
-
-
-def test_links_at_temporary_names_are_not_followed(tmp_path: pathlib.Path) -> None:
-    run_ranks(saving, 1, str(tmp_path))
-
-
 def states() -> list[str]:
     """On two ranks: what is no state, on the last of them."""
     parameter = torch.nn.Parameter(torch.ones(3, device="cpu"))
     optimizer = AdamOptimizer([parameter])
     manager = OptimManager(loss_scale=8)
     manager.add_optimizer(optimizer)
-    parameter.grad = torch.ones(3)
-    manager.step()
-    good = manager.state_dict()
-    own = good["optimizers"][0]
+
+    def step() -> list[float]:
+        parameter.grad = torch.ones(3)
+        manager.step()
+        values = parameter.tolist()
+        assert values == pytest.approx([values[0]] * 3)
+        return values
+
+    step()
+    good = copy.deepcopy(manager.state_dict())
+    own, scale = good["optimizers"][0], {"value": 8.0, "good_steps": 0}
     wrong: list[Any] = [3, None, [], {}, {**good, "optimizers": None}, {**good, "optimizers": [3]}]
-    wrong += [{**good, "optimizers": [{**own, "state": [1]}]}]
-    wrong += [{**good, "optimizers": [{**own, "state": {0: 3}}]}]
-    wrong += [{**good, "optimizers": [{**own, "param_groups": "x"}]}]
-    wrong += [{**good, "optimizers": [{**own, "param_groups": [{"lr": 1}]}]}]
-    wrong += [
-        {**good, "lr_schedulers": ["x"]},
-        {**good, "num_steps": "x"},
-        {**good, "num_steps": -1},
-    ]
-    wrong += [{**good, "loss_scale_state": {"value": "x", "good_steps": 0}}]
-    wrong += [{**good, "loss_scale_state": {"value": float("nan"), "good_steps": 0}}]
-    wrong += [{**good, "loss_scale_state": {}}]
-    said = []
+    change: dict[str, Any]
+    for change in (
+        {"state": [1]},
+        {"state": {0: 3}},
+        {"param_groups": "x"},
+        {"param_groups": [{"lr": 1}]},
+    ):
+        wrong.append({**good, "optimizers": [{**own, **change}]})
+    for change in (
+        {"lr_schedulers": ["x"]},
+        {"num_steps": "x"},
+        {"num_steps": -1},
+        {"loss_scale_state": {}},
+        {"loss_scale_state": scale | {"value": "x"}},
+        {"loss_scale_state": scale | {"value": float("nan")}},
+    ):
+        wrong.append({**good, **change})
+    said: list[str] = []
     last = bmt.rank() == bmt.world_size() - 1
     for state in wrong:
-        with pytest.raises(
-            CheckpointError, match=r"expected what state_dict\(\) returned"
-        ) as raised:
+        with pytest.raises(CheckpointError, match=r"expected what state_dict\(\) re") as raised:
             manager.load_state_dict(state if last else good)
         said.append(str(raised.value))
     for state in (None, [], own["state"]):
         with pytest.raises(CheckpointError, match="load_state_dict got no optimizer state"):
             optimizer.load_state_dict(state if last else own)
+    before = parameter.detach().clone()
+    wanted = step()  # with the state that was there
+    with torch.no_grad():
+        parameter.copy_(before)
     manager.load_state_dict(good)
     assert manager.state_dict()["num_steps"] == 1
+    assert step() == wanted
     return said
 
 

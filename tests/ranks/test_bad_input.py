@@ -1,63 +1,289 @@
 """What bad input gets: an error of the documented type with name, got, expected and remedy, on
-every rank, and no hang.
+every rank, and no hang; the program goes on as if it had not been.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tests.ranks.pairs import Pair
 from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import CheckpointError, ConfigurationError, NotInitializedError, ParameterError
+import model_center.errors
+from bmtrain.errors import (
+    ArgumentError,
+    CheckpointError,
+    ConfigurationError,
+    NotInitializedError,
+    ParameterError,
+)
+from bmtrain.lr_scheduler import Cosine
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, clip_grad_norm
+from bmtrain.runtime import arguments
+from model_center.errors import ConfigError
+from model_center.layer import Attention, Embedding, Encoder, FeedForward, LayerNorm, Linear
+from model_center.model import GPT2Config, T5Config
+
+VALUES = (-math.inf, -1, -0.5, 0, 0.5, 1, 2.5, 3, math.inf)
+ALLOWED: dict[str, tuple[float, ...]] = {
+    "NUMBER": VALUES[1:-1],
+    "AMOUNT": (0, 0.5, 1, 2.5, 3),
+    "POSITIVE": (0.5, 1, 2.5, 3),
+    "BOUND": (0.5, 1, 2.5, 3, math.inf),
+    "SHARE": (0, 0.5, 1),
+    "PART": (0, 0.5),
+    "SIZE": (1, 3),
+    "COUNT": (0, 1, 3),
+    "WHOLE": (-1, 0, 1, 3),
+}
+
+
+def test_rules() -> None:
+    """Numbers of Python, numpy and one-element tensors; NaN, texts, None, lists never. 0 and 1 are
+    flags, as in files of old.
+    """
+    for name, allowed in ALLOWED.items():
+        rule: arguments.Rule = getattr(arguments, name)
+        assert tuple(value for value in VALUES if rule.holds(value)) == allowed
+        for wrong in (math.nan, "1", None, [1], b"1", 1j, True, torch.ones(2), np.float32("nan")):
+            assert not rule.holds(wrong), wrong
+        assert rule.holds(np.int64(1)) == (1 in allowed)
+        assert rule.holds(np.float32(0.5)) == (0.5 in allowed)
+    assert all(map(arguments.FLAG.holds, (True, False, 0, 1)))
+    assert not any(map(arguments.FLAG.holds, (2, "yes", None, 0.5, [])))
+    # for `help`, editors and tools
+    assert list(inspect.signature(OptimManager).parameters)[1] == "loss_scale_factor"
+    assert "weight_decay" in inspect.signature(AdamOptimizer).parameters
+    for kind in (ArgumentError, model_center.errors.ArgumentError):
+        assert issubclass(kind, TypeError) and issubclass(kind, ValueError)
+
+
+Case = tuple[Callable[[], object], type[Exception], str]
+call: Any = functools.partial
+Bad: Any = ConfigurationError
+UNKNOWN = model_center.errors.ArgumentError
+
+
+def parameters(*shape: int, **options: Any) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(*(shape or (1,)), **options))]
+
+
+def of_optimizers() -> Iterable[Case]:
+    adam = call(AdamOptimizer, parameters())
+    manager = OptimManager()
+    manager.add_optimizer(adam())
+    clip = call(manager.clip_grad_norm, parameters())
+    load = manager.optimizers[0].load_state_dict
+    yield call(adam, lr="1e-3"), ArgumentError, "AdamOptimizer: lr is '1e-3': expected a finite n"
+    yield call(adam, betas=0.9), Bad, "betas is 0.9: expected two numbers"
+    yield call(adam, betas=(0.9, "0.99")), ArgumentError, "betas is"
+    yield call(adam, weigth_decay=1), ArgumentError, "'weigth_decay' (nearest: 'weight_decay')"
+    group = {"params": parameters(), "lr": "x"}
+    yield call(AdamOptimizer, [group]), ArgumentError, "AdamOptimizer: lr is 'x'"
+    for kind in (AdamOptimizer, AdamOffloadOptimizer):
+        yield call(kind, []), ValueError, "empty parameter list"
+        meta = call(kind, parameters(2, 3, device="meta"))
+        yield meta, ParameterError, f"{kind.__name__} got a parameter of shape (2, 3) on meta"
+        yield meta, ParameterError, "computes on cpu: move the model"
+        for name in ("lr", "eps", "weight_decay", "hold_steps", "betas"):
+            value = (1.0, 0.9) if name == "betas" else -1
+            yield call(kind, parameters(), **{name: value}), Bad, f"{name} is "
+        unknown = call(kind, parameters(), record_dleta=True)
+        yield unknown, ArgumentError, f"{kind.__name__} does not know 'record_dleta'"
+    for options, error, words in (
+        ({"loss_scale": "8"}, ArgumentError, "loss_scale is '8'"),
+        ({"loss_scale": 0}, Bad, "loss_scale is 0"),
+        ({"loss_scale": 8, "loss_scale_steps": math.nan}, Bad, "steps is nan"),
+        ({"loss_scale": 1, "loss_scale_factor": 1}, Bad, "factor > 1"),
+        ({"grad_scale": "2"}, ArgumentError, "grad_scale is '2'"),
+        ({"grad_scale": 0}, Bad, "grad_scale is 0"),
+        ({"max_skipped_steps": 0}, Bad, "max_skipped_steps is 0"),
+        ({"los_scale": 8}, ArgumentError, "OptimManager does not know 'los_scale'"),
+    ):
+        yield call(OptimManager, **options), error, words
+    yield call(clip, "1.0"), ArgumentError, "max_norm is '1.0'"
+    yield call(clip, 0), Bad, "max_norm is 0"
+    yield call(clip, 1.0, "x"), ArgumentError, "norm_type is 'x'"
+    yield call(clip, 1.0, 0), Bad, "norm_type is 0"
+    yield call(clip, 1.0, 2, math.nan), Bad, "eps is nan"
+    yield call(clip_grad_norm, parameters(), 1.0, scale=-1.0), Bad, "scale is"
+    cosine = call(Cosine, adam())
+    yield call(cosine, "1e-3", 1, 5), ArgumentError, "start_lr is '1e-3'"
+    yield call(cosine, 1e-3, 1, "5"), Bad, "end_iter of Cosine: got '5'"
+    yield call(cosine, math.inf, 1, 5), Bad, "start_lr is inf"
+    two = {"optimizers": [{}, {}], "lr_schedulers": [None]}
+    yield call(manager.load_state_dict, two), CheckpointError, "2 optimizers, this manager 1"
+    yield call(load, {"spam": 1}), CheckpointError, "'state' and 'param_groups'"
+    groups = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+    yield call(load, groups), CheckpointError, "groups of [2] parameters, this one of [1]"
+    sharded = AdamOptimizer(bmt.Block(nn.Linear(3, 2)).parameters())
+    state = sharded.state_dict(gather=True)
+    state["state"][0]["exp_avg"] = torch.ones(3, 3)
+    words = "'exp_avg' of parameter 0 has shape (3, 3), the parameter (2, 3)"
+    yield call(sharded.load_state_dict, state), CheckpointError, words
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+
+def of_modules() -> Iterable[Case]:
+    entropy, layer = bmt.loss.FusedCrossEntropy, nn.Linear(2, 2)
+    block, blocks = call(bmt.Block, layer), bmt.TransformerBlockList
+    yield call(entropy, ignore_index="a"), ArgumentError, "ignore_index is 'a'"
+    yield call(entropy, parallel="yes"), ArgumentError, "parallel is 'yes'"
+    yield call(entropy, redution="sum"), ArgumentError, "(nearest: 'reduction')"
+    yield call(bmt.nn.Linear, "4", 4), ArgumentError, "in_features is '4'"
+    for root in (9, -1, None, 0.0):
+        broadcast = call(bmt.distributed.broadcast, torch.ones(3), root)
+        yield broadcast, Bad, f"broadcast got rank {root!r}"
+    yield call(block, zerolevel=3), ArgumentError, "'zerolevel' (nearest: 'zero_level')"
+    yield call(block, compile="yes"), Bad, "compile is 'yes': expected True, False, or None"
+    yield call(bmt.Block, 3), Bad, "Block got int: expected a torch.nn.Module"
+    yield call(block, zero_level=1), Bad, "zero_level is 1"
+    yield call(block, mode="SPAM"), Bad, "mode 'SPAM'"
+    odd = nn.Linear(2, 2)
+    odd.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    yield call(bmt.Block, odd), ParameterError, "phase"
+    yield call(bmt.DistributedParameter, [1.0]), ParameterError, "got list: expected a tensor"
+    yield call(bmt.BMTrainModelWrapper, "model"), Bad, "BMTrainModelWrapper got str"
+    yield call(blocks, [layer], num_hidden=0), Bad, "num_hidden is 0"
+    yield call(blocks, ["layer"]), Bad, "block list got str"
+    yield blocks([nn.Linear(2, 2)]), Bad, "got 0 positional arguments"
+    wide = blocks([nn.Bilinear(2, 2, 2)], num_hidden=2)
+    yield call(wide, torch.ones(1, 2), torch.ones(1, 2)), Bad, "returned 1 values"
+    whole = bmt.BMTrainModelWrapper(nn.Linear(2, 2))
+    tie = call(setattr, whole, "weight", torch.ones(2, 2))
+    yield tie, ParameterError, "to tie two parameters"
+    assign = call(whole.load_state_dict, whole.state_dict(), assign=True)
+    yield assign, ParameterError, "assign=False"
+    yield whole.half, ParameterError, "before it is sharded"
+    yield call(bmt.init_parameters, bmt.Block(NoReset())), ParameterError, "meta"
+    yield call(bmt.init_parameters, nn.Linear(2, 2)), Bad, "BMTrainModelWrapper"
+    yield call(bmt.config.__getitem__, "world_sise"), KeyError, "world_size"
+    yield call(bmt.config.__setitem__, "rank", 3), Bad, "cannot be written"
+    yield call(bmt.init_distributed, device="cpu"), RuntimeError, "second time"
+
+
+def of_states() -> Iterable[Case]:
+    model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+    before, load = model.state_dict(), model.load_state_dict
+    yield call(load, {**before, "0.weight": torch.ones(5, 4)}), RuntimeError, "[5, 3]"
+    some = {name: value for name, value in before.items() if name != "1.bias"}
+    yield call(load, some), RuntimeError, "Missing key"
+    yield call(load, {**before, "spam": torch.ones(1)}), RuntimeError, "Unexpected key"
+    found = load({"0.weight": torch.ones(5, 3), "spam": torch.ones(1)}, strict=False)
+    assert found.unexpected_keys == ["spam"]
+    assert sorted(found.missing_keys) == ["0.bias", "1.bias", "1.weight"]
+    assert torch.equal(model.state_dict()["0.weight"], torch.ones(5, 3))
+
+
+def of_models() -> Iterable[Case]:
+    gpt2 = call(GPT2Config, vocab_size=10)
+    for name, value in (
+        *(("dropout_p", wrong) for wrong in (-0.1, 1.5, "0.1", math.nan)),
+        *(("norm_eps", wrong) for wrong in (-1, "x", math.nan)),
+        *(("num_layers", wrong) for wrong in ("4", 0, -1, 2.0)),
+        *(("att_init_std", wrong) for wrong in (-1, math.nan)),
+        *(("emb_init_mean", wrong) for wrong in ("0", math.inf)),
+        *(("tied", "yes"), ("norm_bias", 3), ("zero_level", 7)),
+    ):
+        words = f"GPT2Config: {name} is {value!r}: expected"
+        yield call(gpt2, **{name: value}), ConfigError, words
+    yield call(gpt2, num_layer=3), UNKNOWN, "does not know 'num_layer' (nearest: 'num_layers')"
+    buckets = call(T5Config, vocab_size=10, position_bias_num_buckets=0)
+    yield buckets, ConfigError, "position_bias_num_buckets is 0"
+    wrong: Any
+    for wrong in (0, -1, "4", 4.0, True):
+        yield call(Linear, wrong, 4), ConfigError, f"dim_in is {wrong!r}"
+        yield call(Embedding, wrong, 4), ConfigError, f"vocab_size is {wrong!r}"
+        yield call(LayerNorm, wrong), ConfigError, f"dim_norm is {wrong!r}"
+        yield call(FeedForward, 4, wrong), ConfigError, f"dim_ff is {wrong!r}"
+    yield call(LayerNorm, 4, eps=-1), ConfigError, "LayerNorm: eps is -1"
+    yield call(Attention, 8, 2, 4, dropout_p=-1), ConfigError, "dropout_p is -1"
+    encoder = call(Encoder, num_layers=1, dim_model=8, dim_ff=8, num_heads=2, dim_head=4)
+    yield call(encoder, dropout_p=2), ConfigError, "dropout_p is 2"
+    yield call(encoder, num_head=2), UNKNOWN, "does not know 'num_head' (nearest: 'num_heads')"
+
+
+def of_losses() -> Iterable[Case]:
+    pair = Pair().train(1)
+    backward = pair.manager.backward
+    many = call(backward, bmt.Block(nn.Linear(3, 3))(torch.ones(2, 3)))
+    yield many, Bad, "shape (2, 3): expected a scalar loss; take the mean"
+    yield call(backward, torch.ones(())), Bad, "does not require grad"
+    yield call(backward, 1.0), Bad, "got float: expected a scalar loss"
+    yield backward, Bad, "got no loss"
+    pair.check("nothing was lost")
+    pair.train(range(1, 3))
+
+
+def refused(cases: Callable[[], Iterable[Case]]) -> None:
+    for make, error, words in cases():
+        with pytest.raises(error, match=re.escape(words)):
+            make()
+    bmt.synchronize()
+
+
+@pytest.mark.parametrize("cases", [of_optimizers, of_modules, of_states, of_models, of_losses])
+def test_bad(cases: Callable[[], Iterable[Case]]) -> None:
+    """Each bad argument is refused on every rank, with what was got and what was expected."""
+    run_ranks(refused, 2, cases)
 
 
 def before_init() -> None:
+    layer = nn.Linear(2, 2)
     uses: dict[str, Callable[[], object]] = {
-        "Block": lambda: bmt.Block(nn.Linear(2, 2)),
-        "DistributedParameter": lambda: bmt.DistributedParameter(torch.ones(2)),
-        "BMTrainModelWrapper": lambda: bmt.BMTrainModelWrapper(nn.Linear(2, 2)),
-        "init_parameters": lambda: bmt.init_parameters(nn.Linear(2, 2)),
-        "AdamOptimizer": lambda: AdamOptimizer([nn.Parameter(torch.ones(2))]),
-        "AdamOffloadOptimizer": lambda: AdamOffloadOptimizer([nn.Parameter(torch.ones(2))]),
+        "Block": call(bmt.Block, layer),
+        "DistributedParameter": call(bmt.DistributedParameter, torch.ones(2)),
+        "BMTrainModelWrapper": call(bmt.BMTrainModelWrapper, layer),
+        "init_parameters": call(bmt.init_parameters, layer),
+        "AdamOptimizer": call(AdamOptimizer, parameters()),
+        "AdamOffloadOptimizer": call(AdamOffloadOptimizer, parameters()),
         "OptimManager": OptimManager,
-        "clip_grad_norm": lambda: bmt.optim.clip_grad_norm([nn.Parameter(torch.ones(2))], 1.0),
-        "sum_loss": lambda: bmt.sum_loss(torch.ones(())),
+        "clip_grad_norm": call(clip_grad_norm, parameters(), 1.0),
+        "sum_loss": call(bmt.sum_loss, torch.ones(())),
         "synchronize": bmt.synchronize,
-        "load": lambda: bmt.load(nn.Linear(2, 2), "nowhere.pt"),
-        "save": lambda: bmt.save(nn.Linear(2, 2), "nowhere.pt"),
-        "TransformerBlockList": lambda: bmt.TransformerBlockList([nn.Linear(2, 2)]),
-        "see_memory": lambda: bmt.see_memory("now"),
+        "load": call(bmt.load, layer, "nowhere.pt"),
+        "save": call(bmt.save, layer, "nowhere.pt"),
+        "TransformerBlockList": call(bmt.TransformerBlockList, [layer]),
+        "see_memory": call(bmt.see_memory, "now"),
     }
     for name, use in uses.items():
-        try:
+        with pytest.raises(NotInitializedError, match=r"init_distributed\(\)"):
             use()
-        except NotInitializedError as error:
-            assert "init_distributed()" in str(error), name
-        else:
             raise AssertionError(f"{name} before init_distributed raised nothing")
     assert (bmt.rank(), bmt.world_size()) == (0, 1)
-
-
-def test_use_before_init() -> None:
-    """Everything that needs the process group says so and names the remedy."""
-    run_ranks(before_init, 1, join=False)
-
-
-def second_init() -> None:
-    with pytest.raises(RuntimeError, match="second time"):
-        bmt.init_distributed(device="cpu")
+    init = call(bmt.init_distributed, device="cpu")
+    for sizes in ({"tp_size": 2}, {"pipe_size": 2}, {"pipe_size": 3, "tp_size": 2}):
+        with pytest.raises(Bad, match=r"3 ranks.*(tp_size|pipe_size).*divisible by"):
+            init(**sizes)
+    for values in WRONG_VALUES:
+        with pytest.raises(Bad, match=f"{next(iter(values))}.*expected"):
+            init(**values)
+    rank, os.environ["RANK"] = os.environ["RANK"], "two"
+    with pytest.raises(Bad, match=r"RANK.*'two'.*torchrun"):
+        init()
+    os.environ["RANK"] = rank
+    init()
+    assert bmt.world_size() == 3
     bmt.synchronize()
 
 
@@ -75,177 +301,11 @@ WRONG_VALUES: tuple[dict[str, Any], ...] = (
 )
 
 
-def wrong_sizes() -> None:
-    sizes: tuple[dict[str, Any], ...] = (
-        {"tp_size": 2},
-        {"pipe_size": 2},
-        {"pipe_size": 3, "tp_size": 2},
-    )
-    for arguments in sizes:
-        with pytest.raises(ConfigurationError, match=r"3 ranks.*(tp_size|pipe_size).*divisible by"):
-            bmt.init_distributed(device="cpu", **arguments)
-    for arguments in WRONG_VALUES:
-        with pytest.raises(ConfigurationError, match=f"{next(iter(arguments))}.*expected"):
-            bmt.init_distributed(device="cpu", **arguments)
-    os.environ["RANK"] = "two"
-    with pytest.raises(ConfigurationError, match=r"RANK.*'two'.*torchrun"):
-        bmt.init_distributed(device="cpu")
-
-
-def test_a_world_that_cannot_be_divided() -> None:
-    """On every rank, before any group is made."""
-    run_ranks(wrong_sizes, 3, join=False)
-
-
-def bad_modules() -> None:
-    with pytest.raises(ConfigurationError, match="compile is 'yes': expected True, False, or None"):
-        bmt.Block(nn.Linear(2, 2), compile="yes")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"Block got int: expected a torch\.nn\.Module"):
-        bmt.Block(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"zero_level is 1.*expected 2"):
-        bmt.Block(nn.Linear(2, 2), zero_level=1)
-    with pytest.raises(ConfigurationError, match="mode 'SPAM'"):
-        bmt.Block(nn.Linear(2, 2), mode="SPAM")
-    whole = nn.Linear(2, 2)
-    whole.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
-    with pytest.raises(ParameterError, match=r"phase.*complex64.*buffer"):
-        bmt.Block(whole)
-    with pytest.raises(ParameterError, match="got list: expected a tensor"):
-        bmt.DistributedParameter([1.0])  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="BMTrainModelWrapper got str"):
-        bmt.BMTrainModelWrapper("model")  # type: ignore[type-var]
-    with pytest.raises(ConfigurationError, match="num_hidden is 0"):
-        bmt.TransformerBlockList([nn.Linear(2, 2)], num_hidden=0)
-    with pytest.raises(ConfigurationError, match="block list got str"):
-        bmt.TransformerBlockList(["layer"])  # type: ignore[list-item]
-    with pytest.raises(ConfigurationError, match=r"got 0 positional arguments.*num_hidden=1"):
-        bmt.TransformerBlockList([nn.Linear(2, 2)])()
-    with pytest.raises(ConfigurationError, match=r"returned 1 values.*num_hidden=2"):
-        bmt.TransformerBlockList([nn.Bilinear(2, 2, 2)], num_hidden=2)(
-            torch.ones(1, 2), torch.ones(1, 2)
-        )
-    layer = bmt.BMTrainModelWrapper(nn.Linear(2, 2))
-    with pytest.raises(ParameterError, match=r"weight.*to tie two parameters"):
-        layer.weight = torch.ones(2, 2)
-    with pytest.raises(ParameterError, match="assign=False"):
-        layer.load_state_dict(layer.state_dict(), assign=True)
-    with pytest.raises(
-        ParameterError, match=r"(weight|bias).*float32.*float16.*before it is sharded"
-    ):
-        layer.half()
-    with pytest.raises(ParameterError, match=r"weight.*meta.*init_method.*checkpoint"):
-        bmt.init_parameters(bmt.Block(NoReset()))
-    with pytest.raises(ConfigurationError, match="BMTrainModelWrapper"):
-        bmt.init_parameters(nn.Linear(2, 2))
-    with pytest.raises(KeyError, match="world_size"):
-        _ = bmt.config["world_sise"]
-    with pytest.raises(ConfigurationError, match="cannot be written"):
-        bmt.config["rank"] = 3
-
-
-class NoReset(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3, device="meta"))
-
-
-def loading() -> None:
-    model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
-    before = model.state_dict()
-    with pytest.raises(RuntimeError, match=r"(?s)0\.weight.*\[5, 4\].*\[5, 3\]"):
-        model.load_state_dict({**before, "0.weight": torch.ones(5, 4)})
-    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*1\.bias"):
-        model.load_state_dict({name: value for name, value in before.items() if name != "1.bias"})
-    with pytest.raises(RuntimeError, match=r"(?s)Unexpected key.*spam"):
-        model.load_state_dict({**before, "spam": torch.ones(1)})
-    found = model.load_state_dict(
-        {"0.weight": torch.ones(5, 3), "spam": torch.ones(1)}, strict=False
-    )
-    assert found.unexpected_keys == ["spam"] and sorted(found.missing_keys) == [
-        "0.bias",
-        "1.bias",
-        "1.weight",
-    ]
-    assert torch.equal(model.state_dict()["0.weight"], torch.ones(5, 3))
-
-
-def bad_losses() -> None:
-    model = bmt.Block(nn.Linear(3, 3))
-    manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters()))
-    with pytest.raises(ConfigurationError, match=r"shape \(2, 3\): expected a scalar.*mean"):
-        manager.backward(model(torch.ones(2, 3)))
-    with pytest.raises(ConfigurationError, match="does not require grad"):
-        manager.backward(torch.ones(()))
-    with pytest.raises(ConfigurationError, match="got float: expected a scalar loss"):
-        manager.backward(1.0)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="got no loss"):
-        manager.backward()
-    manager.backward(model(torch.ones(2, 3)).sum())  # nothing was lost
-
-
-def bad_optimizers() -> None:
-    for kind in (AdamOptimizer, AdamOffloadOptimizer):
-        with pytest.raises(ValueError, match="empty parameter list"):
-            kind([])
-        with pytest.raises(
-            ParameterError,
-            match=rf"{kind.__name__}.*\(2, 3\) on meta.*computes on cpu.*move the model",
-        ):
-            kind([nn.Parameter(torch.ones(2, 3, device="meta"))])
-        for wrong in (
-            {"lr": -1},
-            {"betas": (1.0, 0.9)},
-            {"eps": -1},
-            {"weight_decay": -1},
-            {"hold_steps": -1},
-        ):
-            with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-                kind([nn.Parameter(torch.ones(1))], **wrong)
-    manager = OptimManager()
-    with pytest.raises(ConfigurationError, match="add_optimizer got str"):
-        manager.add_optimizer("adam")  # type: ignore[arg-type]
-    optimizer = AdamOptimizer([nn.Parameter(torch.ones(1))])
-    manager.add_optimizer(optimizer)
-    with pytest.raises(ConfigurationError, match="has already"):
-        manager.add_optimizer(optimizer)
-    out_of_range: list[dict[str, Any]] = [
-        {"loss_scale": 0},
-        {"loss_scale": -2},
-        {"loss_scale": 1, "loss_scale_factor": 1},
-        {"grad_scale": 0},
-        {"grad_scale": math.nan},
-    ]
-    for values in out_of_range:
-        with pytest.raises(ConfigurationError, match=r"expected"):
-            OptimManager(**values)
-    with pytest.raises(ConfigurationError, match="norm_type is 0"):
-        manager.clip_grad_norm(optimizer.param_groups, 1.0, norm_type=0)
-    for max_norm in (0, -1.0, math.nan):
-        with pytest.raises(ConfigurationError, match="max_norm is"):
-            manager.clip_grad_norm(optimizer.param_groups, max_norm)
-    for scale in (0, -1.0, math.nan, math.inf):
-        with pytest.raises(ConfigurationError, match="scale is"):
-            clip_grad_norm(optimizer.param_groups, 1.0, scale=scale)
-    with pytest.raises(CheckpointError, match="2 optimizers, this manager 1"):
-        manager.load_state_dict({"optimizers": [{}, {}], "lr_schedulers": [None]})
-    with pytest.raises(CheckpointError, match="'state' and 'param_groups'"):
-        optimizer.load_state_dict({"spam": 1})
-    with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters.*\[1\]"):
-        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
-    block = bmt.Block(nn.Linear(3, 2))
-    sharded = AdamOptimizer(block.parameters())
-    state = sharded.state_dict(gather=True)
-    state["state"][0]["exp_avg"] = torch.ones(3, 3)
-    with pytest.raises(CheckpointError, match=r"exp_avg.*parameter 0.*\(3, 3\).*\(2, 3\)"):
-        sharded.load_state_dict(state)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("program", [second_init, bad_modules, loading, bad_losses, bad_optimizers])
-def test_bad(program: Callable[[], None], world_size: int) -> None:
-    """Each bad argument is refused on every rank, with what was got and what was expected."""
-    run_ranks(program, world_size, timeout=30)
+def test_use_before_init() -> None:
+    """Everything that needs the process group says so and names the remedy; a world that cannot be
+    divided is refused before any group is made, and a good start works afterwards.
+    """
+    run_ranks(before_init, 3, join=False)
 
 
 SCRIPT = """
@@ -259,37 +319,27 @@ time.sleep(300)
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_ends_the_job(tmp_path: pathlib.Path) -> None:
     """Under torchrun the others, who wait in a collective, are ended within seconds; the first
     traceback is the culprit's.
     """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    source = pathlib.Path(__file__).parents[2] / "src"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(source),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    source = str(pathlib.Path(__file__).parents[2] / "src")
+    added = {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     begin = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        str(script),
-    ]
+    options = ["--standalone", "--nproc_per_node=2", str(script)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=80, check=False
+        [sys.executable, "-m", "torch.distributed.run", *options],
+        env={**os.environ, **added},
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
     )
-    elapsed = time.monotonic() - begin
+    elapsed, failed = time.monotonic() - begin, "[rank 1] this rank failed"
     assert done.returncode != 0
-    assert (
-        "[rank 1] this rank failed" in done.stderr and "KeyError: 'the culprit'" in done.stderr
-    ), done.stderr
-    assert done.stderr.index("Traceback") > done.stderr.index("[rank 1] this rank failed"), (
-        done.stderr
-    )
+    assert failed in done.stderr and "KeyError: 'the culprit'" in done.stderr, done.stderr
+    assert done.stderr.index("Traceback") > done.stderr.index(failed), done.stderr
     assert elapsed < 40, f"took {elapsed:.0f} s"

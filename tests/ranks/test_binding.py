@@ -1,12 +1,14 @@
-"""What a block knows of its module is thrown away when the module changes between calls."""
+"""What a block knows of its module is thrown away when the module changes between calls; writes
+inside of a call are refused.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ class Pair(nn.Module):
         return x if self.third is None else self.third(x)
 
 
-def swap_modules(pair: nn.Module) -> None:
+def swap_modules(pair: Any) -> None:
     pair.first, pair.second = pair.second, pair.first
 
 
@@ -48,66 +50,63 @@ def remove(pair: Any) -> None:
     pair.first.bias = None
 
 
-def add(pair: nn.Module) -> None:
+def add(pair: Any) -> None:
     torch.manual_seed(8)
     pair.third = nn.Linear(4, 4)
 
 
-def replace(pair: nn.Module) -> None:
+def replace(pair: Any) -> None:
     torch.manual_seed(9)
     pair.second = nn.Linear(4, 4, bias=False)
 
 
 def freeze(pair: Any) -> None:
-    next(pair.first.parameters()).requires_grad_(False)
+    pair.first.weight.requires_grad_(False)
 
 
-def gradients_after(change: Callable[[nn.Module], None], level: int) -> None:
+CHANGES = (swap_modules, swap_weights, tie, remove, add, replace, freeze)
+
+
+def check_step(plain: nn.Module, block: nn.Module, what: str) -> None:
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    losses = [net(x).square().sum() for net in (plain, block)]
+    plain.zero_grad()
+    block.zero_grad()
+    losses[0].backward()
+    (losses[1] / bmt.world_size()).backward()
+    models.assert_same(losses[1].detach(), losses[0].detach(), what)
+    models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), what)
+
+
+def changed() -> None:
     """Two calls of the same block with a change in between, then of a copy of it."""
-    plain, block = Pair(), bmt.Block(Pair(), use_checkpoint=False, zero_level=level)
-    for turn in range(3):
-        if turn == 1:
-            change(plain)
-            change(block)
-            block.shard()
-        if turn == 2:
-            plain, block = copy.deepcopy(plain), copy.deepcopy(block)
-        x = torch.linspace(-1, 1, 12).view(3, 4)
-        losses = [net(x).square().sum() for net in (plain, block)]
-        plain.zero_grad()
-        block.zero_grad()
-        losses[0].backward()
-        (losses[1] / bmt.world_size()).backward()
-        what = f"{change.__name__}, ZeRO-{level}, turn {turn}"
-        models.assert_same(losses[1].detach(), losses[0].detach(), what)
-        models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), what)
-
-
-def every_change() -> None:
-    for change in (swap_modules, swap_weights, tie, remove, add, replace, freeze):
-        for level in (2, 3):
-            gradients_after(change, level)
-
-
-def test_changes_of_the_module_count_from_the_next_call_on() -> None:
-    """Children and parameters that move, come, go or are shared: values and gradients as of a plain
-    module.
-    """
-    for world_size in (1, 2):
-        run_ranks(every_change, world_size)
+    for change, level in itertools.product(CHANGES, (2, 3)):
+        plain, block = Pair(), bmt.Block(Pair(), use_checkpoint=False, zero_level=level)
+        check_step(plain, block, "before")
+        change(plain)
+        change(block)
+        block.shard()
+        check_step(plain, block, f"{change.__name__}, ZeRO-{level}")
+        check_step(copy.deepcopy(plain), copy.deepcopy(block), f"copy, {change.__name__}")
 
 
 class Writing(nn.Module):
-    """Changes its weight in its forward pass."""
+    """Changes its weight in its forward pass, and looks at it as at a parameter."""
 
-    def __init__(self, write: Callable[[nn.Module], None]) -> None:
+    write: ClassVar[Callable[[Any], None] | None] = None
+
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.weight, self._write = nn.Parameter(torch.randn(4, 4)), write
+        self.weight: Any = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self._write(self)
-        return torch.tanh(x @ self.weight)
+        assert isinstance(self.weight, nn.Parameter) and not self.weight.data.requires_grad
+        torch.save([self.weight.detach(), self.weight], io.BytesIO())
+        if self.write is not None:
+            self.write()
+        out: torch.Tensor = torch.tanh(x @ self.weight)
+        return out
 
 
 @torch.no_grad()
@@ -133,60 +132,55 @@ def anew(module: Any) -> None:
     module.weight.data = module.weight.data * 0.9
 
 
-WRITES = [in_place, a_row, through_data, through_numpy, anew]
+@torch.no_grad()
+def another(module: Any) -> None:
+    module.weight = nn.Parameter(module.weight * 0.5)
 
 
-def refused_writes() -> None:
-    for write in WRITES:
-        for options in ({"use_checkpoint": True}, {"use_checkpoint": False}, {"zero_level": 2}):
-            for with_grad in (True, False):
-                block = bmt.Block(Writing(write), **options)
-                with (
-                    torch.set_grad_enabled(with_grad),
-                    pytest.raises(ParameterError, match="which would be lost"),
-                ):
-                    block(torch.ones(3, 4))
+WRITES = (in_place, a_row, through_data, through_numpy, anew, another)
+OPTIONS: list[dict[str, Any]] = [
+    {"use_checkpoint": True},
+    {"use_checkpoint": False},
+    {"zero_level": 2},
+]
 
 
-def test_writes_that_would_be_lost_are_refused() -> None:
-    run_ranks(refused_writes, 2)
-
-
-class Late(nn.Module):
-    """Changes its weight in its fifth call, and looks at it as at a parameter before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.num_calls = nn.Parameter(torch.ones(4, 4)), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        assert isinstance(self.weight, nn.Parameter) and not self.weight.data.requires_grad
-        file = io.BytesIO()
-        torch.save(self.weight.detach(), file)
-        torch.save(self.weight, file)
-        if self.num_calls == 5:
-            through_data(self)
-        return x @ self.weight
-
-
-def written_late() -> None:
-    for with_grad in (True, False):
-        block = bmt.Block(Late(), use_checkpoint=False)
+def written() -> None:
+    """Found in every call, and refused before anything changes: the next pass is right."""
+    kinds = {write: type("Kind", (Writing,), {}) for write in WRITES}
+    for write, options, with_grad in itertools.product(WRITES, OPTIONS, (True, False)):
+        kind: Any = kinds[write]
+        plain, block = kind(), bmt.Block(kind(), **options)
         with torch.set_grad_enabled(with_grad):
-            for _ in range(4):
+            for _ in range(0 if write is through_numpy else 4):
                 block(torch.ones(3, 4))
-            with (
-                pytest.raises(ParameterError, match="which would be lost")
-                if bmt.world_size() > 1
-                else contextlib.nullcontext()
+            kind.write = write
+            with pytest.raises(
+                ParameterError, match=r"forward pass .*weight.*lost.*between passes"
             ):
                 block(torch.ones(3, 4))
+            kind.write = None
+        assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters())
+        check_step(plain, block, f"after {write.__name__}")
 
 
-def test_writes_are_found_in_every_call() -> None:
-    """On one rank the gathered tensor is the parameter: what is written through `.data` stays, as
-    in one process.
+def written_on_one_rank() -> None:
+    """There the gathered tensor is the parameter: what is written through `.data` stays, as in one
+    process.
     """
-    for world_size in (1, 2):
-        run_ranks(written_late, world_size)
+    plain, block = Writing(), bmt.Block(Writing(), use_checkpoint=False)
+    for module in (plain, block._inner):
+        through_data(module)
+    Kind = type("Kind", (Writing,), {"write": through_data})
+    block = bmt.Block(Kind(), use_checkpoint=False)
+    for _ in range(2):
+        block(torch.ones(3, 4))
+    models.assert_same_dicts(block.state_dict(), plain.state_dict(), "as in one process")
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks"), [(changed, 2), (changed, 1), (written, 2), (written_on_one_rank, 1)]
+)
+def test_program(program: Callable[[], None], ranks: int) -> None:
+    """What the function of this name states."""
+    run_ranks(program, ranks)

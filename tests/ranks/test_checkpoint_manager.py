@@ -1,23 +1,34 @@
-"""Checkpoints of shards: the same bits come back at any number of ranks, whole or not at all."""
+"""Checkpoints of shards: the same bits come back at any number of ranks, whole or not at all, and
+whatever is refused or fails, the run goes on as if nothing had been asked.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import pathlib
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.ranks.saves import NO_SPACE, Twin, failing
 
 import bmtrain as bmt
 from bmtrain.checkpoint import manifest as manifests
+from bmtrain.checkpoint.finite import check_finite
 from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from bmtrain.optim import AdamOptimizer, OptimManager
+from bmtrain.shard.slices import local_of
+from bmtrain.snapshot import host, image, writing
 from bmtrain.snapshot.folder import complete, usable
 
 WIDTH = 6
@@ -54,116 +65,293 @@ class Net(bmt.DistributedModule):
         return self.head(self.blocks(x)) * self.plain
 
 
-def make(dtype: torch.dtype) -> tuple[Net, bmt.optim.OptimManager]:
-    net = Net(dtype)
-    bmt.init_parameters(net)
-    named = dict(net.named_parameters())
-    heads = [param for name, param in named.items() if "head" in name]
-    others = [param for name, param in named.items() if "head" not in name]
-    manager = bmt.optim.OptimManager(loss_scale=8.0 if dtype == torch.float16 else None)
-    first = bmt.optim.AdamOptimizer(others, lr=1e-2, weight_decay=0.1)
-    manager.add_optimizer(first, bmt.lr_scheduler.Cosine(first, 1e-2, 2, 20))
-    manager.add_optimizer(torch.optim.SGD(heads, lr=1e-2, momentum=0.9))
-    return net, manager
+class Training:
+    """The net with an Adam of ours and an SGD of torch's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.net, self.dtype = Net(dtype), dtype
+        bmt.init_parameters(self.net)
+        named = dict(self.net.named_parameters())
+        heads = [param for name, param in named.items() if "head" in name]
+        others = [param for name, param in named.items() if "head" not in name]
+        self.manager = OptimManager(loss_scale=8.0 if dtype == torch.float16 else None)
+        first = AdamOptimizer(others, lr=1e-2, weight_decay=0.1)
+        self.manager.add_optimizer(first, bmt.lr_scheduler.Cosine(first, 1e-2, 2, 20))
+        self.manager.add_optimizer(torch.optim.SGD(heads, lr=1e-2, momentum=0.9))
+
+    def steps(self, count: int) -> list[float]:
+        """The losses."""
+        losses = []
+        for _ in range(count):
+            x = torch.randn(4, WIDTH).to(self.dtype)
+            self.manager.zero_grad()
+            loss = self.net(x).float().square().mean()
+            self.manager.backward(loss)
+            self.manager.step()
+            losses.append(loss.item())
+        return losses
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Of model, optimizers and schedule. Collective."""
+        state = self.manager.state_dict(gather_opt=True)
+        found = models.cloned_state(self.net)
+        for number, one in enumerate(state["optimizers"]):
+            for index, values in one["state"].items():
+                for name, value in values.items():
+                    found[f"{number}.{index}.{name}"] = torch.as_tensor(value)
+        found["lr"] = torch.tensor(float(self.manager.optimizers[0].param_groups[0]["lr"]))
+        return found
 
 
-def train(net: Net, manager: bmt.optim.OptimManager, dtype: torch.dtype) -> float:
-    x = torch.randn(4, WIDTH).to(dtype)
-    manager.zero_grad()
-    loss = net(x).float().square().mean()
-    manager.backward(loss)
-    manager.step()
-    return loss.item()
+@contextlib.contextmanager
+def small_blocks() -> Iterator[None]:
+    """Files of many blocks, though models are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (manifests, host, image, writing):
+            patch.setattr(module, "BLOCK", 200)
+        yield
 
 
-def whole(net: Net, manager: bmt.optim.OptimManager) -> dict[str, torch.Tensor]:
-    """All values of model and optimizers. Collective."""
-    state = manager.state_dict(gather_opt=True)
-    found = {name: value.clone() for name, value in net.state_dict().items()}
-    for number, one in enumerate(state["optimizers"]):
-        for index, values in one["state"].items():
-            for name, value in values.items():
-                found[f"{number}.{index}.{name}"] = torch.as_tensor(value)
-    found["lr"] = torch.tensor(float(manager.optimizers[0].param_groups[0]["lr"]))
-    return found
+@contextlib.contextmanager
+def no_memory_yet(checkpoints: bmt.CheckpointManager) -> Iterator[Callable[[], None]]:
+    """What is saved inside is copied when this is called, on another thread a bit later."""
+    lock = checkpoints._memory._lock
+    with lock:
+        copying = threading.Timer(0.2, lock.release)
+        yield copying.start
+        copying.join()
+        lock.acquire()
 
 
 def leave(
     folder: str, dtype: torch.dtype, background: bool
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Three steps, a checkpoint, two more steps."""
-    net, manager = make(dtype)
-    with bmt.CheckpointManager(folder, background=background) as checkpoints:
-        for _ in range(3):
-            train(net, manager, dtype)
-        at_save = whole(net, manager)
-        checkpoints.save(3, net, manager, facts={"a": [1, None]}, state={"rank": bmt.rank()})
-        return at_save, [train(net, manager, dtype) for _ in range(2)]
+    """Three steps, a checkpoint, two more steps, which wait until it is copied."""
+    training = Training(dtype)
+    with small_blocks(), bmt.CheckpointManager(folder, background=background) as checkpoints:
+        training.steps(3)
+        at_save = training.values()
+        checkpoints.reserve(training.net, training.manager)
+        with no_memory_yet(checkpoints) if background else contextlib.nullcontext() as copy:
+            about: dict[str, Any] = {"facts": {"a": [1, None]}, "state": {"rank": bmt.rank()}}
+            checkpoints.save(3, training.net, training.manager, **about)
+            if copy is not None:
+                copy()
+            losses = training.steps(2)
+    return at_save, losses
 
 
 def come_back(folder: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], list[float], Any]:
-    net, manager = make(dtype)
-    for _ in range(2):  # what is there must not shine through
-        train(net, manager, dtype)
-    with bmt.CheckpointManager(folder) as checkpoints:
-        restored = checkpoints.restore(net, manager)
-        assert restored is not None and restored.step == 3 and restored.facts == {"a": [1, None]}
-    found = whole(net, manager)
-    return found, [train(net, manager, dtype) for _ in range(2)], restored.state
-
-
-def settings(sizes: Sizes) -> dict[str, int]:
-    return {"tp_size": sizes[1], "pipe_size": sizes[2]}
+    training = Training(dtype)
+    training.steps(2)  # what is there must not shine through
+    with small_blocks(), bmt.CheckpointManager(folder) as checkpoints:
+        restored = checkpoints.restore(training.net, training.manager)
+        assert restored is not None and restored[:2] == (3, {"a": [1, None]})
+        found = training.values()
+        losses = training.steps(2)
+        alone = Net(torch.float32)  # weights alone, and of another dtype
+        bmt.load(alone, checkpoints.folder / "step-00000003")
+    for name, value in alone.state_dict().items():
+        assert torch.equal(value, found[name].to(value.dtype)), name
+    return found, losses, restored.state
 
 
 @pytest.mark.parametrize(
     ("before", "after", "dtype", "background"),
     [
-        ((2, 1, 1), (2, 1, 1), torch.bfloat16, True),
-        ((1, 1, 1), (2, 2, 1), torch.float32, False),
-        ((2, 2, 1), (1, 1, 1), torch.float16, True),
-        ((2, 1, 2), (2, 2, 1), torch.bfloat16, True),
-        ((4, 2, 2), (2, 1, 1), torch.bfloat16, False),
+        ((3, 1, 1), (3, 1, 1), torch.bfloat16, True),
+        ((2, 1, 2), (2, 2, 1), torch.float16, True),
+        ((2, 2, 1), (3, 1, 1), torch.float32, False),
+        pytest.param((4, 2, 2), (2, 2, 1), torch.bfloat16, True, marks=pytest.mark.long),
+        pytest.param((1, 1, 1), (4, 2, 2), torch.float32, False, marks=pytest.mark.long),
     ],
 )
 def test_the_same_bits_come_back(
     before: Sizes, after: Sizes, dtype: torch.dtype, background: bool, tmp_path: pathlib.Path
 ) -> None:
     """Weights, optimizers, schedules; with the same ranks also what is drawn from then on."""
-    left = run_ranks(leave, before[0], str(tmp_path), dtype, background, init=settings(before))
-    back = run_ranks(come_back, after[0], str(tmp_path), dtype, init=settings(after))
-    for found, losses, state in back:
-        assert found.keys() == left[0][0].keys()
-        for name, value in left[0][0].items():
-            assert torch.equal(found[name], value), name
-        assert (state is not None) == (before == after)
+
+    def run(program: Callable[..., Any], sizes: Sizes, *args: Any) -> list[Any]:
+        init = {"tp_size": sizes[1], "pipe_size": sizes[2]}
+        return run_ranks(program, sizes[0], str(tmp_path), dtype, *args, init=init)
+
+    left = run(leave, before, background)
+    for rank, (found, losses, state) in enumerate(run(come_back, after)):
+        models.assert_same_dicts(found, left[0][0], "restored", 0.0)
+        assert state == ({"rank": rank} if before == after else None)
         if before == after:
-            assert losses == left[0][1]
-    if before == after:
-        assert [state for _, _, state in back] == [{"rank": rank} for rank in range(before[0])]
+            assert losses == left[rank][1]
 
 
-def load_alone(folder: str) -> dict[str, torch.Tensor]:
-    net = Net(torch.float32)
-    bmt.load(net, folder)
-    return dict(net.state_dict())
+def goes_on(folder: str) -> None:
+    rank, twin, path = bmt.rank(), Twin(), pathlib.Path(folder)
+    turned = OptimManager()  # as of a set of parameters, whose order is that of addresses
+    turned.add_optimizer(AdamOptimizer(twin.params[::-1] if rank == 1 else twin.params))
+    model, manager = twin.model, twin.manager
+
+    def names() -> list[str]:
+        return [one.name for one in usable(path)]
+
+    with bmt.CheckpointManager(folder, keep=1) as checkpoints:
+        twin.step()
+        checkpoints.save(1, model, manager).wait()
+        asked: list[tuple[str, Callable[[], object]]] = [
+            ("other step", lambda: checkpoints.save(2 + rank % 2, model, manager)),
+            ("other facts", lambda: checkpoints.save(2, model, facts={"best": rank})),
+            ("other only", lambda: checkpoints.save(2, model, only=[f"{rank % 2}.weight"])),
+            ("other optim_manager", lambda: checkpoints.save(2, model, manager if rank else None)),
+            ("other optimizers", lambda: checkpoints.save(2, model, turned)),
+            (
+                "cannot be kept",
+                lambda: checkpoints.save(2, model, state={"x": path} if rank else {}),
+            ),
+            ("no tensor", lambda: checkpoints.save(2, model, only=["x"])),
+        ]
+        for complaint, save in asked:
+            with pytest.raises(CheckpointError, match=complaint):
+                save()
+            twin.step(complaint)
+            assert names() == ["step-00000001"]
+        for owner, name, error, on in (
+            (writing, "_write_at", NO_SPACE, 1),
+            (image.Image, "fill", MemoryError("no memory"), 2),
+            (os, "fsync", OSError(5, "Input/output error"), 0),
+            (os, "replace", OSError(13, "Permission denied"), 0),
+        ):
+            own = f"step-00000002/*-{on:05d}-*"
+            before = {*path.glob(own)}
+            with failing(owner, name, error, on):
+                checkpoints.save(2, model, manager).join()
+            twin.step("a failed save")
+            reason = f"{error.args[-1]}.*earlier checkpoints are intact"
+            with pytest.raises(CheckpointError, match=reason):
+                checkpoints.save(2, model, manager)  # the first call after a failure tells it
+            assert names() == ["step-00000001"]
+            assert {*path.glob(own)} == before or name == "replace"
+            assert not list(path.glob("step-00000002/manifest*"))
+        with failing(host, "new_block", NO_SPACE, 1), pytest.raises(CheckpointError):
+            checkpoints._memory._blocks.clear()
+            checkpoints.save(2, model, manager).wait()
+        with no_memory_yet(checkpoints) as copy:
+            saving = checkpoints.save(2, model, manager)
+            with torch.no_grad():
+                twin.params[0].add_(0)
+            copy()
+        with pytest.raises(CheckpointError, match="while they were being copied"):
+            saving.wait()
+        assert names() == ["step-00000001"]
+        with no_memory_yet(checkpoints) as copy:
+            saving = checkpoints.save(2, model, manager)
+            copy()
+            checkpoints.wait_copied()
+            with torch.no_grad():
+                twin.params[0].add_(0)
+        saving.wait()
+        at_save = twin.reference()
+        with no_memory_yet(checkpoints) as copy:
+            checkpoints.save(3, model, manager, facts={"best": 1})
+            copy()
+            twin.step("a step that waits for the copy")
+        other = Twin()
+        other.step()
+        restored = checkpoints.restore(other.model, other.manager)
+        assert restored is not None and restored[:2] == (3, {"best": 1})
+        other.follow(at_save, "a restore")
+        assert names() == ["step-00000003"]
+        kinds = [file.suffix for file in path.glob("step-00000003/*")]
+        assert sorted(kinds) == [".bin"] * 3 + [".json"] + [".pt"] * 3
 
 
-def test_bmt_load_reads_the_weights(tmp_path: pathlib.Path) -> None:
-    """Into a model of another dtype too."""
-    at_save, _ = run_ranks(leave, 2, str(tmp_path), torch.bfloat16, True, init={"pipe_size": 1})[0]
-    found = run_ranks(load_alone, 1, str(tmp_path / "step-00000003"), init={"pipe_size": 1})[0]
-    for name, value in found.items():
-        assert torch.equal(value, at_save[name].to(value.dtype)), name
+def test_a_run_goes_on_after_saves_that_are_refused_or_fail(tmp_path: pathlib.Path) -> None:
+    """What ranks ask for differently, full disks, lack of memory, writes while values are copied:
+    the checkpoint before stays, the training is that of one process, and the next save is whole.
+    """
+    run_ranks(goes_on, 3, str(tmp_path))
 
 
-def small(folder: str, steps: list[int], **options: Any) -> list[str]:
-    net = bmt.BMTrainModelWrapper(torch.nn.Linear(3, 3))
-    with bmt.CheckpointManager(folder, **options) as checkpoints:
-        for step in steps:
-            checkpoints.save(step, net)
-        checkpoints.wait()
-    return [path.name for path in complete(pathlib.Path(folder))]
+def restore_into_others(folder: str) -> None:
+    ours, theirs = AdamOptimizer, torch.optim.AdamW
+    with bmt.CheckpointManager(folder) as checkpoints:
+
+        def saved(step: int, kind: Any = ours, **options: Any) -> Twin:
+            twin = Twin(kind, **options)
+            for _ in range(2):
+                twin.step()
+            checkpoints.save(step, twin.model, twin.manager).wait()
+            return twin
+
+        def refused(complaint: str, *groups: Any) -> None:
+            other = Twin()
+            manager = other.manager if not groups else OptimManager()
+            for group in groups:
+                chosen: Any = [other.params[n] for n in group]
+                if isinstance(group, tuple):  # a group of its own for each
+                    chosen = [{"params": [param]} for param in chosen]
+                manager.add_optimizer(AdamOptimizer(chosen, lr=0.5))
+            with pytest.raises(CheckpointError, match=complaint):
+                checkpoints.restore(other.model, manager)
+            assert manager.optimizers[0].param_groups[0]["lr"] == (0.5 if groups else 0.05)
+            other.step(complaint)
+
+        twin = Twin()
+        checkpoints.save(1, twin.model).wait()
+        refused("holds no optimizers")
+        for number, (before, after) in enumerate([(theirs, ours), (ours, theirs)]):
+            other = Twin(after)
+            twin = saved(2 + number, before)
+            assert checkpoints.restore(other.model, other.manager) is not None
+            other.follow(twin.reference(), "another kind of Adam")
+        refused("1 optimizers, this manager has 2", [0, 1], [2, 3])
+        refused("groups of", (0, 1, 2, 3))
+        refused("belongs to another model", [1, 0, 2, 3])
+        refused(
+            "parameters in another order: number 0 was '0.weight' and is '1.weight'", [2, 1, 0, 3]
+        )
+        saved(4, theirs, amsgrad=True)
+        refused("saved with another optimizer")
+        saved(5, torch.optim.SGD, momentum=0.9)
+        refused("saved with another optimizer")
+        other = Twin(torch.optim.SGD, momentum=0.9)
+        other.step()
+        twin = saved(6, torch.optim.SGD, momentum=0.9)
+        assert checkpoints.restore(other.model, other.manager) is not None
+        other.follow(twin.reference(), "SGD with momentum")
+
+
+def test_restoring_into_other_optimizers(tmp_path: pathlib.Path) -> None:
+    """From torch's AdamW to ours and back; what does not fit changes nothing: a program may catch
+    the error and go on.
+    """
+    run_ranks(restore_into_others, 2, str(tmp_path))
+
+
+def not_finite() -> None:
+    twin = Twin()
+    twin.step()
+    model, optimizers = twin.model, twin.manager.optimizers
+    model.register_buffer("mask", torch.full((3,), -math.inf))
+    model.register_parameter("frozen", torch.nn.Parameter(torch.ones(3) * math.inf, False))
+    state = optimizers[0].state[twin.params[0]]["exp_avg"]
+    for name, tensor, value in (
+        ("parameter or buffer 0.weight", twin.params[0], math.inf),
+        ("parameter or buffer mask", model.mask, math.nan),
+        ("parameter or buffer frozen", model.frozen, math.nan),
+        ("state 'exp_avg' of the optimizer for 0.weight", state, -math.inf),
+    ):
+        check_finite(model, optimizers)
+        own = local_of(tensor).detach()
+        before = own.clone()
+        if bmt.rank() == 1:
+            own[-1] = value
+        with pytest.raises(CheckpointError, match=f"{name} is not finite any more"):
+            check_finite(model, optimizers)
+        own.copy_(before)
+    check_finite(model, optimizers)
+
+
+def test_what_is_not_finite_is_refused_on_all_ranks() -> None:
+    """Of what is not trained only NaN."""
+    run_ranks(not_finite, 2)
 
 
 @pytest.fixture
@@ -173,30 +361,43 @@ def alone() -> Iterator[None]:
     bmt.runtime.world.shutdown()
 
 
+def linear(value: float = 0.0) -> Any:
+    model = torch.nn.Linear(3, 3)
+    torch.nn.init.constant_(model.weight, value)
+    return bmt.BMTrainModelWrapper(model)
+
+
+def small(folder: pathlib.Path, steps: list[int], **options: Any) -> list[int]:
+    """Steps whose checkpoints have a manifest after these saves of a weight of that value."""
+    with bmt.CheckpointManager(folder, **options) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, linear(step))
+    return [int(path.name[-8:]) for path in complete(folder)]
+
+
 @pytest.mark.usefixtures("alone")
 def test_retention(tmp_path: pathlib.Path) -> None:
-    """The last ones stay and those of `keep_every`; what is damaged is not counted."""
-    folder = str(tmp_path)
-    assert small(folder, [1, 2, 3, 4], keep=2) == ["step-00000003", "step-00000004"]
-    found = small(folder, [5, 6, 7, 8, 9], keep=1, keep_every=3)
-    assert found == ["step-00000003", "step-00000006", "step-00000009"]
+    """The last ones stay, those of `keep_every`, and the one just written, though later steps are
+    there; damaged ones do not count, and what attempts have left goes.
+    """
+    assert small(tmp_path, [1, 2, 3, 4], keep=2) == [3, 4]
+    assert small(tmp_path, [5, 6, 7, 8, 9], keep=1, keep_every=3) == [3, 6, 9]
     next((tmp_path / "step-00000009").glob("*.bin")).unlink()
-    found = small(folder, [10], keep=2)
-    assert found == ["step-00000006", "step-00000009", "step-00000010"]
-    assert [path.name for path in usable(tmp_path)] == ["step-00000006", "step-00000010"]
-
-
-@pytest.mark.usefixtures("alone")
-def test_the_same_step_again(tmp_path: pathlib.Path) -> None:
-    """The new one replaces the old; files of attempts that were broken off go."""
-    leftover = tmp_path / "step-00000001" / "rank-00000-0123abcd.bin"
+    leftover, mine = (tmp_path / "step-00000010" / name for name in ("rank-00000-0a.bin", "mine"))
     leftover.parent.mkdir()
     leftover.write_text("x")
-    other = tmp_path / "step-00000001" / "mine.txt"
-    other.write_text("x")
-    small(str(tmp_path), [1, 1])
-    assert not leftover.exists() and other.exists()
-    assert len(list((tmp_path / "step-00000001").glob("*.bin"))) == 1
+    mine.write_text("x")
+    assert small(tmp_path, [10, 10], keep=2) == [6, 9, 10]
+    assert not leftover.exists() and mine.exists()
+    assert len(list(leftover.parent.glob("*.bin"))) == 1
+    assert [path.name for path in usable(tmp_path)] == ["step-00000006", "step-00000010"]
+    with pytest.warns(UserWarning, match="step-00000010 is of a later step than 8"):
+        assert small(tmp_path, [8], keep=1) == [8, 9, 10]
+    with bmt.CheckpointManager(tmp_path) as checkpoints:
+        net = linear()
+        assert checkpoints.latest(before=9) == tmp_path / "step-00000008"
+        assert checkpoints.restore(net, path=tmp_path / "step-00000008") == (8, {}, None)
+        assert net.state_dict()["weight"].eq(8).all()
 
 
 def flip(path: pathlib.Path) -> None:
@@ -205,60 +406,54 @@ def flip(path: pathlib.Path) -> None:
     path.write_bytes(content)
 
 
-def cut_off(path: pathlib.Path) -> None:
-    os.truncate(path, path.stat().st_size - 2)
-
-
 def make_fifo(path: pathlib.Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
-def contradict(path: pathlib.Path) -> None:
-    """A piece less than the tensor has."""
-    content = json.loads(path.read_text())["manifest"]
-    _, found = next(iter(content["tensors"]["model"].items()))
-    found[0] = [number + 1 for number in found[0]]
-    seal(path, content)
+def replaced(old: str, new: str, seal: bool = True) -> Callable[[pathlib.Path], None]:
+    """Another text in the manifest, or a new text alone; sealed as if it had been written so."""
+
+    def damage(path: pathlib.Path) -> None:
+        text = json.dumps(json.loads(path.read_text())["manifest"])
+        assert old in text
+        text = text.replace(old, new) if old else new
+        crc = zlib.crc32(text.encode()) if seal else 0
+        path.write_text(f'{{"crc32": {crc}, "manifest": {text}}}')
+
+    return damage
 
 
-def lead_out(path: pathlib.Path) -> None:
-    text = json.dumps(json.loads(path.read_text())["manifest"])
-    seal(path, json.loads(text.replace('"rank-', '"../rank-')))
-
-
-def swap(path: pathlib.Path) -> None:
-    """Another step, without which it would be whole."""
-    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
-
-
-def seal(path: pathlib.Path, content: object) -> None:
-    """As if it had been written so."""
-    found = {"crc32": zlib.crc32(json.dumps(content).encode()), "manifest": content}
-    path.write_text(json.dumps(found))
-
-
-def empty(path: pathlib.Path) -> None:
-    path.write_text("[]")
-
-
-DAMAGES: list[tuple[str, Callable[[pathlib.Path], None]]] = [
+PIECE = "[0, 0, 0, 9, 0]"  # file, offset, start, stop, part: of the weight
+DAMAGES: list[tuple[str, Callable[[pathlib.Path], object]]] = [
     ("*.bin", flip),
-    ("*.bin", cut_off),
     ("*.bin", pathlib.Path.unlink),
     ("*.bin", make_fifo),
+    ("*.bin", lambda path: os.truncate(path, path.stat().st_size - 2)),
     ("*.pt", flip),
-    ("*.pt", cut_off),
     ("manifest.json", flip),
-    ("manifest.json", cut_off),
-    ("manifest.json", contradict),
-    ("manifest.json", lead_out),
     ("manifest.json", make_fifo),
-    ("manifest.json", swap),
-    ("manifest.json", lambda path: seal(path, [])),
-    ("manifest.json", lambda path: seal(path, {"format": 1})),
-    ("manifest.json", lambda path: seal(path, {"format": 99})),
-    ("manifest.json", empty),
+    ("manifest.json", lambda path: os.truncate(path, path.stat().st_size - 2)),
+    ("manifest.json", lambda path: path.write_text("[]")),
+    ("manifest.json", replaced('"step": 2', '"step": 3', seal=False)),
+    *(
+        ("manifest.json", replaced(*change))
+        for change in [
+            ("", "[]"),
+            ("", '{"format": 1}'),
+            ('"format": 1', '"format": 99'),
+            ('"rank-', '"../rank-'),
+            ("[3, 3]", "[4, 4]"),
+            ("float32", "float31"),
+            (f"0, 1, [{PIECE}", f"0, 2, [{PIECE}"),
+            (PIECE, f"{PIECE}, {PIECE}"),
+            (PIECE, "[0, 0, 1, 9, 0]"),
+            (PIECE, "[0, 0, 0, 8, 0]"),
+            (PIECE, "[0, -4, 0, 9, 0]"),
+            (PIECE, "[0, 9999, 0, 9, 0]"),
+            ('"ties": {"model": {}}', '"ties": {"model": {"x": "y"}}'),
+        ]
+    ),
 ]
 
 
@@ -267,261 +462,60 @@ DAMAGES: list[tuple[str, Callable[[pathlib.Path], None]]] = [
 def test_a_damaged_one_is_named_and_left_out(
     pattern: str, damage: Callable[[pathlib.Path], None], tmp_path: pathlib.Path
 ) -> None:
-    """The one before is used; where there is none, nothing."""
-    small(str(tmp_path), [1, 2])
-    before = torch.nn.Linear(3, 3)
+    """The one before is used; where there is none, nothing. The step can be saved again."""
+    small(tmp_path, [1, 2])
     damage(next((tmp_path / "step-00000002").glob(pattern)))
-    net = bmt.BMTrainModelWrapper(before)
+    net = linear()
     with bmt.CheckpointManager(tmp_path) as checkpoints:
         with pytest.warns(UserWarning, match="step-00000002"):
-            restored = checkpoints.restore(net)
-        assert restored is not None and restored.step == 1
+            assert checkpoints.restore(net) == (1, {}, None)
+        assert net.state_dict()["weight"].eq(1).all()
         assert checkpoints.latest() == tmp_path / "step-00000001"
         shutil.rmtree(tmp_path / "step-00000001")
         assert checkpoints.restore(net) is None
+        checkpoints.save(2, linear(5))
+        assert checkpoints.restore(net) == (2, {}, None)
+        assert net.state_dict()["weight"].eq(5).all()
 
 
 @pytest.mark.usefixtures("alone")
 def test_another_run_owns_the_folder(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused and named; once closed, the folder is free."""
+    """It is refused and named; once closed, or left by an error, the folder is free."""
     monkeypatch.setattr("bmtrain.snapshot.lock.PATIENCE_S", 0.1)
-    owner = bmt.CheckpointManager(tmp_path)
-    with pytest.raises(CheckpointError, match=f"belongs to another run.*{os.getpid()}"):
-        bmt.CheckpointManager(tmp_path)
-    owner.close()
+    with pytest.raises(ZeroDivisionError), bmt.CheckpointManager(tmp_path) as owner:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=f"belongs to another run.*{os.getpid()}"):
+                bmt.CheckpointManager(tmp_path)
+        owner.save(1, linear(1)).wait()
+        raise ZeroDivisionError
+    with bmt.CheckpointManager(tmp_path):
+        pass
     bmt.CheckpointManager(tmp_path).close()
 
 
 @pytest.mark.usefixtures("alone")
 def test_bad_arguments(tmp_path: pathlib.Path) -> None:
+    """Refused at the call, with what to do; nothing is written, and the manager works on."""
     wrong: list[dict[str, Any]] = [{"keep": 0}, {"keep": "2"}, {"keep_every": -1}, {"keep": True}]
     for options in wrong:
         with pytest.raises(ConfigurationError, match="positive whole number"):
             bmt.CheckpointManager(tmp_path, **options)
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot use"):
         bmt.CheckpointManager(tmp_path / "file")
-    net = torch.nn.Linear(2, 2)
-    with bmt.CheckpointManager(tmp_path / "c") as checkpoints:
-        with pytest.raises(CheckpointError, match="cannot be kept"):
-            checkpoints.save(1, net, state={"x": pathlib.Path("a")})
-        with pytest.raises(CheckpointError):
-            checkpoints.save(1, net, facts={"x": float("nan")}).wait()
-        assert checkpoints.latest() is None
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("facts", "complaint"),
-    [
+    facts: list[tuple[dict[Any, Any], str]] = [
         ({"seen": {1: 2}}, "'seen': {1: 2}, which JSON would give back as {'1': 2}"),
         ({1: 2}, "JSON would give back"),
         ({"betas": (0.9, 0.95)}, r"'betas': \(0.9, 0.95\), which JSON"),
-        ({"best": float("inf")}, "JSON cannot hold"),
+        ({"best": math.inf}, "JSON cannot hold"),
         ({"count": torch.tensor(3)}, "JSON cannot hold"),
-    ],
-)
-def test_facts_come_back_as_they_were_or_are_refused(
-    facts: dict[Any, Any], complaint: str, tmp_path: pathlib.Path
-) -> None:
-    """At the call, with what to do: nothing is said of a full disk."""
-    with (
-        bmt.CheckpointManager(tmp_path) as checkpoints,
-        pytest.raises(CheckpointError, match=complaint),
-    ):
-        checkpoints.save(1, torch.nn.Linear(2, 2), facts=facts)
-    assert complete(tmp_path) == []
-
-
-def restore_into_others(folder: str) -> None:
-    """Other groups, shapes and numbers of optimizers than those of the checkpoint."""
-
-    def make() -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
-        model = bmt.BMTrainModelWrapper(torch.nn.Linear(16, 16))
-        return model, list(model.parameters())
-
-    def managed(*groups: Any) -> bmt.optim.OptimManager:
-        manager = bmt.optim.OptimManager()
-        for group in groups:
-            manager.add_optimizer(bmt.optim.AdamOptimizer(group, lr=0.5))
-        return manager
-
-    saved, params = make()
-    with bmt.CheckpointManager(folder) as checkpoints:
-        checkpoints.save(1, saved).wait()
-        with pytest.raises(CheckpointError, match="holds no optimizers"):
-            checkpoints.restore(saved, managed(params))
-        manager = managed(params)
-        manager.optimizers[0].param_groups[0]["lr"] = 0.25
-        manager.backward(saved(torch.ones(2, 16)).sum())
-        manager.step()
-        checkpoints.save(2, saved, manager).wait()
-        model, (weight, bias) = make()
-        before = model.state_dict()
-        for other, complaint in (
-            (managed([weight], [bias]), "1 optimizers, this manager has 2"),
-            (managed([{"params": [weight]}, {"params": [bias]}]), "groups of"),
-            (managed([bias, weight]), "belongs to another model"),
-        ):
+    ]
+    with bmt.CheckpointManager(tmp_path / "c") as checkpoints:
+        for given, complaint in facts:
             with pytest.raises(CheckpointError, match=complaint):
-                checkpoints.restore(model, other)
-            torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-            assert other.optimizers[0].param_groups[0]["lr"] == 0.5
-        assert checkpoints.restore(model, managed([weight, bias])) is not None
-        torch.testing.assert_close(model.state_dict(), saved.state_dict(), rtol=0, atol=0)
-
-
-def test_a_checkpoint_of_other_optimizers_changes_nothing(tmp_path: pathlib.Path) -> None:
-    """The model is as it was, too: a program may catch the error, and begin anew."""
-    run_ranks(restore_into_others, 2, str(tmp_path))
-
-
-def go_on_with_another_adam(folder: str) -> None:
-    """From torch's AdamW to ours and back; with states that ours has not, it is refused."""
-
-    def make(kind: Any, **options: Any) -> tuple[Any, bmt.optim.OptimManager]:
-        torch.manual_seed(0)
-        model, manager = bmt.BMTrainModelWrapper(torch.nn.Linear(16, 16)), bmt.optim.OptimManager()
-        manager.add_optimizer(kind(model.parameters(), lr=1e-2, weight_decay=0.1, **options))
-        return model, manager
-
-    def step(model: Any, manager: bmt.optim.OptimManager) -> None:
-        manager.zero_grad()
-        manager.backward(model(torch.ones(2, 16)).square().sum())
-        manager.step()
-
-    ours, theirs = bmt.optim.AdamOptimizer, torch.optim.AdamW
-    with bmt.CheckpointManager(folder) as checkpoints:
-        for number, (before, after) in enumerate([(theirs, ours), (ours, theirs)]):
-            model, manager = make(before)
-            for _ in range(3):
-                step(model, manager)
-            checkpoints.save(number, model, manager).wait()
-            other, its_manager = make(after)
-            assert checkpoints.restore(other, its_manager) is not None
-            step(model, manager)
-            step(other, its_manager)
-            torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=1e-6, atol=1e-7)
-        others: list[tuple[Any, dict[str, Any]]] = [
-            (theirs, {"amsgrad": True}),
-            (torch.optim.SGD, {"momentum": 0.9}),
-        ]
-        for number, (kind, options) in enumerate(others):
-            model, manager = make(kind, **options)
-            step(model, manager)
-            checkpoints.save(10 + number, model, manager).wait()
-            other, its_manager = make(ours)
-            with pytest.raises(CheckpointError, match="saved with another optimizer"):
-                checkpoints.restore(other, its_manager)
-
-
-def test_a_checkpoint_of_another_kind_of_optimizer(tmp_path: pathlib.Path) -> None:
-    run_ranks(go_on_with_another_adam, 2, str(tmp_path))
-
-
-def ask_for_different_ones(folder: str) -> None:
-    """Refused one after the other; what was there stays, and the run goes on."""
-    rank = bmt.rank()
-    layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
-    model = bmt.BMTrainModelWrapper(torch.nn.ModuleDict({"layers": layers}))
-    params = list(model.parameters())
-    manager, turned = bmt.optim.OptimManager(), bmt.optim.OptimManager()
-    manager.add_optimizer(bmt.optim.AdamOptimizer(params))
-    # As of a set of parameters, whose order is that of addresses.
-    turned.add_optimizer(bmt.optim.AdamOptimizer(params[::-1] if rank else params))
-    with bmt.CheckpointManager(folder) as checkpoints:
-        checkpoints.save(1, model, manager).wait()
-        checkpoints.save(2, model, manager).wait()
-        asked: list[tuple[str, Callable[[], object]]] = [
-            ("step", lambda: checkpoints.save(2 - rank, model, manager)),
-            ("facts", lambda: checkpoints.save(3, model, manager, facts={"best": rank})),
-            ("only", lambda: checkpoints.save(3, model, only=[f"layers.{rank}.weight"])),
-            ("optim_manager", lambda: checkpoints.save(3, model, None if rank else manager)),
-            ("optimizers", lambda: checkpoints.save(3, model, turned)),
-        ]
-        for name, save in asked:
-            with pytest.raises(CheckpointError, match=f"save got other {name} than rank 0"):
-                save()
-        assert [path.name for path in usable(pathlib.Path(folder))] == [
-            "step-00000001",
-            "step-00000002",
-        ]
-        checkpoints.save(3, model, manager, facts={"best": 1}).wait()
-        restored = checkpoints.restore(model, manager)
-        assert restored is not None and restored[:2] == (3, {"best": 1})
-
-
-def test_ranks_that_ask_for_different_ones_are_refused(tmp_path: pathlib.Path) -> None:
-    run_ranks(ask_for_different_ones, 2, str(tmp_path))
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_run_that_went_back_keeps_what_it_writes(tmp_path: pathlib.Path) -> None:
-    """Later steps are still in the folder: the newest checkpoint is not the oldest step."""
-    net = bmt.BMTrainModelWrapper(torch.nn.Linear(3, 3))
-    with bmt.CheckpointManager(tmp_path, keep=2) as checkpoints:
-        for step in (10, 20, 30):
-            checkpoints.save(step, net).wait()
-        with pytest.warns(UserWarning, match="step-00000030 is of a later step than 11"):
-            checkpoints.save(11, net).wait()
-        assert [one.name for one in usable(tmp_path)] == [
-            "step-00000011",
-            "step-00000020",
-            "step-00000030",
-        ]
-        assert checkpoints.restore(net, path=tmp_path / "step-00000011") == (11, {}, None)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_write_while_it_is_copied_is_refused(tmp_path: pathlib.Path) -> None:
-    """Or waited for."""
-    net = bmt.BMTrainModelWrapper(torch.nn.Linear(3, 3))
-    with bmt.CheckpointManager(tmp_path) as checkpoints:
-        blocks = Slow(checkpoints)
-        writing = checkpoints.save(1, net)
-        with torch.no_grad():
-            net.weight.add_(1)
-        blocks.release()
-        with pytest.raises(CheckpointError, match="while they were being copied"):
-            writing.wait()
-        assert complete(tmp_path) == []
-        checkpoints.save(1, net)
-        checkpoints.wait_copied()
-        with torch.no_grad():
-            net.weight.add_(1)
-        checkpoints.wait()
-        assert len(complete(tmp_path)) == 1
-
-
-class Slow:
-    """Host memory that is there only after `release`."""
-
-    def __init__(self, checkpoints: bmt.CheckpointManager) -> None:
-        self._lock = checkpoints._memory._lock
-        self._lock.acquire()
-
-    def release(self) -> None:
-        self._lock.release()
-
-
-def test_manifests_contradictions() -> None:
-    """Each is found."""
-    facts = manifests.TensorFacts((4, 2), torch.float32, 0, 2, ())
-    files = {"a": manifests.FileFacts(32, (0,))}
-    good = [manifests.Piece("a", 0, 0, 4, 0), manifests.Piece("a", 16, 0, 4, 1)]
-    for pieces, is_good in [
-        (good, True),
-        (good[:1], False),
-        ([*good, good[0]], False),
-        ([good[0], manifests.Piece("a", 20, 0, 4, 1)], False),
-        ([good[0], manifests.Piece("a", -4, 0, 4, 1)], False),
-        ([good[0], manifests.Piece("a", 16, 1, 4, 1)], False),
-    ]:
-        one = manifests.TensorFacts(facts.shape, facts.dtype, 0, 2, tuple(pieces))
-        if is_good:
-            one.check(files)
-        else:
-            with pytest.raises(ValueError):
-                one.check(files)
+                checkpoints.save(1, linear(), facts=given)
+            assert checkpoints.latest() is None
+        checkpoints.save(1, linear())
+        assert checkpoints.latest() is not None

@@ -1,117 +1,385 @@
-"""Programs that clear, keep and put back gradients at unusual places: the gradients of plain
-PyTorch, whatever memory was freed.
-"""
+"""After failed passes, refusals, clearing and deferral, the next steps are those of one process."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from tests.ranks.models import assert_same
+from tests.ranks import models
 from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.shard.slices import local_of
+from bmtrain.errors import ParameterError, RanksPartedError, StaleParameterError
 
-DIM = 17
-Gradients = list[torch.Tensor]
-
-
-def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    """Of batch `number`, the same on all ranks: sums over ranks are multiples."""
-    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(number))
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
-
-
-def gradients(model: nn.Module) -> Gradients:
-    return [local_of(param.grad).clone() for param in model.parameters() if param.grad is not None]
+DIM, ROWS = 5, 6
+MODES: list[dict[str, Any]] = [
+    {"zero_level": 3, "use_checkpoint": True},
+    {"zero_level": 2, "use_checkpoint": False, "accumulate_dtype": torch.float64},
+    {"zero_level": 3, "use_checkpoint": "auto"},
+]
+ALL = ("ab", "ab", "ab")
+BROKEN, BROKEN_INSIDE = ("ab!", "ab", "ab"), ("ab", "a!b", "ab")  # in backward
+HALF = ("b", "", "ab")
+LATER: dict[str, Any] = {"reduce_gradients": False}
+LOST = (ParameterError, "part of their sum is lost")
 
 
-def retained(model: nn.Module) -> Iterator[Gradients]:
-    """A graph is gone through again after its gradients were cleared and another forward pass was
-    made.
+class Fault(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise KeyError("fault")
+
+
+class Part(nn.Module):
+    """Computes with the layers named; with a fault in backward at "!", in forward at "?"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+        for name in names:
+            x = Fault.apply(x) if name == "!" else x + self.get_submodule(name)(x).tanh()
+        return x
+
+
+class Net(nn.Module):
+    """Blocks that may be left out or used by half, and parameters outside of them with a penalty
+    (whose gradients are those of slices).
     """
-    loss = loss_of(model, 0)
-    loss.backward(retain_graph=True)
-    yield gradients(model)
-    model.zero_grad()
-    loss_of(model, 1)
-    loss.backward()
-    yield gradients(model)
+
+    ordinary: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.parts = nn.ModuleList(Part() for _ in ALL)
+        self.row, self.gain = nn.Parameter(torch.randn(DIM)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        for part, each in zip(self.parts, names, strict=True):
+            if each:
+                x = part(x, each.removesuffix("!"))
+            if each.endswith("!"):
+                x = Fault.apply(x)
+        penalty = self.row.square().sum() + self.gain.square().sum()
+        return (x * self.row * self.ordinary).square().mean() + 0.1 * penalty
 
 
-def put_back(model: nn.Module) -> Iterator[Gradients]:
-    """Gradients are taken away for a forward pass, and are there again for the backward pass."""
-    loss_of(model, 0).backward()
-    held = [param.grad for param in model.parameters()]
-    model.zero_grad()
-    loss = loss_of(model, 1)
-    for param, grad in zip(model.parameters(), held, strict=True):
-        param.grad = grad
-    loss.backward()
-    yield gradients(model)
+class Run:
+    """The training of a net: plain without a mode, else sharded.
 
-
-def overlapping(model: nn.Module) -> Iterator[Gradients]:
-    """Two forward passes, then their backward passes with the gradients cleared between, then one
-    on top.
+    Attributes:
+        seen: gradients by name, as they were at each `look`.
     """
-    first, second = loss_of(model, 0), loss_of(model, 1)
-    first.backward()
-    yield gradients(model)
-    model.zero_grad()
-    second.backward()
-    yield gradients(model)
-    loss_of(model, 2).backward()
-    yield gradients(model)
 
+    def __init__(self, mode: dict[str, Any] | None) -> None:
+        net: Any = Net()
+        self.manager: Any = None if mode is None else bmt.optim.OptimManager()
+        if mode is not None:
+            for index, part in enumerate(net.parts):
+                net.parts[index] = bmt.Block(part, **mode)
+            net = bmt.BMTrainModelWrapper(net)
+        net.ordinary = nn.Parameter(torch.ones(DIM))
+        self.net, self.params = net, list(net.parameters())
+        self.weight: Any = net.parts[1].a.weight
+        self.optimizer = torch.optim.SGD(self.params, lr=0.1)
+        if self.manager:
+            self.manager.add_optimizer(self.optimizer)
+        self.seen: list[dict[str, torch.Tensor | None]] = []
 
-def failing(model: nn.Module) -> Iterator[Gradients]:
-    """A backward pass ends in an error between passes that do not."""
-    loss_of(model, 0).backward()
-    model.zero_grad()
-    hidden = model[0](torch.ones(4, DIM))  # type: ignore[index]
-    hidden.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model[1](hidden).sum().backward()  # type: ignore[index]
-    model.zero_grad()
-    for number in (2, 3):
-        loss_of(model, number).backward()
-        yield gradients(model)
-
-
-def compare(program: Callable[[nn.Module], Iterator[Gradients]]) -> None:
-    for level, accumulate_dtype in ((2, None), (3, None), (3, torch.float64)):
-        torch.manual_seed(0)
-        plain = nn.Sequential(
-            *(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.LayerNorm(DIM)) for _ in range(3))
+    def loss(self, number: int, names: Sequence[str] = ALL) -> torch.Tensor:
+        x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(number))
+        out: torch.Tensor = self.net(
+            x.chunk(bmt.world_size())[bmt.rank()] if self.manager else x, names
         )
-        options: dict[str, Any] = {
-            "zero_level": level,
-            "use_checkpoint": False,
-            "accumulate_dtype": accumulate_dtype,
-        }
-        sharded = nn.Sequential(*(bmt.Block(copy.deepcopy(layer), **options) for layer in plain))
-        for got, want in zip(program(sharded), program(plain), strict=True):
-            for own, whole, param in zip(got, want, sharded.parameters(), strict=True):
-                piece = param.storage_of.piece(param.index_in_storage)  # type: ignore[attr-defined]
-                part = whole.reshape(-1)[piece.start : piece.stop] * bmt.world_size()
-                assert_same(
-                    own.reshape(-1),
-                    part,
-                    f"{program.__name__}, ZeRO-{level}, {accumulate_dtype}",
-                    1e-5,
-                )
+        return out
+
+    def backward(self, number: int, names: Sequence[str] = ALL, **options: Any) -> None:
+        self.finish(self.loss(number, names), **options)
+
+    def finish(self, loss: torch.Tensor, **options: Any) -> None:
+        self.manager.backward(loss, **options) if self.manager else loss.backward()
+
+    def retain(self, loss: torch.Tensor) -> None:
+        (self.manager.scale_loss(loss) if self.manager else loss).backward(retain_graph=True)
+
+    def clear(self, *params: torch.Tensor, **options: Any) -> None:
+        """The gradients of some parameters, or of all."""
+        for param in params:
+            param.grad = None
+        if not params:
+            (self.manager or self.optimizer).zero_grad(**options)
+
+    def fails(
+        self, error: type[Exception], match: str, do: Callable[..., Any], *args: Any, **options: Any
+    ) -> None:
+        """Sharded, an error; one process does without."""
+        if self.manager:
+            with pytest.raises(error, match=match):
+                do(*args, **options)
+
+    def change(self, factor: float) -> None:
+        with torch.no_grad():
+            for param in self.net.parts.parameters():
+                param.mul_(factor)
+
+    def look(self) -> None:
+        of = models.full_gradients if self.manager else models.plain_gradients
+        self.seen.append(of(self.net))
+
+    def step(self, number: int) -> None:
+        self.clear()
+        self.backward(number)
+        self.look()
+        (self.manager or self.optimizer).step()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("program", [retained, put_back, overlapping, failing])
-def test_gradients_are_those_of_plain_pytorch(
-    program: Callable[[nn.Module], Iterator[Gradients]], world_size: int
-) -> None:
-    run_ranks(compare, world_size, program)
+def failed_backward(run: Run) -> None:
+    for names in (BROKEN, BROKEN_INSIDE):
+        run.fails(KeyError, "fault", run.backward, 0, names)
+        run.backward(1, HALF)
+        run.look()
+        run.clear()
+        run.fails(KeyError, "fault", run.backward, 0, names)
+        run.clear()
+        run.change(0.9)  # nothing may be answered from what the failed pass has gathered
+        with torch.no_grad():
+            loss = run.loss(2).detach() * run.weight.new_ones(1)
+        run.seen.append({"loss": bmt.sum_loss(loss) if run.manager else loss})
+
+
+def failed_before_one_that_was_ready(run: Run) -> None:
+    for number, names in enumerate((BROKEN, BROKEN_INSIDE)):
+        ready = run.loss(1)
+        run.fails(KeyError, "fault", run.backward, 0, names)
+        second = run.loss(number)
+        broken = run.loss(2, names) if run.manager else None
+        run.finish(ready)
+        run.look()
+        run.clear()
+        run.fails(KeyError, "fault", run.finish, broken)
+        run.finish(second)  # nothing was gathered in between
+        run.look()
+        run.clear()
+
+
+def failed_forward(run: Run) -> None:
+    ready = run.loss(1)
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            run.fails(AttributeError, r"\?", run.loss, 0, ("ab", "a?b", "ab"))
+            run.fails(RuntimeError, "cannot be multiplied", run.net, torch.ones(2, DIM + 1), ALL)
+    run.finish(ready)
+    run.look()
+
+
+def written_before_backward(run: Run) -> None:
+    loss = run.loss(0) if run.manager else None
+    run.change(1.1)
+    run.fails(StaleParameterError, "changed in place after the forward", run.finish, loss)
+    run.clear()
+    run.backward(1, HALF)
+    run.look()
+
+
+def refused_at_the_end(run: Run) -> None:
+    handle = run.net.ordinary.register_hook(lambda grad: grad)
+    run.fails(ParameterError, "outside of blocks has a hook", run.backward, 0)
+    handle.remove()
+    run.clear()
+    run.backward(1, ("a", "", ""))
+    run.look()
+
+
+def refused_graph(run: Run) -> None:
+    run.backward(1)
+    run.fails(
+        ParameterError,
+        "create_graph",
+        lambda: torch.autograd.grad(run.loss(0), run.params, create_graph=True),
+    )
+    run.clear()
+    run.backward(1, HALF)
+    run.look()
+
+
+def refused_deferral(run: Run) -> None:
+    run.backward(0, **LATER)
+    run.clear()
+    handle = run.net.row.register_hook(lambda grad: grad)
+    run.backward(1)  # nothing is held back any more
+    run.look()
+    handle.remove()
+    run.clear()
+    handle = run.weight.register_hook(lambda grad: grad)
+    run.fails(ParameterError, "see the gradient of every pass", run.backward, 0, **LATER)
+    run.clear()
+    run.backward(1)
+    run.look()
+    handle.remove()
+    run.clear()
+    run.backward(0, **LATER)
+    run.weight.register_hook(lambda grad: grad * 2)
+    run.fails(ParameterError, "see the gradient of every pass", run.backward, 1)
+    run.clear()
+
+
+def cleared_on_one_rank(run: Run) -> None:
+    run.backward(0)
+    if bmt.rank() == 0:
+        run.clear(run.net.ordinary)
+    run.fails(RanksPartedError, "on some ranks", run.backward, 1)
+    run.clear()
+
+
+def hooked_and_failed(run: Run) -> None:
+    """The gradient of a hooked parameter is as it was before the pass that failed."""
+    run.weight.register_hook(lambda grad: grad * 2)
+    run.backward(0)
+    run.fails(KeyError, "fault", run.backward, 1, BROKEN)
+    run.clear(*[param for param in run.params if param is not run.weight])
+    run.backward(2)
+    run.look()
+
+
+def other_halves(run: Run) -> None:
+    for options in ({}, {"set_to_none": False}):
+        run.backward(0, ("a", "ab", ""))
+        run.clear(**options)
+        run.backward(1, ("b", "a", ""))
+        run.look()
+        run.clear()
+
+
+def deferred_halves(run: Run) -> None:
+    run.backward(0, ("a", "ab", ""), **LATER)
+    run.backward(1, ("b", "", "a"))
+    run.look()
+    run.backward(2, ("a", "ab", ""), **LATER)
+    run.look()  # reduces what was deferred
+    run.backward(3, HALF)
+    run.look()
+
+
+def deferred_and_cleared(run: Run) -> None:
+    for params in ((), (run.net.row, run.weight, run.net.ordinary), (run.net.gain,)):
+        run.backward(0, **LATER)
+        run.backward(1, ("a", "b", ""), **LATER)
+        run.clear(*params)
+        run.backward(2, HALF, **LATER)
+        run.clear(*params[:1])
+        run.backward(3, ("b", "a", ""))
+        run.look()
+        run.clear()
+
+
+def deferred_and_failed(run: Run) -> None:
+    run.fails(KeyError, "fault", run.backward, 0, BROKEN, **LATER)
+    run.backward(1, HALF)  # what the pass itself had deferred is dropped
+    run.look()
+    run.clear()
+    run.backward(0, **LATER)
+    if run.manager:  # a pass that does not come to all that was held back
+        hidden = Fault.apply(run.net.parts[0](torch.ones(2, DIM), "a"))
+        run.fails(KeyError, "fault", run.net.parts[1](hidden, "b").sum().backward)
+        run.fails(*LOST, run.manager.step)
+        assert not run.net.row.storage_of.gradient._slices  # which would stay allocated
+    run.clear()
+    run.backward(1)
+    run.look()
+    run.clear()
+    for names in (BROKEN, BROKEN_INSIDE):
+        run.backward(0, ("a", "ab", "ab"), **LATER)
+        run.fails(KeyError, "fault", run.backward, 1, names, **LATER)
+        if run.manager:
+            run.fails(*LOST, run.manager.step)
+            run.clear(run.net.row, run.weight)
+            run.fails(*LOST, run.backward, 2)
+            run.fails(*LOST, run.manager.clip_grad_norm, run.params, 1.0)
+        run.clear()
+        run.backward(2, HALF, **LATER)
+        run.backward(3, ("b", "a", ""))
+        run.look()
+        run.clear()
+
+
+def retained(run: Run) -> None:
+    loss = run.loss(0)
+    run.retain(loss)
+    run.look()
+    run.net.zero_grad()
+    run.loss(1)  # frees what was cleared
+    run.retain(loss)
+    run.look()
+    run.finish(loss)
+    run.look()
+
+
+def put_back(run: Run) -> None:
+    """Gradients are taken away for a forward pass, and are there again for its backward pass."""
+    run.backward(0)
+    held = [param.grad for param in run.params]
+    run.clear()
+    loss = run.loss(1)
+    for param, grad in zip(run.params, held, strict=True):
+        param.grad = grad
+    run.finish(loss)
+    run.look()
+
+
+def overlapping(run: Run) -> None:
+    first, second = run.loss(0), run.loss(1)
+    run.finish(first)
+    run.look()
+    run.clear()
+    run.finish(second)
+    run.look()
+    run.backward(2, HALF)
+    run.look()
+
+
+PROGRAMS: list[Callable[[Run], None]] = [
+    failed_backward,
+    failed_before_one_that_was_ready,
+    failed_forward,
+    written_before_backward,
+    refused_at_the_end,
+    refused_graph,
+    refused_deferral,
+    cleared_on_one_rank,
+    hooked_and_failed,
+    other_halves,
+    deferred_halves,
+    deferred_and_cleared,
+    deferred_and_failed,
+    retained,
+    put_back,
+    overlapping,
+]
+
+
+def compare(program: Callable[[Run], None]) -> None:
+    left_out = PROGRAMS.index(program) % len(MODES)
+    plain, *sharded = [Run(mode) for mode in (None, *MODES[:left_out], *MODES[left_out + 1 :])]
+    for run in (plain, *sharded):
+        program(run)
+        run.step(7)
+        run.step(8)
+        for index, (got, want) in enumerate(zip(run.seen, plain.seen, strict=True)):
+            models.assert_same_dicts(got, want, f"look {index}")
+        models.assert_same_dicts(run.net.state_dict(), plain.net.state_dict(), "values")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_next_steps_are_those_of_one_process(program: Callable[[Run], None]) -> None:
+    run_ranks(compare, 2, program)

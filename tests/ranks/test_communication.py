@@ -23,7 +23,6 @@ from bmtrain.runtime import world
 from bmtrain.runtime.config import config
 from bmtrain.runtime.mesh import Axis
 
-OPS = ("sum", "avg", "max", "min", "prod")
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
     "avg": lambda stacked: stacked.mean(0),
@@ -31,14 +30,15 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "min": lambda stacked: stacked.amin(0),
     "prod": lambda stacked: stacked.prod(0),
 }
+MESH = {"tp_size": 2, "pipe_size": 2}
 
 
-def values(world_size: int, *, zeros: bool) -> torch.Tensor:
-    """Every rank's input, stacked (world_size, 12, 3); with ties, and with `zeros` none, one or two
+def values(*, zeros: bool) -> torch.Tensor:
+    """Inputs of all ranks, stacked (ranks, 12, 3); with ties, and with `zeros` none, one or two
     zeros per place.
     """
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(world_size, 12, 3, generator=generator, dtype=torch.float64)
+    x = torch.randn(bmt.world_size(), 12, 3, generator=generator, dtype=torch.float64)
     x[:, 0] = 1.5  # a tie over all ranks
     if zeros:
         x[0, 1:5] = 0
@@ -48,284 +48,198 @@ def values(world_size: int, *, zeros: bool) -> torch.Tensor:
 
 def weights(rank: int, shape: torch.Size) -> torch.Tensor:
     """Makes each rank's loss a different one."""
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-Result = tuple[torch.Tensor, torch.Tensor]
+Results = list[tuple[torch.Tensor, torch.Tensor | None]]
+CASES: list[tuple[str, Any]] = [("all_gather", "-"), ("broadcast", 0), ("broadcast", -1)]
+CASES += [(name, op) for name in ("all_reduce", "reduce_scatter") for op in REDUCTIONS]
 
 
-def run_op(name: str, op: str, stacked: torch.Tensor) -> Result:
-    """(value, gradient) of one collective on this rank."""
+def run_op(name: str, op: Any, x: torch.Tensor) -> torch.Tensor:
+    if name == "all_gather":
+        return distributed.all_gather(x)
+    if name == "broadcast":
+        return distributed.broadcast(x, op % bmt.world_size())
+    if name == "all_reduce":
+        return distributed.all_reduce(x, op)
+    return distributed.reduce_scatter(x, op, config["comm"])
+
+
+def in_one_process(name: str, op: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    size = len(x)
+    if name == "all_gather":
+        return [x] * size
+    if name == "broadcast":
+        return [x[op]] * size
+    whole = REDUCTIONS[op](x)
+    return [whole] * size if name == "all_reduce" else list(whole.chunk(size))
+
+
+def run_cases() -> None:
+    """The gradient is that of the sum of all ranks' losses."""
     rank = bmt.rank()
-    x = stacked[rank].clone().requires_grad_()
-    if name == "all_gather":
-        out = distributed.all_gather(x)
-    elif name == "broadcast":
-        out = distributed.broadcast(x, int(op))
-    elif name == "all_reduce":
-        out = distributed.all_reduce(x, op)
-    else:
-        out = distributed.reduce_scatter(x, op, config["comm"])
-    (out * weights(rank, out.shape)).sum().backward()
-    assert x.grad is not None
-    return out.detach(), x.grad
+    for name, op in CASES:
+        for zeros in (False, True):
+            stacked = values(zeros=zeros).requires_grad_()
+            x = stacked.detach()[rank].clone().requires_grad_()
+            out = run_op(name, op, x)
+            (out * weights(rank, out.shape)).sum().backward()
+            outs = in_one_process(name, op, stacked)
+            losses = [(each * weights(n, each.shape)).sum() for n, each in enumerate(outs)]
+            torch.stack(losses).sum().backward()
+            assert stacked.grad is not None
+            want = [outs[rank].detach(), stacked.grad[rank]]
+            torch.testing.assert_close(
+                [out.detach(), x.grad], want, msg=f"{name} {op}: {{}}".format
+            )
 
 
-def expected(name: str, op: str, stacked: torch.Tensor) -> list[Result]:
-    """The same in one process: the gradient is that of the sum of all ranks' losses."""
-    size = len(stacked)
-    x = stacked.clone().requires_grad_()
-    if name == "all_gather":
-        outs = [x] * size
-    elif name == "broadcast":
-        outs = [x[int(op)]] * size
-    elif name == "all_reduce":
-        outs = [REDUCTIONS[op](x)] * size
-    else:
-        outs = list(REDUCTIONS[op](x).chunk(size))
-    torch.stack(
-        [(out * weights(rank, out.shape)).sum() for rank, out in enumerate(outs)]
-    ).sum().backward()
-    assert x.grad is not None
-    return [(out.detach(), grad) for out, grad in zip(outs, x.grad, strict=True)]
-
-
-CASES = [("all_gather", "-"), ("broadcast", "0"), ("broadcast", "last")]
-CASES += [(name, op) for name in ("all_reduce", "reduce_scatter") for op in OPS]
-
-
-def all_cases(world_size: int) -> list[tuple[str, str, torch.Tensor]]:
-    return [
-        (name, op.replace("last", str(world_size - 1)), values(world_size, zeros=zeros))
-        for name, op in CASES
-        for zeros in (False, True)
-    ]
-
-
-def run_cases(world_size: int) -> list[Result]:
-    return [run_op(*case) for case in all_cases(world_size)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_values_and_gradients_are_those_of_one_process(world_size: int) -> None:
-    results_by_rank = run_ranks(run_cases, world_size, world_size)
-    for number, case in enumerate(all_cases(world_size)):
-        for rank, (value, grad) in enumerate(expected(*case)):
-            got_value, got_grad = results_by_rank[rank][number]
-            torch.testing.assert_close(got_value, value, msg=f"{case[:2]} value: {{}}".format)
-            torch.testing.assert_close(got_grad, grad, msg=f"{case[:2]} gradient: {{}}".format)
-
-
-def run_second_gradient() -> torch.Tensor:
-    x = torch.tensor([1.0, 2.0, 3.0]) + bmt.rank()
-    x.requires_grad_()
-    total = distributed.all_reduce(x**2)
-    (first,) = torch.autograd.grad((total**2).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    return second
-
-
-def test_sums_can_be_differentiated_twice() -> None:
-    x = torch.stack([torch.tensor([1.0, 2.0, 3.0]) + rank for rank in range(2)]).requires_grad_()
-    first = torch.autograd.grad(2 * (x.square().sum(0) ** 2).sum(), x, create_graph=True)[0]
-    second = torch.autograd.grad(first.sum(), x)[0]
-    for rank, got in enumerate(run_ranks(run_second_gradient, 2)):
-        torch.testing.assert_close(got, second[rank])
-
-
-def run_broadcast_to_plain() -> tuple[bool, torch.Tensor | None, bool]:
-    """The root decides whether there is a gradient; nobody waits for ever."""
-    x = torch.full((3,), float(bmt.rank()), requires_grad=bmt.rank() == 0)
-    out = distributed.broadcast(x, 0)
-    (out.sum() * (bmt.rank() + 1)).backward()
-    plain = distributed.broadcast(torch.ones(2, requires_grad=bmt.rank() == 1), 0)
-    return out.requires_grad, x.grad, plain.requires_grad
-
-
-def test_the_root_decides_about_the_gradient_of_a_broadcast() -> None:
-    (first, grad, plain), (other, none, plain_too) = run_ranks(run_broadcast_to_plain, 2)
-    assert first and other and none is None and not plain and not plain_too
-    assert grad is not None and grad.tolist() == [3.0, 3.0, 3.0]
-
-
-def run_activations() -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x on rank 0, through rank 1 and 2, as a pipeline does it."""
-    rank, last = bmt.rank(), bmt.world_size() - 1
-    if rank == 0:
-        x = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).requires_grad_()
-        distributed.send_activations(x * 2, 1).backward()
-        return x.detach(), x.grad
-    x = distributed.recv_activations(rank - 1)
-    x.retain_grad()
-    y = x * 3
-    if rank == last:
-        y.sum().backward()
-    else:
-        distributed.send_activations(y, rank + 1).backward()
-    return y.detach(), x.grad
-
-
-def test_activations_travel_with_shape_dtype_and_gradient() -> None:
-    (_, first), (middle, second), (end, third) = run_ranks(run_activations, 3)
-    x = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
-    assert (
-        middle.dtype == torch.bfloat16 and torch.equal(middle, x * 6) and torch.equal(end, x * 18)
-    )
-    assert first is not None and second is not None and third is not None
-    assert (first.unique().item(), second.unique().item(), third.unique().item()) == (
-        18.0,
-        9.0,
-        3.0,
-    )
-
-
-def run_plain_activations() -> tuple[torch.Tensor, bool]:
-    sent = torch.tensor([[True, False]]) if bmt.rank() == 0 else None
-    if sent is not None:
-        distributed.send_activations(sent, 1)
-        distributed.send_activations(torch.tensor(7), 1)
-        return sent, False
-    got, scalar = distributed.recv_activations(0), distributed.recv_activations(0)
-    return got, scalar.requires_grad or scalar.item() != 7
-
-
-def test_activations_without_gradient() -> None:
-    (sent, _), (got, wrong) = run_ranks(run_plain_activations, 2)
-    assert torch.equal(sent, got) and got.dtype == torch.bool and not wrong
-
-
-def run_wrong_calls() -> list[str]:
-    messages = []
-    for call in (
-        lambda: distributed.all_reduce(torch.ones(2), "mean"),
-        lambda: distributed.reduce_scatter(torch.ones(3), "sum"),
-        lambda: distributed.reduce_scatter(torch.ones(3), "max"),
-        lambda: distributed.broadcast(torch.ones(3), 2),
-        lambda: distributed.all_gather(torch.ones(3), "world"),  # type: ignore[arg-type]
-        lambda: nccl.allGather(torch.ones(3), torch.ones(5), config["comm"]),
-        lambda: nccl.allReduce(torch.ones(3), torch.ones(3).double(), "sum", config["comm"]),
-        lambda: nccl.allReduce(
-            torch.ones(3).untyped_storage(), torch.ones(3).untyped_storage(), "sum", config["comm"]
-        ),
-        nccl.groupEnd,
-        lambda: results.gather_result([1]),  # type: ignore[arg-type]
-        lambda: results.gather_result(torch.ones(2, 1 + bmt.rank())),
-        lambda: benchmark.all_gather(3),
+def second_gradients() -> None:
+    stacked = torch.stack([torch.tensor([1.0, 2.0, 3.0]) + rank for rank in range(3)])
+    found: list[torch.Tensor] = []
+    for x, total in (
+        (stacked.requires_grad_(), lambda x: x.square().sum(0)),
+        (stacked.detach()[bmt.rank()].requires_grad_(), lambda x: distributed.all_reduce(x**2)),
     ):
-        with pytest.raises(ConfigurationError) as caught:
-            call()
-        messages.append(str(caught.value))
-    return messages
+        loss = (total(x) ** 2).sum() * (3 if x is stacked else 1)
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        found += torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(found[1], found[0][bmt.rank()])
 
 
-def test_wrong_calls_are_explained() -> None:
-    messages = run_ranks(run_wrong_calls, 2)
-    assert all("expected" in text or "without" in text for text in messages[0])
-    assert "rank 1: (2, 2)" in messages[0][-2]
+def of_the_root() -> None:
+    """The root decides whether a broadcast has a gradient; nobody waits for ever."""
+    rank = bmt.rank()
+    x = torch.full((3,), float(rank), requires_grad=rank == 0)
+    out = distributed.broadcast(x, 0)
+    (out.sum() * (rank + 1)).backward()
+    assert out.requires_grad
+    assert (x.grad is None) if rank else torch.equal(grad(x), torch.full((3,), 6.0))
+    assert not distributed.broadcast(torch.ones(2, requires_grad=rank == 1), 0).requires_grad
 
 
-def run_nccl(world_size: int) -> dict[str, list[float]]:
-    rank, comm = bmt.rank(), config["comm"]
-    out: dict[str, list[float]] = {}
+def grad(x: torch.Tensor) -> torch.Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
+def activations() -> None:
+    """Shape, dtype and gradient travel from rank to rank, as in a pipeline; others too."""
+    rank = bmt.rank()
+    start = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
+    if rank:
+        x = distributed.recv_activations(rank - 1)
+        x.retain_grad()
+        assert x.dtype == torch.bfloat16 and torch.equal(x, start * (2 if rank == 1 else 6))
+        y = x * 3
+    else:
+        x = start.requires_grad_()
+        y = x * 2
+    (y.sum() if rank == 2 else distributed.send_activations(y, rank + 1)).backward()
+    assert grad(x).unique().item() == (18.0, 9.0, 3.0)[rank]
+    flags, number = torch.tensor([[True, False]]), torch.tensor(7)
+    if rank == 0:
+        distributed.send_activations(flags, 1)
+        distributed.send_activations(number, 1)
+    if rank == 1:
+        for sent in (flags, number):
+            got = distributed.recv_activations(0)
+            assert torch.equal(got, sent) and got.dtype == sent.dtype and not got.requires_grad
+
+
+def benchmarks() -> None:
+    """Where sizes do not divide."""
+    rows = [benchmark.all_gather(4096), benchmark.reduce_scatter(2048), benchmark.send_recv(1024)]
+    assert [len(each) for each in rows] == [3, 2, int(bmt.world_size() > 1)]
+    assert [row.size for row in rows[0]] == [1024, 2048, 4096]
+    if bmt.world_size() > 1:
+        assert all(row.seconds > 0 and row.bandwidth > 0 for each in rows for row in each)
+    assert all(
+        one == rows for one in collectives.gather_objects(rows, world.current().mesh.world, "")
+    )
+
+
+@pytest.mark.parametrize("program", [run_cases, second_gradients, of_the_root, activations])
+def test_values_and_gradients_are_those_of_one_process(program: Callable[[], None]) -> None:
+    run_ranks(program, 3)
+
+
+def verbs() -> None:
+    rank, comm, size = bmt.rank(), config["comm"], bmt.world_size()
     mine = torch.tensor([rank + 1.0, rank + 2.0])
+    stacked = torch.stack([torch.tensor([n + 1.0, n + 2.0]) for n in range(size)])
+    wide = torch.stack([torch.arange(2.0 * size) + n for n in range(size)])
+    last = size - 1
 
-    def note(name: str, value: torch.Tensor) -> None:
-        out[name] = value.tolist()
+    def filled(
+        verb: Callable[..., None], *args: Any, numel: int = 2, sent: Any = mine
+    ) -> list[float]:
+        into = torch.full((numel,), -1.0)
+        verb(sent, into, *args, comm)
+        found: list[float] = into.tolist()
+        return found
 
-    for op in OPS:
-        into = torch.empty(2)
-        nccl.allReduce(mine, into, op, comm)
-        note(f"allReduce {op}", into)
-        target = torch.full((2,), -1.0)
-        nccl.reduce(mine, target, op, world_size - 1, comm)
-        note(f"reduce {op}", target)
-        full = torch.arange(2.0 * world_size) + rank
-        part = torch.empty(2)
-        nccl.reduceScatter(full, part, op, comm)
-        note(f"reduceScatter {op}", part)
+    for op, reduction in REDUCTIONS.items():
+        whole = reduction(stacked).tolist()
+        assert filled(nccl.allReduce, op) == whole
+        assert filled(nccl.reduce, op, last) == (whole if rank == last else [-1.0, -1.0])
+        part = filled(nccl.reduceScatter, op, sent=wide[rank])
+        assert part == reduction(wide).chunk(size)[rank].tolist()
     in_place = mine.clone()
     nccl.allReduce(in_place, in_place, "sum", comm)
-    note("in place", in_place)
-    gathered = torch.empty(2 * world_size)
-    nccl.allGather(mine.untyped_storage(), gathered.untyped_storage(), comm)
-    note("allGather of bytes", gathered)
-    gathered.zero_()
+    assert in_place.tolist() == stacked.sum(0).tolist()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates typed storages, which old programs pass
-        nccl.allGather(mine.storage(), gathered.storage(), comm)
-    note("allGather of storages", gathered)
-    got = torch.zeros(2)
-    nccl.broadcast(mine, got, world_size - 1, comm)
-    note("broadcast", got)
+        for of in (torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.clone):
+            gathered = torch.zeros(2 * size)
+            nccl.allGather(of(mine), gathered if of is torch.Tensor.clone else of(gathered), comm)
+            assert gathered.tolist() == stacked.flatten().tolist()
+    assert filled(nccl.broadcast, last) == stacked[-1].tolist()
     ring = torch.zeros(2)
     nccl.groupStart()
     nccl.groupStart()
-    nccl.send(mine, (rank + 1) % world_size, comm)
+    nccl.send(mine, (rank + 1) % size, comm)
     nccl.groupEnd()
-    nccl.recv(ring, (rank - 1) % world_size, comm)
+    nccl.recv(ring, (rank - 1) % size, comm)
     nccl.groupEnd()
-    note("ring", ring)
-    if rank == 0:
+    assert ring.tolist() == stacked[rank - 1].tolist()
+    if rank == 0 and size > 1:
         nccl.send(mine, 1, comm)
     if rank == 1:
         nccl.recv(ring, 0, comm)
-    note("send", ring)
-    out["counts"] = [nccl.commCount(comm), nccl.commRank(comm)]
+        assert ring.tolist() == stacked[0].tolist()
+    assert [nccl.commCount(comm), nccl.commRank(comm)] == [size, rank]
     nccl.commDestroy(comm)
-    return out
 
 
-def test_nccl_verbs() -> None:
-    size = 3
-    stacked = torch.stack([torch.tensor([rank + 1.0, rank + 2.0]) for rank in range(size)])
-    wide = torch.stack([torch.arange(2.0 * size) + rank for rank in range(size)])
-    for rank, got in enumerate(run_ranks(run_nccl, size, size)):
-        for op in OPS:
-            whole = REDUCTIONS[op](stacked).tolist()
-            assert got[f"allReduce {op}"] == whole
-            assert got[f"reduce {op}"] == (whole if rank == size - 1 else [-1.0, -1.0])
-            assert got[f"reduceScatter {op}"] == REDUCTIONS[op](wide).chunk(size)[rank].tolist()
-        assert got["in place"] == stacked.sum(0).tolist()
-        assert (
-            got["allGather of bytes"] == got["allGather of storages"] == stacked.flatten().tolist()
-        )
-        assert got["broadcast"] == stacked[-1].tolist()
-        assert got["ring"] == stacked[rank - 1].tolist()
-        assert got["send"] == (stacked[0] if rank == 1 else stacked[rank - 1]).tolist()
-        assert got["counts"] == [size, rank]
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_nccl_verbs(ranks: int) -> None:
+    run_ranks(verbs, ranks)
 
 
-def run_groups() -> dict[str, list[float]]:
+def groups() -> None:
     """Sends before receives, receives before sends, several to one peer, two communicators in
     orders that differ.
     """
     rank, comm, tp, pipe = bmt.rank(), config["comm"], config["tp_comm"], config["pipe_comm"]
-    size = comm.size
-    out: dict[str, list[float]] = {}
-    for name, receives_first in (("same", True), ("mixed", rank % 2 == 0)):
+    for receives_first in (True, rank % 2 == 0):
+        got = [(peer, torch.empty(3)) for peer in range(4) for _ in range(2)]
         sent = [
-            [torch.full((3,), 100.0 * rank + 10 * peer + n) for n in range(2)]
-            for peer in range(size)
+            (peer, torch.full((3,), 100.0 * rank + 10 * peer + n))
+            for peer in range(4)
+            for n in (0, 1)
         ]
-        got = [[torch.empty(3) for _ in range(2)] for _ in range(size)]
-        sending = [
-            lambda x=x, peer=peer: nccl.send(x, peer, comm)
-            for peer in range(size)
-            for x in sent[peer]
-        ]
-        receiving = [
-            lambda x=x, peer=peer: nccl.recv(x, peer, comm)
-            for peer in range(size)
-            for x in got[peer]
-        ]
+        todo = [(nccl.recv, got), (nccl.send, sent)]
         nccl.groupStart()
-        for call in receiving + sending if receives_first else sending + receiving:
-            call()
+        for call, pairs in todo if receives_first else todo[::-1]:
+            for peer, x in pairs:
+                call(x, peer, comm)
         nccl.groupEnd()
-        out[name] = [x[0].item() for pair in got for x in pair]
-    along_tp, along_pipe = torch.empty(1), torch.empty(1)
+        want = [100.0 * peer + 10 * rank + n for peer in range(4) for n in range(2)]
+        assert [x[0].item() for _, x in got] == want
+    along_tp, along_pipe, total = torch.empty(1), torch.empty(1), torch.ones(2)
 
     def exchange_along_tp() -> None:
         nccl.send(torch.tensor([rank + 0.5]), 1 - tp.index, tp)
@@ -340,379 +254,249 @@ def run_groups() -> dict[str, list[float]]:
     # a ring of ranks that wait for one another
     for exchange in exchanges if rank in (0, 3) else exchanges[::-1]:
         exchange()
-    total = torch.ones(2)
     nccl.allReduce(total, total, "sum", comm)  # not deferred: ready at once
     nccl.groupEnd()
-    out["two communicators"] = [along_tp.item(), along_pipe.item(), *total.tolist()]
-    return out
+    found = [along_tp.item(), along_pipe.item(), *total.tolist()]
+    assert found == [(rank ^ 1) + 0.5, (rank ^ 2) + 0.25, 4.0, 4.0]
 
 
 def test_groups_of_sends_and_receives_in_any_order() -> None:
-    for rank, got in enumerate(run_ranks(run_groups, 4, init={"tp_size": 2, "pipe_size": 2})):
-        assert (
-            got["same"]
-            == got["mixed"]
-            == [100.0 * peer + 10 * rank + n for peer in range(4) for n in range(2)]
-        )
-        assert got["two communicators"] == [(rank ^ 1) + 0.5, (rank ^ 2) + 0.25, 4.0, 4.0]
+    run_ranks(groups, 4, init=MESH)
 
 
-def run_alone() -> list[list[float]]:
-    """Every verb in a world of one: itself is all there is."""
-    comm, x = config["comm"], torch.tensor([3.0, 4.0])
-    outs = [torch.zeros(2) for _ in range(6)]
-    nccl.allReduce(x, outs[0], "avg", comm)
-    nccl.allGather(x, outs[1], comm)
-    nccl.reduceScatter(x, outs[2], "prod", comm)
-    nccl.broadcast(x, outs[3], 0, comm)
-    nccl.reduce(x, outs[4], "max", 0, comm)
-    nccl.groupStart()
-    nccl.recv(outs[5], 0, comm)
-    nccl.send(x, 0, comm)
-    nccl.groupEnd()
-    return [out.tolist() for out in outs]
-
-
-def test_nccl_alone() -> None:
-    assert run_ranks(run_alone, 1)[0] == [[3.0, 4.0]] * 6
-
-
-def run_wrong_nccl() -> list[str]:
-    comm, x, y = config["comm"], torch.ones(4), torch.ones(4)
-    nowhere: Any = None
+def wrong_calls() -> None:
+    """They are explained on every rank, and leave nothing half done."""
+    comm, x, y, nowhere = config["comm"], torch.ones(4), torch.ones(4), None
+    sent: Any = nowhere
+    storage = x.untyped_storage()
 
     def to_itself() -> None:
         nccl.groupStart()
         nccl.send(x, comm.index, comm)
         nccl.groupEnd()
 
-    messages = []
-    calls: list[Callable[[], object]] = [
-        lambda: nccl.allReduce(x, y, "sum", nowhere),
-        lambda: nccl.allGather(x, y, nowhere),
-        lambda: nccl.commCount(nowhere),
-        lambda: nccl.commDestroy(nowhere),
-        lambda: nccl.allReduce(x, y, "mean", comm),
-        lambda: nccl.reduce(x, y, "mean", 0, comm),
-        lambda: nccl.reduceScatter(x, torch.ones(3), "sum", comm),
-        lambda: nccl.broadcast(x, y, 2, comm),
-        lambda: nccl.broadcast(x, y, -1, comm),
-        lambda: nccl.reduce(x, y, "sum", 2, comm),
-        lambda: nccl.send(x, 2, comm),
-        lambda: nccl.recv(x, -1, comm),
-        lambda: nccl.send(x, comm.index, comm),
-        lambda: nccl.recv(x, comm.index, comm),
-        lambda: nccl.allReduce(torch.ones(2, 2).t()[:1], y, "sum", comm),
-        lambda: nccl.allReduce(x, torch.empty(4, device="meta"), "sum", comm),
-        lambda: nccl.allGather([1.0], y, comm),  # type: ignore[arg-type]
-        to_itself,
-    ]
-    for call in calls:
-        with pytest.raises(ConfigurationError, match="expected") as caught:
-            call()
-        messages.append(str(caught.value))
-    nccl.allReduce(x, y, "sum", comm)  # nothing is left half done
-    assert y.tolist() == [2.0] * 4
-    return messages
+    calls: dict[str, list[Callable[[], object]]] = {
+        r"config\['comm'\].*": [
+            lambda: nccl.allReduce(x, y, "sum", sent),
+            lambda: nccl.allGather(x, y, sent),
+            lambda: nccl.commCount(sent),
+            lambda: nccl.commDestroy(sent),
+        ],
+        "0 to 1": [
+            lambda: nccl.broadcast(x, y, 2, comm),
+            lambda: nccl.broadcast(x, y, -1, comm),
+            lambda: nccl.reduce(x, y, "sum", 2, comm),
+            lambda: nccl.send(x, 2, comm),
+            lambda: nccl.recv(x, -1, comm),
+        ],
+        r"rank 1: \(2, 2\)": [lambda: results.gather_result(torch.ones(2, 1 + bmt.rank()))],
+        "expected|without": [
+            lambda: nccl.allReduce(x, y, "mean", comm),
+            lambda: nccl.reduce(x, y, "mean", 0, comm),
+            lambda: nccl.reduceScatter(x, torch.ones(3), "sum", comm),
+            lambda: nccl.send(x, comm.index, comm),
+            lambda: nccl.recv(x, comm.index, comm),
+            lambda: nccl.allReduce(torch.ones(2, 2).t()[:1], y, "sum", comm),
+            lambda: nccl.allReduce(x, torch.empty(4, device="meta"), "sum", comm),
+            lambda: nccl.allGather([1.0], y, comm),  # type: ignore[arg-type]
+            lambda: nccl.allGather(x, torch.ones(5), comm),
+            lambda: nccl.allReduce(x, x.double(), "sum", comm),
+            lambda: nccl.allReduce(storage, storage, "sum", comm),
+            to_itself,
+            nccl.groupEnd,
+            lambda: distributed.all_reduce(x, "mean"),
+            lambda: distributed.reduce_scatter(torch.ones(3), "sum"),
+            lambda: distributed.reduce_scatter(torch.ones(3), "max"),
+            lambda: distributed.broadcast(x, 2),
+            lambda: distributed.all_gather(x, "world"),  # type: ignore[arg-type]
+            lambda: results.gather_result([1]),  # type: ignore[arg-type]
+            lambda: benchmark.all_gather(3),
+        ],
+    }
+    for match, each in calls.items():
+        for call in each:
+            with pytest.raises(ConfigurationError, match=match) as caught:
+                call()
+            assert "expected" in str(caught.value) or "without" in str(caught.value)
+            total = torch.full((4,), -1.0)
+            nccl.allReduce(x, total, "sum", comm)
+            assert total.tolist() == [2.0] * 4
 
 
-def test_wrong_nccl_calls_are_explained_on_every_rank() -> None:
-    first, second = run_ranks(run_wrong_nccl, 2)
-    assert len(first) == len(second) == 18
-    assert all("config['comm']" in text for text in first[:4])
-    assert all("0 to 1" in text for text in first[7:12])
+def test_wrong_calls_are_explained() -> None:
+    run_ranks(wrong_calls, 2)
 
 
-def run_results() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    rank = bmt.rank()
+def losses_and_rows() -> None:
+    rank, size = bmt.rank(), bmt.world_size()
     results.synchronize()
     loss = torch.tensor(float(rank), requires_grad=True)
     losses = [
-        results.sum_loss(loss * 2).detach(),
+        results.sum_loss(loss * 2).detach() / 2,
         results.sum_loss(rank),
-        results.sum_loss(torch.tensor([rank, 1.0], dtype=torch.float16)),
         results.sum_loss(torch.tensor(rank)),
+        results.sum_loss(torch.tensor([rank, 1.0], dtype=torch.float16)),
     ]
-    rows = [
-        results.gather_result(torch.arange(rank + 1).int()),
-        results.gather_result(torch.full((2 * (rank == 1), 3), 5.0, dtype=torch.bfloat16)),
-        results.gather_result(torch.tensor(rank == 1)),
-        results.gather_result(torch.zeros(0, 2)),
-        results.gather_result(torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)).t()),
-    ]
-    return losses, rows
+    assert [float(x.flatten()[0]) for x in losses] == [(size - 1) / 2] * 4
+    assert [x.dtype for x in losses] == [torch.float32] * 3 + [torch.float16]
+    assert [x.dim() for x in losses] == [0, 0, 0, 1]
+
+    def turned(rank: int) -> torch.Tensor:
+        return torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)).t()
+
+    some = results.gather_result(torch.full((2 * (rank == 1), 3), 5.0, dtype=torch.bfloat16))
+    assert some.shape == (2 * (size > 1), 3) and some.dtype == torch.bfloat16
+    rows = results.gather_result(torch.arange(rank + 1).int())
+    assert rows.tolist() == [n for other in range(size) for n in range(other + 1)]
+    flags = results.gather_result(torch.tensor(rank == 1))
+    assert flags.tolist() == [other == 1 for other in range(size)]
+    assert results.gather_result(torch.zeros(0, 2)).shape == (0, 2)
+    parts = torch.cat([turned(other) for other in range(size)])
+    assert torch.equal(results.gather_result(turned(rank)), parts)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_sum_loss_and_gather_result(world_size: int) -> None:
-    for losses, rows in run_ranks(run_results, world_size):
-        mean = (world_size - 1) / 2
-        assert [float(x.flatten()[0]) for x in losses] == [2 * mean, mean, mean, mean]
-        assert [x.dtype for x in losses] == [
-            torch.float32,
-            torch.float32,
-            torch.float16,
-            torch.float32,
-        ]
-        assert [x.dim() for x in losses] == [0, 0, 1, 0]
-        assert rows[0].tolist() == [n for rank in range(world_size) for n in range(rank + 1)]
-        assert rows[1].shape == (2 * (world_size > 1), 3) and rows[1].dtype == torch.bfloat16
-        assert rows[2].tolist() == [rank == 1 for rank in range(world_size)]
-        assert rows[3].shape == (0, 2)
-        parts = [
-            torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)).t()
-            for rank in range(world_size)
-        ]
-        assert torch.equal(rows[4], torch.cat(parts))
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("program", [losses_and_rows, benchmarks])
+def test_results(
+    program: Callable[[], None], ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(program, ranks)
+    if program is benchmarks:
+        printed = capsys.readouterr().out
+        for name in ("all_gather", "reduce_scatter", "send_recv"):
+            assert printed.count(f"{name}, {ranks} ranks") == 1  # on rank 0
+        assert "4 KiB" in printed and "GB/s" in printed
 
 
-def run_old_use_of_config() -> dict[str, Any]:
+CONFIG: dict[str, Any] = {  # of a run of four ranks, as all of them see it
+    "world_size": 4,
+    "local_size": 4,
+    "initialized": True,
+    "pipe_size": 2,
+    "pipe_enabled": True,
+    "tp_size": 2,
+    "tp_zero_size": 2,
+    "zero_size": 4,
+    "micros": 2,
+    "num_micro_batches": 2,
+    "zero_level": 3,
+    "save_param_to_cpu": True,
+    "loss_scale_factor": 2,
+    "loss_scale_steps": 1024,
+}
+SIZES = {
+    "comm": 4,
+    "zero_comm": 4,
+    "tp_comm": 2,
+    "tp_zero_comm": 2,
+    "pipe_comm": 2,
+    "pp_zero_comm": 2,
+    "pp_tp_zero_comm": 1,
+}
+
+
+def old_use_of_config() -> tuple[list[str], dict[str, Any]]:
     """What programs of 0.1.x and 1.0.1 do with it."""
-    comm, topology = bmt.config["comm"], bmt.config["topology"]
-    gathered = distributed.all_gather(torch.tensor([bmt.rank()]), bmt.config["zero_comm"])
+    rank, comm, topology = bmt.rank(), bmt.config["comm"], bmt.config["topology"]
+    gathered = distributed.all_gather(torch.tensor([rank]), bmt.config["zero_comm"])
+    assert gathered.flatten().tolist() == [0, 1, 2, 3]
     total = torch.ones(1)
     nccl.allReduce(total, total, "sum", bmt.config["tp_zero_comm"])
-    groups = {
-        name: (topology.get_group_id(name), topology.get_group_rank(name))
-        for name in ("pipe", "zero", "tp_zero", "tp")
-    }
+    assert total.item() == 2.0
+    names = ("pipe", "zero", "tp_zero", "tp")
+    found = [(topology.get_group_id(name), topology.get_group_rank(name)) for name in names]
+    row, column = rank // 2, rank % 2
+    assert found == [(column, row), (0, rank), (column, row), (row, column)]
     with pytest.raises(ConfigurationError, match="unknown group 'dp'"):
         topology.get_group_id("dp")
+    assert (topology.stage_id, topology.stages, topology.pipe_idx) == (row, 2, column)
     seen = dict(bmt.config)
+    numbers = {name: value for name, value in seen.items() if isinstance(value, int)}
+    own = {"rank": rank, "local_rank": rank, "zero_rank": rank, "tp_rank": column}
+    assert numbers == {**CONFIG, **own, "tp_zero_rank": row}
+    assert {name: x.size for name, x in seen.items() if isinstance(x, Axis)} == SIZES
+    assert seen["load_stream"] is None and seen["calc_stream"] is None and comm is seen["comm"]
     world.shutdown()
-    after = dict(bmt.config)
-    return {
-        "gathered": gathered.flatten().tolist(),
-        "total": total.item(),
-        "groups": groups,
-        "stages": (topology.stage_id, topology.stages, topology.pipe_idx),
-        "sizes": {name: comm.size for name, comm in seen.items() if isinstance(comm, Axis)},
-        "names": sorted(seen) == sorted(after) == sorted(CONFIG_NAMES),
-        "after": {name: value for name, value in after.items() if name != "topology"},
-        "comm": comm is seen["comm"],
-    }
-
-
-CONFIG_NAMES = [
-    "rank",
-    "local_rank",
-    "world_size",
-    "local_size",
-    "initialized",
-    "pipe_size",
-    "pipe_enabled",
-    "tp_size",
-    "tp_rank",
-    "tp_zero_rank",
-    "tp_zero_size",
-    "zero_rank",
-    "zero_size",
-    "micros",
-    "topology",
-    "comm",
-    "zero_comm",
-    "tp_comm",
-    "tp_zero_comm",
-    "pipe_comm",
-    "pp_zero_comm",
-    "pp_tp_zero_comm",
-    "load_stream",
-    "calc_stream",
-    "tp_comm_stream",
-    "pp_comm_stream",
-    "barrier_stream",
-    "load_event",
-    "zero_level",
-    "num_micro_batches",
-    "save_param_to_cpu",
-    "loss_scale_factor",
-    "loss_scale_steps",
-]
+    return sorted(seen), {name: x for name, x in bmt.config.items() if name != "topology"}
 
 
 def test_what_old_programs_do_with_config() -> None:
     before = {name: value for name, value in config.items() if name != "topology"}
-    assert sorted(config) == sorted(CONFIG_NAMES)
-    for rank, got in enumerate(
-        run_ranks(run_old_use_of_config, 4, init={"tp_size": 2, "pipe_size": 2})
-    ):
-        assert (
-            got["gathered"] == [0, 1, 2, 3] and got["total"] == 2.0 and got["names"] and got["comm"]
-        )
-        assert got["groups"] == {
-            "pipe": (rank % 2, rank // 2),
-            "zero": (0, rank),
-            "tp_zero": (rank % 2, rank // 2),
-            "tp": (rank // 2, rank % 2),
-        }
-        assert got["stages"] == (rank // 2, 2, rank % 2)
-        assert got["sizes"] == {
-            "comm": 4,
-            "zero_comm": 4,
-            "tp_comm": 2,
-            "tp_zero_comm": 2,
-            "pipe_comm": 2,
-            "pp_zero_comm": 2,
-            "pp_tp_zero_comm": 1,
-        }
-        assert got["after"] == before  # the run is over: one process again
-
-
-def run_config() -> tuple[dict[str, object], int]:
-    seen = {key: value for key, value in config.items() if isinstance(value, int | bool)}
-    topology, comm = config["topology"], config["tp_comm"]
-    assert config["load_stream"] is None and config["calc_stream"] is None
-    return {**seen, "pipe_idx": topology.get_group_id("pipe")}, comm.size
-
-
-def test_config_shows_the_run() -> None:
-    for rank, (seen, tp_size) in enumerate(
-        run_ranks(run_config, 4, init={"tp_size": 2, "pipe_size": 2})
-    ):
-        assert tp_size == 2
-        assert seen == {
-            "rank": rank,
-            "local_rank": rank,
-            "world_size": 4,
-            "local_size": 4,
-            "initialized": True,
-            "pipe_size": 2,
-            "pipe_enabled": True,
-            "tp_size": 2,
-            "tp_rank": rank % 2,
-            "tp_zero_rank": rank // 2,
-            "tp_zero_size": 2,
-            "zero_rank": rank,
-            "zero_size": 4,
-            "micros": 2,
-            "num_micro_batches": 2,
-            "zero_level": 3,
-            "save_param_to_cpu": True,
-            "loss_scale_factor": 2,
-            "loss_scale_steps": 1024,
-            "pipe_idx": rank % 2,
-        }
+    for names, after in run_ranks(old_use_of_config, 4, init=MESH):
+        assert names == sorted(config) and len(names) == 33
+        assert after == before  # the run is over: one process again
 
 
 def test_config_before_the_run() -> None:
-    assert (config["initialized"], config["rank"], config["world_size"], config["comm"]) == (
-        False,
-        0,
-        1,
-        None,
-    )
+    found = [config[name] for name in ("initialized", "rank", "world_size", "comm")]
+    assert found == [False, 0, 1, None]
     assert len(config) == len(list(config)) and "rank" in config and "spam" not in config
     with pytest.raises(KeyError, match="nearest name is 'world_size'"):
         config["word_size"]
     with pytest.raises(ConfigurationError, match="init_distributed"):
         config["rank"] = 3
-    assert (
-        config.get("spam", 5) == 5
-        and config.get("tp_size") == 1
-        and {**config} == dict(config.items())
-    )
-    assert config["topology"].get_group_id("tp") == 0 and "'world_size': 1" in repr(config)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
+    assert config.get("spam", 5) == 5 and config.get("tp_size") == 1
+    assert {**config} == dict(config.items()) and "'world_size': 1" in repr(config)
+    assert config["topology"].get_group_id("tp") == 0
+    calls: list[Callable[[], object]] = [
         results.synchronize,
         lambda: results.sum_loss(1.0),
         lambda: distributed.all_gather(torch.ones(1)),
         nccl.groupStart,
-    ],
-)
-def test_before_the_run_is_an_error(call: Callable[[], object]) -> None:
-    with pytest.raises(NotInitializedError, match="init_distributed"):
-        call()
-
-
-def run_benchmarks() -> list[list[benchmark.Row]]:
-    return [benchmark.all_gather(4096), benchmark.reduce_scatter(2048), benchmark.send_recv(1024)]
-
-
-def test_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = run_ranks(run_benchmarks, 2)
-    assert [[row.size for row in rows] for rows in first] == [
-        [1024, 2048, 4096],
-        [1024, 2048],
-        [1024],
     ]
-    assert first == second
-    assert all(row.seconds > 0 and row.bandwidth > 0 for rows in first for row in rows)
-    printed = capsys.readouterr().out
-    assert "all_gather, 2 ranks" in printed and "4 KiB" in printed and "GB/s" in printed
+    for call in calls:
+        with pytest.raises(NotInitializedError, match="init_distributed"):
+            call()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_benchmarks_alone_and_where_sizes_do_not_divide(
-    world_size: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for gather, reduce, ring in run_ranks(run_benchmarks, world_size):
-        assert (len(gather), len(reduce), len(ring)) == (3, 2, int(world_size > 1))
-    printed = capsys.readouterr().out
-    for name in ("all_gather", "reduce_scatter", "send_recv"):
-        assert printed.count(f"{name}, {world_size} ranks") == 1  # on rank 0
-
-
-def run_printing() -> None:
+def printing(folder: pathlib.Path) -> None:
+    """The last rank comes late: nobody leaves the barrier before it has arrived."""
     bmt.print_rank("first", "second", sep="+")
     bmt.print_rank("from one", rank=1)
     bmt.print_block(f"title of {bmt.rank()}", "content")
     bmt.print_dict(f"numbers of {bmt.rank()}", {"lr": 0.5})
     bmt.see_memory(f"memory of {bmt.rank()}", detail=True)
+    if bmt.rank() == 1:
+        time.sleep(0.3)
+        (folder / "arrived").touch()
     bmt.synchronize()
+    assert os.listdir(folder) == ["arrived"]
 
 
-def test_printing_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(run_printing, 2)
+PRINTED = (
+    "first+second",
+    "title of 0",
+    "content",
+    "numbers of 0",
+    "lr",
+    "memory of 0: peak resident",
+)
+
+
+def test_printing_on_one_rank(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(printing, 2, tmp_path)
     zero, one = capsys.readouterr().out.split("-- rank 1 printed:")
-    assert one.split() == ["from", "one"]
-    for text in (
-        "first+second",
-        "title of 0",
-        "content",
-        "numbers of 0",
-        "lr",
-        "memory of 0: peak resident memory",
-    ):
-        assert zero.count(text) == 1
-    assert "of 1" not in zero
+    assert one.split() == ["from", "one"] and "of 1" not in zero
+    assert [zero.count(text) for text in PRINTED] == [1] * len(PRINTED)
 
 
-def run_meeting(folder: str) -> list[str]:
-    """The last rank comes late: nobody leaves the barrier before it has arrived."""
-    last = bmt.world_size() - 1
-    if bmt.rank() == last:
-        time.sleep(0.5)
-        pathlib.Path(folder, "arrived").touch()
-    bmt.synchronize()
-    return os.listdir(folder)
-
-
-def test_synchronize_waits_for_the_last(tmp_path: pathlib.Path) -> None:
-    assert run_ranks(run_meeting, 3, str(tmp_path)) == [["arrived"]] * 3
-
-
-def run_to_the_end() -> tuple[bool, bool, bool]:
-    """Whether gloo's threads are there while the run lasts, are gone after it though a model keeps
-    the axes, and what is said.
+def to_the_end() -> None:
+    """Gloo's threads are there while the run lasts, and gone after it though a model keeps the
+    axes.
     """
     block = bmt.Block(torch.nn.Linear(3, 3))
     block(torch.ones(2, 3, requires_grad=True)).sum().backward()
     axis = world.current().mesh.world
-    during = _num_gloo_threads()
+    assert num_gloo_threads() > 0
     world.shutdown()
     with pytest.raises(RuntimeError, match="the run has ended"):
         collectives.all_gather(torch.ones(2), axis)
-    return during > 0, _num_gloo_threads() == 0, isinstance(block, bmt.Block)
+    assert num_gloo_threads() == 0 and isinstance(block, bmt.Block)
 
 
-def _num_gloo_threads() -> int:
-    names = [
-        task.joinpath("comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()
-    ]
+def num_gloo_threads() -> int:
+    tasks = pathlib.Path("/proc/self/task").iterdir()
+    names = [task.joinpath("comm").read_text() for task in tasks]
     return sum(name.startswith("pt_gloo_runloop") for name in names)
 
 
@@ -722,4 +506,4 @@ def _num_gloo_threads() -> int:
 )
 def test_no_thread_of_gloo_outlives_the_run() -> None:
     """One that gives back a tensor when the interpreter ends would abort the process."""
-    assert run_ranks(run_to_the_end, 2) == [(True, True, True)] * 2
+    run_ranks(to_the_end, 2)

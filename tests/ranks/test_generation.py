@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.models import parity
 from tests.models.recording import recorded
+from tests.ranks.passes import on_ranks
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_memory import tensors
 from tests.tensors import storage_of
@@ -93,42 +94,23 @@ def results(model: BaseModel, rank: int) -> list[Any]:
 
 def all_results(folder: pathlib.Path, name: str) -> list[Any]:
     model = made(folder, name)
-    assert Peers(model)._are_several == (bmt.world_size() > 1), "the model is not sharded"
+    assert Peers(model)._are_several, "the model is not sharded"
     return results(model, bmt.rank())
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_gets_what_one_process_gets(
-    folder: pathlib.Path, name: str, world_size: int
-) -> None:
+def assert_results(found: list[Any], model: BaseModel, rank: int) -> None:
+    for (rows, scores), (expected, their_scores) in zip(found, results(model, rank), strict=True):
+        assert rows == expected
+        parity.assert_close(scores, their_scores, "scores")
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.long)])
+def test_every_rank_gets_what_one_process_gets(folder: pathlib.Path, name: str) -> None:
     """Other numbers of prompts, other lengths, other ends on each rank, and none at all."""
     alone = made(folder, name)
-    found = run_ranks(all_results, world_size, folder, name)
-    assert {len(row) for rows, _ in results(alone, 0) for row in rows} > {9}, (
-        "no row of rank 0 ended early"
-    )
-    for rank in range(world_size):
-        for (rows, scores), (expected, their_scores) in zip(
-            found[rank], results(alone, rank), strict=True
-        ):
-            assert rows == expected
-            parity.assert_close(scores, their_scores, "scores")
-
-
-def full_buffers(folder: pathlib.Path) -> int:
-    """The most tensors as large as a whole layer that are there after a step."""
-    torch.manual_seed(0)
-    model = GPT2(GPT2Config(**SIZES, num_layers=8, position_size=20))
-    bmt.init_parameters(model)
-    size = min(storage_of(layer).layout.numel for layer in model.encoder.layers) * 4
-    steps = stream(model, prompts(0)[0], max_new_tokens=3 + bmt.rank())
-    return max(sum(nbytes >= size for nbytes in tensors().values()) for _ in steps)
-
-
-def test_layers_are_gathered_one_by_one(folder: pathlib.Path) -> None:
-    """Of 8 layers the three buffers of the ring are all that is ever whole."""
-    assert all(1 <= count <= 3 for count in run_ranks(full_buffers, 2, folder))
+    assert {len(row) for rows, _ in results(alone, 0) for row in rows} > {9}, "no row ended early"
+    for rank, found in enumerate(run_ranks(all_results, 3, folder, name)):
+        assert_results(found, alone, rank)
 
 
 @contextlib.contextmanager
@@ -145,9 +127,10 @@ def counted_gathers(engine: Engine) -> Iterator[list[int]]:
         yield counts
 
 
-def gathers_of(folder: pathlib.Path, fits: bool) -> tuple[list[Any], int, list[int], list[int]]:
-    """What comes of a generation, its gathers, and the buffers before and after, of the ring and
-    in memory.
+@on_ranks(2)
+def test_weights_are_gathered_once_if_all_ranks_have_room() -> None:
+    """And given back at the end. Ranks without room are not left behind: all gather in each step,
+    layer by layer: of 8 layers the three buffers of the ring are all that is ever whole.
     """
     torch.manual_seed(0)
     model = GPT2(GPT2Config(**SIZES, num_layers=8, position_size=20))
@@ -159,25 +142,23 @@ def gathers_of(folder: pathlib.Path, fits: bool) -> tuple[list[Any], int, list[i
         return [engine.num_ring_buffers(), sum(nbytes >= size for nbytes in tensors().values())]
 
     ids, _ = prompts(0)
+    steps = stream(model, ids, max_new_tokens=3 + bmt.rank())
+    assert all(1 <= buffers()[1] <= 3 for _ in steps)
     with mock.patch.object(Resident, "fits", lambda *_: False):
         generate(model, ids, max_new_tokens=2)
-    before = buffers()
-    # only one rank decides otherwise
-    with (
-        counted_gathers(engine) as counts,
-        mock.patch.object(Resident, "fits", lambda *_: fits or bmt.rank() == 0),
-    ):
-        rows = generate(model, ids, max_new_tokens=9 - bmt.rank()).rows()
-    return rows, sum(counts), before, buffers()
-
-
-def test_weights_are_gathered_once_if_all_ranks_have_room(folder: pathlib.Path) -> None:
-    """And given back at the end. Ranks without room are not left behind: all gather in each step."""
-    whole, stepwise = (run_ranks(gathers_of, 2, folder, fits) for fits in (True, False))
-    for rank, (once, often) in enumerate(zip(whole, stepwise, strict=True)):
-        assert once[0] == often[0] and len(once[0][0]) == 9 - rank
-        assert 8 < once[1] < 16 and often[1] > 8 * 8, "gathers"
-        assert once[2] == once[3] == often[3] and max(once[3]) <= 3, "buffers"
+    before, found, counted = buffers(), [], []
+    assert max(before) <= 3
+    for fits in (True, False):
+        # only one rank decides otherwise
+        with (
+            counted_gathers(engine) as counts,
+            mock.patch.object(Resident, "fits", lambda *_: fits or bmt.rank() == 0),  # noqa: B023
+        ):
+            found.append(generate(model, ids, max_new_tokens=9 - bmt.rank()).rows())
+        counted.append(sum(counts))
+        assert buffers() == before
+    assert found[0] == found[1] and len(found[0][0]) == 9 - bmt.rank()
+    assert 8 < counted[0] < 16 and counted[1] > 8 * 8, "gathers"
 
 
 def trained_between(folder: pathlib.Path) -> tuple[list[Any], list[Any], list[float]]:
@@ -201,27 +182,28 @@ def trained_between(folder: pathlib.Path) -> tuple[list[Any], list[Any], list[fl
     return found, streamed, norms
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_and_generation_take_turns(folder: pathlib.Path, world_size: int) -> None:
+def test_training_and_generation_take_turns(folder: pathlib.Path) -> None:
     """Each generation has the weights of its time, a stream those of each token; training goes on
     as without it.
     """
     alone = trained_between(folder)
     assert alone[0][0] != alone[0][1] != alone[0][2]
     assert alone[1][:4] != alone[1][4:]
-    for found, streamed, norms in run_ranks(trained_between, world_size, folder):
+    for found, streamed, norms in run_ranks(trained_between, 2, folder):
         assert found == alone[0] and streamed == alone[1]
         assert norms == pytest.approx(alone[2], rel=1e-5)
 
 
-def in_a_session(folder: pathlib.Path) -> tuple[list[Any], list[Any], list[int]]:
-    """What comes of generations by themselves and in a session, weights written in between, and how
-    many steps were recorded by then.
+@on_ranks(3)
+def test_a_session_gives_the_same(folder: pathlib.Path) -> None:
+    """Weights are written in between. Steps are kept until there is another parameter; weights stay
+    in place.
     """
     found: list[list[Any]] = [[], []]
     counts = []
     for kept in (False, True):
         model: Any = made(folder, "gpt2")
+        norm = model.encoder.output_layernorm
         with recorded(2) as recorder, Session() as session:
             shared: dict[str, Any] = {"session": session} if kept else {}
             for number in range(4):
@@ -231,90 +213,58 @@ def in_a_session(folder: pathlib.Path) -> tuple[list[Any], list[Any], list[int]]
                 counts += [recorder.num_recorded] if kept else []
                 with torch.no_grad():
                     if number == 0:
-                        model.encoder.output_layernorm.weight.mul_(-1)
+                        norm.weight.mul_(-1)
                     if number == 2:
-                        bias = model.encoder.output_layernorm.bias
-                        other = bmt.DistributedParameter(torch.ones(32))
-                        model.encoder.output_layernorm.bias = (
-                            other
-                            if bmt.is_initialized()
-                            else (torch.nn.Parameter(torch.ones_like(bias)))
-                        )
-    return found[0], found[1], counts
+                        norm.bias = bmt.DistributedParameter(torch.ones(32))
+    for (rows, scores), (other_rows, others) in zip(*found, strict=True):
+        assert rows == other_rows
+        parity.assert_close(scores, others, "scores")
+    assert len({str(rows) for rows, _ in found[0]}) == 4
+    assert counts == [1, 1, 1, 2]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_session_gives_the_same(folder: pathlib.Path, world_size: int) -> None:
-    """Steps are kept until there is another parameter; on several ranks weights stay in place."""
-    for alone, together, counts in run_ranks(in_a_session, world_size, folder):
-        assert [rows for rows, _ in alone] == [rows for rows, _ in together]
-        for (_, scores), (_, others) in zip(alone, together, strict=True):
-            parity.assert_close(scores, others, "scores")
-        assert len({str(rows) for rows, _ in alone}) == 4
-        assert counts == [1, 1, 1, 2]
-
-
-def left_early(folder: pathlib.Path) -> tuple[list[Any], list[Any]]:
-    """Rank 0 leaves its stream after two tokens, the others do not; then all generate."""
-    model = made(folder, "gpt2")
+def left_early(folder: pathlib.Path) -> tuple[list[Any], list[str], list[Any]]:
+    """Rank 0 leaves its stream after two tokens; rank 1 calls wrongly in several ways; then all
+    generate.
+    """
+    model, ids = made(folder, "gpt2"), prompts(0)[0]
     steps = []
-    for tokens in stream(model, prompts(0)[0], max_new_tokens=8):
+    for tokens in stream(model, ids, max_new_tokens=8):
         steps.append(tokens)
         if bmt.rank() == 0 and len(steps) == 2:
             break
-    return steps, results(model, bmt.rank())
-
-
-def test_a_stream_can_be_left_on_one_rank(folder: pathlib.Path) -> None:
-    """The others get all their tokens, and nobody hangs then or later."""
-    alone = made(folder, "gpt2")
-    expected = list(stream(alone, prompts(0)[0], max_new_tokens=8))
-    (short, after), (whole, others_after) = run_ranks(left_early, 2, folder)
-    assert short == expected[:2] and whole == expected and len(expected) == 8
-    for found, rank in ((after, 0), (others_after, 1)):
-        assert [rows for rows, _ in found] == [rows for rows, _ in results(alone, rank)]
-
-
-def wrong_on_one(folder: pathlib.Path) -> tuple[list[str], list[Any]]:
-    """Rank 1 calls wrongly in several ways; then all generate."""
-    model, ids = made(folder, "gpt2"), prompts(0)[0]
     told = []
-    for wrong in (
+    wrongs: list[dict[str, Any]] = [
         {"temperatur": 1},
         {"max_new_tokens": 100},
         {"eos_token_id": 99},
         {"attention_mask": torch.zeros(3, 5)},
         {"session": Session()},
-    ):
-        try:
+    ]
+    for wrong in wrongs:
+        with pytest.raises((ConfigError, InputError)) as error:
             generate(model, ids, **(wrong if bmt.rank() == 1 else {}))
-        except (ConfigError, InputError) as error:
-            told.append(str(error))
-    try:
+        told.append(str(error.value))
+    with pytest.raises((AttributeError, InputError)[bmt.rank() == 0 :]):
         generate(model, ids if bmt.rank() == 0 else "a text")  # type: ignore[arg-type]
-    except (AttributeError, InputError) as error:
-        told.append(type(error).__name__)
-    return told, results(model, bmt.rank())
+    return steps, told, results(model, bmt.rank())
 
 
-def test_an_error_on_one_rank_is_one_on_all(folder: pathlib.Path) -> None:
-    """Before anything is computed; the rank that made it says what it is."""
+def test_ranks_that_leave_or_err_harm_no_other(folder: pathlib.Path) -> None:
+    """A stream that is left on one rank gives the others all their tokens; an error on one rank is
+    one on all, before anything is computed, and the rank that made it says what it is. Nobody hangs
+    then or later.
+    """
     alone = made(folder, "gpt2")
-    (told, after), (own, others_after) = run_ranks(wrong_on_one, 2, folder)
-    assert (
-        told[:5]
-        == ["generate was called wrongly on rank 1, which says how: no rank generates."] * 5
-    )
-    assert (
-        "nearest: 'temperature'" in own[0]
-        and "20 positions" in own[1]
-        and "token 99" in own[2]
-        and "prompt 0" in own[3]
-        and "session is not open" in own[4]
-    )
-    assert told[5] == "InputError" and len(own) == 6
-    for found, rank in ((after, 0), (others_after, 1)):
-        assert [rows for rows, _ in found] == [rows for rows, _ in results(alone, rank)]
+    expected = list(stream(alone, prompts(0)[0], max_new_tokens=8))
+    (short, told, after), (whole, own, others_after) = run_ranks(left_early, 2, folder)
+    assert short == expected[:2] and whole == expected and len(expected) == 8
+    assert told == ["generate was called wrongly on rank 1, which says how: no rank generates."] * 5
+    parts = "nearest: 'temperature'", "20 positions", "token 99", "prompt 0", "session is not open"
+    for part, text in zip(parts, own, strict=True):
+        assert part in text
+    for rank, found in enumerate((after, others_after)):
+        assert_results(found, alone, rank)
 
 
 def alone_on_rank_0() -> list[list[int]]:

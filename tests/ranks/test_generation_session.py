@@ -17,9 +17,11 @@ from tests.models import parity
 from tests.models.recording import OperationRecorder, recorded
 from tests.models.test_generation_session import alive, watched_caches
 from tests.ranks import graphs, test_generation
+from tests.ranks.passes import on_ranks
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_generation import VOCAB, counted_gathers, saved
 from tests.tensors import own_slice
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bmtrain as bmt
@@ -32,7 +34,7 @@ from model_center.generation.ahead import Questions
 from model_center.generation.engine import generate, stream
 from model_center.generation.session import Session
 
-Result = tuple[list[Any], torch.Tensor]
+Result = tuple[list[Any], Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +51,17 @@ def engine() -> Engine:
     return world.current().service(Engine)
 
 
-def prompt(seed: int = 0, rows: int = 2) -> torch.Tensor:
+def prompt(seed: int = 0, rows: int = 2) -> Tensor:
     return parity.token_ids(rows, 5, high=VOCAB, seed=10 * bmt.rank() + seed)
 
 
-def generated(model: Any, ids: torch.Tensor, **options: Any) -> Result:
+def generated(model: Any, ids: Tensor, **options: Any) -> Result:
     out = generate(model, ids, **{"max_new_tokens": 9} | options, return_scores=True)
     assert out.scores is not None
     return out.rows(), out.scores
 
 
-def layer_by_layer(model: Any, ids: torch.Tensor) -> Result:
+def layer_by_layer(model: Any, ids: Tensor) -> Result:
     """By the gathers of any forward pass, which know nothing of earlier ones."""
     with mock.patch.object(Resident, "fits", lambda *_: False):
         return generated(model, ids)
@@ -98,7 +100,7 @@ def watched_buffers() -> Iterator[list[StorageWeakRef]]:
     buffers: list[StorageWeakRef] = []
     new_full = ShardSource.new_full
 
-    def noted(source: ShardSource, num_shards: int) -> torch.Tensor:
+    def noted(source: ShardSource, num_shards: int) -> Tensor:
         full = new_full(source, num_shards)
         buffers.append(StorageWeakRef(full.untyped_storage()))
         return full
@@ -216,8 +218,15 @@ def follow(folder: pathlib.Path, part: int) -> None:
         assert_near(before[0], before[3])
 
 
-@pytest.mark.parametrize("init", [{}, {"zero_level": 2}, {"transport": "copy_engine"}], ids=str)
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize(
+    ("part", "init"),
+    [
+        (0, {}),
+        pytest.param(1, {}, marks=pytest.mark.long),
+        pytest.param(1, {"zero_level": 2}, marks=pytest.mark.long),
+        pytest.param(0, {"transport": "copy_engine"}, marks=pytest.mark.long),
+    ],
+)
 def test_whatever_is_written_is_gathered(
     folder: pathlib.Path, part: int, init: dict[str, Any]
 ) -> None:
@@ -225,7 +234,9 @@ def test_whatever_is_written_is_gathered(
     run_ranks(follow, 2, folder, part, init=init)
 
 
-def free(folder: pathlib.Path) -> None:
+@on_ranks(2)
+def test_memory_is_freed(folder: pathlib.Path) -> None:
+    """At the end of the session, for another model, and on all ranks if one has no room."""
     model, other, ids = made(folder), made(folder), prompt()
     with watched_buffers() as buffers, watched_caches() as caches, opened() as (session, *_):
         generated(model, ids)
@@ -253,12 +264,9 @@ def free(folder: pathlib.Path) -> None:
         assert not any(there(buffers) + alive(caches))
 
 
-def test_memory_is_freed(folder: pathlib.Path) -> None:
-    """At the end of the session, for another model, and on all ranks if one has no room."""
-    run_ranks(free, 2, folder)
-
-
-def fail(folder: pathlib.Path) -> None:
+@on_ranks(2)
+def test_an_error_on_one_rank_is_its_own(folder: pathlib.Path) -> None:
+    """It keeps nothing; the others do, and all gather together again."""
     model, ids = made(folder), prompt()
     expected, is_failing = layer_by_layer(model, ids), bmt.rank() == 1
     with watched_buffers() as buffers, opened() as (session, _, gathers):
@@ -280,12 +288,9 @@ def fail(folder: pathlib.Path) -> None:
         assert gathers == [total] and sum(there(buffers)) == total
 
 
-def test_an_error_on_one_rank_is_its_own(folder: pathlib.Path) -> None:
-    """It keeps nothing; the others do, and all gather together again."""
-    run_ranks(fail, 2, folder)
-
-
-def sometimes(folder: pathlib.Path) -> None:
+@on_ranks(2)
+def test_ranks_may_differ(folder: pathlib.Path) -> None:
+    """One has a session, the other has none, or enters it later."""
     model, ids = made(folder), prompt()
     expected = layer_by_layer(model, ids)
     with opened() as (session, recorder, gathers), noted_places() as places:
@@ -301,12 +306,9 @@ def sometimes(folder: pathlib.Path) -> None:
         assert len(gathers) in (3 + 1, 3 + 2)
 
 
-def test_ranks_may_differ(folder: pathlib.Path) -> None:
-    """One has a session, the other has none, or enters it later."""
-    run_ranks(sometimes, 2, folder)
-
-
-def prompts_differ(folder: pathlib.Path) -> None:
+@on_ranks(2)
+def test_ranks_with_other_prompts(folder: pathlib.Path) -> None:
+    """And with none. A cache that is there already needs no room, that of another model does."""
     model, spares = made(folder), list[int]()
     cache = 4 * 2 * 3 * 32  # bytes of a token of one row
     # rows of each rank in each generation
@@ -328,12 +330,9 @@ def prompts_differ(folder: pathlib.Path) -> None:
     assert found == ([3, 0, 2, 0, 2, 3] if bmt.rank() else [6, 4, 9, 0, 6, 6])
 
 
-def test_ranks_with_other_prompts(folder: pathlib.Path) -> None:
-    """And with none. A cache that is there already needs no room, that of another model does."""
-    run_ranks(prompts_differ, 2, folder)
-
-
-def keep_unrecorded(folder: pathlib.Path) -> None:
+@on_ranks(2)
+def test_models_that_are_not_recorded(folder: pathlib.Path) -> None:
+    """Their weights stay, and nothing else."""
     model, ids = test_generation.made(folder, "t5"), prompt()
     expected = layer_by_layer(model, ids)
     with watched_caches() as caches, opened() as (session, recorder, gathers):
@@ -342,12 +341,9 @@ def keep_unrecorded(folder: pathlib.Path) -> None:
         assert len(gathers) == 1 and recorder.num_recorded == 0 and not any(alive(caches))
 
 
-def test_models_that_are_not_recorded(folder: pathlib.Path) -> None:
-    """Their weights stay, and nothing else."""
-    run_ranks(keep_unrecorded, 2, folder)
-
-
-def stream_between(folder: pathlib.Path) -> None:
+@on_ranks(2)
+def test_streams_in_between(folder: pathlib.Path) -> None:
+    """They go layer by layer, and leave what is kept where it is, if there is room."""
     model, ids = made(folder), prompt()
     expected, tokens = layer_by_layer(model, ids), list(stream(model, ids, max_new_tokens=9))
     with watched_buffers() as buffers, opened() as (session, recorder, gathers):
@@ -367,14 +363,11 @@ def stream_between(folder: pathlib.Path) -> None:
         assert_near(generated(model, ids, session=session), expected)
 
 
-def test_streams_in_between(folder: pathlib.Path) -> None:
-    """They go layer by layer, and leave what is kept where it is, if there is room."""
-    run_ranks(stream_between, 2, folder)
-
-
-def write_into_copies(folder: pathlib.Path) -> None:
+@on_ranks(2)
+def test_what_is_written_into_a_copy_is_lost(folder: pathlib.Path) -> None:
+    """As ever: a program holds on to gathered weights, and writes there between generations."""
     model, ids = made(folder), prompt()
-    expected, seen = layer_by_layer(model, ids), list[torch.Tensor]()
+    expected, seen = layer_by_layer(model, ids), list[Tensor]()
     table = model.input_embedding
 
     def look(module: Any, _: object) -> None:
@@ -389,12 +382,9 @@ def write_into_copies(folder: pathlib.Path) -> None:
         assert len(gathers) == 2 and gathers[1] == 1
 
 
-def test_what_is_written_into_a_copy_is_lost(folder: pathlib.Path) -> None:
-    """As ever: a program holds on to gathered weights, and writes there between generations."""
-    run_ranks(write_into_copies, 2, folder)
-
-
-def write_past_torch(folder: pathlib.Path) -> None:
+@on_ranks(2)
+def test_after_an_error_copies_are_not_trusted(folder: pathlib.Path) -> None:
+    """Another session has the same memory."""
     model, ids = made(folder), prompt()
     expected = layer_by_layer(model, ids)
     table = model.input_embedding
@@ -418,13 +408,8 @@ def write_past_torch(folder: pathlib.Path) -> None:
         assert len(gathers) == 2
 
 
-def test_after_an_error_copies_are_not_trusted(folder: pathlib.Path) -> None:
-    """Another session has the same memory."""
-    run_ranks(write_past_torch, 2, folder)
-
-
 def trained_by_graphs(
-    folder: pathlib.Path, generation: Callable[[Any, torch.Tensor], Result]
+    folder: pathlib.Path, generation: Callable[[Any, Tensor], Result]
 ) -> tuple[list[float], list[Result]]:
     """Losses of steps of training, and what is generated after each."""
     model, ids = made(folder), prompt()
@@ -432,8 +417,8 @@ def trained_by_graphs(
     manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.003))
 
     @bmt.cuda_graph
-    def forward_and_backward(ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(ids).logits
+    def forward_and_backward(ids: Tensor) -> Tensor:
+        logits: Tensor = model(ids).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         manager.backward(loss)
         return loss
@@ -447,14 +432,17 @@ def trained_by_graphs(
     return losses, found
 
 
-def train_by_graphs(folder: pathlib.Path) -> None:
+@pytest.mark.long
+@on_ranks(2)
+def test_training_by_graphs_shares_the_memory(folder: pathlib.Path) -> None:
+    """Both read whole weights at fixed addresses; there is one copy of them."""
     captured = graphs.use()
     with recorded():  # nothing looks at the ids
         losses, expected = trained_by_graphs(folder, layer_by_layer)
     with opened() as (session, recorder, _), watched_buffers() as buffers:
         most = 0
 
-        def shared(model: Any, ids: torch.Tensor) -> Result:
+        def shared(model: Any, ids: Tensor) -> Result:
             nonlocal most
             out = generated(model, ids, session=session)
             most = max(most, sum(there(buffers)))
@@ -467,8 +455,3 @@ def train_by_graphs(folder: pathlib.Path) -> None:
     for one, other in zip(found, expected, strict=True):
         assert_near(one, other)
     assert len({str(rows) for rows, _ in found}) > 3
-
-
-def test_training_by_graphs_shares_the_memory(folder: pathlib.Path) -> None:
-    """Both read whole weights at fixed addresses; there is one copy of them."""
-    run_ranks(train_by_graphs, 2, folder)

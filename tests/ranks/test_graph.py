@@ -4,62 +4,53 @@ graphs.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.ranks import graph_programs, graphs
-from tests.ranks.runner import run_ranks
+from tests.ranks.passes import on_ranks
 from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
 from bmtrain.recompute.level import Level
 
-NUM_PARTS = 4
+LONG = {"plainly", "alternating", "evaluating_captured", "changing_gradients"}
 
 
-def compare_programs(part: int) -> None:
-    graphs.use()
-    for program in graph_programs.PROGRAMS[part::NUM_PARTS]:
-        graph_programs.compare(program)
-
-
-def compare_options() -> None:
-    recorded = graphs.use()
-    for level, recompute in itertools.product((2, 3), (False, True)):
-        graph_programs.compare(graph_programs.plainly, level, recompute)
-    graph_programs.compare(graph_programs.plainly, recompute="auto")
-    graph_programs.compare(graph_programs.in_parts, recompute="auto")
-    run = graph_programs.compare(graph_programs.plainly, loss_scale=4.0, loss_scale_steps=2)
-    assert run.manager.loss_scale > 16, "the scale grew while a graph was replayed"
-    assert recorded.num_captures == 7
-
-
-def compare_by_copies() -> None:
-    graphs.use()
-    for program in (graph_programs.plainly, graph_programs.in_parts, graph_programs.held_back):
-        graph_programs.compare(program, dim=128)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_training_is_bitwise_the_same(part: int, world_size: int) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, marks=pytest.mark.long if program.__name__ in LONG else ())
+        for program in graph_programs.PROGRAMS
+    ],
+)
+@on_ranks(2)
+def test_training_is_bitwise_the_same(program: graph_programs.Program) -> None:
     """Losses and weights, for every way of going from one step to the next."""
-    run_ranks(compare_programs, world_size, part)
+    graphs.use()
+    graph_programs.compare(program)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_options_are_bitwise_the_same(world_size: int) -> None:
+@on_ranks(2)
+def test_options_are_bitwise_the_same() -> None:
     """ZeRO-2 and ZeRO-3, recomputation, a loss scale."""
-    run_ranks(compare_options, world_size)
+    recorded = graphs.use()
+    graph_programs.compare(graph_programs.plainly, recompute="auto")
+    run = graph_programs.compare(
+        graph_programs.plainly, 2, True, loss_scale=4.0, loss_scale_steps=2
+    )
+    assert run.manager.loss_scale > 16, "the scale grew while a graph was replayed"
+    assert recorded.num_captures == 2
 
 
+@on_ranks(2, init={"transport": "copy_engine"})
 def test_copies_between_ranks() -> None:
     """Shards in memory that the ranks share, large enough to be read and summed there."""
-    run_ranks(compare_by_copies, 2, init={"transport": "copy_engine"})
+    graphs.use()
+    graph_programs.compare(graph_programs.held_back, dim=128)
 
 
 class Small:
@@ -83,9 +74,9 @@ class Small:
         inside(self)
         return loss
 
-    def flush(self) -> None:
-        """Reduce gradients that are kept back."""
-        self.manager.clip_grad_norm(self.block.parameters(), float("inf"))
+    def clip(self, norm: float = float("inf")) -> None:
+        """Also reduces gradients that are kept back."""
+        self.manager.clip_grad_norm(self.block.parameters(), norm)
 
 
 def x(count: int = 2) -> dict[str, torch.Tensor]:
@@ -93,27 +84,20 @@ def x(count: int = 2) -> dict[str, torch.Tensor]:
 
 
 def clip(small: Small) -> None:
-    small.manager.clip_grad_norm(small.block.parameters(), 1.0)
+    small.clip(1.0)
 
 
 def read(small: Small) -> None:
     x()["x"].sum().item()
 
 
+def read_on_one(small: Small) -> None:
+    if bmt.rank() == 1:
+        read(small)
+
+
 def read_gradient(small: Small) -> None:
-    grad = next(small.block.parameters()).grad
-    assert grad is not None
-    grad.norm()
-
-
-def behind(small: Small, inside: Callable[[Small], object]) -> tuple[list[str], list[torch.Tensor]]:
-    """Warnings and losses of five calls."""
-    losses: list[torch.Tensor] = []
-    messages = [
-        graph_programs.warned(lambda: losses.append(small.step(x(), inside=inside)))
-        for _ in range(5)
-    ]
-    return [text for found in messages for text in found], losses
+    grad_of(next(small.block.parameters())).norm()
 
 
 def offload(small: Small) -> None:
@@ -121,146 +105,32 @@ def offload(small: Small) -> None:
     small.block.use_checkpoint = Level.OFFLOADED
 
 
-def fall_back() -> None:
+@on_ranks(2)
+def test_what_cannot_be_captured_runs_as_it_is() -> None:
+    """One warning with the reason, and the gradients of every call, that of the failed capture too.
+    What only one rank cannot capture is captured on none. So it is with what ranks do together,
+    writes that a gather would have to see, and parameters whose gradients could not be shown.
+    """
     recorded = graphs.use()
     for inside, reason in (
         (clip, "clip_grad_norm"),
         (read, "not permitted"),
         (read_gradient, "gradients are read inside"),
         (offload, "Level.OFFLOADED"),
+        (read_on_one, ("another rank", "not permitted")[bmt.rank()]),
     ):
         small, plain = Small(), Small()
-        messages, losses = behind(small, inside)
-        assert len(messages) == 1, messages
-        assert reason in messages[0], messages
-        small.flush()
-        for loss in losses:
-            assert torch.equal(loss, plain.run(x(), inside=inside))
-        plain.flush()
-        for mine, theirs in zip(small.block.parameters(), plain.block.parameters(), strict=True):
-            assert torch.equal(grad_of(mine), grad_of(theirs)), (
-                f"{inside.__name__}: gradients of five passes"
-            )
-    assert recorded.num_replays == 0
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_cannot_be_captured_runs_as_it_is(world_size: int) -> None:
-    """One warning with the reason, and the gradients of every call, that of the failed capture
-    too.
-    """
-    run_ranks(fall_back, world_size)
-
-
-def refuse_inside() -> None:
-    recorded = graphs.use()
-    graph_programs.refuse_together()
-    assert recorded.num_replays == 0
-
-
-def test_what_ranks_do_together_is_never_captured() -> None:
-    """Collectives inside, writes that a gather would have to see, gradients that are read: one
-    warning on each rank, and what the function computes without a graph.
-    """
-    run_ranks(refuse_inside, 2)
-
-
-def fail_on_one_rank() -> None:
-    recorded = graphs.use()
-    small, plain = Small(), Small()
-    inside = read if bmt.rank() == 1 else look
-    messages, losses = behind(small, inside)
-    assert len(messages) == 1, messages
-    assert ("not permitted" if bmt.rank() == 1 else "another rank") in messages[0]
-    for loss in losses:
-        assert torch.equal(loss, plain.run(x()))
-    assert recorded.num_replays == 0
-
-
-def look(small: Small) -> object:
-    return small.block
-
-
-def test_ranks_give_up_together() -> None:
-    """What only one rank cannot capture is captured on none."""
-    run_ranks(fail_on_one_rank, 2)
-
-
-def different_shapes_on_ranks() -> None:
-    recorded = graphs.use()
-    small, plain = Small(), Small()
-    for step in range(9):
-        count = 2 + (step + bmt.rank()) % 2
-        got, want = small.step(x(count)), plain.run(x(count))
-        assert torch.equal(got, want), f"step {step}"
-        small.manager.zero_grad()
-        plain.manager.zero_grad()
-    assert recorded.num_captures == 2
-    assert recorded.num_replays == 9 - 4
-
-
-def test_ranks_may_have_different_shapes() -> None:
-    """They rehearse, capture and replay together all the same."""
-    run_ranks(different_shapes_on_ranks, 2)
-
-
-def kinds() -> None:
-    recorded = graphs.use()
-    small = Small(max_graphs=4)
-    plain = Small()
-    calls: list[dict[str, Any]] = [{"power": 2}, {"power": 4}, {"power": 2}, {"power": 4}] * 3
-    for number, options in enumerate(calls):
-        assert torch.equal(small.step(x(), **options), plain.run(x(), **options)), number
+        messages: list[str] = []
+        for _ in range(5):
+            losses = [plain.run(x(), inside=inside)]
+            messages += graph_programs.warned(lambda: losses.append(small.step(x(), inside=inside)))  # noqa: B023
+            assert torch.equal(*losses)
+        assert len(messages) == 1 and reason in messages[0], messages
         for each in (small, plain):
-            each.manager.zero_grad()
-    assert recorded.num_captures == 2
-    small.block.train()
-    torch.manual_seed(1)
-    losses = {small.step(x()).item() for _ in range(2)}
-    small.manager.zero_grad()
-    assert recorded.num_captures == 2, "training mode is another kind"
-    assert len(losses) == 2, "dropout draws"
-    assert any(
-        "more than 4" in text
-        for count in range(3, 7)
-        for text in graph_programs.warned(lambda: small.step(x(count)))  # noqa: B023
-    )
-    with pytest.raises(ValueError, match="max_graphs"):
-        bmt.cuda_graph(small.run, max_graphs=0)
-    with pytest.raises(ValueError, match="max_graphs"):
-        bmt.cuda_graph(max_graphs="2")  # type: ignore[call-overload]
-    assert bmt.cuda_graph(max_graphs=2)(len)("abc") == 3
-    with pytest.raises(ValueError, match="expected a function"):
-        bmt.cuda_graph(3)  # type: ignore[call-overload]
-
-
-def test_calls_of_several_kinds() -> None:
-    """Constants and training mode have graphs of their own, up to a number."""
-    run_ranks(kinds, 1)
-
-
-def notice_nan() -> None:
-    graphs.use()
-    small = Small()
-    for _ in range(4):
-        small.step(x())
-    for factor, taken in ((float("nan"), False), (1.0, True)):
-        before = [param.detach() + 0 for param in small.block.parameters()]
-        small.manager.zero_grad()
-        small.step({"x": x()["x"] * factor})
-        small.manager.step()
-        assert small.manager.skipped_steps == 1
-        for param, want in zip(small.block.parameters(), before, strict=True):
-            assert torch.equal(param.detach() + 0, want) != taken
-
-
-def test_a_loss_that_is_nan_is_noticed_in_replays() -> None:
-    """The manager looks at the loss of every replay, and skips the step."""
-    run_ranks(notice_nan, 1)
-
-
-def refuse_strangers() -> None:
-    graphs.use()
+            each.clip()
+        for mine, theirs in zip(small.block.parameters(), plain.block.parameters(), strict=True):
+            assert torch.equal(grad_of(mine), grad_of(theirs)), f"{inside.__name__}: gradients"
+    graph_programs.refuse_together()
     block, stranger = bmt.Block(nn.Linear(3, 3)), nn.Parameter(torch.ones(3))
 
     @bmt.cuda_graph
@@ -270,21 +140,65 @@ def refuse_strangers() -> None:
         return loss
 
     messages = [text for _ in range(4) for text in graph_programs.warned(lambda: step(x()["x"]))]
-    assert len(messages) == 1, messages
-    assert "neither sharded nor in an optimizer" in messages[0]
+    assert len(messages) == 1 and "neither sharded nor in an optimizer" in messages[0], messages
     assert torch.allclose(grad_of(stranger), 4 * block(x()["x"]).detach().sum(0))
+    givens: list[tuple[Any, str]] = [
+        (torch.ones(2, requires_grad=True), "requires grad"),
+        (torch.ones(2, device="meta"), "is on meta, not on cpu"),
+        ({1}, "cannot be compared"),
+    ]
+    for given, words in givens:
+        look = bmt.cuda_graph(lambda given: torch.ones(2))
+        messages = [t for _ in range(2) for t in graph_programs.warned(lambda: look(given))]  # noqa: B023
+        assert len(messages) == 1 and words in messages[0], messages
+    assert recorded.num_replays == 0
 
 
-def test_parameters_that_nobody_knows_are_named() -> None:
-    """Their gradients could not be shown after a replay."""
-    run_ranks(refuse_strangers, 1)
+@on_ranks(2)
+def test_calls_of_several_kinds() -> None:
+    """Constants, shapes, which may differ between ranks, and training mode have graphs of their
+    own, up to a number; ranks rehearse, capture and replay together all the same. The manager looks
+    at the loss of every replay, and skips the step where it is NaN.
+    """
+    recorded = graphs.use()
+    small, plain = Small(max_graphs=5), Small()
+    for step in range(18):
+        power, count = 2 + step % 2 * 2, 2 + (step // 2 + bmt.rank()) % 2 * (step > 5)
+        got, want = small.step(x(count), power=power), plain.run(x(count), power=power)
+        assert torch.equal(got, want), step
+        for each in (small, plain):
+            each.manager.zero_grad()
+    assert (recorded.num_captures, recorded.num_replays) == (4, 6)
+    for factor, taken in ((float("nan"), False), (1.0, True)):
+        before = [param.detach() + 0 for param in small.block.parameters()]
+        small.manager.zero_grad()
+        small.step({"x": x()["x"] * factor}, power=2)
+        small.manager.step()
+        assert small.manager.skipped_steps == 1
+        for param, value in zip(small.block.parameters(), before, strict=True):
+            assert torch.equal(param.detach() + 0, value) != taken
+    assert recorded.num_replays == 8
+    small.block.train()
+    torch.manual_seed(1)
+    assert len({small.step(x()).item() for _ in range(2)}) == 2, "dropout draws"
+    small.manager.zero_grad()
+    assert recorded.num_captures == 4, "training mode is another kind"
+    messages = [
+        text
+        for count in range(3, 7)
+        for text in graph_programs.warned(lambda: small.step(x(count)))  # noqa: B023
+    ]
+    assert len(messages) == 1 and "more than 5" in messages[0], messages
+    cuda_graph: Any = bmt.cuda_graph
+    for wrong in (0, "2"):
+        with pytest.raises(ValueError, match="max_graphs"):
+            cuda_graph(max_graphs=wrong)
+    assert cuda_graph(max_graphs=2)(len)("abc") == 3
+    with pytest.raises(ValueError, match="expected a function"):
+        cuda_graph(3)
 
 
-def on_the_cpu() -> None:
-    small = Small()
-    small.step(x()).item()
-
-
+@on_ranks(1)
 def test_on_the_cpu_the_function_is_called() -> None:
     """Without a recording in the place of graphs."""
-    run_ranks(on_the_cpu, 1)
+    Small().step(x()).item()

@@ -5,21 +5,19 @@ PyTorch.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.ranks import models
-from tests.ranks.runner import run_ranks
-from tests.ranks.test_blocks import MODES, compare, mode_name, sequence, share, squared, twice
-from torch import nn
+from tests.ranks.passes import ask, blocks_of, compare, on_ranks, run
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
+
+MODES = list(itertools.product((2, 3), (False, True)))  # ZeRO level, recomputation
 
 
 class Inside(nn.Module):
@@ -28,55 +26,41 @@ class Inside(nn.Module):
     """
 
     def __init__(
-        self, reentrant: bool, everything: bool = False, nested: bool = False, frozen: str = ""
+        self, reentrant: bool, everything: bool = False, nested: bool = False, frozen: str = "-"
     ) -> None:
         super().__init__()
         self.norm, self.scale = nn.LayerNorm(8), nn.Parameter(torch.randn(8))
         self.a, self.b, self.c = nn.Linear(8, 13), nn.Linear(13, 8), nn.Linear(8, 8)
         self.reentrant, self.everything, self.nested = reentrant, everything, nested
         for name, param in self.named_parameters():
-            param.requires_grad_(not frozen or not name.startswith(tuple(frozen.split())))
+            param.requires_grad_(not name.startswith(tuple(frozen.split())))
 
-    def first(self, x: torch.Tensor) -> torch.Tensor:
+    def first(self, x: Tensor) -> Tensor:
         return self.b(torch.tanh(self.a(self.norm(x)))) * self.scale
 
-    def second(self, x: torch.Tensor) -> torch.Tensor:
-        h = (
-            checkpoint(self.third, x, use_reentrant=self.reentrant)
-            if self.nested
-            else self.third(x)
-        )
-        return x + h * self.scale
+    def second(self, x: Tensor) -> Tensor:
+        inner = self.checked(self.third, x) if self.nested else self.third(x)
+        return x + inner * self.scale
 
-    def third(self, x: torch.Tensor) -> torch.Tensor:
+    def third(self, x: Tensor) -> Tensor:
         return torch.sin(self.c(torch.sin(x)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def checked(self, part: Any, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(part, x, use_reentrant=self.reentrant)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
         if self.everything:
-            return checkpoint(lambda y: self.second(self.first(y)), x, use_reentrant=self.reentrant)
-        h = checkpoint(self.first, x, use_reentrant=self.reentrant) + self.norm(x)
-        return checkpoint(self.second, h, use_reentrant=self.reentrant)
+            return self.checked(lambda y: self.second(self.first(y)), x)
+        return self.checked(self.second, self.checked(self.first, x) + self.norm(x))
 
 
-class BlockInside(nn.Module):
+class BlockInside(Inside):
     """A block inside of a checkpoint inside of a block."""
 
-    inner: nn.Module
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.before, self.inner, self.after = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.reentrant = reentrant
-
     def shard(self) -> BlockInside:
-        self.inner = bmt.Block(self.inner)
+        self.b = bmt.Block(self.b)  # type: ignore[assignment]
         return self
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = checkpoint(
-            lambda y: torch.tanh(self.inner(self.before(y))), x, use_reentrant=self.reentrant
-        )
-        return h + checkpoint(lambda y: torch.tanh(self.after(y)), h, use_reentrant=self.reentrant)
 
 
 INSIDE: dict[str, dict[str, Any]] = {
@@ -88,68 +72,44 @@ INSIDE: dict[str, dict[str, Any]] = {
 }
 
 
+def twice(module: Any, x: Tensor) -> Tensor:
+    return module(module(x))
+
+
+def boom(*_: object) -> None:
+    raise KeyError("boom")
+
+
 def checkpoints_inside(reentrant: bool) -> None:
-    # Torch says so whenever reentrant checkpoints are nested, on a plain module too.
-    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-    for mode, (name, options) in itertools.product(MODES, INSIDE.items()):
-        call = squared if "frozen" in name else twice  # two calls of a block in one pass
-        block = compare(functools.partial(Inside, reentrant, **options), call, sequence(), *mode)
-        assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), (
-            name,
-            mode,
-        )
-        torch.manual_seed(2)
-        first = models.full_gradients(block)
-        share(call(block, sequence().requires_grad_())).backward()
-        doubled = {key: None if grad is None else grad * 2 for key, grad in first.items()}
-        models.assert_same_dicts(
-            models.full_gradients(block), doubled, f"{name}, second pass: {mode_name(*mode)}"
-        )
-
-
-def blocks_inside(reentrant: bool) -> None:
-    for mode in MODES:
-        torch.manual_seed(1)
-        plain = BlockInside(reentrant)
-        block = bmt.Block(copy.deepcopy(plain).shard(), zero_level=mode[0], use_checkpoint=mode[1])
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(3))
+    for (level, recompute), (name, options) in itertools.product(MODES, INSIDE.items()):
+        what = f"{name}, ZeRO-{level}, recompute={recompute}"
+        plain = nn.ModuleList([Inside(reentrant, **options)])
+        blocks = blocks_of(plain, zero_level=level, use_checkpoint=recompute)
+        call = ask if "frozen" in name else twice  # two calls of a block in one pass
+        # Torch says so whenever reentrant checkpoints are nested, on a plain module too.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+            compare(plain, blocks, what, x, call, times=2)
+            handle = blocks[0].c.register_full_backward_hook(boom)
+            with pytest.raises(KeyError, match="boom"):
+                run(blocks, x, call)
+            assert all(isinstance(p, bmt.DistributedParameter) for p in blocks.parameters()), what
+            handle.remove()
+            compare(plain, blocks, f"{what}, after an error", x, call)
+    for level, recompute in MODES:
+        plain = nn.ModuleList([BlockInside(reentrant)])
+        block = copy.deepcopy(plain[0]).shard()  # type: ignore[operator]
+        blocks = nn.ModuleList([bmt.Block(block, zero_level=level, use_checkpoint=recompute)])
         for _ in range(2):
-            squared(plain, sequence().requires_grad_()).backward()
-            share(squared(block, sequence().requires_grad_())).backward()
-            models.assert_same_dicts(
-                models.full_gradients(block), models.plain_gradients(plain), mode_name(*mode)
-            )
+            compare(plain, blocks, f"a block inside, ZeRO-{level}, recompute={recompute}", x)
 
 
-def interrupted(reentrant: bool) -> None:
-    """The error comes from inside of a block in backward; the parameters are slices again at once,
-    whatever is done next.
-    """
-    for mode in MODES:
-        torch.manual_seed(1)
-        plain = Inside(reentrant)
-        block = bmt.Block(copy.deepcopy(plain), zero_level=mode[0], use_checkpoint=mode[1])
-        handle = block.c.register_full_backward_hook(lambda *_: dict[str, Any]()["boom"])
-        with pytest.raises(KeyError, match="boom"):
-            squared(block, sequence().requires_grad_()).backward()
-        assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), (
-            mode_name(*mode)
-        )
-        handle.remove()
-        block.zero_grad()
-        squared(plain, sequence().requires_grad_()).backward()
-        share(squared(block, sequence().requires_grad_())).backward()
-        models.assert_same_dicts(
-            models.full_gradients(block), models.plain_gradients(plain), mode_name(*mode)
-        )
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("program", [checkpoints_inside, blocks_inside, interrupted])
-def test_a_checkpoint_inside_of_a_block(
-    program: Callable[[bool], None], reentrant: bool, world_size: int
-) -> None:
+@on_ranks(2)
+def test_a_checkpoint_inside_of_a_block(reentrant: bool) -> None:
     """Recomputation that the block knows nothing of finds full parameters, and every gradient
-    arrives once.
+    arrives once; after an error inside of a block in backward, too, parameters are slices at once.
     """
-    run_ranks(program, world_size, reentrant)
+    checkpoints_inside(reentrant)

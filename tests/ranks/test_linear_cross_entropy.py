@@ -4,15 +4,19 @@ torch on one process.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
-from torch import nn
+from tests.ranks.passes import gradients, on_ranks
+from tests.tensors import grad_of
+from torch import Tensor, nn
 
 import bmtrain as bmt
 from bmtrain.loss import FusedLinearCrossEntropy, linear_cross_entropy
@@ -21,7 +25,7 @@ ROWS, DIM, CLASSES, LENGTH = 24, 6, 13, 4
 MODES = list(itertools.product((2, 3), (False, True)))  # ZeRO level, recomputation
 
 
-def batch(micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(micro: int = 0) -> tuple[Tensor, Tensor]:
     """Tokens and targets (ROWS, LENGTH) of all ranks; some are ignored."""
     generator = torch.Generator().manual_seed(micro)
     tokens, targets = torch.randint(0, CLASSES, (2, ROWS, LENGTH), generator=generator).unbind(0)
@@ -29,20 +33,26 @@ def batch(micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
-def own(x: torch.Tensor) -> torch.Tensor:
+def own(x: Tensor) -> Tensor:
     return x.chunk(bmt.world_size())[bmt.rank()]
+
+
+@contextlib.contextmanager
+def chunks(rows: int) -> Iterator[None]:
+    with mock.patch.multiple(linear_cross_entropy, CHUNK_ROWS=rows, CHUNK_BYTES=0):
+        yield
 
 
 class Head(nn.Module):
     """The end of a language model, loss included."""
 
-    def __init__(self, fused: bool, reduction: str) -> None:
+    def __init__(self, reduction: str) -> None:
         super().__init__()
-        self.fused = fused
+        self.fused = False
         self.norm, self.linear = nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES)
         self.loss = FusedLinearCrossEntropy(reduction=reduction, label_smoothing=0.1)
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         hidden, targets = self.norm(hidden).flatten(0, 1), targets.flatten()
         if self.fused:
             return self.loss(hidden, self.linear.weight, targets, self.linear.bias)
@@ -51,27 +61,18 @@ class Head(nn.Module):
         )
 
 
-def compare_heads(
-    level: int, recompute: bool, *, compiled: bool, frozen: bool, reduction: str
-) -> None:
-    what = (
-        f"ZeRO-{level}, recompute={recompute}, compiled={compiled}, frozen={frozen}, "
-        f"{reduction}, {bmt.world_size()} ranks"
-    )
-    linear_cross_entropy.CHUNK_ROWS, linear_cross_entropy.CHUNK_BYTES = 10, 0
+def compare_heads(level: int, recompute: bool, reduction: str, *, compiled: bool = False) -> None:
+    what = f"ZeRO-{level}, recompute={recompute}, {reduction}, compiled={compiled}"
     torch.manual_seed(1)
-    plain = Head(False, reduction)
-    plain.linear.weight.requires_grad_(not frozen)
+    plain = Head(reduction)
+    plain.linear.weight.requires_grad_((level, reduction) not in ((2, "sum"), (3, "none")))
     fused = copy.deepcopy(plain)
     fused.fused = True
     block = bmt.Block(fused, use_checkpoint=recompute, zero_level=level)
     if compiled:
-        torch._dynamo.reset()
         block.compile(backend="aot_eager", fullgraph=True)
     upstream = torch.linspace(0.5, 2.0, ROWS * LENGTH)
-    whole = torch.randn(
-        ROWS, LENGTH, DIM, generator=torch.Generator().manual_seed(3)
-    ).requires_grad_()
+    whole = torch.randn(ROWS, LENGTH, DIM, requires_grad=True)
     part = own(whole.detach()).clone().requires_grad_()
     for _ in range(2):  # accumulated
         want, got = plain(whole, batch()[1]), block(part, own(batch()[1]))
@@ -79,22 +80,29 @@ def compare_heads(
             want, got = want * upstream, got * own(upstream)
         want.sum().backward()
         got.sum().backward()
-    models.assert_same(
-        bmt.sum_loss(got.detach().sum()) * bmt.world_size(), want.detach().sum(), what
-    )
-    assert part.grad is not None and whole.grad is not None
-    models.assert_same(part.grad, own(whole.grad), f"{what}: gradient of the hidden states")
-    models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), what)
+    total = bmt.sum_loss(got.detach().sum()) * bmt.world_size()
+    models.assert_same(total, want.detach().sum(), what)
+    models.assert_same(part.grad, own(grad_of(whole)), f"{what}: gradient of the hidden states")
+    models.assert_same_dicts(gradients(block), models.plain_gradients(plain), what)
 
 
-def heads(reduction: str) -> None:
-    for (level, recompute), frozen in itertools.product(MODES, (False, True)):
-        compare_heads(level, recompute, compiled=False, frozen=frozen, reduction=reduction)
+@on_ranks(2)
+def test_head_in_a_block() -> None:
+    """Values, gradients, accumulation; the weight trained and frozen."""
+    with chunks(10):
+        for mode, reduction in itertools.product(MODES, ("sum", "none")):
+            compare_heads(*mode, reduction)
 
 
-def compiled_heads() -> None:
-    for level, recompute, reduction in ((2, False, "sum"), (3, True, "sum"), (3, False, "none")):
-        compare_heads(level, recompute, compiled=True, frozen=False, reduction=reduction)
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    "mode", [(3, True, "sum"), pytest.param((2, False, "none"), marks=pytest.mark.long)]
+)
+@on_ranks(2)
+def test_head_in_a_compiled_block(mode: tuple[int, bool, str]) -> None:
+    """The same as one graph, with the recomputation inside of it too."""
+    with chunks(10):
+        compare_heads(*mode, compiled=True)
 
 
 class Tied(nn.Module):
@@ -102,67 +110,34 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(CLASSES, DIM)
-        self.layers = nn.ModuleList([nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)])
-        self.loss = FusedLinearCrossEntropy()
+        self.table, self.layer = nn.Embedding(CLASSES, DIM), nn.Linear(DIM, DIM)
+        self.fused: nn.Module | None = None
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.table(tokens)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return self.loss(x.flatten(0, 1), self.table.weight, targets.flatten())
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x, targets = torch.tanh(self.layer(self.table(tokens))).flatten(0, 1), targets.flatten()
+        if self.fused is not None:
+            return self.fused(x, self.table.weight, targets)
+        return F.cross_entropy(F.linear(x, self.table.weight), targets)
 
 
-def tied() -> None:
-    """Every rank's mean counts as much; two micro-batches, two steps of an optimizer."""
-    linear_cross_entropy.CHUNK_ROWS, linear_cross_entropy.CHUNK_BYTES = 7, 0
+@on_ranks(3)
+def test_tied_to_the_embedding() -> None:
+    """The table's two gradients come together; every rank's mean counts as much; two
+    micro-batches.
+    """
     torch.manual_seed(1)
     plain = Tied()
-    for level, recompute in itertools.product((2, 3), (False, True)):
-        reference, sharded = copy.deepcopy(plain), copy.deepcopy(plain)
-        for index, layer in enumerate(sharded.layers):
-            sharded.layers[index] = bmt.Block(layer, use_checkpoint=recompute, zero_level=level)
-        sharded = bmt.BMTrainModelWrapper(sharded)
-        manager = bmt.optim.OptimManager()
-        manager.add_optimizer(bmt.optim.AdamOptimizer(sharded.parameters(), lr=0.01))
-        stepper = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.0)
-        for _ in range(2):
-            manager.zero_grad()
-            stepper.zero_grad()
+    with chunks(7):
+        for level, recompute in MODES:
+            sharded = copy.deepcopy(plain)
+            sharded.fused = FusedLinearCrossEntropy()
+            sharded.layer = bmt.Block(sharded.layer, use_checkpoint=recompute, zero_level=level)  # type: ignore[assignment]
+            sharded = bmt.BMTrainModelWrapper(sharded)
+            plain.zero_grad()
             for micro in range(2):
-                tokens, targets = batch(micro)
-                manager.backward(sharded(own(tokens), own(targets)))
-                for some_tokens, some_targets in zip(
-                    tokens.chunk(bmt.world_size()), targets.chunk(bmt.world_size()), strict=True
-                ):
-                    logits = reference.table(some_tokens)
-                    for layer in reference.layers:
-                        logits = logits + torch.tanh(layer(logits))
-                    scores = F.linear(logits.flatten(0, 1), reference.table.weight)
-                    (F.cross_entropy(scores, some_targets.flatten()) / bmt.world_size()).backward()
-            manager.step()
-            stepper.step()
-        models.assert_same_dicts(
-            sharded.state_dict(),
-            reference.state_dict(),
-            f"ZeRO-{level}, recompute={recompute}",
-            1e-5,
-        )
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_head_in_a_block(reduction: str, world_size: int) -> None:
-    """Values, gradients, accumulation; the weight trained and frozen."""
-    run_ranks(heads, world_size, reduction)
-
-
-def test_head_in_a_compiled_block() -> None:
-    """The same as one graph, with the recomputation inside of it too."""
-    run_ranks(compiled_heads, 2, timeout=60)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_tied_to_the_embedding(world_size: int) -> None:
-    """The table's two gradients come together."""
-    run_ranks(tied, world_size)
+                (sharded(*map(own, batch(micro))) / 3).backward()
+                for rows in zip(*(x.chunk(3) for x in batch(micro)), strict=True):
+                    (plain(*rows) / 3).backward()
+            models.assert_same_dicts(
+                gradients(sharded), models.plain_gradients(plain), f"ZeRO-{level}, {recompute}"
+            )

@@ -87,7 +87,7 @@ CLASSES: dict[str, type[BaseModel]] = {
     "vit": ViT,
 }
 # ZeRO level, recomputation, optimizer
-MODES = [(2, False, "offload"), (2, True, "sgd"), (3, False, "adam"), (3, True, "sgd")]
+MODES = [(2, False, "offload"), (2, True, "sgd"), (3, True, "adam")]
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sgd": (functools.partial(torch.optim.SGD, lr=0.1),) * 2,
     # eps is large beside the noise in gradients that should be 0, those of the bias of keys
@@ -227,13 +227,13 @@ def compare(ranks: list[dict[str, Any]], plain: dict[str, Any], name: str, what:
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        *((name, size) for name in ("gpt2", "bert", "t5") for size in (1, 2, 3)),
-        ("gptj", 2),
-        ("llama", 3),
-        ("cpm3", 2),
-        ("longformer", 2),
-        ("glm", 2),
-        ("vit", 2),
+        ("gpt2", 3),
+        ("t5", 2),
+        *(
+            pytest.param(name, 2 + (name in ("bert", "llama")), marks=pytest.mark.long)
+            for name in CLASSES
+            if name not in ("gpt2", "t5")
+        ),
     ],
 )
 def test_training(name: str, world_size: int, tmp_path: pathlib.Path) -> None:

@@ -1,354 +1,347 @@
-"""Optimizers, clipping, loss scaling and the manager against torch's, and their state across world
-sizes.
+"""Optimizers, clipping, loss scaling and the manager compute what one process does, with everything
+that a program does between: see pairs.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.ranks import models
+from tests.ranks.pairs import KINDS, ROWS, Factory, Pair, groups, late_verdicts, rows, sharded
 from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
 from torch import nn
+from torch.optim import AdamW, lr_scheduler
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
-from bmtrain.shard.slices import Slices
+from bmtrain.shard.slices import local_of
 
-BOTH: dict[str, Callable[..., Any]] = {"adam": AdamOptimizer, "offload": AdamOffloadOptimizer}
-
-
-def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Prime sizes, one layer smaller than the world."""
-    torch.manual_seed(11)
-    return nn.Sequential(
-        nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 2), nn.Linear(2, 1, bias=True)
-    ).to(dtype)
-
-
-def sharded_net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    model = net(dtype)
-    model[0] = bmt.Block(model[0])
-    return bmt.BMTrainModelWrapper(model)
-
-
-def inputs(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(12, 7, generator=torch.Generator().manual_seed(step)).to(dtype)
-
-
-def mine(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return inputs(step, dtype).chunk(bmt.world_size())[bmt.rank()]
-
-
-def loss_of(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
-    return (model(x).float() + 0.1 * step).square().mean()
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
-    weights = [param for name, param in model.named_parameters() if not name.endswith("bias")]
-    return [
-        {"params": weights, "weight_decay": 0.3},
-        {"params": biases, "lr": 0.02, "weight_decay": 0.0},
-    ]
-
-
-def steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    numbers: range,
-    *,
-    manager: OptimManager | None = None,
-) -> OptimManager:
-    if manager is None:
-        manager = OptimManager()
-        manager.add_optimizer(optimizer)
-    for step in numbers:
-        manager.zero_grad(set_to_none=step % 2 == 0)
-        manager.backward(loss_of(model, mine(step), step))
-        manager.step()
-    return manager
-
-
-def plain_steps(optimizer: Callable[[Any], torch.optim.Optimizer], num_steps: int) -> nn.Sequential:
-    model = net()
-    stepper = optimizer(groups(model))
-    for step in range(num_steps):
-        stepper.zero_grad(set_to_none=step % 2 == 0)
-        loss_of(model, inputs(step), step).backward()
-        stepper.step()
-    return model
-
-
-Factory = Callable[[Any], torch.optim.Optimizer]
-NATIVE: dict[str, Factory] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-    "adamw amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True, foreach=False),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
-}
-PAIRS: dict[str, tuple[Factory, Factory]] = {
-    "maximize": (
-        lambda params: torch.optim.AdamW(params, lr=0.01, maximize=True),
-        lambda params: AdamOptimizer(params, lr=0.01, maximize=True),
-    ),
-    "offload maximize": (
-        lambda params: torch.optim.AdamW(params, lr=0.01, maximize=True),
-        lambda params: AdamOffloadOptimizer(params, lr=0.01, maximize=True),
-    ),
-    "betas and eps": (
-        lambda params: torch.optim.AdamW(params, lr=0.01, betas=(0.5, 0.7), eps=1e-3),
-        lambda params: AdamOptimizer(params, lr=0.01, betas=(0.5, 0.7), eps=1e-3),
+SCHEDULES: dict[str, Factory | None] = {
+    "none": None,
+    "ours": lambda optimizer: bmt.lr_scheduler.Linear(optimizer, 0.01, 3, 20),
+    "cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=30),
+    "chain": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        milestones=[2],
     ),
 }
-PAIRS |= {name: (factory, factory) for name, factory in NATIVE.items()}
+# All pairs of two settings; those of the first lines stay in the short suite. Kind, dtype, api and
+# loss scale as in pairs.py (a long api changes with each step); fault; order of the norm, 0 for no
+# clipping; when the host knows a verdict; schedule; micro-batches: one, or two of which each is
+# reduced, or the first kept; what the program does to gradients; ranks.
+PROGRAMS = """
+adam     float16  non       64       inf      0        late     ours     one      dropped  3
+offload  float32  nnn       0        gradient 0        now      chain    each     replaced 2
+adamw    bfloat16 non       0        nan      1        now      cycle    kept     scaled   3
+sgd      bfloat16 nnn       64       alone    3        late     none     kept     ordinary 2
+adam     float16  nnonoonoo 64       nan      2        now      none     each     none     2
+offload  float32  old       64       gradient inf      late     cycle    one      scaled   2
+sgd      float32  nnn       0        inf      2        late     chain    one      none     3
+offload  bfloat16 non       0        alone    inf      now      ours     each     ordinary 3
+adam     bfloat16 old       64       nan      1        late     chain    one      replaced 3
+adamw    float32  non       0        inf      3        now      none     one      dropped  2
+offload  float16  nnonoonoo 64       inf      3        late     cycle    each     replaced 3
+adamw    bfloat16 non       64       gradient 2        late     ours     kept     none     2
+adam     float16  nnn       64       gradient inf      late     chain    kept     dropped  3
+offload  float16  old       64       nan      1        now      none     each     dropped  3
+adam     float32  nnn       0        nan      1        late     ours     one      ordinary 2
+sgd      bfloat16 non       0        alone    0        now      cycle    kept     dropped  3
+adam     float16  non       64       alone    3        late     chain    one      scaled   3
+adamw    float32  nnn       64       alone    inf      now      none     kept     replaced 3
+sgd      float32  nnn       0        gradient 3        now      ours     each     scaled   2
+adam     bfloat16 nnonoonoo 64       inf      1        now      cycle    one      ordinary 3
+offload  bfloat16 nnn       0        alone    2        now      cycle    kept     none     3
+adam     float32  nnonoonoo 64       gradient 0        late     none     one      scaled   3
+adamw    float32  non       0        nan      0        now      chain    each     ordinary 2
+sgd      float32  non       0        nan      inf      late     ours     each     replaced 2
+offload  float16  old       64       gradient 2        late     ours     each     ordinary 2
+adam     float32  old       64       inf      3        late     chain    each     none     2
+adam     float16  nnonoonoo 64       inf      inf      now      chain    one      none     3
+sgd      float32  non       0        gradient 1        late     ours     each     none     3
+offload  bfloat16 nnonoonoo 64       inf      2        late     ours     each     dropped  3
+sgd      float32  nnn       64       inf      2        now      chain    kept     scaled   3
+offload  float16  old       64       nan      0        now      cycle    one      none     2
+adam     bfloat16 nnn       0        nan      2        late     chain    kept     replaced 2
+sgd      float32  non       64       alone    1        now      cycle    kept     replaced 2
+adam     float32  non       0        nan      3        late     chain    one      dropped  3
+""".strip().splitlines()
+NUM_SHORT = 22
 
 
-def train_pairs() -> dict[str, dict[str, torch.Tensor]]:
-    out = {}
-    for name, (_, factory) in PAIRS.items():
-        model = sharded_net()
-        steps(model, factory(groups(model)), range(5))
-        out[name] = models.cloned_state(model)
-    return out
+def change_gradients(what: str, params: list[Any]) -> None:
+    if what == "scaled":
+        grad_of(params[0]).mul_(0.5)
+        grad_of(params[-1]).mul_(2.0)
+    elif what == "replaced":
+        params[1].grad = grad_of(params[1]) * 3
+    elif what in ("dropped", "ordinary"):
+        params[2 if what == "dropped" else -1].grad = None
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_optimizers_do_what_torch_does(world_size: int) -> None:
-    """torch's own optimizers unchanged, and ours with every option, give torch's parameters; both
-    ways of zero_grad.
+def program(line: str) -> None:
+    """Steps that are skipped at first, in the middle, twice in a row, and before the last."""
+    kind, dtype, api, scale, fault, order, when, schedule, micro, change, _ = line.split()
+    count = 1 if micro == "one" else 2
+    with late_verdicts() if when == "late" else contextlib.nullcontext():
+        pair = Pair(kind, getattr(torch, dtype), api, SCHEDULES[schedule], float(scale) or None)
+        for step in range(9):
+            spoilt = step in (0, 3, 4, 7)
+            pair.api = api if len(api) == 3 else (2 * api)[step : step + 3]
+            pair.zero_grad(set_to_none=step % 2 == 0)
+            for place in range(count):
+                keep = micro == "kept" and place == 0
+                pair.backward(step, fault if spoilt and place == 0 else "", keep, count, place)
+                if step % 3:
+                    pair.edit(functools.partial(change_gradients, change))
+            if order != "0":
+                pair.clip(order=float(order))
+            pair.step()
+            pair.check(f"step {step}", with_gradients=not spoilt)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=() if number < NUM_SHORT else pytest.mark.long, id=str(number))
+        for number, line in enumerate(PROGRAMS)
+    ],
+)
+def test_programs_train_as_one_process_does(line: str) -> None:
+    """Norms, gradients, weights, masters, moments, step counts, rates and loss scale after every
+    step; a step that is not finite on one rank is skipped on all, as if its batch had not been.
     """
-    got = run_ranks(train_pairs, world_size)
-    for name, (factory, _) in PAIRS.items():
-        want = plain_steps(factory, 5).state_dict()
-        for rank in got:
-            models.assert_same_dicts(rank[name], want, f"{name} on {world_size} ranks")
+    run_ranks(program, int(line.rsplit(maxsplit=1)[-1]), line)
 
 
-def train_and_save() -> dict[str, Any]:
-    """Four steps, the gathered state after them, and four steps more."""
-    out: dict[str, Any] = {}
-    for name, factory in {**BOTH, "sgd": NATIVE["sgd"], "adamw": NATIVE["adamw"]}.items():
-        model = sharded_net()
-        optimizer = factory(groups(model))
-        manager = steps(model, optimizer, range(4))
-        middle = (models.cloned_state(model), copy.deepcopy(manager.state_dict(gather_opt=True)))
-        local = copy.deepcopy(manager.state_dict())
-        steps(model, optimizer, range(4, 8), manager=manager)
-        out[name] = (*middle, models.cloned_state(model))
-        again = sharded_net()
-        again.load_state_dict(middle[0])
-        other = factory(groups(again))
-        second = OptimManager()
-        second.add_optimizer(other)
-        second.load_state_dict(local)
-        steps(again, other, range(4, 8), manager=second)
-        models.assert_same_dicts(
-            again.state_dict(), model.state_dict(), f"{name}: this rank's own state", 0.0
-        )
-    return out
+OTHERS: dict[str, tuple[Factory, ...]] = {
+    "fused": (lambda params: AdamW(params, lr=0.01, fused=True),),
+    "amsgrad": (lambda params: AdamW(params, lr=0.01, amsgrad=True, foreach=False),),
+    "rmsprop": (lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),),
+    "adagrad": (lambda params: torch.optim.Adagrad(params, lr=0.01),),
+}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"maximize": True},
+    {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.2},
+)
 
 
-def resume(saved: dict[str, Any]) -> dict[str, Any]:
-    out = {}
-    for name, factory in {**BOTH, "sgd": NATIVE["sgd"], "adamw": NATIVE["adamw"]}.items():
-        model = sharded_net()
-        model.load_state_dict(saved[name][0])
-        optimizer = factory(groups(model))
-        manager = OptimManager()
-        manager.add_optimizer(optimizer)
-        manager.load_state_dict(saved[name][1])
-        again = manager.state_dict(gather_opt=True)
-        for index, state in again["optimizers"][0]["state"].items():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    assert torch.equal(
-                        value, saved[name][1]["optimizers"][0]["state"][index][key]
-                    ), f"{name}: {index} {key}"
-        steps(model, optimizer, range(4, 8), manager=manager)
-        out[name] = models.cloned_state(model)
-    return out
+def kinds() -> None:
+    for kind in OTHERS.values():
+        Pair(kind).train(4)
+    for options in OPTIONS:
+        for ours in ("adam", "offload"):
+            Pair(ours, torch.bfloat16, **options).train(4)
 
 
-def test_gathered_state_goes_on_at_any_world_size() -> None:
-    """State of 3 ranks goes on at 1, 2, 3 and 4 as if never interrupted; at the same size
-    bitwise.
-    """
-    saved = run_ranks(train_and_save, 3)[0]
-    for world_size in (1, 2, 3, 4):
-        for name, state in run_ranks(resume, world_size, saved)[0].items():
-            # Else sums are taken in another order, and Adam divides small gradients by themselves:
-            # 1.1e-6 on one processor.
-            tolerance = 0.0 if world_size == 3 else 4e-6
-            models.assert_same_dicts(
-                state, saved[name][2], f"{name}: 3 ranks to {world_size}", tolerance
-            )
+def test_optimizers_do_what_torch_does() -> None:
+    """torch's own ones unchanged, and ours with every option."""
+    run_ranks(kinds, 3)
 
 
-def half_master(dtype: torch.dtype, kind: str) -> None:
-    """Master weights are exact, survive their state dict, and follow weights loaded later."""
-    model = sharded_net(dtype)
-    # too small a step for half precision to show
-    optimizer = BOTH[kind](model.parameters(), lr=1e-5)
-    start = {name: value.float() * 2 for name, value in model.state_dict().items()}
-    exact = nn.Sequential(*(copy.deepcopy(m) for m in net(dtype).float()))
-    reference = torch.optim.AdamW(exact.parameters(), lr=1e-5, weight_decay=0.0)
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
-    for step in range(30):
-        manager.zero_grad()
-        manager.backward(loss_of(model, mine(step, dtype), step))
-        whole = models.full_gradients(model)
-        for name, param in exact.named_parameters():
-            param.grad = whole[name].float()  # type: ignore[union-attr]
-        reference.step()
-        manager.step()
-    for (name, value), want in zip(model.state_dict().items(), exact.parameters(), strict=True):
-        assert value.dtype == dtype
-        assert torch.equal(value, want.detach().to(dtype)), (
-            f"{kind} {dtype} {name} is not the rounded master"
-        )
-    state = optimizer.state_dict(gather=True)
-    for index, want in enumerate(exact.parameters()):
-        models.assert_same(
-            state["state"][index]["master"], want.detach(), f"{kind} {dtype} master {index}", 1e-6
-        )
-    model.load_state_dict({name: value.to(dtype) for name, value in start.items()})
-    manager.zero_grad()
-    manager.backward(loss_of(model, mine(0, dtype), 0) * 0)
-    manager.step()
-    for name, value in model.state_dict().items():
-        error = (value.float() - start[name]).abs().max()
-        assert error <= 1e-4 * start[name].abs().max() + 2e-5, (
-            f"{kind} {dtype} {name}: the loaded weights were undone"
-        )
-    master = optimizer.state_dict(gather=True)["state"]
-    for index, (name, value) in enumerate(start.items()):
-        assert (master[index]["master"] - value).abs().max() < 2e-5, (
-            f"{kind} {dtype} {name}: the master did not follow"
-        )
+def by_hand() -> None:
+    for kind in ("adam", "offload"):
+        holding = functools.partial(KINDS[kind][0], hold_steps=3)
+        pair = Pair((holding, AdamW))
+        for step in range(5):
+            for group, rate in zip(pair.reference.param_groups, (0.01, 0.02), strict=True):
+                group["lr"] = rate * (step >= 3)
+            pair.train(range(step, step + 1))
+        pair = Pair(kind, torch.float16, scale=8.0).train(2)
+        first, master = next(pair.model.parameters()), pair.masters[0]
+        for state in (pair.optimizer.state[first], pair.reference.state[master]):
+            state["step"] *= 0  # as that of a layer that was made anew
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].zero_()
+        pair.train(range(2, 4))
+        pair.write(lambda params: [param.mul_(2.0) for param in params[:3]])
+        pair.train(range(4, 6))
+        pair.write(lambda params: [param.copy_(torch.ones_like(param)) for param in params])
+        pair.train(range(6, 8))
 
 
-def all_half_masters() -> None:
+def test_what_the_program_writes_into_an_adam() -> None:
+    """Rates that are held at first, step counts, moments, weights that masters follow."""
+    run_ranks(by_hand, 3)
+
+
+def small_steps() -> None:
+    """Steps that half precision cannot show are not lost."""
     for dtype in (torch.bfloat16, torch.float16):
-        for kind in BOTH:
-            half_master(dtype, kind)
+        for kind in ("adam", "offload"):
+            pair = Pair(kind, dtype)
+            for group in (*pair.optimizer.param_groups, *pair.reference.param_groups):
+                group["lr"] = 1e-5
+            pair.tolerance = 1e-6
+            pair.run(12)
+            pair._check_states("masters")
+            for got, want in zip(pair.model.parameters(), pair.masters, strict=True):
+                whole = got.gather() if isinstance(got, bmt.DistributedParameter) else got
+                assert torch.equal(whole, want.to(dtype)), "not the rounded master"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_half_precision_has_exact_masters(world_size: int) -> None:
-    """bf16 and fp16: weights are the rounded fp32 masters; a checkpoint loaded after steps is
-    honoured.
+def test_masters_are_exact() -> None:
+    run_ranks(small_steps, 2)
+
+
+def passed_on() -> None:
+    """Micro-batches that are kept back, read, given up, clipped or stepped, and gradients that are
+    kept over steps which change the loss scale.
     """
-    run_ranks(all_half_masters, world_size)
+    for kind, dtype in (
+        ("adam", torch.float16),
+        ("sgd", torch.float32),
+        ("offload", torch.bfloat16),
+    ):
+        pair = Pair(kind, dtype, scale=64.0, growth=2).train(1)
+        pair.zero_grad()
+        for number in range(2):
+            pair.backward(number, keep=True)
+            pair.check("what is kept back can be read")
+        pair.backward(2, keep=True)
+        pair.zero_grad()
+        pair.backward(3, keep=True)
+        pair.optimizer.zero_grad()
+        pair.twin.zero_grad()
+        pair.backward(4)
+        pair.check("after zero_grad")
+        pair.backward(5, keep=True)
+        pair.step()
+        pair.check("kept, then stepped")
+        for number in range(6, 10):
+            pair.backward(number, keep=True)
+            if number % 2:
+                pair.clip(20.0)
+            pair.step()
+            pair.check("gradients of before are added to")
+        pair.backward(10, keep=True)
+        state = copy.deepcopy(pair.manager.state_dict())
+        state["loss_scale_state"] = {"value": 8.0, "good_steps": 0}
+        pair.backward(11, keep=True)
+        pair.manager.load_rest(state)
+        pair.scale, pair.num_good, pair.num_skipped = 8.0, 0, state["num_skipped"]
+        pair.backward(12)
+        pair.check("another scale while gradients are kept back")
+        pair.step()
+        pair.check("at the end")
+        pair.zero_grad()
+        for clear in (pair.optimizer.zero_grad, functools.partial(pair.zero_grad, False)):
+            pair.backward(13, "alone", keep=True)  # given up: it does not count
+            clear()
+            pair.twin.zero_grad()
+            pair.is_finite = True
+            pair.backward(14)
+            pair.step()
+        pair.train(range(15, 17))
+        assert pair.num_skipped == 0
 
 
-def hold() -> None:
-    for factory in BOTH.values():
-        model = sharded_net()
-        before = models.cloned_state(model)
-        optimizer = factory(model.parameters(), lr=0.1, hold_steps=3)
-        manager = steps(model, optimizer, range(3))
-        models.assert_same_dicts(model.state_dict(), before, "during hold_steps", 0.0)
-        plain = net()
-        reference = torch.optim.AdamW(plain.parameters(), lr=0.0, weight_decay=0.0)
-        for step in range(4):
-            reference.param_groups[0]["lr"] = 0.1 if step == 3 else 0.0
-            reference.zero_grad()
-            loss_of(plain, inputs(step), step).backward()
-            reference.step()
-        steps(model, optimizer, range(3, 4), manager=manager)
-        models.assert_same_dicts(model.state_dict(), plain.state_dict(), "after hold_steps")
+def test_gradients_belong_to_the_program() -> None:
+    run_ranks(passed_on, 3)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_hold_steps_builds_moments_only(world_size: int) -> None:
-    """Learning rate 0 for the first n steps; then as if the moments had been built by torch."""
-    run_ranks(hold, world_size)
+class Three:
+    """A manager with optimizers of three kinds, a schedule and a loss scale."""
+
+    def __init__(self, scale: float, rate: float) -> None:
+        self.model = sharded()
+        body, plain = list(self.model.body.parameters()), list(self.model.plain.parameters())
+        one, two = AdamOptimizer(body[:2], lr=rate), AdamOffloadOptimizer(body[2:], lr=rate)
+        three = torch.optim.SGD(plain, lr=rate, momentum=0.9)
+        self.manager = OptimManager(loss_scale=scale, loss_scale_steps=3)
+        self.manager.add_optimizer(one, bmt.lr_scheduler.Linear(one, 0.01, 2, 9))
+        self.manager.add_optimizer(two)
+        self.manager.add_optimizer(three)
+
+    def train(self, steps: range) -> Three:
+        for step in steps:
+            self.manager.zero_grad()
+            own = rows(step).chunk(bmt.world_size())[bmt.rank()]
+            self.manager.backward(self.model(own) / len(own))
+            self.manager.step()
+        return self
+
+    @property
+    def numbers(self) -> list[Any]:
+        manager = self.manager
+        return [manager.loss_scale, manager.lr_schedulers[0].current_lr, manager._num_steps]
 
 
-def overflow() -> None:
-    """Only one rank's loss overflows."""
-    last = bmt.world_size() - 1
-    for factory in (AdamOptimizer, torch.optim.SGD):
-        model = sharded_net()
-        optimizer = factory(model.parameters(), lr=0.01)
-        scheduler = bmt.lr_scheduler.NoDecay(optimizer, 0.01, 0, -1)
-        manager = OptimManager(
-            loss_scale=8,
-            loss_scale_factor=4,
-            loss_scale_steps=2,
-            min_loss_scale=1,
-            max_loss_scale=16,
-        )
-        manager.add_optimizer(optimizer, scheduler)
-        before = models.cloned_state(model)
-        for bad, want in ((math.inf, 2.0), (math.nan, 1.0)):
-            manager.zero_grad()
-            loss = loss_of(model, mine(0), 0)
-            manager.backward(loss * bad if bmt.rank() == last else loss)
-            iteration = scheduler.num_iter
-            manager.step()
-            assert manager.loss_scale == want, f"{factory.__name__}: {manager.loss_scale}"
-            assert scheduler.num_iter == iteration, "the schedule went on at a skipped step"
-        models.assert_same_dicts(
-            model.state_dict(), before, f"{factory.__name__} after skipped steps", 0.0
-        )
-        scales = []
-        for step in range(6):
-            manager.zero_grad()
-            manager.backward(loss_of(model, mine(step), step))
-            manager.step()
-            scales.append(manager.loss_scale)
-        assert scales == [1, 4, 4, 16, 16, 16], f"{factory.__name__}: {scales}"
-        plain = net()
-        reference: torch.optim.Optimizer = torch.optim.AdamW(
-            plain.parameters(), lr=0.01, weight_decay=0
-        )
-        if factory is torch.optim.SGD:
-            reference = torch.optim.SGD(plain.parameters(), lr=0.01)
-        for step in range(6):
-            reference.zero_grad()
-            loss_of(plain, inputs(step), step).backward()
-            reference.step()
-        models.assert_same_dicts(
-            model.state_dict(), plain.state_dict(), f"{factory.__name__} under a loss scale"
-        )
+Saved = tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[Any]]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_all_ranks_skip_when_one_overflows(world_size: int) -> None:
-    """Skipped steps change nothing but the scale, which stays in its bounds, grows after good steps
-    and does not change results.
-    """
-    run_ranks(overflow, world_size)
+def leave() -> Saved:
+    run = Three(32, 0.02).train(range(4))
+    weights = models.cloned_state(run.model)
+    states = [copy.deepcopy(run.manager.state_dict(gather_opt=whole)) for whole in (True, False)]
+    run.train(range(4, 8))
+    saved = weights, states[0], models.cloned_state(run.model), run.numbers
+    come_back((weights, states[1], *saved[2:]), 0.0)
+    return saved
 
 
-def overflow_at_minimum() -> None:
-    model = sharded_net()
-    manager = OptimManager(loss_scale=1, min_loss_scale=1)
+def come_back(saved: Saved, tolerance: float) -> None:
+    weights, state, end, numbers = saved
+    run = Three(7, 0.5)
+    run.model.load_state_dict(weights)
+    run.manager.load_state_dict(state)
+    if tolerance:  # the saved state was whole
+        again = run.manager.state_dict(gather_opt=True)["optimizers"]
+        for one, other in zip(again, state["optimizers"], strict=True):
+            for index, values in other["state"].items():
+                models.assert_same_dicts(
+                    {name: torch.as_tensor(x) for name, x in one["state"][index].items()},
+                    {name: torch.as_tensor(x) for name, x in values.items()},
+                    f"state {index}",
+                    0.0,
+                )
+    run.train(range(4, 8))
+    models.assert_same_dicts(models.cloned_state(run.model), end, "resumed", tolerance)
+    assert run.numbers == numbers
+
+
+def test_states_go_on_at_any_number_of_ranks() -> None:
+    """As if never interrupted, at the same number bit by bit; schedule and loss scale too."""
+    saved = run_ranks(leave, 3)[0]
+    # Sums are taken in another order, and Adam divides small gradients by themselves.
+    run_ranks(come_back, 2, saved, 4e-6)
+
+
+def bounds() -> None:
+    """A scale that falls and rises between its bounds, and warns at the smallest."""
+    model = sharded()
+    manager = OptimManager(8, 4, 2, 1, 16)
     manager.add_optimizer(AdamOptimizer(model.parameters()))
-    manager.backward(loss_of(model, mine(0), 0) * math.inf)
+    scales = []
+    for event in "ssgggggg":
+        manager.zero_grad()
+        loss = model(rows(0)) * (math.inf if event == "s" else 1)
+        manager.backward(loss)
+        manager.step()
+        scales.append(manager.loss_scale)
+    assert scales == [2, 1, 1, 4, 4, 16, 16, 16]
+    manager = OptimManager(loss_scale=1)
+    manager.add_optimizer(AdamOptimizer(model.parameters()))
+    manager.backward(model(rows(0)) * math.inf)
     with pytest.warns(UserWarning, match="smallest loss scale"):
         manager.step()
     assert manager.loss_scale == 1
 
 
-def test_overflow_at_the_smallest_scale_warns() -> None:
-    """A diverging run says so."""
-    run_ranks(overflow_at_minimum, 2)
+def test_a_loss_scale_has_bounds() -> None:
+    run_ranks(bounds, 2)
 
 
 def clip(order: float, scale: float | None) -> None:
-    what = f"norm {order}, scale {scale}, {bmt.world_size()} ranks"
+    what = f"norm {order}, scale {scale}"
     whole = models.shard_whole(3, True)  # tied, tiny, 0-dim and plain parameters
     optimizer = AdamOptimizer(whole.parameters())
     manager = OptimManager(loss_scale=scale)
@@ -357,7 +350,7 @@ def clip(order: float, scale: float | None) -> None:
     manager.backward(models.loss_of(whole, tokens, targets, 1))
     plain = models.make_whole()
     models.loss_of(plain, *models.batch(1), 1).backward()
-    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type=order)
+    want = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type=order)
     got = manager.clip_grad_norm(optimizer.param_groups, 0.01, norm_type=order)
     models.assert_same(got, want, what)
     scaled = {
@@ -370,344 +363,184 @@ def clip(order: float, scale: float | None) -> None:
 
 
 def clip_all() -> None:
-    for order in (2, 1, math.inf, 3.0):
-        for scale in (None, 256.0):
-            clip(order, scale)
-    manager = OptimManager()
-    empty = manager.clip_grad_norm([{"params": []}], 1.0)
-    assert empty.item() == 0
+    for order, scale in ((2, 256.0), (1, None), (math.inf, 256.0), (3.0, None)):
+        clip(order, scale)
+    assert OptimManager().clip_grad_norm([{"params": []}], 1.0) == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_norms_and_clipping_are_torchs(world_size: int) -> None:
-    """2, 1, 3 and inf norms of all parameters, tied ones once, unscaled; and the clipped
-    gradients.
-    """
-    run_ranks(clip_all, world_size)
+def test_norms_and_clipping_are_torchs() -> None:
+    """Of all parameters, tied ones once, unscaled; and the clipped gradients."""
+    run_ranks(clip_all, 3)
 
 
-def norms_of_nan() -> None:
-    for order in (2, 1, math.inf, 3.0):
+def norms_of(order: float) -> None:
+    """Gradients of all dtypes, not finite in one place of one rank; then as they were."""
+    params: list[Any] = [
+        bmt.DistributedParameter(torch.ones(shape, dtype=dtype))
+        for shape, dtype in (
+            ((64 * bmt.world_size(), 64), torch.float32),  # of which each rank has a part
+            (9, torch.float16),
+            (9, torch.float64),
+        )
+    ]
+    params.append(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))
+    count = sum(param.numel() for param in params)
+    manager, want = OptimManager(), 2 * (1 if order == math.inf else count ** (1 / order))
+    for bad in (None, math.inf, math.nan, None):
         for owner in range(bmt.world_size()):
-            param = bmt.DistributedParameter(torch.ones(64 * bmt.world_size(), 64))
-            param.sum().backward()
-            slices = grad_of(param)
-            assert isinstance(slices, Slices)
-            if bmt.rank() == owner:
-                slices.local[-1] = math.nan
-            norm = bmt.optim.clip_grad_norm(param, 1.0, norm_type=order)
-            assert norm.isnan(), (order, owner, norm)
-            assert slices.local.isnan().all(), (order, owner)
+            for spoilt in params[::3]:
+                for param in params:
+                    param.grad = torch.full_like(param, 2.0)
+                if bad is not None and bmt.rank() == owner:
+                    local_of(grad_of(spoilt))[-1] = bad
+                found = manager.clip_grad_norm(params, 1.0, norm_type=order)
+                norm = float(found)
+                assert found.dtype == torch.float64
+                if bad is None:
+                    assert norm == pytest.approx(want)
+                    clipped = torch.full_like(params[3], 2 / want)
+                    models.assert_same(params[3].grad, clipped, "clipped", 0.01)
+                elif math.isnan(bad):
+                    assert math.isnan(norm)
+                    assert all(local_of(grad_of(param)).isnan().all() for param in params)
+                else:
+                    assert not math.isfinite(norm)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_norms_are_nan_where_a_gradient_is(world_size: int) -> None:
-    """On all ranks, whichever owns it: a maximum over ranks would lose it."""
-    run_ranks(norms_of_nan, world_size)
+@pytest.mark.parametrize("order", [2, 1, math.inf, 3.0])
+def test_norms_are_not_finite_where_a_gradient_is_not(order: float) -> None:
+    """On all ranks, whoever owns it, of ordinary parameters too; all of them then scale alike."""
+    run_ranks(norms_of, 3, order)
 
 
-def looked_at_early() -> None:
-    model, plain = sharded_net(), net()
+def odd_gradients() -> None:
+    """Of any strides; without a bound, as they are."""
+    weight, whole = nn.Parameter(torch.ones(3, 4)), bmt.DistributedParameter(torch.ones(6))
+    weight.grad, whole.grad = torch.arange(12.0).view(4, 3).t(), torch.arange(12.0)[::2]
+    before = [weight.grad.clone(), whole.grad.clone()]
+    want = torch.cat([grad.reshape(-1) for grad in before]).norm()
     manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters()))
-    for step in range(2):
-        manager.backward(loss_of(model, mine(step), step), reduce_gradients=False)
-        loss_of(plain, inputs(step), step).backward()
-        models.assert_same_dicts(
-            models.full_gradients(model), models.plain_gradients(plain), f"micro-batch {step}"
-        )
+    models.assert_same(manager.clip_grad_norm([weight, whole], 1.0), want, "norm")
+    for param, grad in zip((weight, whole), before, strict=True):
+        models.assert_same(param.grad, grad / want, "clipped gradient")
+    for values, norm in (([3.0, 4.0, 0.0], 5.0), ([3.0, math.inf, -1.0], math.inf)):
+        weight = nn.Parameter(torch.ones(3))
+        weight.grad = torch.tensor(values)
+        assert manager.clip_grad_norm([weight], math.inf) == norm
+        assert weight.grad.tolist() == values
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gradient_that_is_kept_back_can_be_read(world_size: int) -> None:
-    """It is reduced then, and what comes later is added."""
-    run_ranks(looked_at_early, world_size)
+def moved() -> None:
+    layers = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
+    params, manager = list(layers.parameters()), OptimManager()
+    for move in (lambda: None, lambda: bmt.Block(layers)):
+        move()
+        for param in params:
+            param.grad = torch.full_like(param, 2.0)
+        norm = float(manager.clip_grad_norm(params, 1e9))
+        assert norm == pytest.approx(2 * math.sqrt(7 * 5 + 5 + 5 * 3 + 3))
 
 
-def abandoned() -> None:
-    model = sharded_net()
+def test_odd_gradients_are_clipped() -> None:
+    """Also of parameters that a block has taken over since."""
+    run_ranks(odd_gradients, 1)
+    run_ranks(moved, 2)
+
+
+def deltas() -> None:
+    model = sharded().body
+    optimizer = AdamOffloadOptimizer(groups(list(model.parameters())), record_delta=True)
     manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters()))
-    manager.backward(loss_of(model, mine(0), 0), reduce_gradients=False)
-    manager.zero_grad()
-    manager.backward(loss_of(model, mine(1), 1))
-    plain = net()
-    loss_of(plain, inputs(1), 1).backward()
-    models.assert_same_dicts(
-        models.full_gradients(model), models.plain_gradients(plain), "after zero_grad"
-    )
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_zero_grad_clears_what_was_kept_back(world_size: int) -> None:
-    """A micro-batch whose reduction was deferred is gone after zero_grad, as in plain
-    accumulation.
-    """
-    run_ranks(abandoned, world_size)
-
-
-def edited() -> None:
-    """The program writes gradients itself between micro-batches."""
-    plain, model = net(), sharded_net()
+    manager.add_optimizer(optimizer)
     for step in range(3):
-        loss_of(plain, inputs(step), step).backward()
-        (loss_of(model, mine(step), step) / bmt.world_size()).backward()
-        for module in (plain, model):
-            params = list(module.parameters())
-            grad_of(params[0]).mul_(0.5)
-            params[1].grad = grad_of(params[1]) * 3
-            params[2].grad = None if step == 1 else params[2].grad
-    models.assert_same_dicts(
-        models.full_gradients(model), models.plain_gradients(plain), "edited gradients"
-    )
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_gradients_belong_to_the_program(world_size: int) -> None:
-    """Gradients scaled in place, replaced or cleared between backward passes count as in plain
-    PyTorch.
-    """
-    run_ranks(edited, world_size)
-
-
-def old_program() -> dict[str, torch.Tensor]:
-    model = sharded_net()
-    optimizer = AdamOffloadOptimizer(
-        model.parameters(), lr=0.01, weight_decay=0.1, scale=64, scale_factor=2, scale_steps=3
-    )
-    scheduler = bmt.lr_scheduler.NoDecay(optimizer, 0.01, 0, -1)
-    scales = []
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = optimizer.loss_scale(loss_of(model, mine(step), step))
-        loss.backward()
-        norm = bmt.optim.clip_grad_norm(
-            optimizer.param_groups, 0.05, scale=optimizer.scale, norm_type=2
+        before = models.cloned_state(model)
+        manager.zero_grad()
+        manager.backward(model(rows(step)[:, :7]).square().sum())
+        manager.step()
+        after = model.state_dict()
+        change = torch.cat([(after[name] - before[name]).reshape(-1) for name in after]).double()
+        assert optimizer.get_avg_delta() == pytest.approx(change.mean().item(), rel=1e-4)
+        assert optimizer.get_var_delta() == pytest.approx(
+            change.var(unbiased=False).item(), rel=1e-4
         )
-        assert norm > 0
-        bmt.optim_step(optimizer, scheduler)
-        scales.append(optimizer.scale)
-    assert scales == [64, 64, 128, 128, 128]
-    before = models.cloned_state(model)
-    optimizer.zero_grad()
-    (
-        optimizer.loss_scale(loss_of(model, mine(0), 0)) * (math.inf if bmt.rank() == 0 else 1)
-    ).backward()
-    bmt.optim_step(optimizer, scheduler)
-    assert optimizer.scale == 64
-    models.assert_same_dicts(model.state_dict(), before, "after an overflow", 0.0)
-    return before
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_programs_of_the_first_api(world_size: int) -> None:
-    """loss_scale, scale, clip_grad_norm and optim_step train as torch does, and skip an overflow on
-    all ranks.
-    """
-    plain = net()
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
-    for step in range(5):
-        reference.zero_grad()
-        loss_of(plain, inputs(step), step).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-        reference.step()
-    for state in run_ranks(old_program, world_size):
-        models.assert_same_dicts(state, plain.state_dict(), "0.1.x program")
-
-
-def deltas() -> tuple[float, float, torch.Tensor]:
-    model = sharded_net()
-    optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.01, record_delta=True)
-    steps(model, optimizer, range(2))
-    before = models.cloned_state(model)
-    manager = steps(model, optimizer, range(2, 3))
-    assert manager.optimizers == [optimizer]
-    after = model.state_dict()
-    return (
-        optimizer.get_avg_delta(),
-        optimizer.get_var_delta(),
-        torch.cat([(after[n] - before[n]).reshape(-1) for n in after]),
-    )
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_record_delta(world_size: int) -> None:
-    """Mean and variance of the last update of every weight of the whole model, padding not
-    counted.
-    """
-    for mean, variance, change in run_ranks(deltas, world_size):
-        assert mean == pytest.approx(change.double().mean().item(), rel=1e-4)
-        assert variance == pytest.approx(change.double().var(unbiased=False).item(), rel=1e-4)
-
-
-def manager_state() -> None:
-    model = sharded_net()
-    a, b = list(model[0].parameters()), [p for m in list(model)[1:] for p in m.parameters()]
-    manager = OptimManager(loss_scale=32, loss_scale_steps=3)
-    one, two = AdamOptimizer(a, lr=0.01), torch.optim.SGD(b, lr=0.1, momentum=0.9)
-    manager.add_optimizer(one, bmt.lr_scheduler.Linear(one, 0.01, 2, 9))
-    manager.add_optimizer(two)
-    steps(model, one, range(4), manager=manager)
-    states = (
-        copy.deepcopy(manager.state_dict(gather_opt=True)),
-        copy.deepcopy(manager.state_dict()),
-    )
-    weights = models.cloned_state(model)
-    steps(model, one, range(4, 8), manager=manager)
-    want = models.cloned_state(model)
-    for state in states:
-        again = sharded_net()
-        again.load_state_dict(weights)
-        a, b = list(again[0].parameters()), [p for m in list(again)[1:] for p in m.parameters()]
-        second = OptimManager(loss_scale=7, loss_scale_steps=3)
-        one, two = AdamOptimizer(a, lr=0.5), torch.optim.SGD(b, lr=0.5, momentum=0.1)
-        second.add_optimizer(one, bmt.lr_scheduler.Linear(one, 0.01, 2, 9))
-        second.add_optimizer(two)
-        second.load_state_dict(state)
-        steps(again, one, range(4, 8), manager=second)
-        models.assert_same_dicts(again.state_dict(), want, "resumed manager", 0.0)
-        assert second.loss_scale == manager.loss_scale
-        assert second.lr_schedulers[0].current_lr == manager.lr_schedulers[0].current_lr
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_manager_state_round_trip(world_size: int) -> None:
-    """Optimizers of both kinds, the schedule and the loss scale go on bitwise."""
-    run_ranks(manager_state, world_size)
+def test_record_delta() -> None:
+    """Mean and variance of the last change of every weight, padding not counted."""
+    run_ranks(deltas, 3)
 
 
 def without_argument() -> None:
-    model, plain = sharded_net(), net()
-    manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters()))
-    loss = loss_of(model, mine(1), 1)
-    whole = loss_of(plain, inputs(1), 1)
-    models.assert_same(bmt.sum_loss(loss).detach(), whole.detach(), "sum_loss")
-    manager.backward()
-    whole.backward()
-    models.assert_same_dicts(
-        models.full_gradients(model), models.plain_gradients(plain), "backward()"
-    )
+    pair = Pair()
+    loss = pair.model(rows(1).chunk(bmt.world_size())[bmt.rank()]) * bmt.world_size() / ROWS
+    pair.twin(rows(1)).div(ROWS).backward()
+    models.assert_same(bmt.sum_loss(loss).detach(), pair.twin(rows(1)).detach() / ROWS, "sum_loss")
+    pair.manager.backward()
+    with pytest.raises(ConfigurationError, match="got no loss"):
+        pair.manager.backward()
+    pair.step()
+    pair.check("backward()")
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_backward_without_a_loss(world_size: int) -> None:
-    """The README's `backward()` runs on the loss last given to sum_loss, whose value is the mean
-    over ranks.
-    """
-    run_ranks(without_argument, world_size)
+def test_backward_without_a_loss() -> None:
+    """It runs on the loss last given to sum_loss, whose value is the mean over ranks."""
+    run_ranks(without_argument, 3)
 
 
-def replicas() -> list[torch.Tensor]:
-    """Plain parameters, initialised differently on every rank."""
-    torch.manual_seed(bmt.rank())
-    plain = nn.Linear(7, 3)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    steps(plain, optimizer, range(3))
-    return [param.detach() for param in plain.parameters()]
+def broken_step() -> None:
+    """An optimizer that raises before it steps, after the manager has divided the gradients."""
+    errors = [MemoryError("sgd"), MemoryError("adam")]
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if broken:
+            raise broken.pop()
+
+    for error in errors:
+        pair = Pair(str(error), schedule=SCHEDULES["ours"], scale=64.0).train(1)
+        broken = [error]
+        pair.optimizer.register_step_pre_hook(hook)
+        pair.backward(1)
+        with pytest.raises(MemoryError):
+            pair.manager.step()
+        pair.check("nothing has changed")
+        pair.step()
+        pair.check("taken again")
+        pair.train(range(2, 4))
 
 
-def test_replicas_stay_equal() -> None:
-    """Ordinary parameters start from rank 0's values and get averaged gradients."""
-    torch.manual_seed(0)
-    plain = nn.Linear(7, 3)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for step in range(3):
-        reference.zero_grad()
-        loss_of(plain, inputs(step), step).backward()
-        reference.step()
-    for rank in run_ranks(replicas, 3):
-        for got, want in zip(rank, plain.parameters(), strict=True):
-            models.assert_same(got, want.detach(), "replica")
+def test_a_step_that_raised_can_be_taken_again() -> None:
+    run_ranks(broken_step, 2)
 
 
-def frozen_replica() -> None:
-    plain, frozen = (
-        nn.Linear(7, 3),
-        nn.Parameter(torch.full((3,), float(bmt.rank())), requires_grad=False),
-    )
-    optimizer = AdamOptimizer([*plain.parameters(), frozen], lr=0.1)
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
-    assert torch.equal(frozen, torch.zeros(3))
-    frozen.requires_grad_(True)
-    manager.backward((plain(mine(0)) * frozen + frozen).mean())
-    grads = bmt.gather_result(grad_of(frozen)[None])
-    assert torch.equal(grads, grads[:1].expand_as(grads))
-
-
-def test_a_frozen_replica_may_be_given_and_unfrozen() -> None:
-    """A plain parameter without gradient is no error in any optimizer, and is averaged once it has
-    one.
-    """
-    run_ranks(frozen_replica, 2)
-
-
-def step_replicas() -> None:
-    linear = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
-    x = torch.full((4, 3), float(bmt.rank()))
-    linear(x).sum().backward()
-    with pytest.raises(
-        ConfigurationError,
-        match=r"optim_step got SGD with a parameter of shape \(2, 3\) that is not sharded",
-    ):
-        bmt.optim_step(optimizer)
-    optimizer.zero_grad()
-    bmt.optim.OptimManager().add_optimizer(optimizer)
-    linear(x).sum().backward()
-    bmt.optim_step(optimizer)
-    everyone = bmt.distributed.all_gather(linear.weight.detach())
-    assert torch.equal(everyone[0], everyone[1])
-
-
-def test_old_steps_cannot_part_replicas() -> None:
-    run_ranks(step_replicas, 2)
-
-
-def sets_step_counts(kind: str) -> None:
-    """The state of one layer starts anew, as after it was made anew."""
-    found = []
-    for model, make in ((sharded_net(), BOTH[kind]), (net(), torch.optim.AdamW)):
-        optimizer = make(model.parameters(), lr=0.05, weight_decay=0.1)
-        for step in range(4):
-            x = inputs(step)
-            loss_of(model, x, step).backward()
-            if isinstance(optimizer, torch.optim.AdamW):
-                for param in model.parameters():
-                    assert param.grad is not None
-                    param.grad.mul_(bmt.world_size())
+def refuses_strides() -> None:
+    for kind in ("adam", "offload"):
+        param = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
+        before = param.detach().clone()
+        optimizer = KINDS[kind][0]([param], lr=0.1)
+        param.grad = torch.ones_like(param)
+        with pytest.raises(ParameterError, match=r"param\.data\.contiguous"):
             optimizer.step()
-            optimizer.zero_grad()
-            if step == 1:
-                state = optimizer.state[next(iter(model.parameters()))]
-                state["step"] *= 0
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state[name].zero_()
-        found.append({name: x.detach().clone() for name, x in model.state_dict().items()})
-    for name, want in found[1].items():
-        torch.testing.assert_close(found[0][name], want, rtol=1e-5, atol=1e-6)
+        assert torch.equal(param, before)
+        param.data, param.grad = before.contiguous(), torch.ones(4, 3)
+        assert optimizer.step(lambda: 3.0) == 3.0
+        torch.testing.assert_close(param.detach(), before - 0.1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", BOTH)
-def test_step_counts_that_the_program_sets(kind: str, world_size: int) -> None:
-    run_ranks(sets_step_counts, world_size, kind)
+def test_ordinary_parameters_with_strides_are_refused() -> None:
+    run_ranks(refuses_strides, 1)
 
 
-def refuses_strides(kind: str) -> None:
-    param = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
-    before = param.detach().clone()
-    optimizer = BOTH[kind]([param], lr=0.1)
-    param.grad = torch.ones_like(param)
-    with pytest.raises(ParameterError, match=r"param\.data\.contiguous"):
-        optimizer.step()
-    assert torch.equal(param, before)
-    param.data, param.grad = before.contiguous(), torch.ones(4, 3)
-    optimizer.step()
-    torch.testing.assert_close(param.detach(), before - 0.1)
+def scaled_twice() -> str:
+    pair = Pair(scale=8.0, api="onn").train(2)
+    pair.zero_grad()
+    with pytest.raises(ConfigurationError, match=r"has scaled already.*loss\.backward") as caught:
+        pair.manager.backward(pair.optimizer.loss_scale(pair.model(rows(0))))
+    pair.check("nothing has run")
+    pair.api = "nnn"
+    pair.train(range(2, 5))
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_ordinary_parameters_with_strides_are_refused(kind: str) -> None:
-    run_ranks(refuses_strides, 1, kind)
+def test_a_loss_scaled_twice_is_an_error() -> None:
+    """On every rank, before backward runs; the next loss counts."""
+    assert len(set(run_ranks(scaled_twice, 2))) == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
-from tests.tensors import grad_of
+from tests.ranks.test_whole_parameters import doubles, whole
 from torch import nn
 
 import bmtrain as bmt
@@ -25,6 +25,7 @@ class Model(nn.Module):
 
     def __init__(self, program: Program) -> None:
         super().__init__()
+        torch.manual_seed(1)
         self.linear, self.program = nn.Linear(DIM, DIM), program
         self.position, self.row = (
             nn.Parameter(torch.randn(1, 3, DIM)),
@@ -54,63 +55,49 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def make(program: Program) -> nn.Module:
-    torch.manual_seed(1)
-    return Model(program)
-
-
 def rows() -> torch.Tensor:
-    """One of each rank: (ranks, 3, DIM)."""
-    return torch.randn(bmt.world_size(), 3, DIM, generator=torch.Generator().manual_seed(3))
+    """One of each rank: (ranks, 1, 3, DIM)."""
+    made = torch.randn(bmt.world_size(), 3, DIM, generator=torch.Generator().manual_seed(3))
+    return made[:, None]
 
 
 def compared() -> None:
-    torch.set_default_dtype(torch.float64)
-    for name, program in PROGRAMS.items():
-        plain, sharded = make(program), bmt.BMTrainModelWrapper(make(program))
-        outputs = [plain(x[None]) for x in rows()]
-        sum(out.square().sum() for out in outputs).backward()
-        out = sharded(rows()[bmt.rank()][None])
-        out.square().sum().backward()
-        torch.testing.assert_close(
-            bmt.gather_result(out) if isinstance(out, bmt.DistributedParameter) else out,
-            outputs[bmt.rank()],
-        )
-        for (path, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), (name, path)
-            if q.grad is not None:
-                torch.testing.assert_close(
-                    bmt.gather_result(grad_of(p)),
-                    q.grad,
-                    rtol=1e-9,
-                    atol=1e-12,
-                    msg=f"{name}: {path}",
-                )
+    with doubles():
+        for name, program in PROGRAMS.items():
+            plain, sharded = Model(program), bmt.BMTrainModelWrapper(Model(program))
+            outputs, out = [plain(x) for x in rows()], sharded(rows()[bmt.rank()])
+            torch.stack([each.square().sum() for each in outputs]).sum().backward()
+            out.square().sum().backward()
+            torch.testing.assert_close(whole(out), outputs[bmt.rank()])
+            for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), name
+                if q.grad is not None:
+                    torch.testing.assert_close(
+                        whole(p.grad), q.grad, rtol=1e-9, atol=1e-12, msg=f"{name}: {{}}".format
+                    )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_rank_computes_with_its_own_rows(world_size: int) -> None:
-    run_ranks(compared, world_size)
+def test_each_rank_computes_with_its_own_rows() -> None:
+    run_ranks(compared, 3)
 
 
 # By the function that has the number: what a program does with the number of tokens of its rows.
 OF_TOKENS: dict[str, Callable[[Any, float], Any]] = {
-    "mul": lambda m, tokens: nn.functional.linear(torch.ones(DIM), m.linear.weight * tokens),
-    "mul_": lambda m, tokens: m.linear.weight.grad.mul_(1 / tokens),
-    "div_": lambda m, tokens: m.linear.weight.grad.div_(torch.tensor(tokens)),
-    "_foreach_div_": lambda m, tokens: torch._foreach_div_(
-        [m.linear.weight.grad, m.linear.bias.grad], tokens
-    ),
-    "add_": lambda m, tokens: m.linear.weight.data.add_(m.linear.weight.grad, alpha=-0.1 / tokens),
-    "fill_": lambda m, tokens: tokens > 2 and m.linear.weight.grad.fill_(torch.inf),
+    "mul": lambda m, tokens: nn.functional.linear(torch.ones(DIM), m.weight * tokens),
+    "mul_": lambda m, tokens: m.weight.grad.mul_(1 / tokens),
+    "div_": lambda m, tokens: m.weight.grad.div_(torch.tensor(tokens)),
+    "_foreach_div_": lambda m, tokens: torch._foreach_div_([m.weight.grad, m.bias.grad], tokens),
+    "add_": lambda m, tokens: m.weight.data.add_(m.weight.grad, alpha=-0.1 / tokens),
+    "fill_": lambda m, tokens: tokens > 2 and m.weight.grad.fill_(torch.inf),
 }
 
 
 def other_numbers(name: str) -> None:
-    model = bmt.BMTrainModelWrapper(make(PROGRAMS["a row"]))
-    model.get_submodule("linear")(rows()[bmt.rank()]).sum().backward()
+    model = bmt.BMTrainModelWrapper(Model(PROGRAMS["a row"]))
+    linear = model.get_submodule("linear")
+    linear(rows()[bmt.rank()]).sum().backward()
     with pytest.raises(RanksPartedError, match=rf"\b{name} with "):
-        OF_TOKENS[name](model, bmt.rank() + 2.0)
+        OF_TOKENS[name](linear, bmt.rank() + 2.0)
         bmt.sum_loss(torch.zeros(()))  # whatever comes next
 
 

@@ -4,6 +4,7 @@ on all in time.
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 import warnings
@@ -12,16 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import models
 from tests.ranks.runner import run_ranks
 from tests.waiting import wait_for
 
 import bmtrain
 from bmtrain.distributed.agreement import largest
+from bmtrain.distributed.collectives import gather_objects
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.runtime import world
 
 SIZE = 16
+rank = bmtrain.rank
 
 
 class Layer(torch.nn.Module):
@@ -88,303 +92,216 @@ def through(model: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     return x.square().sum()
 
 
-def assert_gradients(model: torch.nn.Module, plain: torch.nn.Module, what: object) -> None:
-    """Gradients are those of one process."""
-
-    def said(message: str) -> str:
-        return f"{what}: {message}"
-
-    theirs = dict(plain.named_parameters())
-    for name, param in model.named_parameters():
-        storage, index = param.storage_of, param.index_in_storage  # type: ignore[attr-defined]
-        expected = theirs[name].grad
-        if expected is None:
-            if param.grad is not None:
-                raise AssertionError(f"{what}: {name} has a gradient")
-            continue
-        own = storage.slice_of(index, expected)
-        torch.testing.assert_close(
-            torch.as_tensor(storage.gradient.flat)[slice_of(storage, index)], own, msg=said
-        )
-
-
-def slice_of(storage: Any, index: int) -> slice:
-    """Where this rank's part of a parameter lies in its shard."""
-    piece = storage.piece(index)
-    return slice(piece.begin, piece.end)
-
-
 def train_with_blocks_unused_on_some_ranks() -> None:
     """Two passes each, accumulated."""
-    rank, size = bmtrain.rank(), bmtrain.world_size()
-    for kind in (Skipping, SkippingInDict, Either):
-        for options in (
-            {"zero_level": 3},
-            {"zero_level": 2},
-            {"use_checkpoint": False},
-            {"use_checkpoint": "auto"},
-        ):
-            for needs_grad in (True, False):
-                plain, model = layers(3, kind), blocks(layers(3, kind), **options)
-                for _ in range(2):
-                    losses = [
-                        through(plain, rows(seed).requires_grad_(needs_grad))
-                        for seed in range(size)
-                    ]
-                    torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()
-                    through(model, rows(rank).requires_grad_(needs_grad)).backward()
-                assert_gradients(model, plain, (kind, options, needs_grad))
+    options: list[dict[str, Any]] = [
+        {"zero_level": 2},
+        {"use_checkpoint": False},
+        {"use_checkpoint": "auto"},
+    ]
+    for index, kind in enumerate((Skipping, SkippingInDict, Either)):
+        for number, each in enumerate(options):
+            plain, model = layers(3, kind), blocks(layers(3, kind), **each)
+            needs_grad = (index + number) % 2 == 0
+            for _ in range(2):
+                inputs = [rows(n).requires_grad_(needs_grad) for n in (0, 1)]
+                losses = [through(plain, x) for x in inputs]
+                torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()
+                through(model, rows(rank()).requires_grad_(needs_grad)).backward()
+            found, want = models.full_gradients(model), models.plain_gradients(plain)
+            models.assert_same_dicts(found, want, f"{kind}, {each}, {needs_grad}")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_block_unused_on_some_ranks_trains_as_in_one_process(ranks: int) -> None:
+def test_a_block_unused_on_some_ranks_trains_as_in_one_process() -> None:
     """Gradients are summed over the ranks, with zeros from those that did not use it."""
-    run_ranks(train_with_blocks_unused_on_some_ranks if ranks > 1 else _unused_alone, ranks)
+    run_ranks(train_with_blocks_unused_on_some_ranks, 2)
 
 
-def _unused_alone() -> None:
-    """On one rank nothing is copied: the block returns the very tensor that it got."""
+def unused_alone() -> None:
     x = rows(1)
-    if blocks(layers(1, Skipping))(x) is not x:
-        raise AssertionError("a copy was returned")
+    assert blocks(layers(1, Skipping))(x) is x
 
 
-def another_block(model: torch.nn.Sequential) -> None:
-    """Blocks of equal size."""
+def test_a_block_on_one_rank_copies_nothing() -> None:
+    """It returns the very tensor that it got."""
+    run_ranks(unused_alone, 1)
+
+
+# Programs that part
+# --------------------------------------------------------------------------------------------------
+
+Parting = Callable[[Any], object]
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(rows()).sum()
+    return loss
+
+
+def backward(model: Any) -> Any:
+    """Returns the model."""
+    loss_of(model).backward()
+    return model
+
+
+def sgd(model: Any, rate: float = 0.1) -> None:
+    torch.optim.SGD(model.parameters(), lr=rate).step()
+
+
+def adam(model: Any, rate: Any = 0.1) -> Any:
+    return bmtrain.optim.AdamOptimizer(model.parameters(), lr=rate)
+
+
+def managed(model: Any, spoiled: float = 1.0, reduce: bool = True, **options: Any) -> Any:
+    """A manager with an Adam, after a backward pass."""
+    manager = bmtrain.optim.OptimManager(**options)
+    manager.add_optimizer(adam(model))
+    manager.backward(loss_of(model) * spoiled, reduce_gradients=reduce)
+    return manager
+
+
+def one_more_forward(model: Any) -> None:
     with torch.no_grad():
-        model[bmtrain.rank()](rows())
-
-
-def one_more_forward(model: torch.nn.Sequential) -> None:
-    """Two passes on rank 0."""
-    with torch.no_grad():
-        for _ in range(2 - bmtrain.rank()):
+        for _ in range(2 - rank()):
             model(rows())
     bmtrain.synchronize()
 
 
-def another_order_of_backward(model: torch.nn.Sequential) -> None:
-    """Each rank begins at another block."""
-    losses = [model[0](rows()).sum(), model[1](rows()).sum()]
-    for loss in losses if bmtrain.rank() else losses[::-1]:
+def another_order_of_backward(model: Any) -> None:
+    for loss in [loss_of(block) for block in model][:: 1 if rank() else -1]:
         loss.backward()
 
 
-def output_unused(model: torch.nn.Sequential) -> None:
+def output_unused(model: Any) -> None:
     """Rank 0 leaves the output of a block out of its loss."""
-    outs = [model[0](rows()).sum(), model[1](rows()).sum()]
-    sum(outs[bmtrain.rank() == 0 :]).backward()
+    torch.stack([loss_of(block) for block in model][rank() == 0 :]).sum().backward()
 
 
-def no_backward(model: torch.nn.Sequential) -> None:
-    """Rank 0 goes on with the next pass."""
-    loss = model(rows()).sum()
-    if bmtrain.rank():
+def on_rank_0(do: Callable[[], object]) -> None:
+    if rank() == 0:
+        do()
+
+
+def no_backward(model: Any) -> None:
+    loss = loss_of(model)
+    if rank():
         loss.backward()
     model(rows())
 
 
-def step_on_one_rank(model: torch.nn.Sequential) -> None:
-    """Rank 0 alone changes parameters."""
-    model(rows()).sum().backward()
-    if bmtrain.rank() == 0:
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model(rows())
+def cleared_on_one_rank(model: Any) -> None:
+    """Rank 0 counts its micro-batches otherwise."""
+    backward(model)
+    on_rank_0(model.zero_grad)
+    backward(model)
 
 
-def another_rate(model: torch.nn.Sequential) -> None:
-    """As a scheduler sets it that looks at each rank's own loss."""
-    model(rows()).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1 / (1 + bmtrain.rank())).step()
+def held_back_and_cleared_on_one_rank(model: Any) -> None:
+    manager = managed(model, reduce=False)
+    on_rank_0(manager.zero_grad)
+    manager.backward(loss_of(model))
 
 
-def a_gradient_less(model: torch.nn.Sequential) -> None:
-    """Rank 0 drops the gradient of a parameter."""
-    model(rows()).sum().backward()
-    if bmtrain.rank() == 0:
-        next(model.parameters()).grad = None
-    bmtrain.optim.AdamOptimizer(model.parameters()).step()
+def frozen_on_one_rank(model: Any) -> None:
+    on_rank_0(lambda: next(model.parameters()).requires_grad_(False))
+    sgd(backward(model))
 
 
-def managed(model: torch.nn.Module, **options: Any) -> tuple[Any, Any]:
-    """A manager with an Adam, which it drives."""
-    optimizer = bmtrain.optim.AdamOptimizer(model.parameters())
-    manager = bmtrain.optim.OptimManager(**options)
-    manager.add_optimizer(optimizer)
-    return manager, optimizer
+def a_gradient_less(model: Any) -> None:
+    backward(model)
+    on_rank_0(lambda: setattr(next(model.parameters()), "grad", None))
+    adam(model).step()
 
 
-def another_bound(model: torch.nn.Sequential) -> None:
-    """As of clipping that follows each rank's own loss."""
-    manager, optimizer = managed(model)
-    manager.backward(model(rows()).sum())
-    manager.clip_grad_norm(optimizer.param_groups, max_norm=0.1 * (1 + bmtrain.rank()))
-
-
-def another_norm(model: torch.nn.Sequential) -> None:
-    """Orders of norms whose collectives are alike."""
-    model(rows()).sum().backward()
-    bmtrain.optim.clip_grad_norm(model.parameters(), 0.1, norm_type=1 + bmtrain.rank())
-
-
-def another_loss_scale(model: torch.nn.Sequential) -> None:
-    manager, _ = managed(model, loss_scale=2.0 ** (4 + bmtrain.rank()))
-    manager.backward(model(rows()).sum())
+def another_limit_of_skips(model: Any) -> None:
+    """One rank would end, and the others wait for it."""
+    manager = managed(model, math.nan, max_skipped_steps=1 + rank())
+    manager.step()
+    manager.backward(loss_of(model) * math.nan)
     manager.step()
 
 
-def another_limit_of_skips(model: torch.nn.Sequential) -> None:
-    """One rank would end, and the others wait for it."""
-    manager, _ = managed(model, max_skipped_steps=1 + bmtrain.rank())
-    for _ in range(2):
-        manager.backward(model(rows()).sum() * float("nan"))
-        manager.step()
-
-
-def another_scale_of_a_step(model: torch.nn.Sequential) -> None:
-    """The scale is an argument of `step`."""
-    model(rows()).sum().backward()
-    bmtrain.optim.AdamOptimizer(model.parameters()).step(scale=1.0 + bmtrain.rank())
-
-
-def another_rate_in_a_tensor(model: torch.nn.Sequential) -> None:
-    model(rows()).sum().backward()
-    rate: Any = torch.tensor(0.1 * (1 + bmtrain.rank()))
-    bmtrain.optim.AdamOptimizer(model.parameters(), lr=rate).step()
-
-
-def cleared_on_one_rank(model: torch.nn.Sequential) -> None:
-    """Rank 0 counts its micro-batches otherwise."""
-    for _ in range(2):
-        if bmtrain.rank() == 0:
-            model.zero_grad()
-        model(rows()).sum().backward()
-
-
-def held_back_and_cleared_on_one_rank(model: torch.nn.Sequential) -> None:
-    manager, _ = managed(model)
-    manager.backward(model(rows()).sum(), reduce_gradients=False)
-    if bmtrain.rank() == 0:
-        manager.zero_grad()
-    manager.backward(model(rows()).sum())
-
-
-def checkpoints_on_one_rank(model: torch.nn.Sequential) -> None:
-    """Rank 0 would wait for the others, which train on."""
-    if bmtrain.rank() == 0:
-        bmtrain.CheckpointManager("nowhere")
-    model(rows())
-
-
-def checkpoints_in_other_folders(model: torch.nn.Sequential) -> None:
-    """Named by the time of day, for example."""
-    bmtrain.CheckpointManager(f"at-12:00:0{bmtrain.rank()}")
-
-
-def frozen_on_one_rank(model: torch.nn.Sequential) -> None:
-    """Rank 0 freezes a parameter."""
-    if bmtrain.rank() == 0:
-        next(model.parameters()).requires_grad_(False)
-    model(rows()).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def state_on_one_rank(model: torch.nn.Sequential) -> None:
-    """Reading the state is collective."""
-    if bmtrain.rank() == 0:
-        model.state_dict()
-    model(rows())
-
-
-def load_on_one_rank(model: torch.nn.Sequential) -> None:
-    """So is loading it."""
-    state = model.state_dict()
-    if bmtrain.rank() == 0:
-        model.load_state_dict(state)
-    model(rows())
-
-
-def block_on_one_rank(model: torch.nn.Sequential) -> None:
-    """And making a block."""
-    if bmtrain.rank() == 0:
-        bmtrain.Block(Layer())
-    model(rows())
-
-
-def gathers_a_result(model: torch.nn.Sequential) -> None:
+def gathers_a_result(model: Any) -> None:
     """Both ranks exchange objects at that place, one of them for something else."""
-    if bmtrain.rank() == 0:
-        bmtrain.gather_result(torch.ones(2))
-    else:
-        bmtrain.Block(Layer())
+    _ = bmtrain.Block(Layer()) if rank() else bmtrain.gather_result(torch.ones(2))
 
 
-def objects_of_another_place(model: torch.nn.Sequential) -> None:
-    """Objects are exchanged for two purposes."""
-    world = bmtrain.runtime.world.current().mesh.world
-    bmtrain.distributed.collectives.gather_objects(1, world, f"rank {bmtrain.rank()}")
+def axis() -> Any:
+    return world.current().mesh.world
 
 
-def figures_of_another_place(model: torch.nn.Sequential) -> None:
-    """The same with numbers, each of which would pass for the other."""
-    world = bmtrain.runtime.world.current().mesh.world
-    largest([1.0], world, "rows" if bmtrain.rank() else "free memory")
+PROGRAMS: dict[str, Parting] = {
+    "another block": lambda model: model[rank()](rows()),
+    "one more forward": one_more_forward,
+    "another order of backward": another_order_of_backward,
+    "output unused": output_unused,
+    "no backward": no_backward,
+    "step on one rank": lambda model: on_rank_0(functools.partial(sgd, backward(model))),
+    "another rate": lambda model: sgd(backward(model), 0.1 / (1 + rank())),
+    "a gradient less": a_gradient_less,
+    "another bound": lambda model: managed(model).clip_grad_norm(model.parameters(), 1 + rank()),
+    "another norm": lambda model: bmtrain.optim.clip_grad_norm(
+        backward(model).parameters(), 0.1, norm_type=1 + rank()
+    ),
+    "another loss scale": lambda model: managed(model, loss_scale=2.0 ** (4 + rank())).step(),
+    "another limit of skips": another_limit_of_skips,
+    "another scale of a step": lambda model: adam(backward(model)).step(scale=1.0 + rank()),
+    "another rate in a tensor": lambda model: adam(
+        backward(model), torch.tensor(0.1 * (1 + rank()))
+    ).step(),
+    "cleared on one rank": cleared_on_one_rank,
+    "held back and cleared on one rank": held_back_and_cleared_on_one_rank,
+    "checkpoints on one rank": lambda model: on_rank_0(lambda: bmtrain.CheckpointManager("none")),
+    "checkpoints in other folders": lambda model: bmtrain.CheckpointManager(f"at-12:0{rank()}"),
+    "frozen on one rank": frozen_on_one_rank,
+    "state on one rank": lambda model: on_rank_0(model.state_dict),
+    "load on one rank": lambda model: on_rank_0(
+        functools.partial(model.load_state_dict, model.state_dict())
+    ),
+    "block on one rank": lambda model: on_rank_0(lambda: bmtrain.Block(Layer())),
+    "gathers a result": gathers_a_result,
+    "objects of another place": lambda model: gather_objects(1, axis(), f"rank {rank()}"),
+    "figures of another place": lambda model: largest([1.0], axis(), f"rank {rank()}"),
+}
 
 
-PROGRAMS = (
-    gathers_a_result,
-    objects_of_another_place,
-    figures_of_another_place,
-    another_block,
-    one_more_forward,
-    another_order_of_backward,
-    output_unused,
-    no_backward,
-    step_on_one_rank,
-    another_rate,
-    a_gradient_less,
-    another_bound,
-    another_norm,
-    another_loss_scale,
-    another_limit_of_skips,
-    another_scale_of_a_step,
-    another_rate_in_a_tensor,
-    cleared_on_one_rank,
-    held_back_and_cleared_on_one_rank,
-    checkpoints_on_one_rank,
-    checkpoints_in_other_folders,
-    frozen_on_one_rank,
-    state_on_one_rank,
-    load_on_one_rank,
-    block_on_one_rank,
-)
-
-
-def shards(model: Any) -> list[torch.Tensor]:
-    """This rank's part of every storage."""
-    return [storage.shard for block in model for storage in block.storages]
-
-
-def refused(program: Callable[[torch.nn.Sequential], None]) -> str:
-    """The error; the next pass must be refused too."""
-    model = blocks(layers(2))
-    before = [shard.clone() for shard in shards(model)]
+def told(do: Callable[[], object]) -> str:
+    """What the error says, of which nothing stays alive."""
     try:
-        program(model)
+        do()
     except RanksPartedError as error:
-        message = str(error)
-    else:
-        return "not refused"
-    torch.testing.assert_close(shards(model), before, rtol=0, atol=0)
-    with pytest.raises(RanksPartedError):
-        model(rows())
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def refused(name: str) -> str:
+    """The error, which comes again, word for word, whatever is tried: nothing goes on or changes."""
+    model: Any = blocks(layers(2))
+    shards = [storage.shard for block in model for storage in block.storages]
+    before = [shard.clone() for shard in shards]
+    for param in model.parameters():
+        param.grad = torch.ones(param.shape)
+    # Afterwards what the others do, where one has done more.
+    message = told(lambda: [PROGRAMS[name](model), model(rows())])
+    again: list[Callable[[], object]] = [
+        lambda: model(rows()),
+        lambda: sgd(model),
+        bmtrain.synchronize,
+        lambda: bmtrain.sum_loss(torch.ones(())),
+    ]
+    assert [told(attempt) for attempt in again] == [message] * len(again)
+    torch.testing.assert_close(shards, before, rtol=0, atol=0)
     return message
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_ranks_that_part_are_refused_on_all(program: Callable[[torch.nn.Sequential], None]) -> None:
+# What a broken-off backward pass leaves behind goes with its process.
+FRESH = {"no backward": pytest.param("no backward", marks=pytest.mark.fresh)}
+
+
+@pytest.mark.parametrize("name", [FRESH.get(name, name) for name in PROGRAMS])
+def test_ranks_that_part_are_refused_on_all(name: str) -> None:
     """All ranks get the same message, which says what each did."""
-    messages = run_ranks(refused, 3 if program is output_unused else 2, program)
+    messages = run_ranks(refused, 3 if name == "output unused" else 2, name)
     assert len(set(messages)) == 1
     assert "did different things" in messages[0]
     assert "rank 0 did" in messages[0] or "ranks 0" in messages[0]
@@ -398,57 +315,43 @@ class Early(Layer):
         return x if float(x.sum()) > 0 else super().forward(x)
 
 
-def another_module(model: torch.nn.Module) -> None:
-    model[bmtrain.rank()](-rows().abs())  # type: ignore[index]
+# Parameters outside of blocks are gathered where they are read.
+OUTSIDE: dict[str, Parting] = {
+    "another module": lambda model: model[rank()](-rows().abs()),
+    "norms": lambda model: [*model.parameters()][rank()].norm(),
+    "sums": lambda model: [*model.parameters()][rank()].sum(),
+    "nothing on one rank": lambda model: [
+        model(rows().abs() * (1 if rank() else -1)) for _ in range(2)
+    ],
+}
 
 
-def norms_of_others(model: torch.nn.Module) -> None:
-    list(model.parameters())[bmtrain.rank()].norm()
-
-
-def sums_of_others(model: torch.nn.Module) -> None:
-    list(model.parameters())[bmtrain.rank()].sum()
-
-
-def nothing_on_one_rank(model: torch.nn.Module) -> None:
-    for _ in range(2):
-        model(rows().abs() * (1 if bmtrain.rank() else -1))
-
-
-def refused_outside_of_blocks(program: Callable[[torch.nn.Module], None]) -> str:
-    """Parameters are gathered where they are read."""
+def refused_outside_of_blocks(name: str) -> str:
     model = bmtrain.BMTrainModelWrapper(layers(2, Early))
-    with pytest.raises(RanksPartedError) as caught:
-        program(model)
-    return str(caught.value)
+    return told(lambda: OUTSIDE[name](model))
 
 
-@pytest.mark.parametrize(
-    "program", [another_module, norms_of_others, sums_of_others, nothing_on_one_rank]
-)
-def test_ranks_that_part_outside_of_blocks(program: Callable[[torch.nn.Module], None]) -> None:
-    messages = run_ranks(refused_outside_of_blocks, 2, program)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_ranks_that_part_outside_of_blocks(name: str) -> None:
+    messages = run_ranks(refused_outside_of_blocks, 2, name)
     assert len(set(messages)) == 1 and "did different things" in messages[0]
 
 
 def leaves_early(heard: pathlib.Path | None) -> str:
     """The last rank leaves, or sleeps until the others have heard that it does not come."""
     model = blocks(layers(2))
-    model(rows()).sum().backward()
-    if bmtrain.rank() == bmtrain.world_size() - 1:
+    backward(model)
+    if rank() == bmtrain.world_size() - 1:
         if heard is not None:
             wait_for(lambda: len(list(heard.iterdir())) == 2, "the other ranks")
         return "left"
-    try:
-        model(rows()).sum().backward()
-    except RanksPartedError as error:
-        if heard is not None:
-            (heard / str(bmtrain.rank())).touch()
-        return str(error)
-    return "not refused"
+    message = told(lambda: backward(model))
+    if heard is not None:
+        (heard / str(rank())).touch()
+    return message
 
 
-@pytest.mark.parametrize("sleeps", [False, True], ids=["ends", "sleeps"])
+@pytest.mark.parametrize("sleeps", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_rank_that_does_not_come_is_named(sleeps: bool, tmp_path: pathlib.Path) -> None:
     """The others hear of it when it has gone, at the latest after the time limit of collectives."""
     first, second, last = run_ranks(
@@ -462,13 +365,12 @@ def parts_where_the_host_does_not_wait() -> str:
     """As on a GPU: ranks compare at the end of a backward pass at the latest."""
     model = blocks(layers(2))
     world.current().service(Ledger).is_immediate = False
-    try:
-        model[bmtrain.rank()](rows()).sum().backward()
-    except RanksPartedError as error:
-        return str(error)
-    return "not refused"
+    message = told(lambda: backward(model[rank()]))
+    assert [told(lambda block=block: block(rows())) for block in model] == [message] * 2  # type: ignore[misc]
+    return message
 
 
+@pytest.mark.fresh
 def test_ranks_that_part_are_found_where_the_host_does_not_wait() -> None:
     """Before an optimizer changes anything."""
     messages = run_ranks(parts_where_the_host_does_not_wait, 2)
@@ -479,18 +381,18 @@ def test_ranks_that_part_are_found_where_the_host_does_not_wait() -> None:
 
 def bring_different_models() -> None:
     """Refused one after the other; an equal one trains afterwards."""
-    rank = bmtrain.rank()
+    own = rank()
     frozen = layers(1)
-    frozen.requires_grad_(rank == 0)
-    torch.manual_seed(rank)
+    frozen.requires_grad_(own == 0)
+    torch.manual_seed(own)
     other_seed = torch.nn.Sequential(Layer())
     first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     for model in (
         other_seed,
-        torch.nn.Linear(4, 4 + rank),
-        layers(1 + rank),
-        torch.nn.ModuleDict({"a": first, "b": second} if rank else {"b": second, "a": first}),
-        layers(1).to(torch.float64 if rank else torch.float32),
+        torch.nn.Linear(4, 4 + own),
+        layers(1 + own),
+        torch.nn.ModuleDict({"a": first, "b": second} if own else {"b": second, "a": first}),
+        layers(1).to(torch.float64 if own else torch.float32),
         frozen,
     ):
         before = [param.clone() for param in model.parameters()]
@@ -502,64 +404,45 @@ def bring_different_models() -> None:
     model = bmtrain.BMTrainModelWrapper(layers(2))
     state = model.state_dict()
     with pytest.raises(RanksPartedError, match="load_state_dict"):
-        model.load_state_dict({name: value + rank for name, value in state.items()})
+        model.load_state_dict({name: value + own for name, value in state.items()})
     with pytest.raises(RanksPartedError, match="load_state_dict"):
-        model.load_state_dict({} if rank else state, strict=False)
+        model.load_state_dict({} if own else state, strict=False)
     model.load_state_dict(state)
     torch.testing.assert_close(model.state_dict(), layers(2).state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_models_and_states_that_differ_are_refused(ranks: int) -> None:
+def test_models_and_states_that_differ_are_refused() -> None:
     """On all ranks, before anything is changed; the run goes on."""
-    run_ranks(bring_different_models, ranks)
+    run_ranks(bring_different_models, 3)
 
 
 def give_other_values() -> None:
     """Each rank would keep its slice of its own values."""
     model = bmtrain.BMTrainModelWrapper(layers(1))
     words = bmtrain.BMTrainModelWrapper(torch.nn.Embedding(6, 4, max_norm=0.1))
-    param = next(model.parameters())
-    own = torch.ones(param.shape) * (1 + bmtrain.rank())
+    param: Any = next(model.parameters())
+    own = torch.ones(param.shape) * (1 + rank())
     same = torch.ones(param.shape) * 0.5
-
-    def data() -> None:
-        param.data = own
-
-    def grad() -> None:
-        param.grad = own
-
-    def view() -> None:
-        param.data[1:].mul_(own[1:])
-
-    def copy() -> None:
-        param.data.copy_(own)
-
-    def renormalized() -> None:
-        words(torch.tensor([bmtrain.rank()]))
-
-    before = {
-        name: value.clone()
-        for module in (model, words)
-        for name, value in module.state_dict().items()
-    }
-
-    def copy_of_nan() -> None:
-        zeros = torch.zeros_like(same)
-        zeros[-1, -1] = math.nan if bmtrain.rank() else 0.0
-        param.data.copy_(zeros)
-
-    for write in (data, grad, view, copy, copy_of_nan, renormalized):
+    one_nan = torch.zeros_like(same)
+    one_nan[-1, -1] = math.nan if rank() else 0.0
+    writes: list[Callable[[], object]] = [
+        lambda: setattr(param, "data", own),
+        lambda: setattr(param, "grad", own),
+        lambda: param.data[1:].mul_(own[1:]),
+        lambda: param.data.copy_(own),
+        lambda: param.data.copy_(one_nan),
+        lambda: words(torch.tensor([rank()])),
+    ]
+    before = [models.cloned_state(module) for module in (model, words)]
+    for write in writes:
         with pytest.raises(ParameterError, match="differ between ranks"):
             write()
-    after = {
-        name: value for module in (model, words) for name, value in module.state_dict().items()
-    }
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    param.data = same
-    param.grad = same
+    for module, state in zip((model, words), before, strict=True):
+        models.assert_same_dicts(models.cloned_state(module), state, "as it was", 0.0)
+    param.data = param.grad = same
     words(torch.tensor([1, 2]))
-    torch.testing.assert_close(bmtrain.gather_result(param.detach()), same)
+    for found in (param.detach(), param.grad):
+        torch.testing.assert_close(bmtrain.gather_result(found), same)
 
 
 def test_values_that_differ_between_ranks_are_refused() -> None:
@@ -582,7 +465,8 @@ def give_to_strangers() -> None:
         plain.zero_grad()
         plain(rows()).sum().backward()
         (model(rows()).sum() / bmtrain.world_size()).backward()
-        assert_gradients(model, plain, type(model))
+        found, want = models.full_gradients(model), models.plain_gradients(plain)
+        models.assert_same_dicts(found, want, "goes on")
     with pytest.raises(ParameterError, match="not compiled as a whole"):
         model.compile()
     torch.nn.parallel.DistributedDataParallel(layers(1))  # what is not sharded is nobody's business

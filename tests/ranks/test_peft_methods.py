@@ -17,7 +17,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers as hf
-from bitsandbytes.nn.modules import Linear4bit
 from peft.tuners.lora import layer as lora_layer
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.loraga import preprocess_loraga
@@ -28,6 +27,8 @@ from tests.tensors import own_slice
 
 import bmtrain as bmt
 from bmtrain.optim import AdamOptimizer, OptimManager
+
+pytestmark = pytest.mark.fresh  # a progress bar leaves a thread
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 SQUARE = ["q_proj", "o_proj"]
@@ -114,25 +115,64 @@ def experts(base: Any, config: Any) -> None:
 TASKS = {"task_ids": torch.arange(test_transformers.ROWS) % 2}
 
 
+# Name, base, class of the configuration without its ending, and its options.
+TABLE = """
+lora llama Lora r=3, lora_bias=False
+dora llama Lora r=3, use_dora=True
+pissa layer Lora r=3, init_lora_weights="pissa"
+olora layer Lora r=3, init_lora_weights="olora"
+lora_tokens llama Lora r=3, trainable_token_indices={"embed_tokens": [3, 7]}
+modules_to_save layer Lora r=3, bias="all", modules_to_save=["lm_head", "norm"]
+kasa layer Lora r=3, kasa_config=peft.KasaConfig()
+target_weights layer Lora r=2, target_modules=[], target_parameters=["q_proj.weight", "lm_head.weight"]
+target_parameters mixtral Lora r=2, target_modules=["q_proj"], target_parameters=EXPERTS
+loha layer LoHa r=3
+lokr layer LoKr r=3
+ia3 layer IA3 feedforward_modules=["down_proj"]
+boft layer BOFT boft_block_size=4
+oft layer OFT oft_block_size=4, use_cayley_neumann=False
+oft_neumann layer OFT oft_block_size=4
+hra layer HRA r=4
+vera llama Vera r=4, target_modules=SQUARE
+fourierft layer FourierFT n_frequency=20
+waveft layer WaveFT n_frequency=20
+ln_tuning layer LNTuning target_modules=["input_layernorm", "norm"]
+trainable_tokens layer TrainableTokens token_indices=[3, 5, 9], target_modules=["embed_tokens"]
+adamss layer Adamss r=4, num_subspaces=2, init_weights="orthogonal"
+beft llama_bias Beft
+c3a layer C3A block_size=8
+deft layer Deft r=3
+delora layer Delora r=3
+frod llama Frod progressbar=False, target_modules=SQUARE
+glora layer Glora r=3
+gralora layer Gralora r=4, alpha=8
+hira layer Hira r=3
+miss layer Miss r=4
+peanut layer Peanut r=3
+psoft layer Psoft r=4, psoft_alpha=4
+randlora llama RandLora r=3, randlora_alpha=6
+road layer Road group_size=4
+shira layer Shira r=3, random_seed=5
+supertuning layer Supertuning sparsity=0.9
+tinylora llama TinyLora r=2, u=5
+unilora llama UniLora r=3, theta_d_length=32
+vblora llama VBLoRA r=2, num_vectors=8, vector_length=8
+"""
+EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+
+
+def in_table() -> dict[str, Method]:
+    found = {}
+    for line in TABLE.strip().splitlines():
+        name, base, kind, options = f"{line} ".split(" ", 3)
+        config = linear(getattr(peft, f"{kind}Config"), **eval(f"dict({options})"))
+        found[name] = Method(base=base, config=config)
+    return found
+
+
 METHODS: dict[str, Method] = {
-    "target_parameters": Method(
-        config=lambda: peft.LoraConfig(
-            r=2,
-            target_modules=["q_proj"],
-            target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],
-        ),
-        base="mixtral",
-    ),
-    "target_weights": Method(  # of layers of a block, and of one outside
-        config=lambda: peft.LoraConfig(
-            r=2, target_modules=[], target_parameters=["q_proj.weight", "lm_head.weight"]
-        )
-    ),
-    "lora": Method(base="llama", config=linear(peft.LoraConfig, r=3, lora_bias=False)),
-    "dora": Method(base="llama", config=linear(peft.LoraConfig, r=3, use_dora=True)),
-    "pissa": Method(config=linear(peft.LoraConfig, r=3, init_lora_weights="pissa")),
+    **in_table(),
     "qlora": Method(config=linear(peft.LoraConfig, r=3), base="nf4", merges=False),
-    "olora": Method(config=linear(peft.LoraConfig, r=3, init_lora_weights="olora")),
     "tied": Method(
         config=linear(
             peft.LoraConfig,
@@ -144,14 +184,6 @@ METHODS: dict[str, Method] = {
         ),
         base="gpt2",
     ),
-    "lora_tokens": Method(
-        base="llama",
-        config=linear(peft.LoraConfig, r=3, trainable_token_indices={"embed_tokens": [3, 7]}),
-    ),
-    "modules_to_save": Method(
-        config=linear(peft.LoraConfig, r=3, bias="all", modules_to_save=["lm_head", "norm"])
-    ),
-    "kasa": Method(config=linear(peft.LoraConfig, r=3, kasa_config=peft.KasaConfig())),
     "eva": Method(
         config=linear(
             peft.LoraConfig, r=3, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0)
@@ -195,70 +227,27 @@ METHODS: dict[str, Method] = {
         before=experts,
         merges=False,
     ),
-    "loha": Method(config=linear(peft.LoHaConfig, r=3)),
-    "lokr": Method(config=linear(peft.LoKrConfig, r=3)),
     "adalora": Method(
         base="llama",
         config=linear(peft.AdaLoraConfig, init_r=3, target_r=2, total_step=6),
         stepped=lambda model, step: model.base_model.update_and_allocate(step),
     ),
-    "ia3": Method(config=linear(peft.IA3Config, feedforward_modules=["down_proj"])),
-    "boft": Method(config=linear(peft.BOFTConfig, boft_block_size=4)),
-    "oft": Method(config=linear(peft.OFTConfig, oft_block_size=4, use_cayley_neumann=False)),
-    "oft_neumann": Method(config=linear(peft.OFTConfig, oft_block_size=4)),
-    "hra": Method(config=linear(peft.HRAConfig, r=4)),
-    "vera": Method(base="llama", config=linear(peft.VeraConfig, r=4, target_modules=SQUARE)),
     "pvera": Method(
         base="llama", config=linear(peft.PveraConfig, r=4, target_modules=SQUARE), draws=True
     ),
-    "fourierft": Method(config=linear(peft.FourierFTConfig, n_frequency=20)),
-    "waveft": Method(config=linear(peft.WaveFTConfig, n_frequency=20)),
-    "ln_tuning": Method(
-        config=linear(peft.LNTuningConfig, target_modules=["input_layernorm", "norm"])
-    ),
-    "trainable_tokens": Method(
-        config=linear(
-            peft.TrainableTokensConfig, token_indices=[3, 5, 9], target_modules=["embed_tokens"]
-        )
-    ),
-    "adamss": Method(
-        config=linear(peft.AdamssConfig, r=4, num_subspaces=2, init_weights="orthogonal")
-    ),
-    "beft": Method(config=linear(peft.BeftConfig), base="llama_bias"),
-    "c3a": Method(config=linear(peft.C3AConfig, block_size=8)),
-    "deft": Method(config=linear(peft.DeftConfig, r=3)),
-    "delora": Method(config=linear(peft.DeloraConfig, r=3)),
-    "frod": Method(
-        base="llama", config=linear(peft.FrodConfig, progressbar=False, target_modules=SQUARE)
-    ),
-    "glora": Method(config=linear(peft.GloraConfig, r=3)),
-    "gralora": Method(config=linear(peft.GraloraConfig, r=4, alpha=8)),
-    "hira": Method(config=linear(peft.HiraConfig, r=3)),
     "lily": Method(
         base="llama",
         config=linear(peft.LilyConfig, r=3, target_modules=["down_proj", "o_proj"]),
         merges=False,
         mixes=True,
     ),
-    "miss": Method(config=linear(peft.MissConfig, r=4)),
     "osf": Method(config=linear(peft.OSFConfig, effective_rank=4), unmerges=False),
-    "peanut": Method(config=linear(peft.PeanutConfig, r=3)),
     "poly": Method(
         base="llama",
         config=linear(peft.PolyConfig, task_type="CAUSAL_LM", r=2, n_tasks=2, n_skills=2),
         inputs=TASKS,
         merges=False,
         draws=True,
-    ),
-    "psoft": Method(config=linear(peft.PsoftConfig, r=4, psoft_alpha=4)),
-    "randlora": Method(base="llama", config=linear(peft.RandLoraConfig, r=3, randlora_alpha=6)),
-    "road": Method(config=linear(peft.RoadConfig, group_size=4)),
-    "shira": Method(config=linear(peft.ShiraConfig, r=3, random_seed=5)),
-    "supertuning": Method(config=linear(peft.SupertuningConfig, sparsity=0.9)),
-    "tinylora": Method(base="llama", config=linear(peft.TinyLoraConfig, r=2, u=5)),
-    "unilora": Method(base="llama", config=linear(peft.UniLoraConfig, r=3, theta_d_length=32)),
-    "vblora": Method(
-        base="llama", config=linear(peft.VBLoRAConfig, r=2, num_vectors=8, vector_length=8)
     ),
     "shadow": Method(
         base="llama",
@@ -330,6 +319,8 @@ def base_of(name: str) -> Any:
 
 def quantized(model: Any) -> Any:
     """Its linear layers but the head in 4 bits."""
+    from bitsandbytes.nn.modules import Linear4bit  # not beside every GPU
+
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             parent, _, leaf = name.rpartition(".")
@@ -427,6 +418,8 @@ def train(method: Method, plain: Any, sharded: Mapping[str, Any]) -> None:
             managers[here].backward(got)
             assert_gradients(here, plain, model)
             managers[here].step()
+            if here.startswith("lora,"):
+                assert_frozen_apart(model, managers[here].optimizers[0])
             method.stepped(model, step)
             managers[here].zero_grad()
         stepper.step()
@@ -435,6 +428,17 @@ def train(method: Method, plain: Any, sharded: Mapping[str, Any]) -> None:
     for here, model in sharded.items():
         assert trained(model) == trained(plain), f"{here}: what is trained"
         models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{here}: trained")
+
+
+def assert_frozen_apart(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What is frozen has no memory for gradients, and what is trained state of its own size."""
+    for name, param in model.named_parameters():
+        storage = param.storage_of
+        members = {other.requires_grad for other in storage.params if other is not None}
+        assert members == {param.requires_grad} == {storage.gradient.flat is not None}, name
+    for param, state in optimizer.state.items():
+        assert state["exp_avg"].local.numel() == own_slice(param).numel()
+    assert len(optimizer.state) == len(trained(model))
 
 
 def trained(model: Any) -> set[str]:
@@ -484,6 +488,10 @@ def save(here: str, method: Method, plain: Any, model: Any, folder: pathlib.Path
         safetensors.torch.load_file(path / "adapter_model.safetensors") for path in (own, theirs)
     )
     models.assert_same_dicts(got, want, f"{here}: adapter file")
+    if here.startswith("lora,"):
+        other = wrapped(method, "before")
+        peft.set_peft_model_state_dict(other, want)
+        models.assert_same_dicts(other.state_dict(), plain.state_dict(), f"{here}: set")
     if method.stands_alone:
         torch.manual_seed(12)
         loaded = peft.PeftModel.from_pretrained(base_of(method.base), own).eval()
@@ -499,6 +507,8 @@ def merge(method: Method, plain: Any, sharded: Mapping[str, Any]) -> None:
             models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{here}: {name}")
             if name == "merge_adapter":
                 assert_same_answers(method, model, plain, f"{here}: {name}")
+    if method.unmerges and not method.draws:
+        train(method, plain, sharded)
     plain = plain.merge_and_unload()
     for here, adapters in sharded.items():
         model = adapters.merge_and_unload()
@@ -515,6 +525,15 @@ def methods(names: list[str], folder: str) -> None:
         check(name, METHODS[name], pathlib.Path(folder))
 
 
+def training() -> None:
+    """LoRA, wrapped before and after."""
+    ignore_warnings()
+    method = METHODS["lora"]
+    plain = adapted(method, base_of(method.base))
+    perturb(plain)
+    train(method, plain, {f"lora, {when} wrapping": wrapped(method, when) for when in method.whens})
+
+
 def refused() -> None:
     """What no sharded tensor can become: an error on every rank."""
     ignore_warnings()
@@ -522,6 +541,10 @@ def refused() -> None:
     method = METHODS["loftq"]
     with pytest.raises(RuntimeError, match="subclass Params4bit"):
         adapted(method, model)
+    method = METHODS["pissa"]
+    plain, model = adapted(method, base_of("layer")), wrapped(method, "after")
+    perturb(plain)
+    train(method, plain, {"after a refusal": model})
 
 
 def files(folder: str) -> None:
@@ -575,27 +598,32 @@ def ignore_warnings() -> None:
     warnings.filterwarnings("ignore", module=r"(peft|transformers)\.")
 
 
+SHORT = ["lora", "dora", "prefix_tuning"]
+
+
+def test_lora_dora_and_prefixes(tmp_path: pathlib.Path) -> None:
+    """Of a model with several layers; keys and values of prefixes arrive in the cache."""
+    run_ranks(methods, 2, SHORT, str(tmp_path))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(4))
 def test_methods(first: int, tmp_path: pathlib.Path) -> None:
-    """Every fourth method; `test_corda` has the one that is left out."""
-    names = [name for name in METHODS if name != "corda"]
+    """Every fourth method of the others; `test_corda` has the one that is left out."""
+    names = [name for name in METHODS if name not in ("corda", *SHORT)]
     run_ranks(methods, 2, names[first::4], str(tmp_path), timeout=240)
 
 
+@pytest.mark.long
 def test_corda(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("attr", reason="peft imports it for CorDA, and does not ask for it")
     run_ranks(methods, 2, ["corda"], str(tmp_path))
-
-
-def test_one_rank(tmp_path: pathlib.Path) -> None:
-    """Methods of several kinds."""
-    names = ["dora", "pissa", "tied", "oft", "shira", "shadow", "prefix_tuning"]
-    run_ranks(methods, 1, names, str(tmp_path), timeout=240)
 
 
 def test_refused() -> None:
     run_ranks(refused, 2)
 
 
+@pytest.mark.long
 def test_files(tmp_path: pathlib.Path) -> None:
     run_ranks(files, 2, str(tmp_path))

@@ -15,8 +15,7 @@ from tests.tensors import own_slice, sharded_parameter
 import bmtrain as bmt
 from bmtrain.errors import ParameterError
 
-ROWS, WIDTH, FEATURES = 3, 6, 8
-GRID = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]  # world size, tensor ranks
+ROWS, WIDTH, FEATURES, STEPS = 12, 6, 8, 4
 
 
 class Parallel(bmt.DistributedModule):
@@ -26,29 +25,17 @@ class Parallel(bmt.DistributedModule):
 
     def __init__(self) -> None:
         super().__init__()
-        tp = bmt.config["tp_size"]
-        self.up = bmt.DistributedParameter(
-            torch.empty(FEATURES // tp, WIDTH),
-            init_method=torch.nn.init.normal_,
-            tp_mode=True,
-            tp_split_dim=0,
-        )
-        self.scale = bmt.DistributedParameter(
-            torch.empty(WIDTH), init_method=torch.nn.init.uniform_
-        )
-        self.down = bmt.DistributedParameter(
-            torch.empty(WIDTH, FEATURES // tp),
-            init_method=torch.nn.init.normal_,
-            tp_mode=True,
-            tp_split_dim=1,
-        )
+        part, new, init = FEATURES // bmt.config["tp_size"], bmt.DistributedParameter, torch.nn.init
+        split: dict[str, Any] = {"init_method": init.normal_, "tp_mode": True}
+        self.up = new(torch.empty(part, WIDTH), tp_split_dim=0, **split)
+        self.scale = new(torch.empty(WIDTH), init_method=init.uniform_)
+        self.down = new(torch.empty(WIDTH, part), tp_split_dim=1, **split)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tp = bmt.config["tp_comm"]
         rows = bmt.distributed.all_gather(x * self.scale, tp).flatten(0, 1)
-        return bmt.distributed.reduce_scatter(
-            torch.tanh(rows @ self.up.t()) @ self.down.t(), "sum", tp
-        )
+        out = torch.tanh(rows @ self.up.t()) @ self.down.t()
+        return bmt.distributed.reduce_scatter(out, "sum", tp)
 
 
 class Plain(torch.nn.Module):
@@ -62,167 +49,135 @@ class Plain(torch.nn.Module):
         return torch.tanh((x * self.scale) @ self.up.t()) @ self.down.t()
 
 
-def build(blocked: bool, zero_level: int = 3) -> torch.nn.Module:
-    torch.manual_seed(3)
-    parts = torch.nn.ModuleList([Parallel(), Parallel()])
-    for part in parts:
-        bmt.init_parameters(part)
-    model: torch.nn.Module = torch.nn.Sequential(*parts)
-    if blocked:
-        model = bmt.TransformerBlockList(
-            [bmt.Block(part, use_checkpoint=True, zero_level=zero_level) for part in parts]
-        )
-    if bmt.device().type != "cpu":  # where the same seed gives other numbers
-        model.load_state_dict(plain_model().state_dict())
-    return model
-
-
 def plain_model() -> torch.nn.Module:
     torch.manual_seed(3)
     return torch.nn.Sequential(Plain(), Plain())
 
 
-def batch(step: int) -> torch.Tensor:
-    """Rows of all four ranks of the largest world; a smaller world takes more rows a rank."""
-    return torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+def build(zero_level: int | None) -> torch.nn.Module:
+    """Of blocks, or without a level of none."""
+    torch.manual_seed(3)
+    parts = [Parallel(), Parallel()]
+    for part in parts:
+        bmt.init_parameters(part)
+    model: torch.nn.Module = torch.nn.Sequential(*parts)
+    if zero_level is not None:
+        model = bmt.TransformerBlockList([bmt.Block(x, zero_level=zero_level) for x in parts])
+    if bmt.device().type != "cpu":  # where the same seed gives other numbers
+        model.load_state_dict(plain_model().state_dict())
+    return model
 
 
-def train(
-    model: torch.nn.Module, manager: Any, optimizer: torch.optim.Optimizer, steps: range
-) -> list[float]:
-    norms = []
+def adam(model: torch.nn.Module, kind: Any = bmt.optim.AdamOptimizer) -> Any:
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(kind(model.parameters(), lr=1e-2, weight_decay=0.01))
+    return manager
+
+
+def losses(model: torch.nn.Module, steps: range) -> Any:
     for step in steps:
-        x = batch(step).chunk(bmt.world_size())[bmt.rank()].to(bmt.device())
-        manager.zero_grad()
-        manager.backward(model(x).square().mean())
-        norms.append(float(manager.clip_grad_norm(optimizer.param_groups, 1.0)))
-        manager.step()
-    return norms
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        own = x.chunk(bmt.world_size())[bmt.rank()] if bmt.is_initialized() else x
+        yield model(own.to(next(model.parameters()).device)).square().mean()
 
 
-def run(blocked: bool, zero_level: int, folder: str, own_adam: bool) -> dict[str, Any]:
-    model = build(blocked, zero_level)
-    start = {name: value.clone() for name, value in model.state_dict().items()} if blocked else {}
-    kind: Any = bmt.optim.AdamOptimizer if own_adam else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.01)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
-    norms = train(model, manager, optimizer, range(4))
-    bmt.save(model, pathlib.Path(folder) / "model.pt")
-    bmt.save(model, pathlib.Path(folder) / "model.safetensors")
-    state = manager.state_dict(gather_opt=True)
-    sizes = {name: own_slice(param).numel() for name, param in model.named_parameters()}
-    whole = {
-        name: sharded_parameter(param).gather_all().detach().cpu().clone()
-        for name, param in model.named_parameters()
-    }
-    return {"start": start, "norms": norms, "state": state, "whole": whole, "sizes": sizes}
-
-
-def resume(file: str, state: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = build(True)
-    bmt.load(model, file)
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2, weight_decay=0.01)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
-    manager.load_state_dict(state)
-    norms = train(model, manager, optimizer, range(4, 7))
-    return norms, {
-        name: sharded_parameter(param).gather_all().detach().cpu().clone()
-        for name, param in model.named_parameters()
-    }
-
-
-def plain_run(
-    steps: int,
-) -> tuple[dict[str, torch.Tensor], list[float], torch.nn.Module, torch.optim.Optimizer]:
-    model = plain_model()
-    start = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+def train(model: torch.nn.Module, manager: Any, steps: range) -> tuple[list[float], Any]:
+    """Norms of gradients, and whole parameters."""
     norms = []
-    for step in range(steps):
+    for loss in losses(model, steps):
+        manager.zero_grad()
+        manager.backward(loss)
+        norms.append(float(manager.clip_grad_norm(model.parameters(), 1.0)))
+        manager.step()
+    params = map(sharded_parameter, model.parameters())
+    return norms, [param.gather_all().detach().cpu().clone() for param in params]
+
+
+def run(zero_level: int | None, folder: pathlib.Path) -> dict[str, Any]:
+    model = build(zero_level)
+    start = list(model.state_dict().values()) if zero_level else []
+    start = [value.clone() for value in start]
+    manager = adam(model, bmt.optim.AdamOptimizer if zero_level else torch.optim.AdamW)
+    trained = train(model, manager, range(STEPS))
+    for suffix in ("pt", "safetensors"):
+        bmt.save(model, folder / f"model.{suffix}")
+    state = manager.state_dict(gather_opt=True)
+    sizes = [own_slice(param).numel() for param in model.parameters()]
+    return {"start": start, "trained": trained, "state": state, "sizes": sizes}
+
+
+def resume(file: pathlib.Path, state: dict[str, Any]) -> Any:
+    model = build(3)
+    bmt.load(model, file)
+    manager = adam(model)
+    manager.load_state_dict(state)
+    return train(model, manager, range(STEPS, STEPS + 3))
+
+
+def plain_run(steps: int) -> tuple[list[float], list[torch.Tensor], torch.optim.Optimizer]:
+    model = plain_model()
+    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01), []
+    for loss in losses(model, range(steps)):
         optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
+        loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-    return start, norms, model, optimizer
+    return norms, [param.detach() for param in model.parameters()], optimizer
 
 
-@pytest.mark.parametrize(("ranks", "tp"), GRID)
-@pytest.mark.parametrize(("blocked", "zero_level"), [(True, 3), (True, 2), (False, 3)])
-def test_split_parameters_train_as_whole_ones(
-    ranks: int, tp: int, blocked: bool, zero_level: int, tmp_path: pathlib.Path
-) -> None:
-    start, norms, model, optimizer = plain_run(4)
-    results = run_ranks(
-        run, ranks, blocked, zero_level, str(tmp_path), blocked, init={"tp_size": tp}
-    )
-    for result in results:
-        for name, value in result["start"].items():
-            assert torch.equal(value, start[name]), name
-        torch.testing.assert_close(result["norms"], norms, rtol=1e-5, atol=1e-6)
-        for (name, expected), index in zip(model.named_parameters(), range(6), strict=True):
-            torch.testing.assert_close(
-                result["whole"][name], expected.detach(), rtol=1e-5, atol=1e-6
-            )
-            ours, theirs = (
-                result["state"]["optimizers"][0]["state"][index],
-                optimizer.state[expected],
-            )
-            for key in ("exp_avg", "exp_avg_sq"):
-                torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-7)
-            assert float(ours["step"]) == 4
-    # Each element is owned by exactly one rank.
-    for name, expected in model.named_parameters():
-        assert sum(result["sizes"][name] for result in results) == expected.numel(), name
-    saved = torch.load(tmp_path / "model.pt", weights_only=True)
-    for name, expected in model.named_parameters():
-        torch.testing.assert_close(saved[name], expected.detach(), rtol=1e-5, atol=1e-6)
+def close(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((2, 2), (1, 1)), ((1, 1), (4, 2)), ((4, 2), (4, 4)), ((4, 4), (2, 1))]
+    ("ranks", "tp", "zero_level", "after"),
+    [(2, 2, 2, (1, 1, "pt")), (4, 2, 3, (2, 1, "safetensors")), (2, 1, None, (4, 4, "pt"))],
 )
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_files_do_not_depend_on_the_split(
-    before: tuple[int, int], after: tuple[int, int], suffix: str, tmp_path: pathlib.Path
+def test_split_parameters_train_as_whole_ones(
+    ranks: int, tp: int, zero_level: int | None, after: tuple[int, int, str], tmp_path: pathlib.Path
 ) -> None:
-    _, norms, model, _ = plain_run(7)
-    first = run_ranks(run, before[0], True, 3, str(tmp_path), True, init={"tp_size": before[1]})[0]
-    results = run_ranks(
-        resume,
-        after[0],
-        str(tmp_path / f"model.{suffix}"),
-        first["state"],
-        init={"tp_size": after[1]},
-    )
-    for later, whole in results:
-        torch.testing.assert_close(later, norms[4:], rtol=1e-5, atol=1e-6)
-        for name, expected in model.named_parameters():
-            torch.testing.assert_close(whole[name], expected.detach(), rtol=1e-5, atol=1e-6)
+    """Files do not depend on the split: another one resumes from them."""
+    norms, params, optimizer = plain_run(STEPS)
+    results = run_ranks(run, ranks, zero_level, tmp_path, init={"tp_size": tp})
+    for result in results:
+        for value, first in zip(result["start"], plain_model().parameters(), strict=False):
+            assert torch.equal(value, first)
+        close(result["trained"], (norms, params))
+        states = result["state"]["optimizers"][0]["state"]
+        for ours, theirs in zip(states.values(), optimizer.state.values(), strict=True):
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-7)
+            assert float(ours["step"]) == STEPS
+    # Each element is owned by exactly one rank.
+    numels = [sum(sizes) for sizes in zip(*[result["sizes"] for result in results], strict=True)]
+    assert numels == [param.numel() for param in params]
+    close(list(torch.load(tmp_path / "model.pt", weights_only=True).values()), params)
+    norms, params, _ = plain_run(STEPS + 3)
+    size, tp, suffix = after
+    args = (tmp_path / f"model.{suffix}", results[0]["state"])
+    for resumed in run_ranks(resume, size, *args, init={"tp_size": tp}):
+        close(resumed, (norms[STEPS:], params))
 
 
 def states() -> None:
-    model = build(True)
+    model = build(3)
     full = {name: torch.randn_like(value) for name, value in plain_model().state_dict().items()}
     full = {name: bmt.distributed.broadcast(value, 0) for name, value in full.items()}
     model.load_state_dict(full)
+    down = full["0.down"].chunk(2, 1)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.down"):
+        model.load_state_dict({**full, "0.down": down[0]})
+    with pytest.raises(ParameterError, match=r"tp_split_dim is 2 .*expected 0 to 1"):
+        bmt.DistributedParameter(torch.empty(2, 2), tp_mode=True, tp_split_dim=2)
     for name, value in model.state_dict().items():
         assert torch.equal(value, full[name]), name
     param = sharded_parameter(dict(model.named_parameters())["0.down"])
-    assert param._original_shape == (WIDTH, FEATURES // 2) and param._tp_original_shape == (
-        WIDTH,
-        FEATURES,
-    )
-    assert torch.equal(param.gather(), full["0.down"].chunk(2, 1)[bmt.config["tp_rank"]])
+    assert param._original_shape == (WIDTH, FEATURES // 2)
+    assert param._tp_original_shape == (WIDTH, FEATURES)
+    assert torch.equal(param.gather(), down[bmt.config["tp_rank"]])
     slices = bmt.distributed.all_gather(param.local, bmt.config["tp_comm"])
     assert torch.equal(param.tp_gather(), slices.view(-1))
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.down"):
-        model.load_state_dict({**full, "0.down": full["0.down"].chunk(2, 1)[0]})
-    with pytest.raises(ParameterError, match=r"tp_split_dim is 2 .*expected 0 to 1"):
-        bmt.DistributedParameter(torch.empty(2, 2), tp_mode=True, tp_split_dim=2)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_whole_tensors_in_and_out(ranks: int) -> None:
-    run_ranks(states, ranks, init={"tp_size": 2})
+def test_whole_tensors_in_and_out() -> None:
+    run_ranks(states, 4, init={"tp_size": 2})

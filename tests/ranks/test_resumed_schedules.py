@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
+from tests.ranks.pairs import Factory, Pair
 from tests.ranks.runner import run_ranks
+from tests.ranks.test_optim import SCHEDULES
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -21,199 +23,152 @@ import bmtrain as bmt
 from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.optim import AdamOptimizer, OptimManager
 
-Schedule = Callable[[torch.optim.Optimizer], Any]
-SCHEDULES: dict[str, Schedule | None] = {
-    "none": None,
-    "linear": lambda optimizer: bmt.lr_scheduler.Linear(optimizer, 0.01, 2, 10),
-    "steps": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
-}
+
+def restore(folder: pathlib.Path, pair: Pair) -> None:
+    with bmt.CheckpointManager(folder) as checkpoints:
+        assert checkpoints.restore(pair.model, pair.manager) is not None
 
 
-def make(schedule: Schedule | None) -> tuple[nn.Module, OptimManager]:
-    torch.manual_seed(0)
-    model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
-    optimizer = AdamOptimizer(model.parameters(), lr=0.01)
-    manager = OptimManager()
-    manager.add_optimizer(optimizer, None if schedule is None else schedule(optimizer))
-    return model, manager
+def save(folder: pathlib.Path, pair: Pair) -> None:
+    with bmt.CheckpointManager(folder) as checkpoints:
+        checkpoints.save(3, pair.model, pair.manager)
 
 
-def train(model: nn.Module, manager: OptimManager, steps: int) -> None:
-    for step in range(steps):
-        manager.zero_grad()
-        manager.backward(model(torch.ones(2, 4) * (step + 1)).square().mean())
-        manager.step()
-
-
-def both_ways(folder: str) -> None:
+def other_schedules(folder: pathlib.Path) -> None:
     for name, schedule in SCHEDULES.items():
-        model, manager = make(schedule)
-        train(model, manager, 3)
-        state = manager.state_dict(gather_opt=True)
-        place = pathlib.Path(folder, name)
-        with bmt.CheckpointManager(place) as checkpoints:
-            checkpoints.save(3, model, manager)
-        weights = models.cloned_state(model)
-        train(model, manager, 2)
-        straight = models.cloned_state(model)
+        pair = Pair(schedule=schedule).run(3)
+        state = copy.deepcopy(pair.manager.state_dict(gather_opt=True))
+        save(folder / name, pair)
+        weights = models.cloned_state(pair.model)
+        end = models.cloned_state(pair.run(range(3, 5)).model)
         for other, others in SCHEDULES.items():
-            model, manager = make(others)
-            before = repr((models.cloned_state(model), manager.state_dict(gather_opt=True)))
+            new = Pair(schedule=others)
             ways: list[Callable[[], object]] = [
-                functools.partial(manager.load_state_dict, state),
-                functools.partial(restore, place, model, manager),
+                functools.partial(new.manager.load_state_dict, state),
+                functools.partial(restore, folder / name, new),
             ]
             for way in ways:
                 if other != name:
                     with pytest.raises(CheckpointError, match="schedule for optimizer 0"):
                         way()
-                    now = models.cloned_state(model), manager.state_dict(gather_opt=True)
-                    assert repr(now) == before, f"{name}, {other}"
-                    continue
-                model.load_state_dict(weights)
-                way()
-                train(model, manager, 2)
-                models.assert_same_dicts(models.cloned_state(model), straight, name, 0.0)
+                else:
+                    new.model.load_state_dict(weights)
+                    way()
+                    new.run(range(3, 5))
+                    models.assert_same_dicts(models.cloned_state(new.model), end, name, 0.0)
+            if other != name:
+                new.train(2)
 
 
-def restore(place: pathlib.Path, model: nn.Module, manager: OptimManager) -> None:
-    with bmt.CheckpointManager(place) as checkpoints:
-        checkpoints.restore(model, manager)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_other_schedules(world_size: int, tmp_path: pathlib.Path) -> None:
-    run_ranks(both_ways, world_size, str(tmp_path))
+def test_other_schedules(tmp_path: pathlib.Path) -> None:
+    """A refused state has changed nothing: training goes on as in one process."""
+    run_ranks(other_schedules, 2, tmp_path)
 
 
 def cured() -> None:
     """As the errors say: another schedule from its start, or none."""
-    for one, other in (("none", "linear"), ("linear", "none"), ("steps", "linear")):
-        model, manager = make(SCHEDULES[one])
-        train(model, manager, 3)
-        state = manager.state_dict(gather_opt=True)
-        model, manager = make(SCHEDULES[one])
-        manager.load_state_dict(state)
-        schedule = SCHEDULES[other]
-        manager.lr_schedulers[0] = schedule and schedule(manager.optimizers[0])
-        rate = manager.optimizers[0].param_groups[0]["lr"]
-        train(model, manager, 1)
-        assert (manager.optimizers[0].param_groups[0]["lr"] == rate) is (other == "none")
+    for one, other in (("none", "ours"), ("ours", "none"), ("chain", "ours")):
+        state = Pair(schedule=SCHEDULES[one]).run(3).manager.state_dict(gather_opt=True)
+        new, schedule = Pair(schedule=SCHEDULES[one]), SCHEDULES[other]
+        new.manager.load_state_dict(state)
+        new.manager.lr_schedulers[0] = schedule and schedule(new.optimizer)
+        rate = new.optimizer.param_groups[0]["lr"]
+        new.run(range(3, 4))
+        assert (new.optimizer.param_groups[0]["lr"] == rate) is (other == "none")
+    pair = Pair()
+    plateau = lr_scheduler.ReduceLROnPlateau(pair.optimizer, patience=0)
+    manager = OptimManager()
+    with pytest.raises(ConfigurationError, match=r"ReduceLROnPlateau.*'metrics'"):
+        manager.add_optimizer(pair.optimizer, plateau)
+    assert manager.optimizers == [] and manager.lr_schedulers == []
+    for metric in (1.0, 2.0, 3.0):
+        pair.run(1)
+        plateau.step(metric)
+    assert pair.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
 
 
-def test_the_remedy() -> None:
+def test_the_remedies() -> None:
+    """Of refused schedules, and of those that need to be told a metric."""
     run_ranks(cured, 2)
 
 
+KINDS: list[Factory] = [
+    lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    lambda params: torch.optim.NAdam(params, lr=0.01),
+    lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
+    lambda params: torch.optim.Adagrad(params, lr=0.01),
+]
+
+
 def other_optimizers() -> None:
-    kinds: list[Callable[[Any], torch.optim.Optimizer]] = [
-        lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
-        lambda params: torch.optim.NAdam(params, lr=0.01),
-        lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
-        lambda params: torch.optim.Adagrad(params, lr=0.01),
-    ]
-    for kind in kinds:
-        model, _ = make(None)
-        manager = OptimManager()
-        manager.add_optimizer(kind(model.parameters()))
-        train(model, manager, 2)
+    for kind in KINDS:
+        other, new = Pair((kind,)).run(2), Pair()
         for gather in (False, True):
-            state = manager.state_dict(gather_opt=gather)
-            _, other = make(None)
-            before = repr(other.state_dict(gather_opt=True))
             with pytest.raises(CheckpointError, match="state of another optimizer"):
-                other.load_state_dict(state)
-            assert repr(other.state_dict(gather_opt=True)) == before
-    model, _ = make(None)
-    manager = OptimManager()
-    manager.add_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0))
-    train(model, manager, 2)
-    weights, state = models.cloned_state(model), manager.state_dict(gather_opt=True)
-    train(model, manager, 1)
-    again, other = make(None)
-    again.load_state_dict(weights)
-    other.load_state_dict(state)
-    train(again, other, 1)
+                new.manager.load_state_dict(other.manager.state_dict(gather_opt=gather))
+        new.train(2)
+    pair, new = Pair("adamw").run(2), Pair()
+    new.model.load_state_dict(models.cloned_state(pair.model))
+    new.manager.load_state_dict(pair.manager.state_dict(gather_opt=True))
+    for one in (pair, new):
+        one.run(range(2, 4))
     models.assert_same_dicts(
-        models.cloned_state(again), models.cloned_state(model), "torch's AdamW goes on", 1e-6
+        models.cloned_state(new.model), models.cloned_state(pair.model), "torch's AdamW", 1e-6
     )
+
+
+class Turned(Pair):
+    """Two layers of one shape, which the optimizer gets in this order or the other."""
+
+    def __init__(self, step: int) -> None:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.model: Any = bmt.BMTrainModelWrapper(layers)
+        params = [{"params": list(layer.parameters())} for layer in list(layers)[::step]]
+        self.manager = OptimManager()
+        self.manager.add_optimizer(AdamOptimizer(params, lr=0.01))
+
+    def weights(self, steps: int = 0) -> dict[str, torch.Tensor]:
+        for _ in range(steps):
+            self.manager.zero_grad()
+            self.manager.backward(self.model(torch.ones(2, 4)).square().mean())
+            self.manager.step()
+        return models.cloned_state(self.model)
+
+
+def other_order(folder: pathlib.Path) -> None:
+    run, other, second = Turned(1), Turned(-1), Turned(1)
+    run.weights(2)
+    save(folder, run)
+    before = other.weights()
+    with pytest.raises(CheckpointError, match=r"another order: number 0 was '0\.weight'"):
+        restore(folder, other)
+    models.assert_same_dicts(other.weights(), before, "as it was", 0.0)
+    models.assert_same_dicts(other.weights(2), Turned(-1).weights(2), "goes on", 0.0)
+    restore(folder, second)
+    models.assert_same_dicts(second.weights(2), run.weights(2), "restored", 0.0)
+
+
+def test_another_order_of_parameters(tmp_path: pathlib.Path) -> None:
+    run_ranks(other_order, 2, tmp_path)
 
 
 def test_states_of_other_optimizers() -> None:
     run_ranks(other_optimizers, 2)
 
 
-def other_order(folder: str) -> None:
-    """Parameters of one shape that the optimizer got in another order than when it was saved."""
-
-    def of(turned: bool) -> tuple[nn.Module, OptimManager]:
-        model, _ = make(None)
-        params = list(model.parameters())
-        manager = OptimManager()
-        manager.add_optimizer(AdamOptimizer(params[2:] + params[:2] if turned else params, lr=0.01))
-        return model, manager
-
-    model, manager = of(turned=False)
-    train(model, manager, 2)
-    with bmt.CheckpointManager(folder) as checkpoints:
-        checkpoints.save(2, model, manager)
-        other, second = of(turned=True)
-        before = repr((models.cloned_state(other), second.state_dict(gather_opt=True)))
-        with pytest.raises(CheckpointError, match=r"another order: number 0 was '0\.weight'"):
-            checkpoints.restore(other, second)
-        now = models.cloned_state(other), second.state_dict(gather_opt=True)
-        assert repr(now) == before
-        other, second = of(turned=False)
-        assert checkpoints.restore(other, second) is not None
-    train(model, manager, 1)
-    train(other, second, 1)
-    models.assert_same_dicts(models.cloned_state(other), models.cloned_state(model), "on", 0.0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_another_order_of_parameters(world_size: int, tmp_path: pathlib.Path) -> None:
-    run_ranks(other_order, world_size, str(tmp_path))
-
-
-def with_a_metric() -> None:
-    model, _ = make(None)
-    optimizer = AdamOptimizer(model.parameters(), lr=0.01)
-    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    manager = OptimManager()
-    with pytest.raises(ConfigurationError, match=r"ReduceLROnPlateau.*'metrics'"):
-        manager.add_optimizer(optimizer, plateau)
-    assert manager.optimizers == [] and manager.lr_schedulers == []
-    manager.add_optimizer(optimizer)
-    for metric in (1.0, 2.0, 3.0):
-        train(model, manager, 1)
-        plateau.step(metric)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
-
-
-def test_schedules_that_need_a_metric() -> None:
-    run_ranks(with_a_metric, 2)
-
-
 def copied() -> None:
     """A copy of model and manager goes its own way, from the same state."""
     for schedule in SCHEDULES.values():
-        torch.manual_seed(0)
-        model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-        optimizer = AdamOptimizer(model.parameters(), lr=0.01)
-        manager = OptimManager(loss_scale=2.0**6, loss_scale_steps=2)
-        manager.add_optimizer(optimizer, None if schedule is None else schedule(optimizer))
-        train(model, manager, 3)
-        again, second = copy.deepcopy((model, manager))
-        for one, other in ((model, manager), (again, second)):
-            train(one, other, 2)
-            other.backward(one(torch.ones(2, 4)).square().mean())  # gradients are kept
-            other.step()
-        models.assert_same_dicts(
-            models.cloned_state(again), models.cloned_state(model), "the copy", 0.0
-        )
-        assert second.loss_scale == manager.loss_scale == 2.0**9
-        assert second.optimizers[0] is not optimizer
+        pair = Pair(dtype=torch.float16, schedule=schedule, scale=64.0).run(4)
+        again = copy.deepcopy(pair)
+        again.reference.__dict__.pop("step", None)  # torch's schedules leave that of the original
+        for one in (pair, again):
+            one.train(range(4, 6))
+            one.backward(6)  # gradients are kept
+            one.step()
+            one.check("the copy")
+        assert again.manager.optimizers[0] is again.optimizer is not pair.optimizer
 
 
 def test_copies_of_managers() -> None:

@@ -23,7 +23,10 @@ DIM, CLASSES = 16, 32
 NOTHING = {"hit": 0, "miss": 0, "bypass": 0, "compiled": 0, "uncached": 0}
 BY_DEFAULT = {"compile": True}
 # torch's compiler of itself
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
 
 
 class Layer(nn.Module):
@@ -130,6 +133,7 @@ def code_in(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.suffix in {".cubin", ".so"}}
 
 
+@pytest.mark.long
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     """Blocks at each level, in FP8, on request, and a loss without logits."""
     compiles_once(tmp_path)
@@ -168,6 +172,7 @@ def edited(folder: str) -> None:
             assert out.eq(factor).all(), f"{level}: the function before the edit, or none"
 
 
+@pytest.mark.long
 def test_an_edited_function_is_compiled_again(tmp_path: Path) -> None:
     """A function that is no operator, in the graph of a block or in its recomputed region."""
     run_ranks(edited, 1, str(tmp_path), init=BY_DEFAULT, timeout=120)

@@ -33,98 +33,89 @@ class Net(nn.Module):
         return out
 
 
-def make() -> tuple[nn.Module, OptimManager]:
-    model = bmt.BMTrainModelWrapper(Net())
-    model.ordinary = nn.Parameter(torch.ones(3))
-    manager = OptimManager(loss_scale=8.0, loss_scale_steps=2)
-    first = AdamOptimizer([*model.layers.parameters(), model.ordinary], lr=0.01)
-    manager.add_optimizer(first, bmt.lr_scheduler.Linear(first, 0.01, 2, 10))
-    manager.add_optimizer(torch.optim.Adafactor(model.head.parameters(), lr=0.01))
-    return model, manager
+class Run:
+    def __init__(self) -> None:
+        self.model: Any = bmt.BMTrainModelWrapper(Net())
+        self.model.ordinary = nn.Parameter(torch.ones(3))
+        self.manager = OptimManager(loss_scale=8.0, loss_scale_steps=2)
+        first = AdamOptimizer([*self.model.layers.parameters(), self.model.ordinary], lr=0.01)
+        self.manager.add_optimizer(first, bmt.lr_scheduler.Linear(first, 0.01, 2, 10))
+        self.manager.add_optimizer(torch.optim.Adafactor(self.model.head.parameters(), lr=0.01))
 
+    def train(self, steps: int) -> dict[str, torch.Tensor]:
+        for step in range(steps):
+            self.manager.zero_grad()
+            loss = self.model(torch.ones(2, 6) * step).square().mean() + self.model.ordinary.sum()
+            self.manager.backward(loss)
+            self.manager.step()
+        return models.cloned_state(self.model)
 
-def train(model: nn.Module, manager: OptimManager, steps: int) -> None:
-    for step in range(steps):
-        manager.zero_grad()
-        loss = (
-            model(torch.ones(2, 6) * step).square().mean() + model.get_parameter("ordinary").sum()
-        )
-        manager.backward(loss)
-        manager.step()
+    def load(self, weights: State, state: State) -> None:
+        self.model.load_state_dict(weights)
+        self.manager.load_state_dict(state)
 
 
 def add(x: torch.Tensor) -> None:
     x.view(-1)[-1] += 1
 
 
-def settings(state: State) -> State:
-    found: State = state["optimizers"][0]["param_groups"][0]
-    return found
+def first(state: State) -> Any:
+    return state["optimizers"][0]["state"]
+
+
+def second(state: State) -> Any:
+    return state["optimizers"][1]["state"]
+
+
+def settings(state: State) -> Any:
+    return state["optimizers"][0]["param_groups"][0]
 
 
 CHANGES: dict[str, Callable[[State], object]] = {
-    "exp_avg": lambda state: add(state["optimizers"][0]["state"][2]["exp_avg"]),
-    "of an ordinary one": lambda state: add(state["optimizers"][0]["state"][4]["exp_avg"]),
-    "step": lambda state: state["optimizers"][0]["state"][1].update(step=7),
-    "torch's step": lambda state: state["optimizers"][1]["state"][0]["step"].add_(1),
-    "rows": lambda state: add(state["optimizers"][1]["state"][0]["row_var"]),
+    "exp_avg": lambda state: add(first(state)[2]["exp_avg"]),
+    "of an ordinary one": lambda state: add(first(state)[4]["exp_avg"]),
+    "step": lambda state: first(state)[1].update(step=7),
+    "torch's step": lambda state: second(state)[0]["step"].add_(1),
+    "rows": lambda state: add(second(state)[0]["row_var"]),
     "lr": lambda state: settings(state).update(lr=0.5),
     "betas": lambda state: settings(state).update(betas=(0.5, 0.5)),
     "schedule": lambda state: state["lr_schedulers"][0].update(num_iter=9),
     "loss scale": lambda state: state["loss_scale_state"].update(value=2.0),
     "good steps": lambda state: state["loss_scale_state"].update(good_steps=0),
     "steps": lambda state: state.update(num_steps=9),
-    "missing": lambda state: state["optimizers"][0]["state"].pop(4),
-    "of another optimizer": lambda state: state["optimizers"][1]["state"].pop(0),
+    "missing": lambda state: first(state).pop(4),
+    "of another optimizer": lambda state: second(state).pop(0),
 }
 
 
-def optimizers() -> None:
-    model, manager = make()
-    train(model, manager, 3)
-    state = manager.state_dict(gather_opt=True)
-    weights = models.cloned_state(model)
-    train(model, manager, 2)
-    straight = models.cloned_state(model)
-    model, manager = make()
-    before = repr(manager.state_dict(gather_opt=True))
+def loaded() -> None:
+    run = Run()
+    weights, state = run.train(3), run.manager.state_dict(gather_opt=True)
+    straight = run.train(2)
+    run = Run()
+    before = repr(run.manager.state_dict(gather_opt=True))
     for name, change in CHANGES.items():
         other = copy.deepcopy(state)
         if bmt.rank() == bmt.world_size() - 1:
             change(other)
         with pytest.raises(CheckpointError, match="differ"):
-            manager.load_state_dict(other)
-        assert repr(manager.state_dict(gather_opt=True)) == before, name
-    model.load_state_dict(weights)
-    manager.load_state_dict(state)
-    train(model, manager, 2)
-    models.assert_same_dicts(models.cloned_state(model), straight, "goes on", 0.0)
-    own = copy.deepcopy(manager.state_dict())  # slices, which differ by themselves
-    weights = models.cloned_state(model)
-    train(model, manager, 2)
-    straight = models.cloned_state(model)
-    model.load_state_dict(weights)
-    manager.load_state_dict(own)
-    train(model, manager, 2)
-    models.assert_same_dicts(models.cloned_state(model), straight, "from slices", 0.0)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_states_of_managers(world_size: int) -> None:
-    run_ranks(optimizers, world_size)
-
-
-def weights() -> None:
-    model, _ = make()
-    state = models.cloned_state(model)
+            run.manager.load_state_dict(other)
+        assert repr(run.manager.state_dict(gather_opt=True)) == before, name
+    values = models.cloned_state(run.model)
     for name in ("layers.0.weight", "head.bias", "ordinary"):
-        other = {key: value + 1 for key, value in state.items()}
+        other = {key: value + 1 for key, value in values.items()}
         if bmt.rank() == 1:
             add(other[name])
         with pytest.raises(RanksPartedError, match=name):
-            model.load_state_dict(other)
-        models.assert_same_dicts(models.cloned_state(model), state, "as it was", 0.0)
+            run.model.load_state_dict(other)
+        models.assert_same_dicts(models.cloned_state(run.model), values, "as it was", 0.0)
+    run.load(weights, state)
+    models.assert_same_dicts(run.train(2), straight, "goes on", 0.0)
+    own = copy.deepcopy(run.manager.state_dict())  # slices, which differ by themselves
+    weights, straight = models.cloned_state(run.model), run.train(2)
+    run.load(weights, own)
+    models.assert_same_dicts(run.train(2), straight, "from slices", 0.0)
 
 
-def test_states_of_models() -> None:
-    run_ranks(weights, 2)
+def test_states_that_differ_between_ranks() -> None:
+    run_ranks(loaded, 3)

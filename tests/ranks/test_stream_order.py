@@ -5,6 +5,7 @@ memory; without one they do not.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -34,7 +35,7 @@ from bmtrain.recompute.offload import Host
 from bmtrain.shard.storage import Storage
 
 DIM, ROWS, NUM_BLOCKS = 8, 3, 4  # one block more than a ring has buffers
-TRANSPORTS = ["collective", "copy_engine"]
+long = pytest.mark.long
 Races = list[tuple[str, str, str]]
 
 
@@ -195,18 +196,29 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("num_batches", [1, 2])
+LEVELS = [Level.NOTHING, Level.CHEAP, Level.BLOCK, Level.OFFLOADED]
+# transport, level of ZeRO, recomputation, micro-batches
+CASES: list[tuple[str, int, Level, int]] = [
+    ("copy_engine", 3, Level.OFFLOADED, 2),
+    ("collective", 2, Level.BLOCK, 1),
+]
+
+
 @pytest.mark.parametrize(
-    "use_checkpoint", [Level.NOTHING, Level.CHEAP, Level.BLOCK, Level.OFFLOADED]
+    "case",
+    [
+        *CASES,
+        *(
+            pytest.param(case, marks=long)
+            for case in itertools.product(STREAMS, (2, 3), LEVELS, (1, 2))
+            if case not in CASES
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("zero_level", [2, 3])
-@pytest.mark.parametrize("carrier", TRANSPORTS)
-def test_training_is_ordered(
-    carrier: str, zero_level: int, use_checkpoint: Level, num_batches: int
-) -> None:
-    found = run_ranks(
-        races_in_training, 2, zero_level, use_checkpoint, num_batches, init={"transport": carrier}
-    )
+def test_training_is_ordered(case: tuple[str, int, Level, int]) -> None:
+    carrier, *rest = case
+    found = run_ranks(races_in_training, 2, *rest, init={"transport": carrier})
     assert found == [([], STREAMS[carrier])] * 2
 
 
@@ -241,19 +253,6 @@ def races_of_writes(how: str, zero_level: int) -> tuple[Races, list[float]]:
     return list(order.races), found
 
 
-@pytest.mark.parametrize("how", ["set_full", "load_state_dict"])
-@pytest.mark.parametrize("zero_level", [2, 3])
-@pytest.mark.parametrize("carrier", TRANSPORTS)
-def test_values_written_between_two_models_are_ordered(
-    carrier: str, zero_level: int, how: str
-) -> None:
-    for races, errors in run_ranks(
-        races_of_writes, 2, how, zero_level, init={"transport": carrier}
-    ):
-        assert races == []
-        assert max(errors) < 1e-3
-
-
 def races_of_holding(zero_level: int) -> tuple[Races, list[float]]:
     """Whole weights are held again and again in the same memory; in between there is training, or
     values are written, or nothing is.
@@ -282,12 +281,25 @@ def races_of_holding(zero_level: int) -> tuple[Races, list[float]]:
     return list(order.races), found[1:]
 
 
-@pytest.mark.parametrize("zero_level", [2, 3])
-@pytest.mark.parametrize("carrier", TRANSPORTS)
-def test_weights_that_are_held_are_ordered(carrier: str, zero_level: int) -> None:
-    for races, errors in run_ranks(races_of_holding, 2, zero_level, init={"transport": carrier}):
+def others_are_ordered(zero_level: int) -> None:
+    for races, errors in (
+        races_of_holding(zero_level),
+        *(races_of_writes(how, zero_level) for how in ("set_full", "load_state_dict")),
+    ):
         assert races == []
         assert max(errors) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("carrier", "zero_level"),
+    [
+        ("copy_engine", 3),
+        *(pytest.param(*case, marks=long) for case in (("collective", 2), ("collective", 3))),
+        pytest.param("copy_engine", 2, marks=long),
+    ],
+)
+def test_held_weights_and_writes_are_ordered(carrier: str, zero_level: int) -> None:
+    run_ranks(others_are_ordered, 2, zero_level, init={"transport": carrier})
 
 
 def let_go_at_once(carrier: Transport) -> None:
@@ -326,35 +338,26 @@ def races_without(wait: str, run: Callable[..., tuple[Races, Any]], *args: Any) 
         return run(*args)[0]
 
 
+WAITS = list(WITHOUT)
+MISSING: list[tuple[Any, ...]] = [
+    *((wait, races_in_training, 3, Level.OFFLOADED, 1) for wait in WAITS[:-1]),
+    *((wait, races_of_holding, 3) for wait in WAITS[:2]),
+    *((WAITS[-1], races_of_writes, how, 3) for how in ("load_state_dict", "set_full")),
+]
+
+
+@pytest.mark.fresh
 @pytest.mark.parametrize(
-    "wait", [wait for wait in WITHOUT if wait != "written parameters are waited for"]
+    ("carrier", "case"),
+    [
+        *(("copy_engine", case) for case in MISSING[::4]),
+        *(
+            pytest.param(carrier, case, marks=long)
+            for carrier in STREAMS
+            for case in MISSING
+            if carrier == "collective" or case not in MISSING[::4]
+        ),
+    ],
 )
-@pytest.mark.parametrize("carrier", TRANSPORTS)
-def test_a_wait_that_is_missing_in_training_is_found(carrier: str, wait: str) -> None:
-    assert all(
-        run_ranks(
-            races_without,
-            2,
-            wait,
-            races_in_training,
-            3,
-            Level.OFFLOADED,
-            1,
-            init={"transport": carrier},
-        )
-    )
-
-
-@pytest.mark.parametrize("wait", list(WITHOUT)[:2])
-@pytest.mark.parametrize("carrier", TRANSPORTS)
-def test_a_wait_that_is_missing_in_holding_is_found(carrier: str, wait: str) -> None:
-    assert all(run_ranks(races_without, 2, wait, races_of_holding, 3, init={"transport": carrier}))
-
-
-@pytest.mark.parametrize("how", ["set_full", "load_state_dict"])
-@pytest.mark.parametrize("carrier", TRANSPORTS)
-def test_a_wait_that_is_missing_after_writes_is_found(carrier: str, how: str) -> None:
-    wait = "written parameters are waited for"
-    assert all(
-        run_ranks(races_without, 2, wait, races_of_writes, how, 3, init={"transport": carrier})
-    )
+def test_a_wait_that_is_missing_is_found(carrier: str, case: tuple[Any, ...]) -> None:
+    assert all(run_ranks(races_without, 2, *case, init={"transport": carrier}))

@@ -8,13 +8,16 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
+from tests.ranks.passes import on_ranks
 from tests.ranks.runner import run_ranks
-from torch import nn
+from tests.tensors import grad_of
+from torch import Tensor, nn
 
 import bmtrain as bmt
 from bmtrain.distributed import overlap, tensor_parallel
@@ -31,12 +34,11 @@ from bmtrain.nn import (
 from bmtrain.recompute.level import Level
 from bmtrain.runtime import world
 
-MESHES = [(2, 2), (4, 4), (4, 2)]  # world size, tp_size
 IN, OUT, VOCAB = 8, 12, 16
 
-Tensors = list[torch.Tensor]
-Call = Callable[[torch.Tensor], torch.Tensor]
-Parameters = dict[str, torch.Tensor]
+Tensors = list[Tensor]
+Call = Callable[[Tensor], Tensor]
+Parameters = dict[str, Tensor]
 #: what the ranks of one tensor-parallel group make of what each passes and of the whole parameters
 Answer = Callable[[Tensors, Parameters], Tensors]
 
@@ -44,13 +46,8 @@ Answer = Callable[[Tensors, Parameters], Tensors]
 def column(gather_input: bool, gather_output: bool) -> Answer:
     def answer(inputs: Tensors, params: Parameters) -> Tensors:
         size = len(inputs)
-        weights = params["weight"].chunk(size)
-        biases = params["bias"].chunk(size) if "bias" in params else [None] * size
-        rows = torch.cat(inputs)
-        parts = [
-            F.linear(rows if gather_input else x, w, b)
-            for x, w, b in zip(inputs, weights, biases, strict=True)
-        ]
+        given = [torch.cat(inputs)] * size if gather_input else inputs
+        parts = [F.linear(x, **params).chunk(size, -1)[rank] for rank, x in enumerate(given)]
         return [torch.cat(parts, -1)] * size if gather_output else parts
 
     return answer
@@ -60,12 +57,8 @@ def row(split_input: bool, all_reduce: bool) -> Answer:
     def answer(inputs: Tensors, params: Parameters) -> Tensors:
         size = len(inputs)
         own = [x.chunk(size, -1)[rank] if split_input else x for rank, x in enumerate(inputs)]
-        total = sum(
-            F.linear(x, w) for x, w in zip(own, params["weight"].chunk(size, 1), strict=True)
-        )
-        assert isinstance(total, torch.Tensor)
-        bias = params.get("bias", torch.zeros(()))
-        return [total + bias] * size if all_reduce else [part + bias for part in total.chunk(size)]
+        total = F.linear(torch.cat(own, -1), **params)
+        return [total] * size if all_reduce else list(total.chunk(size))
 
     return answer
 
@@ -78,16 +71,11 @@ def tp_size() -> int:
     return int(bmt.config["tp_size"])
 
 
-def group_of(rank: int) -> range:
-    """The ranks of the tensor-parallel group of `rank`."""
-    return range(rank // tp_size() * tp_size(), (rank // tp_size() + 1) * tp_size())
-
-
 def seeded(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(hash(key) % 2**31)
 
 
-def factor(out: torch.Tensor, rank: int) -> torch.Tensor:
+def factor(out: Tensor, rank: int) -> Tensor:
     """What multiplies a rank's output in its loss: other numbers on every rank."""
     return torch.randn(out.shape, generator=seeded(7, rank), dtype=out.dtype).to(out.device)
 
@@ -99,17 +87,16 @@ def whole_gradients(module: nn.Module) -> Parameters:
     """
     with torch.no_grad():
         for param in module.parameters():
-            assert param.grad is not None
-            param.copy_(param.grad)
+            param.copy_(grad_of(param))
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def check(
     module: nn.Module,
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[Tensor],
     answer: Answer,
     what: str,
-    call: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    call: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """`module` on this rank's of all ranks' `inputs` gives what `answer` says, and the gradients of
     the sum of all losses.
@@ -129,8 +116,7 @@ def check(
     (out * factor(out, rank)).sum().backward()
     models.assert_same(out.detach().cpu(), outs[rank].detach(), what)
     if own.requires_grad:
-        assert own.grad is not None and plain[rank].grad is not None
-        models.assert_same(own.grad.cpu(), plain[rank].grad, f"{what}: gradient of the input")
+        models.assert_same(grad_of(own).cpu(), plain[rank].grad, f"{what}: gradient of the input")
     expected = {name: value.grad for name, value in params.items()}
     models.assert_same_dicts(whole_gradients(module), expected, f"{what}: gradients")
 
@@ -138,7 +124,7 @@ def check(
 def rows_of_all(*shape: int, alike: bool = False) -> Tensors:
     """What every rank passes; `alike` within each tensor-parallel group."""
     return [
-        torch.randn(shape, generator=seeded(3, group_of(r)[0] if alike else r))
+        torch.randn(shape, generator=seeded(3, r // tp_size() if alike else r))
         for r in range(bmt.world_size())
     ]
 
@@ -158,41 +144,29 @@ def made(kind: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module
     return started(kind(*args, **kwargs))
 
 
+# Chunks and shapes of rows; each set of flags meets every third one.
+SHAPES: list[tuple[int, tuple[int, ...]]] = [
+    *((1, (2,)), (2, (2,)), (4, (6,)), (3, (1, 3))),
+    *((2, (3, 1, 5)), (2, (5,)), (2, (0,))),
+]
+FLAGS = list(itertools.product((False, True), repeat=3))
+
+
 def columns() -> None:
-    for gather_input, gather_output, bias in itertools.product((False, True), repeat=3):
-        for chunks, shape in (
-            (1, (6, IN)),
-            (2, (6, IN)),
-            (4, (6, IN)),
-            (3, (2, 3, IN)),
-            (2, (3, 1, 5, IN)),
-            (2, (5, IN)),
-            (2, (0, IN)),
-        ):
+    for number, (gather_input, gather_output, bias) in enumerate(FLAGS):
+        for chunks, shape in SHAPES[number % 3 :: 3]:
             module = made(
                 ColumnParallelLinear, IN, OUT, bias, None, gather_output, gather_input, chunks
             )
-            inputs = rows_of_all(*shape, alike=not gather_input)
-            check(
-                module,
-                inputs,
-                column(gather_input, gather_output),
-                f"{module} {shape} chunks {chunks}",
-            )
+            inputs = rows_of_all(*shape, IN, alike=not gather_input)
+            answer = column(gather_input, gather_output)
+            check(module, inputs, answer, f"{module} {shape} chunks {chunks}")
 
 
 def rows() -> None:
     size = tp_size()
-    for split_input, all_reduce, bias in itertools.product((False, True), repeat=3):
-        for chunks, shape in (
-            (1, (2,)),
-            (2, (2,)),
-            (4, (6,)),
-            (3, (1, 3)),
-            (2, (3, 1, 5)),
-            (2, (5,)),
-            (2, (0,)),
-        ):
+    for number, (split_input, all_reduce, bias) in enumerate(FLAGS):
+        for chunks, shape in SHAPES[number % 3 :: 3]:
             module = made(RowParallelLinear, IN, OUT, bias, None, split_input, all_reduce, chunks)
             features = IN if split_input else IN // size
             inputs = rows_of_all(size * shape[0], *shape[1:], features)
@@ -204,22 +178,20 @@ def embeddings() -> None:
         ids = [
             torch.randint(0, VOCAB, shape, generator=seeded(5, r)) for r in range(bmt.world_size())
         ]
+        if len(shape) == 1:
+            ids = [x.int() for x in ids]
         check(made(VPEmbedding, VOCAB, IN), ids, lookup, f"lookup {shape}")
-        check(
-            made(VPEmbedding, VOCAB, IN), [x.int() for x in ids], lookup, f"lookup of int32 {shape}"
-        )
     for shape in ((6, IN), (2, 3, IN)):
         head = made(VPEmbedding, VOCAB, IN)
-        check(
-            head,
-            rows_of_all(*shape),
-            column(True, False),
-            f"projection {shape}",
-            functools.partial(head, projection=True),
-        )
+        call = functools.partial(head, projection=True)
+        check(head, rows_of_all(*shape), column(True, False), f"projection {shape}", call)
 
 
-def unsplit() -> None:
+@on_ranks(4, init={"tp_size": 2})
+def test_layers() -> None:
+    """All flags, row shapes and chunk counts; a layer that is not split."""
+    for program in (columns, rows, embeddings):
+        program()
     for bias in (False, True):
         check(
             made(Linear, IN, OUT, bias),
@@ -229,55 +201,43 @@ def unsplit() -> None:
         )
 
 
-@pytest.mark.parametrize(("world_size", "tp_size"), [(1, 1), *MESHES])
-@pytest.mark.parametrize("program", [columns, rows, embeddings, unsplit])
-def test_layers(program: Callable[[], None], world_size: int, tp_size: int) -> None:
-    """All flags, row shapes and chunk counts; one rank too."""
-    run_ranks(program, world_size, init={"tp_size": tp_size})
-
-
 class Layer(nn.Module):
     """Column, then row: the shape of a feed-forward layer; and an ordinary norm before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, up: type[nn.Module], down: type[nn.Module]) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(IN)
-        self.up, self.down = ColumnParallelLinear(IN, OUT), RowParallelLinear(OUT, IN)
+        self.norm, self.up, self.down = nn.LayerNorm(IN), up(IN, OUT), down(OUT, IN)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def layer(inputs: Tensors, p: Parameters) -> Tensors:
-    outs = []
-    for x in inputs:
-        h = torch.tanh(
-            F.linear(
-                F.layer_norm(x, (IN,), p["norm.weight"], p["norm.bias"]),
-                p["up.weight"],
-                p["up.bias"],
-            )
-        )
-        outs.append(x + F.linear(h, p["down.weight"], p["down.bias"]))
-    return outs
+def layer(inputs: Tensors, params: Parameters) -> Tensors:
+    plain = Layer(nn.Linear, nn.Linear)
+    return [torch.func.functional_call(plain, params, (x,)) for x in inputs]
+
+
+def block_of(level: int, recompute: bool) -> bmt.Block:
+    split = Layer(ColumnParallelLinear, RowParallelLinear)
+    block = bmt.Block(split, use_checkpoint=recompute, zero_level=level)
+    started(block)
+    return block
 
 
 def blocks() -> None:
     for level, recompute in itertools.product((2, 3), (False, True)):
-        block = bmt.Block(Layer(), use_checkpoint=recompute, zero_level=level)
-        started(block)
+        block = block_of(level, recompute)
         check(block, rows_of_all(4, 3, IN), layer, f"ZeRO-{level}, recompute={recompute}")
 
 
-@pytest.mark.parametrize(("world_size", "tp_size"), MESHES)
-def test_blocks(world_size: int, tp_size: int) -> None:
+@on_ranks(4, init={"tp_size": 2})
+def test_blocks() -> None:
     """Inside a Block: with ZeRO-3 the saved weights are found again in a buffer gathered anew."""
-    run_ranks(blocks, world_size, init={"tp_size": tp_size})
+    blocks()
 
 
 def compiled(backend: str, level: int, recompute: bool) -> None:
-    block = bmt.Block(Layer(), use_checkpoint=recompute, zero_level=level)
-    started(block)
+    block = block_of(level, recompute)
     block.compile(backend=backend, fullgraph=True)
     for _ in range(2):  # a second call of compiled code
         block.zero_grad()
@@ -289,48 +249,40 @@ def compiled(backend: str, level: int, recompute: bool) -> None:
     assert block._runner.is_compiled and block._runner.recomputing(Level.BLOCK) is not None
 
 
-@pytest.mark.parametrize(("level", "recompute"), [(2, False), (3, False), (3, True)])
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("level", "recompute"), [(3, True), pytest.param(2, False, marks=pytest.mark.long)]
+)
+@on_ranks(2, init={"tp_size": 2})
 def test_compiles_as_one_graph(level: int, recompute: bool) -> None:
     """No break at the operations, recomputation inside the graph, and the same numbers."""
-    run_ranks(compiled, 2, "aot_eager", level, recompute, init={"tp_size": 2})
+    compiled("aot_eager", level, recompute)
 
 
-class Unwanted:
-    """Raises when it is called."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a collective on one tensor-parallel rank")
+UNWANTED = ("gather_rows", "scatter_rows", "all_reduce", "gather_linear", "check_alike")
 
 
-def alone() -> None:
+@on_ranks(2)
+def test_one_tensor_rank_is_plain() -> None:
     """Without tensor parallelism the layers are the plain ones to the last bit, and the tensor axis
     is not used.
     """
-    for name in (
-        "gather_rows",
-        "scatter_rows",
-        "all_reduce",
-        "gather_linear",
-        "linear_scatter",
-        "linear_reduce",
-        "check_alike",
-    ):
-        setattr(tensor_parallel, name, Unwanted())
+    names = (*UNWANTED, "linear_scatter", "linear_reduce")
+    raising = {name: mock.Mock(side_effect=AssertionError(name)) for name in names}
     x = rows_of_all(4, 3, IN)[bmt.rank()]
-    for module in (
-        made(ColumnParallelLinear, IN, OUT),
-        made(RowParallelLinear, IN, OUT, split_input=True),
-        made(Linear, IN, OUT),
-    ):
-        assert torch.equal(module(x), F.linear(x, **module.state_dict()))
-    table = made(VPEmbedding, VOCAB, IN)
-    assert torch.equal(table(torch.arange(VOCAB)), table.state_dict()["weight"])
-    assert torch.equal(table(x, projection=True), F.linear(x, table.state_dict()["weight"]))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_one_tensor_rank_is_plain(world_size: int) -> None:
-    run_ranks(alone, world_size)
+    with mock.patch.multiple(tensor_parallel, **raising):
+        for module in (
+            made(ColumnParallelLinear, IN, OUT),
+            made(RowParallelLinear, IN, OUT, split_input=True),
+            made(Linear, IN, OUT),
+        ):
+            assert torch.equal(module(x), F.linear(x, **module.state_dict()))
+        table = made(VPEmbedding, VOCAB, IN)
+        weight = table.state_dict()["weight"]
+        assert torch.equal(table(torch.arange(VOCAB)), weight)
+        assert torch.equal(table(x, projection=True), F.linear(x, weight))
+        with pytest.raises(ConfigurationError, match=r"id 16 \(1 of 2 ids"):
+            table(torch.tensor([0, VOCAB]))
 
 
 def first_values() -> list[Parameters]:
@@ -348,10 +300,9 @@ def first_values() -> list[Parameters]:
 def test_first_values_do_not_depend_on_the_split() -> None:
     """The same whole weights for any tp_size, in the range that torch's layers take."""
     plain = run_ranks(first_values, 1)[0]
-    for world_size, tp_size in MESHES:
-        for values in run_ranks(first_values, world_size, init={"tp_size": tp_size}):
-            for got, want in zip(values, plain, strict=True):
-                models.assert_same_dicts(got, want, f"tp_size {tp_size}", tolerance=0.0)
+    for values in run_ranks(first_values, 4, init={"tp_size": 2}):
+        for got, want in zip(values, plain, strict=True):
+            models.assert_same_dicts(got, want, "first values", tolerance=0.0)
     for linear in plain[:3]:
         assert set(linear) == {"weight", "bias"}
         assert 0.8 * 16**-0.5 < linear["weight"].abs().max() <= 16**-0.5
@@ -360,17 +311,18 @@ def test_first_values_do_not_depend_on_the_split() -> None:
     assert (plain[4]["weight"] == 3.0).all()
 
 
-def operations() -> None:
-    """The operations by themselves, on plain tensors, as BMTrain programs call them."""
+@on_ranks(2, init={"tp_size": 2})
+def test_operations() -> None:
+    """The operations by themselves, on plain tensors, as BMTrain programs call them; autocast;
+    frozen weights and inputs without gradient.
+    """
     rank, size = bmt.rank(), tp_size()
     weight, bias = torch.randn(OUT, IN, generator=seeded(1)), torch.randn(OUT, generator=seeded(2))
     inputs = rows_of_all(4, IN)
     assert torch.equal(OpLinear.apply(inputs[0], weight, bias), F.linear(inputs[0], weight, bias))
-    own_rows = OpParallelLinear.apply(
-        inputs[rank], weight.chunk(size)[rank], bias.chunk(size)[rank], True, False, False, None, 2
-    )
+    own = inputs[rank], weight.chunk(size)[rank], bias.chunk(size)[rank], True
     whole = F.linear(torch.cat(inputs), weight, bias)
-    models.assert_same(own_rows, whole.chunk(size, 1)[rank], "gathered input")
+    models.assert_same(OpParallelLinear.apply(*own), whole.chunk(size, 1)[rank], "gathered input")
     for kind, want in (
         (ReduceType.ALL_REDUCE, whole),
         (ReduceType.REDUCE_SCATTER, whole.chunk(size)[rank]),
@@ -380,9 +332,7 @@ def operations() -> None:
         )
         models.assert_same(got, want, str(kind))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = OpParallelLinear.apply(
-            inputs[rank], weight.chunk(size)[rank], bias.chunk(size)[rank], True
-        )
+        low = OpParallelLinear.apply(*own)
     models.assert_same(low, whole.chunk(size, 1)[rank].bfloat16(), "autocast", tolerance=2**-6)
     x, w = inputs[rank].clone().requires_grad_(), weight.chunk(size)[rank].clone()
     OpParallelLinear.apply(x, w, None, True).sum().backward()  # a frozen weight
@@ -395,14 +345,11 @@ def operations() -> None:
     )
 
 
-def test_operations() -> None:
-    """Direct calls; autocast; frozen weights and inputs without gradient."""
-    run_ranks(operations, 2, init={"tp_size": 2})
-
-
-def traffic() -> None:
-    """What is under way while what is multiplied, told by the order in which work is issued and
-    awaited.
+@pytest.mark.fresh
+@on_ranks(2, init={"tp_size": 2})
+def test_rows_travel_beside_multiplication() -> None:
+    """Own rows are multiplied before the first are awaited; a chunk is summed while the next is
+    multiplied.
     """
     log: list[str] = []
     current = world.current().service(overlap.Overlap)
@@ -422,42 +369,19 @@ def traffic() -> None:
     noting(current._streams, "compute_waits", "wait")
     x, weight = torch.randn(4, IN, requires_grad=True), torch.randn(OUT, IN, requires_grad=True)
     out = tensor_parallel.gather_linear(x, weight, None, 2)
-    assert log == ["gather", "gather", "multiply", "wait", "multiply", "wait", "multiply"], log
+    assert log == ["gather", "gather", "multiply", "wait", "multiply", "wait", "multiply"]
     log.clear()
     out.sum().backward()
     # The gather of x comes first and is awaited by the gradient of the weight; the reduction of the
     # gradient of x last.
-    assert log == [
-        "gather",
-        *["multiply"] * 2,
-        "reduce",
-        *["multiply"] * 2,
-        "reduce",
-        "wait",
-        "wait",
-    ], log
+    chunk = ["multiply", "multiply", "reduce"]
+    assert log == ["gather", *chunk, *chunk, "wait", "wait"]
     log.clear()
     out = tensor_parallel.linear_scatter(x, weight, False, 2)
-    assert log == [*["multiply"] * 2, "reduce", *["multiply"] * 2, "reduce", "wait"], log
+    assert log == [*chunk, *chunk, "wait"]
     log.clear()
     out.sum().backward()
-    assert log == [
-        "gather",
-        "gather",
-        "multiply",
-        "wait",
-        "multiply",
-        "wait",
-        "multiply",
-        "wait",
-    ], log
-
-
-def test_rows_travel_beside_multiplication() -> None:
-    """Own rows are multiplied before the first are awaited; a chunk is summed while the next is
-    multiplied.
-    """
-    run_ranks(traffic, 2, init={"tp_size": 2})
+    assert log == ["gather", "gather", "multiply", "wait", "multiply", "wait", "multiply", "wait"]
 
 
 def churning(num_rounds: int, rows: int, width: int) -> None:
@@ -498,23 +422,22 @@ def churning(num_rounds: int, rows: int, width: int) -> None:
             models.assert_same(got, want, f"round {number}", tolerance=1e-4)
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_memory_is_held_while_it_travels(tp_size: int) -> None:
+@on_ranks(2, init={"tp_size": 2})
+def test_memory_is_held_while_it_travels() -> None:
     """On a CPU only the arithmetic of the test; tests/gpu runs the same with rows enough for an
     overlap.
     """
-    run_ranks(churning, tp_size, 2, 8, 16, init={"tp_size": tp_size})
+    churning(2, 8, 16)
 
 
-@pytest.mark.parametrize(
-    ("rows", "wanted", "count"),
-    [(12, 1, 1), (12, 2, 2), (12, 5, 4), (7, 4, 1), (7, 7, 7), (2, 8, 2), (0, 4, 1), (1, 2, 1)],
-)
-def test_chunks_are_equal(rows: int, wanted: int, count: int) -> None:
-    assert overlap.num_equal_chunks(rows, wanted) == count
+def test_chunks_are_equal() -> None:
+    wanted = {(12, 1): 1, (12, 2): 2, (12, 5): 4, (7, 4): 1, (7, 7): 7, (2, 8): 2, (0, 4): 1}
+    for sizes, count in wanted.items():
+        assert overlap.num_equal_chunks(*sizes) == count
 
 
-def bad_layers() -> None:
+@on_ranks(2, init={"tp_size": 2}, timeout=20)
+def test_bad_layers_are_refused() -> None:
     for make, words in (
         (
             lambda: ColumnParallelLinear(4, 7),
@@ -530,7 +453,11 @@ def bad_layers() -> None:
             make()
 
 
-def bad_calls() -> None:
+@on_ranks(2, init={"tp_size": 2}, timeout=20)
+def test_bad_calls_are_refused_on_every_rank() -> None:
+    """With an error that names it, where the ranks differ and where all are wrong alike; the next
+    pass is as the first.
+    """
     rank = bmt.rank()
     into, out, table = (
         made(ColumnParallelLinear, IN, OUT),
@@ -539,6 +466,14 @@ def bad_calls() -> None:
     )
     every = made(RowParallelLinear, OUT, IN, split_input=True, all_reduce_output=True)
     x, h = torch.randn(4, IN), torch.randn(4, OUT // 2)
+
+    def again() -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = out(into(leaf)) + table(torch.arange(4))
+        y.square().sum().backward()
+        return [y, grad_of(leaf)]
+
+    first = again()
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: into(x[: 4 - rank]), r"rank 0: .*\(4, 8\).*rank 1: .*\(3, 8\).*pad or cut"),
         (lambda: into(x.double() if rank else x), r"rank 0: .*float32.*rank 1: .*float64"),
@@ -589,12 +524,5 @@ def bad_calls() -> None:
     for call, words in wrong:
         with pytest.raises(ConfigurationError, match=words):
             call()
-    into(x)  # the ranks are still together
-
-
-@pytest.mark.parametrize("program", [bad_layers, bad_calls])
-def test_bad_input_is_refused_on_every_rank(program: Callable[[], None]) -> None:
-    """With an error that names it, where the ranks differ and where all are wrong alike; nothing
-    hangs.
-    """
-    run_ranks(program, 2, init={"tp_size": 2}, timeout=20)
+        for got, want in zip(again(), first, strict=True):
+            assert torch.equal(got, want), f"after {words}"

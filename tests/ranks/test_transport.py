@@ -4,14 +4,15 @@ from run to run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
-import itertools
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,26 +29,25 @@ from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 
 COPIES, COLLECTIVES = {"transport": "copy_engine"}, {"transport": "collective"}
+SMALL = mock.patch.object(transport, "SMALLEST_SHARED_BYTES", 0)
 
 
-def train_everything() -> dict[Any, dict[str, torch.Tensor]]:
-    # some parts are copied from where they are, some joined before
-    transport.SMALLEST_SHARED_BYTES, exchange.LEAST_COPIED = 0, 256
-    modes = [
-        (*mode, *micro)
-        for mode in itertools.product((2, 3), (False, True))
-        for micro in ((1, False), (3, True), (3, False))
-    ]
-    return {mode: train(("adam", *mode)) for mode in modes[:: 1 if bmt.world_size() < 4 else 5]}
+def least_copied(num_bytes: int) -> Any:
+    """Parts of at least so many bytes are copied from where they are, others joined before."""
+    return mock.patch.object(exchange, "LEAST_COPIED", num_bytes)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_training_gives_the_parameters_of_plain_pytorch(world_size: int) -> None:
-    ranks = run_ranks(train_everything, world_size, timeout=400, init=COPIES)
-    for mode, got in ranks[0].items():
-        models.assert_same_dicts(got, answer(), f"{mode} on {world_size} ranks")
-        for rank in ranks[1:]:
-            models.assert_same_dicts(rank[mode], got, f"{mode}: one rank against another", 0.0)
+def train_in_modes() -> list[dict[str, torch.Tensor]]:
+    """(level, recomputation, micro-batches, deferred)"""
+    with SMALL, least_copied(256):
+        modes = [(2, True, 1, False), (3, False, 2, True), (3, True, 2, False)]
+        return [train(("adam", *mode)) for mode in modes]
+
+
+def test_training_gives_the_parameters_of_plain_pytorch() -> None:
+    for rank in run_ranks(train_in_modes, 3, init=COPIES):
+        for number, got in enumerate(rank):
+            models.assert_same_dicts(got, answer(), f"mode {number}")
 
 
 class Layer(torch.nn.Module):
@@ -62,136 +62,104 @@ class Layer(torch.nn.Module):
         return y
 
 
-def layers(
-    dtype: torch.dtype = torch.float32,
-    num: int = 3,
-    level: int = 3,
-    reduce_dtype: torch.dtype | None = None,
-) -> torch.nn.Sequential:
+def layers(dtype: torch.dtype = torch.float32, **options: Any) -> torch.nn.Sequential:
     torch.manual_seed(3)
-    made = [Layer().to(dtype) for _ in range(num)]
-    return torch.nn.Sequential(
-        *(
-            bmt.Block(layer, use_checkpoint=False, zero_level=level, reduce_dtype=reduce_dtype)
-            for layer in made
-        )
-    )
+    made = [Layer().to(dtype) for _ in range(3)]
+    return torch.nn.Sequential(*[bmt.Block(x, use_checkpoint=False, **options) for x in made])
+
+
+def sum_of_ones(model: torch.nn.Module) -> torch.Tensor:
+    out: torch.Tensor = model(torch.ones(2, 400)).sum()
+    return out
 
 
 def gathered() -> list[torch.Tensor]:
     found = []
     for block in layers(torch.bfloat16):
-        assert isinstance(block, bmt.Block)
-        (storage,) = block.storages
+        storage, source = storage_of(block), source_of(block)
         with torch.no_grad():
             storage.shard.add_(bmt.rank())
         storage.engine.transport.fence()
         full = torch.empty(storage.layout.numel, dtype=storage.dtype)
-        source = source_of(block)
         storage.engine.transport.gather(full, source, storage.axis, None)
         assert (source.peers is not None) == (world.current().defaults.transport == "copy_engine")
         found.append(full)
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gathers_are_bit_equal_to_collectives(world_size: int) -> None:
-    by_copies, by_collectives = (
-        run_ranks(gathered, world_size, init=init) for init in (COPIES, COLLECTIVES)
-    )
-    for one, other in zip(by_copies, by_collectives, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def test_gathers_are_bit_equal_to_collectives() -> None:
+    by_copies, by_collectives = (run_ranks(gathered, 3, init=x) for x in (COPIES, COLLECTIVES))
+    torch.testing.assert_close(by_copies, by_collectives, rtol=0, atol=0)
     assert by_copies[0][0].float().max() > 1  # the other ranks' parts have come
 
 
-def gradients_of(reduce_dtype: torch.dtype | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's slices of gradients, twice, with other numbers in between.
-
-    The weights are copied from where they are.
-    """
-    exchange.LEAST_COPIED = 2**16
-    model = layers(torch.bfloat16, reduce_dtype=reduce_dtype)
-    found = []
-    for seed in (1, 2, 1):
-        torch.manual_seed(seed * 10 + bmt.rank())
-        model.zero_grad()
-        model(torch.randn(16, 400).bfloat16()).float().square().sum().backward()
-        found.append([gradient_memory(block).clone() for block in model])
-    return found[0], found[2]
+def backward_of(model: torch.nn.Module, seed: int, rank: int) -> None:
+    torch.manual_seed(seed * 10 + rank)
+    model.zero_grad()
+    model(torch.randn(16, 400).bfloat16()).float().square().sum().backward()
 
 
-def full_gradients_of_each_rank(num_ranks: int) -> list[list[torch.Tensor]]:
-    """What each rank would have alone: by block the flat gradient in the layout of `num_ranks`
-    ranks.
-    """
-    found = []
-    for rank in range(num_ranks):
+def gradients_of(reduce_dtype: torch.dtype | None) -> None:
+    """This rank's slices, twice, with other numbers in between, and what each rank has alone."""
+    with least_copied(2**16):  # the weights are copied from where they are
+        model, found = layers(torch.bfloat16, reduce_dtype=reduce_dtype), []
+        for seed in (1, 2, 1):
+            backward_of(model, seed, bmt.rank())
+            found.append([gradient_memory(block).clone() for block in model])
+    totals: list[torch.Tensor] = [torch.zeros(401 * 401) for _ in model]
+    for rank in range(bmt.world_size()):
         torch.manual_seed(3)
-        model = torch.nn.Sequential(*(Layer().bfloat16() for _ in range(3)))
-        torch.manual_seed(10 + rank)
-        model(torch.randn(16, 400).bfloat16()).float().square().sum().backward()
-        parts = [
-            (part.get_parameter("linear.weight"), part.get_parameter("linear.bias"))
-            for part in model
-        ]
-        found.append(
-            [torch.cat([grad_of(weight).reshape(-1), grad_of(bias)]) for weight, bias in parts]
-        )
-    return found
+        plain = torch.nn.Sequential(*(Layer().bfloat16() for _ in model))
+        backward_of(plain, 1, rank)
+        for total, layer in zip(totals, plain, strict=True):
+            total.add_(torch.cat([grad_of(param).flatten() for param in layer.parameters()]))
+    for first, again, total in zip(found[0], found[2], totals, strict=True):
+        assert torch.equal(first, again)
+        own = bmt.gather_result(first)[: 400 * 401]
+        assert torch.equal(own, total[: 400 * 401].bfloat16())
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_reductions_are_exact_sums_in_rank_order(reduce_dtype: torch.dtype | None) -> None:
     """bf16 or fp32 on the wire, one rounding: bit for bit what fp32 gives, from run to run."""
-    ranks = run_ranks(gradients_of, 3, reduce_dtype, init=COPIES)
-    alone = full_gradients_of_each_rank(3)
-    for block in range(3):
-        total = alone[0][block].float()
-        for rank in (1, 2):
-            total += alone[rank][block].float()
-        want = total.bfloat16()
-        got = torch.cat([first[block] for first, _ in ranks])
-        assert torch.equal(got[: 400 * 401], want[: 400 * 401])
-        assert all(torch.equal(first[block], again[block]) for first, again in ranks)
+    run_ranks(gradients_of, 3, reduce_dtype, init=COPIES)
 
 
-def exchanges_and_sources() -> tuple[int, list[bool]]:
-    model = layers()
-    alone = bmt.Block(torch.nn.Linear(500, 501), use_checkpoint=False)
-    small = bmt.Block(torch.nn.Linear(4, 4), use_checkpoint=False)
-    x = (
-        model(torch.ones(2, 400)).sum()
-        + alone(torch.ones(2, 500)).sum()
-        + small(torch.ones(2, 4)).sum()
-    )
-    x.backward()
+def exchanges() -> list[Any]:
+    """Memory for gradients: none without gradients; equal blocks share one, a block by itself has
+    none, and a small one is left to collectives.
+    """
     engine = world.current().service(Engine)
-    sources = [source_of(block).peers is not None for block in (model[0], alone, small)]
-    return len(engine.transport._exchanges), sources
+    frozen, model = layers().requires_grad_(False), layers()
+    sum_of_ones(frozen)
+    with torch.no_grad():
+        sum_of_ones(model)
+    found: list[Any] = [len(engine.transport._exchanges)]
+    others = [bmt.Block(torch.nn.Linear(n, n), use_checkpoint=False) for n in (500, 4)]
+    losses = [sum_of_ones(model), *[x(torch.ones(2, x.in_features)).sum() for x in others]]
+    torch.stack(losses).sum().backward()
+    sources = [source_of(block).peers is not None for block in (model[0], *others)]
+    return [*found, len(engine.transport._exchanges), *sources]
 
 
 def test_who_is_shared() -> None:
-    """Equal blocks share the memory for their gradients, a block by itself has none, a small one is
-    left to collectives.
-    """
-    assert run_ranks(exchanges_and_sources, 2, init=COPIES) == [(1, [True, True, False])] * 2
+    assert run_ranks(exchanges, 2, init=COPIES) == [[0, 1, True, True, False]] * 2
 
 
 def drop_models() -> float:
-    for number in range(3):
-        model = layers(level=2 + number % 2)
+    for level in (2, 3):
+        model = layers(zero_level=level)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
-            model(torch.ones(2, 400)).sum().backward()
+            sum_of_ones(model).backward()
             optimizer.step()
         if bmt.rank() == 0:
             del model, optimizer
-    model = layers()
-    return float(model(torch.ones(2, 400)).sum().detach())
+    return float(sum_of_ones(layers()).detach())
 
 
 def test_models_dropped_on_one_rank_only() -> None:
-    first, second = run_ranks(drop_models, 2, init=COPIES, timeout=40)
+    first, second = run_ranks(drop_models, 2, init=COPIES)
     assert first == second
 
 
@@ -200,55 +168,32 @@ def evaluate_and_overwrite() -> list[float]:
     model, found = layers(), []
     for number in range(5):
         with torch.no_grad():
-            found.append(float(model(torch.ones(2, 400)).sum()))
+            found.append(float(sum_of_ones(model)))
             for param in model.parameters():
                 param.fill_(0.01 * number)
     return found
 
 
 def test_shards_are_overwritten_after_all_have_read_them() -> None:
-    first, second, third = run_ranks(evaluate_and_overwrite, 3, init=COPIES)
-    assert first == second == third
-    assert first == run_ranks(evaluate_and_overwrite, 1)[0]
+    (alone,) = run_ranks(evaluate_and_overwrite, 1)
+    assert run_ranks(evaluate_and_overwrite, 3, init=COPIES) == [alone] * 3
 
 
 def tensor_parallel_gather() -> bool:
     """Axes of their own for tensor-parallel parameters: their barriers are among their own
     ranks.
     """
-    transport.SMALLEST_SHARED_BYTES = 0
-    torch.manual_seed(0)
-    column = bmt.nn.ColumnParallelLinear(32, 64, init_method=torch.nn.init.xavier_normal_)
-    block = bmt.Block(column, use_checkpoint=False, zero_level=3)
-    bmt.init_parameters(block)
-    out = block(torch.ones(2, 32))
-    out.sum().backward()
-    return bool(torch.isfinite(out).all()) and source_of(block).peers is not None
+    with SMALL:
+        column = bmt.nn.ColumnParallelLinear(32, 64, init_method=torch.nn.init.xavier_normal_)
+        block = bmt.Block(column, use_checkpoint=False, zero_level=3)
+        bmt.init_parameters(block)
+        out = block(torch.ones(2, 32))
+        out.sum().backward()
+        return bool(torch.isfinite(out).all()) and source_of(block).peers is not None
 
 
 def test_tensor_parallel_axes() -> None:
     assert run_ranks(tensor_parallel_gather, 4, init={**COPIES, "tp_size": 2}) == [True] * 4
-
-
-def test_unknown_transports_are_refused() -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match="transport is 'carrier pigeon': expected one of auto, copy_engine, collective",
-    ):
-        world.Defaults(transport="carrier pigeon")
-
-
-def on_two_hosts() -> None:
-    vars(peers)["this_host"] = lambda: (f"host {bmt.rank()}", "")
-    layers()
-
-
-def test_ranks_on_several_hosts_say_so() -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match=r"transport=.copy_engine. cannot be had: 2 ranks are on 2 hosts; use 'auto'",
-    ):
-        run_ranks(on_two_hosts, 2, init=COPIES)
 
 
 class NoPeers(FilePeers):
@@ -260,22 +205,29 @@ class NoPeers(FilePeers):
             raise RuntimeError("not supported here\nC++ stack")
 
 
-def be_refused() -> bool:
-    peers.FilePeers = NoPeers  # type: ignore[misc, assignment]
-    layers()
-    return True
-
-
-def test_a_refusal_on_one_rank_is_one_on_all() -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match=r"cannot be had: rank 1 cannot share memory \(not supported here\); use 'auto'",
+def be_refused() -> None:
+    """On all ranks, whichever has the cause."""
+    hosts = mock.patch.object(peers, "this_host", lambda: (f"host {bmt.rank()}", ""))
+    for cause, told in (
+        (hosts, r"2 ranks are on 2 hosts"),
+        (mock.patch.object(peers, "FilePeers", NoPeers), r"1 cannot share memory \(not supported "),
     ):
-        run_ranks(be_refused, 2, init=COPIES)
+        with (
+            cause,
+            pytest.raises(ConfigurationError, match=f"cannot be had: .*{told}.*; use 'auto'"),
+        ):
+            layers()
 
 
-def fill_one_disk() -> None:
-    """From here on rank 1 has no room for memory that ranks share."""
+def test_what_cannot_be_had_is_refused() -> None:
+    expected = "transport is 'carrier pigeon': expected one of auto, copy_engine, collective"
+    with pytest.raises(ConfigurationError, match=expected):
+        world.Defaults(transport="carrier pigeon")
+    run_ranks(be_refused, 2, init=COPIES)
+
+
+def full_disk() -> Any:
+    """Inside, rank 1 has no room for memory that ranks share."""
     make = peers._make_file
 
     def full(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
@@ -283,73 +235,38 @@ def fill_one_disk() -> None:
             raise OSError(28, "No space left on device")
         return make(path, num_bytes)
 
-    peers._make_file = full
+    return mock.patch.object(peers, "_make_file", full)
 
 
-def fail_to_allocate() -> str:
-    axis = world.current().mesh.world
-    groups = world.current().service(PeerGroups)
+def fail_to_allocate() -> None:
+    axis, groups = world.current().mesh.world, world.current().service(PeerGroups)
     group = groups.of(axis)
     assert isinstance(group, FilePeers)
-    before = set(pathlib.Path(tempfile.gettempdir()).glob("bmtrain-*"))
+    folder = pathlib.Path(tempfile.gettempdir())
+    before = set(folder.glob("bmtrain-*"))
     collectives.barrier(axis)
-    fill_one_disk()
-    try:
+    with full_disk(), pytest.raises(OSError, match="No space left on device") as caught:
         group.allocate(10, torch.float32)
-    except OSError as error:
-        collectives.barrier(axis)
-        assert set(pathlib.Path(tempfile.gettempdir()).glob("bmtrain-*")) <= before
-        assert groups.num_bytes == 0
-        return str(error)
-    return ""
+    assert str(caught.value).endswith(" (on rank 1)") is (bmt.rank() == 0)
+    collectives.barrier(axis)
+    assert set(folder.glob("bmtrain-*")) <= before and groups.num_bytes == 0
+    # There is room for the shards, but for no gradients: the first forward pass says so, not
+    # backward, where the ranks would wait for one another.
+    model, engine = layers(), world.current().service(Engine)
+    for _ in range(2):
+        with full_disk(), pytest.raises(OSError, match="No space left"):
+            sum_of_ones(model)
+    loss = sum_of_ones(model)
+    assert len(engine.transport._exchanges) == 1
+    loss.backward()
+    fresh = layers()
+    sum_of_ones(fresh).backward()
+    for got, want in zip(model, fresh, strict=True):
+        assert torch.equal(gradient_memory(got), gradient_memory(want))
 
 
 def test_a_full_disk_on_one_rank_is_an_error_on_all() -> None:
-    first, second = run_ranks(fail_to_allocate, 2, init=COPIES)
-    assert first == "[Errno 28] No space left on device (on rank 1)"
-    assert second == "[Errno 28] No space left on device"
-
-
-def run_out_of_memory_and_go_on() -> list[Any]:
-    """There is room for the shards, but for no gradients: the first forward pass says so, and the
-    program does without it.
-    """
-    make = peers._make_file
-    model, engine = layers(), world.current().service(Engine)
-    fill_one_disk()
-    told: list[Any] = []
-    for _ in range(2):
-        try:
-            model(torch.ones(2, 400))
-        except OSError as error:
-            told.append("No space left" in str(error))
-    peers._make_file = make
-    loss = model(torch.ones(2, 400)).sum()
-    told.append(len(engine.transport._exchanges))
-    loss.backward()
-    return [*told, storage_of(model[0]).gradient.flat is not None]
-
-
-def test_memory_for_gradients_is_found_in_the_first_forward_pass() -> None:
-    """Or is missing on all ranks, of which none waits for the others in backward."""
-    assert (
-        run_ranks(run_out_of_memory_and_go_on, 2, init=COPIES, timeout=40)
-        == [[True, True, 1, True]] * 2
-    )
-
-
-def num_exchanges_without_gradients() -> int:
-    frozen, used = layers(), layers()
-    for param in frozen.parameters():
-        param.requires_grad_(False)
-    frozen(torch.ones(2, 400))
-    with torch.no_grad():
-        used(torch.ones(2, 400))
-    return len(world.current().service(Engine).transport._exchanges)
-
-
-def test_what_has_no_gradients_needs_no_memory_for_them() -> None:
-    assert run_ranks(num_exchanges_without_gradients, 2, init=COPIES) == [0, 0]
+    run_ranks(fail_to_allocate, 2, init=COPIES)
 
 
 def bytes_of_shared_memory() -> list[int]:
@@ -360,13 +277,12 @@ def bytes_of_shared_memory() -> list[int]:
     found.append(groups.num_bytes)
     shard = storage_of(model[0]).shard.nbytes
     for _ in range(2):
-        model(torch.ones(2, 400)).sum().backward()
+        sum_of_ones(model).backward()
     found.append(groups.num_bytes)
     world.current().service(Engine).rest()
     del model
     gc.collect()
-    found.append(groups.num_bytes)
-    return [num_bytes // shard for num_bytes in found]
+    return [num_bytes // shard for num_bytes in (*found, groups.num_bytes)]
 
 
 def test_shared_memory_is_counted_while_it_is_alive() -> None:
@@ -400,59 +316,56 @@ class Driver:
         return self.own if rank == bmt.rank() else torch.zeros(size, dtype=dtype)
 
 
+@contextlib.contextmanager
+def device_peers(driver: Driver, version: str) -> Iterator[peers.DevicePeers]:
+    with (
+        mock.patch.object(torch, "__version__", version),
+        mock.patch.object(peers, "symmetric_memory", lambda: driver),
+    ):
+        yield peers.DevicePeers(world.current().mesh.world, bmt.device(), 1.0)
+
+
 def fill_a_gpu() -> list[Any]:
     tries: list[torch.device] = []
-    torch.cuda.empty_cache = lambda: tries.append(bmt.device())
-    torch.__version__ = "2.11.0+fake"  # type: ignore[assignment]
     room = [True, False, True, True, False, False, True] if bmt.rank() == 1 else [True] * 5
-    driver = Driver(room)
-    vars(peers)["symmetric_memory"] = lambda: driver
-    group = peers.DevicePeers(world.current().mesh.world, bmt.device(), 1.0)
-    kept = [group.allocate(numel, torch.bfloat16) for numel in (3, 2**20)]
-    assert all(torch.equal(own, torch.zeros_like(own)) for own, _ in kept)
-    found: list[Any] = [group.num_bytes / 2**21, len(tries)]
-    try:
-        group.allocate(3, torch.bfloat16)
-    except torch.OutOfMemoryError as error:
-        found.append(str(error))
-    kept.pop()
-    group.allocate(5, torch.bfloat16)  # and let it go
-    return [*found, group.num_bytes / 2**21, len(tries), len(room)]
+    with (
+        device_peers(Driver(room), "2.11.0+fake") as group,
+        mock.patch.object(torch.cuda, "empty_cache", lambda: tries.append(bmt.device())),
+    ):
+        kept = [group.allocate(numel, torch.bfloat16) for numel in (3, 2**20)]
+        assert all(torch.equal(own, torch.zeros_like(own)) for own, _ in kept)
+        found: list[Any] = [group.num_bytes / 2**21, len(tries)]
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            group.allocate(3, torch.bfloat16)
+        kept.pop()
+        group.allocate(5, torch.bfloat16)  # and let it go
+    return [*found, str(caught.value), group.num_bytes / 2**21, len(tries), len(room)]
 
 
 def test_a_full_gpu_gives_up_torchs_cache_and_then_says_so_on_all_ranks() -> None:
-    first, second = run_ranks(fill_a_gpu, 2, timeout=40)
+    first, second = run_ranks(fill_a_gpu, 2)
     told = "RuntimeError: CUDA driver error: out of memory"
     assert first == [3.0, 0, f"{told} (on rank 1)", 1.0, 0, 0]
     assert second == [3.0, 1, told, 1.0, 2, 0]
 
 
-def introduce(version: str) -> list[str] | None:
-    """What the ranks tell each other through the store of the group that torch's symmetric memory
-    is told of.
-    """
-    torch.__version__ = version  # type: ignore[assignment]
-    driver, axis = Driver([True]), world.current().mesh.world
-    vars(peers)["symmetric_memory"] = lambda: driver
-    peers.DevicePeers(axis, bmt.device(), 1.0)
-    if driver.group is None:
-        return None
-    name, rank, size, store = driver.group
-    store.set(str(rank), f"{name == axis.group.group_name} from {rank} of {size}")
-    return [store.get(str(other)).decode() for other in range(size)]
+def introduce() -> None:
+    """Older versions of torch are told of the group and its store."""
+    for version in ("2.8.0", "2.10.1+cu128", "2.11.0", "2.13.0+cpu"):
+        driver = Driver([True])
+        with device_peers(driver, version):
+            pass
+        assert (driver.group is not None) is (version < "2.11" or version.startswith("2.8"))
+        if driver.group is not None:
+            name, rank, size, store = driver.group
+            store.set(str(rank), f"{name} from {rank} of {size}")
+            told = [store.get(str(other)).decode() for other in range(size)]
+            own = world.current().mesh.world.group.group_name
+            assert told == [f"{own} from 0 of 2", f"{own} from 1 of 2"]
 
 
-@pytest.mark.parametrize(
-    ("version", "is_told"),
-    [("2.8.0", True), ("2.10.1+cu128", True), ("2.11.0", False), ("2.13.0+cpu", False)],
-)
-def test_older_versions_of_torch_are_told_of_the_group(version: str, is_told: bool) -> None:
-    told = ["True from 0 of 2", "True from 1 of 2"] if is_told else None
-    assert run_ranks(introduce, 2, version) == [told] * 2
-
-
-def always(obstacle: peers.Obstacle) -> Callable[..., peers.Obstacle]:
-    return lambda axis, device: obstacle
+def test_older_versions_of_torch_are_told_of_the_group() -> None:
+    run_ranks(introduce, 2)
 
 
 def look_for_peers(obstacles: list[peers.Obstacle]) -> list[str]:
@@ -462,78 +375,67 @@ def look_for_peers(obstacles: list[peers.Obstacle]) -> list[str]:
     current = dataclasses.replace(world.current(), device=torch.device("cuda", bmt.rank()))
     groups, said = PeerGroups(current), []
     for number, obstacle in enumerate(obstacles):
-        peers._obstacle = always(obstacle)
         # another one
-        axis = dataclasses.replace(
-            current.mesh.world, ranks=(*range(bmt.world_size()), *[0] * number)
-        )
-        with warnings.catch_warnings(record=True) as caught:
+        ranks = (*range(bmt.world_size()), *[0] * number)
+        axis = dataclasses.replace(current.mesh.world, ranks=ranks)
+        with (
+            mock.patch.object(peers, "_obstacle", return_value=obstacle),
+            warnings.catch_warnings(record=True) as caught,
+        ):
             warnings.simplefilter("always")
             assert groups.of(axis) is None
         said += [str(warning.message) for warning in caught]
     return said
 
 
+WHAT = "NCCL carries shards and gradients where copies between GPUs cannot: "
+
+
 @pytest.mark.parametrize("wanted", ["auto", "collective"])
-def test_who_could_do_something_about_slow_transport_is_warned_once(wanted: str) -> None:
-    told, others = run_ranks(
-        look_for_peers, 2, [peers.Obstacle("no way", "build one")] * 3, init={"transport": wanted}
-    )
+def test_who_could_do_something_about_slow_transport_is_warned_once(
+    wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What nobody can do anything about is a line in the log."""
+    given, init = [peers.Obstacle("no way", "build one")] * 3, {"transport": wanted}
+    told, others = run_ranks(look_for_peers, 2, given, init=init)
     assert others == []
-    text = (
-        "NCCL carries shards and gradients where copies between GPUs cannot: no way; build "
-        "one, or set transport='collective'"
-    )
+    text = f"{WHAT}no way; build one, or set transport='collective'"
     assert [text in warning for warning in told] == ([True] if wanted == "auto" else [])
-
-
-def test_several_hosts_are_a_line_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_ranks(
-        look_for_peers,
-        2,
-        [peers.Obstacle("16 ranks are on 2 hosts")] * 2,
-        init={"transport": "auto"},
-    ) == [[], []]
+    hosts = [peers.Obstacle("16 ranks are on 2 hosts")] * 2
+    assert run_ranks(look_for_peers, 2, hosts, init=init) == [[], []]
     zero, _, one = capsys.readouterr().out.partition("-- rank 1 printed:")
-    assert (
-        zero.count(
-            "NCCL carries shards and gradients where copies between GPUs cannot: 16 ranks are "
-            "on 2 hosts."
-        )
-        == 1
-    )
+    assert zero.count(f"{WHAT}16 ranks are on 2 hosts.") == (wanted == "auto")
     assert "hosts" not in one
 
 
-def obstacle(
-    hosts: list[tuple[str, str]], places: list[int], is_open: bool
-) -> peers.Obstacle | None:
-    """What is found on ranks of these hosts with these GPUs, that reach each other or do not."""
-    vars(peers)["this_host"] = lambda: hosts[bmt.rank()]
+ONE_HOST = [("a", "x")] * 2
+# hosts and containers of the ranks, their GPUs, whether those reach each other; what is found
+OBSTACLES: list[tuple[list[tuple[str, str]], list[int], bool, str, bool]] = [
+    (ONE_HOST, [0, 1], True, "", False),
+    ([("a", "x"), ("b", "y")], [0, 0], True, "2 ranks are on 2 hosts", False),
+    ([("a", ""), ("b", "")], [0, 0], True, "2 ranks are on 2 hosts", False),
+    ([("a", "x"), ("b", "x")], [0, 1], True, "2 ranks are in 2 containers of one host", True),
+    (ONE_HOST, [0, 0], True, "do not see each other's GPUs", True),
+    (ONE_HOST, [0, 1], False, "GPU 1 has no access to GPU 0", False),
+]
 
-    def can_access(device: Any, peer_device: Any) -> bool:
-        return is_open or device.index != 1
 
-    torch.cuda.can_device_access_peer = can_access
-    return peers._obstacle(world.current().mesh.world, torch.device("cuda", places[bmt.rank()]))
+def obstacles() -> None:
+    for hosts, places, is_open, what, is_curable in OBSTACLES:
+
+        def can_access(device: Any, peer: Any, is_open: bool = is_open) -> bool:
+            return is_open or device.index != 1
+
+        with (
+            mock.patch.object(peers, "this_host", return_value=hosts[bmt.rank()]),
+            mock.patch.object(torch.cuda, "can_device_access_peer", can_access),
+        ):
+            device = torch.device("cuda", places[bmt.rank()])
+            found = peers._obstacle(world.current().mesh.world, device)
+        assert (found is not None) == bool(what)
+        if found is not None:
+            assert what in found.what and bool(found.remedy) is is_curable
 
 
-@pytest.mark.parametrize(
-    ("found", "what", "is_curable"),
-    [
-        (([("a", "x")] * 2, [0, 1], True), None, False),
-        (([("a", "x"), ("b", "y")], [0, 0], True), "2 ranks are on 2 hosts", False),
-        (([("a", ""), ("b", "")], [0, 0], True), "2 ranks are on 2 hosts", False),
-        (([("a", "x"), ("b", "x")], [0, 1], True), "2 ranks are in 2 containers of one host", True),
-        (([("a", "x")] * 2, [0, 0], True), "do not see each other's GPUs", True),
-        (([("a", "x")] * 2, [0, 1], False), "GPU 1 has no access to GPU 0", False),
-    ],
-)
-def test_obstacles(found: tuple[Any, ...], what: str | None, is_curable: bool) -> None:
-    first, second = run_ranks(obstacle, 2, *found)
-    assert first == second
-    if what is None:
-        assert first is None
-    else:
-        assert what in first.what
-        assert bool(first.remedy) is is_curable
+def test_obstacles() -> None:
+    run_ranks(obstacles, 2)

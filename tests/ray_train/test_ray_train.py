@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from bmtrain.runtime import world
 ray = pytest.importorskip("ray", reason="make test-ray installs it")
 train = pytest.importorskip("ray.train")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ray.shutdown()
 
 
-def fit(work: Any, folder: pathlib.Path, **config: Any) -> Any:
+def fit(work: Any, folder: Path, **config: Any) -> Any:
     """Run a function on two workers."""
     from ray.train.torch import TorchTrainer
 
@@ -82,12 +82,12 @@ def work(config: dict[str, Any]) -> None:
     dist.barrier()
     main = threading.current_thread() is threading.main_thread()
     words = json.dumps([bmt.world_size(), dist.get_world_size(), main])
-    pathlib.Path(config["out"], f"said-{dist.get_rank()}").write_text(words, encoding="utf-8")
+    Path(config["out"], f"said-{dist.get_rank()}").write_text(words, "utf-8")
 
 
-def test_workers_compute_what_one_process_does(cluster: str, tmp_path: pathlib.Path) -> None:
+def test_workers_compute_what_one_process_does(cluster: str, tmp_path: Path) -> None:
     fit(work, tmp_path)
-    said = [(tmp_path / f"said-{rank}").read_text(encoding="utf-8") for rank in range(2)]
+    said = [(tmp_path / f"said-{rank}").read_text("utf-8") for rank in range(2)]
     assert said == [json.dumps([1, 2, False])] * 2
 
 
@@ -99,12 +99,12 @@ def failing(config: dict[str, Any]) -> None:
     bmt.synchronize()
 
 
-def test_an_error_is_rays_to_tell(cluster: str, tmp_path: pathlib.Path) -> None:
+def test_an_error_is_rays_to_tell(cluster: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="on purpose"):
         fit(failing, tmp_path)
 
 
-def test_the_example(cluster: str, tmp_path: pathlib.Path) -> None:
+def test_the_example(cluster: str, tmp_path: Path) -> None:
     """examples/launch/ray_train.py trains a tiny model; stopped and started again it goes on."""
     from tests.training.lm_programs import DATA, tiny
 

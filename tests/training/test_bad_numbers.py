@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import pathlib
 import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset
 
 import bmtrain as bmt
@@ -40,11 +41,8 @@ class Points(Dataset[dict[str, torch.Tensor]]):
         return ROWS
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        return {
-            "x": torch.randn(WIDTH, generator=generator),
-            "marked": torch.tensor(index in self.marked),
-        }
+        x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "marked": torch.tensor(index in self.marked)}
 
 
 class Break(torch.autograd.Function):
@@ -84,39 +82,39 @@ class Net(torch.nn.Module):
     def loss(self, x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
         """Goes wrong itself, too."""
         loss = self(x, marked).square().mean()
-        self.num_marked += bool(marked.any())
-        if bool(marked.any()) and self.fault == "flaky" and self.num_marked % 2 == 0:
-            loss = loss * 1.001
-        if bool(marked.any()) and self.fault == "loss":
+        if not marked.any():
+            return loss
+        self.num_marked += 1
+        if self.fault == "loss":
             return Break.apply(loss * math.nan, 0.0)
-        return loss * 1000.0 if bool(marked.any()) and self.fault == "spike" else loss
+        is_off = self.fault == "flaky" and self.num_marked % 2 == 0
+        return loss * (1000.0 if self.fault == "spike" else 1.001 if is_off else 1.0)
 
 
-def quiet() -> contextlib.AbstractContextManager[object]:
-    return contextlib.redirect_stdout(io.StringIO())
-
-
-def train(folder: str, more: str, fault: str = "", marked: tuple[int, ...] = ()) -> tuple[Any, str]:
-    """A run on this rank, and what it printed; what it raises is returned."""
-    arguments = f"{FLAGS} {more}" + (f" --save {folder}" if folder else "")
-    args = parse_args(make_parser(), arguments.split())
+def started(more: str, fault: str = "", marked: tuple[int, ...] = ()) -> tuple[Net, Run]:
+    """A model, and its run on this rank."""
+    args = parse_args(make_parser(), f"{FLAGS} {more}".split())
     args.dataset_name = "points"
     torch.manual_seed(5)  # every run begins alike, as one of its own process does
     model = Net(fault)
     bmt.init_parameters(model)
-    loader = make_loader(Points(marked), args, shuffle=False)
-    out = io.StringIO()
+    return model, Run(model, make_loader(Points(marked), args, shuffle=False), args)
+
+
+def train(folder: str, more: str, fault: str = "", marked: tuple[int, ...] = ()) -> tuple[Any, str]:
+    """A run on this rank, and what it printed; what it raises is returned."""
     outcome: Any = None
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
-            with Run(model, loader, args) as run:
+            model, run = started(f"{more} --save {folder}" if folder else more, fault, marked)
+            with run:
                 for _ in run.epochs():
                     for batches in run.steps():
                         size = len(batches)
                         run.update(model.loss(**batch) / size for batch in batches)
                         batches.clear()  # a program may do with its list what it likes
-            weights = dict(model.state_dict())
-            outcome = (weights, run.manager.state_dict(gather_opt=True), run.step)
+            state = run.manager.state_dict(gather_opt=True)
+            outcome = (dict(model.state_dict()), state, run.step)
         except (NonFiniteError, DivergenceError, CheckpointError, ResumeError) as error:
             outcome = f"{type(error).__name__}: {error}"
     return outcome, out.getvalue()
@@ -126,9 +124,9 @@ def several(jobs: list[tuple[Any, ...]]) -> list[tuple[Any, str]]:
     return [train(*job) for job in jobs]
 
 
-def step_rows(step: int, ranks: int = 2) -> tuple[int, ...]:
+def step_rows(step: int) -> tuple[int, int]:
     """Two rows that the last rank reads in a step, counted from 1, without accumulation."""
-    return tuple(range(2 * ranks * step - 2, 2 * ranks * step))
+    return 4 * step - 2, 4 * step - 1
 
 
 def named(job: str, rank: int, rows: str) -> str:
@@ -141,77 +139,62 @@ def named(job: str, rank: int, rows: str) -> str:
     return rf"In the last one: rank {rank}: {where}.* \(rows {rows} of the data set\)"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_cause_is_named(ranks: int, tmp_path: pathlib.Path) -> None:
+def test_the_cause_is_named(tmp_path: Path) -> None:
     """After three bad steps in a row the run ends on all ranks, and says which module, rank and
     rows; the last checkpoint is one of finite weights.
     """
-    marked = sum((step_rows(step, ranks) for step in (5, 6, 7)), ())
+    marked = (*step_rows(5), *step_rows(6), *step_rows(7))
     more = "--max-bad-steps 3 --save-iters 2 --train-iters 9"
     faults = ("output", "loss", "gradient")
     jobs = [(str(tmp_path / fault), more, fault, marked) for fault in faults]
-    outcomes = run_ranks(several, ranks, jobs)
-    rows = ", ".join(map(str, step_rows(7, ranks)))
+    outcomes = run_ranks(several, 2, jobs)
+    rows = ", ".join(map(str, step_rows(7)))
     for number, fault in enumerate(faults):
         errors = {outcome[number][0] for outcome in outcomes}
         assert len(errors) == 1, "all ranks say the same"
         (error,) = errors
-        assert isinstance(error, str) and "3 steps in a row, up to step 7" in error
-        assert re.search(named(fault, ranks - 1, rows), error), error
+        assert "3 steps in a row, up to step 7" in error
+        assert re.search(named(fault, 1, rows), error), error
         assert error.count("rank ") == 1, f"one rank is to blame: {error}"
         assert max(path.name for path in (tmp_path / fault).glob("step-*")) == "step-00000006"
-        skipped = [
-            r["step"] for r in read_metrics(tmp_path / fault / "metrics.jsonl") if "skipped" in r
-        ]
-        assert skipped == [5, 6, 7]
+        records = read_metrics(tmp_path / fault / "metrics.jsonl")
+        assert [record["step"] for record in records if "skipped" in record] == [5, 6, 7]
 
 
-def weights_at_the_start() -> list[str]:
-    """Two runs whose weights are written after a step."""
+def spoiled(folder: str) -> list[str]:
+    """Two runs whose weights are written after a step; and one whose states of Adam overflow by a
+    finite gradient, in step 3, with checkpoints every other step.
+    """
     said = []
-    for step in (1, 3):
-        model = Net()
-        bmt.init_parameters(model)
-        args = parse_args(make_parser(), f"{FLAGS} --max-bad-steps 2".split())
-        args.dataset_name = "points"
-        loader = make_loader(Points(()), args, shuffle=False)
-        with quiet(), pytest.raises(NonFiniteError) as raised, Run(model, loader, args) as run:
-            for batches in run.steps():
-                run.update(model.loss(**batch) for batch in batches)
-                if run.step == step:
-                    model.down.weight.data.fill_(math.nan)
+    for spoil in (1, 3, None):
+        more = (
+            f"--save-iters 2 --clip-grad 0 --save {folder}"
+            if spoil is None
+            else "--max-bad-steps 2"
+        )
+        error = CheckpointError if spoil is None else NonFiniteError
+        with contextlib.redirect_stdout(io.StringIO()), pytest.raises(error) as raised:
+            model, run = started(more)
+            with run:
+                for batches in run.steps():
+                    factor = 1e25 if spoil is None and run.step == 2 else 1.0
+                    run.update(model.loss(**batch) * factor for batch in batches)
+                    if run.step == spoil:
+                        model.down.weight.data.fill_(math.nan)
         said.append(str(raised.value))
+    assert run.step == 4
     return said
 
 
-def test_weights_are_named() -> None:
-    """What was not finite before the step, by whatever wrote it."""
-    for errors in run_ranks(weights_at_the_start, 2):
+def test_what_is_not_finite_is_named_and_not_written(tmp_path: Path) -> None:
+    """Weights that were not finite before the step, by whatever wrote them. A state of the
+    optimizer that has overflowed: refused by its name, and the checkpoint before stays, whole.
+    """
+    for *errors, refused in run_ranks(spoiled, 2, str(tmp_path)):
         for error in errors:
             assert "In the last one: rank 0: before the step, parameter down.weight: NaN" in error
-
-
-def overflowing(folder: str) -> str:
-    """The states of Adam overflow by a finite gradient, in step 3; checkpoints every other step."""
-    args = parse_args(make_parser(), f"{FLAGS} --save-iters 2 --save {folder}".split())
-    args.dataset_name, args.clip_grad = "points", 0
-    model = Net()
-    bmt.init_parameters(model)
-    run = Run(model, make_loader(Points(()), args, shuffle=False), args)
-    with quiet(), pytest.raises(CheckpointError) as raised, run:
-        for batches in run.steps():
-            factor = 1e25 if run.step == 2 else 1.0
-            run.update(model.loss(**batch) * factor for batch in batches)
-    assert run.step == 4
-    return str(raised.value)
-
-
-def test_what_is_not_finite_is_not_written(tmp_path: pathlib.Path) -> None:
-    """A state of the optimizer that has overflowed: refused by its name, and the checkpoint before
-    stays, whole.
-    """
-    for error in run_ranks(overflowing, 2, str(tmp_path)):
-        assert re.search(r"not written: state '\w+' of the optimizer for \S+ is not finite", error)
+        words = r"not written: state '\w+' of the optimizer for \S+ is not finite"
+        assert re.search(words, refused)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
     moments = ShardedCheckpoint(tmp_path / "step-00000002", OPTIMIZER).all()
     assert all(bool(moments[f"0.{n}.exp_avg"].isfinite().all()) for n in range(4))
@@ -238,7 +221,7 @@ def test_the_rule_of_spikes() -> None:
     assert quiet.limit() == pytest.approx(3.0 * 1.05), "no deviation: a share of the median counts"
 
 
-def test_spikes(tmp_path: pathlib.Path) -> None:
+def test_spikes(tmp_path: Path) -> None:
     """Told of; skipped; or taken back with the batches since the last checkpoint. A run that
     stopped on the way and went on is bitwise the one that did not.
     """
@@ -275,57 +258,48 @@ def test_spikes(tmp_path: pathlib.Path) -> None:
 
 
 def same_state(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            same_state(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        for left, right in zip(one, other, strict=True):
-            same_state(left, right)
-    else:
-        assert one == other
-
-
-def replayed(folder: str) -> list[str]:
-    """Of step 7, as it was; with a gradient of rank 1 that is off once; and of a bad step."""
-    said = [train(folder, f"{REPLAYED} --replay-step 7", "output", step_rows(9))[1]]
-    said.append(train(folder, f"{REPLAYED} --replay-step 9", "output", step_rows(9))[1])
-    said.append(train(folder, f"{REPLAYED} --replay-step 99", "output")[0])
-    said.append(train(folder, f"{REPLAYED} --replay-step 8", "flaky", step_rows(8))[1])
-    said.append(train(folder, f"{REPLAYED} --replay-step 8", "spike", step_rows(7))[1])
-    return said
+    leaves = [tree_flatten(state) for state in (one, other)]
+    assert leaves[0][1] == leaves[1][1]
+    for left, right in zip(leaves[0][0], leaves[1][0], strict=True):
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 
 REPLAYED = "--save-iters 3 --save-keep 3 --train-iters 12"
+# A step, what is wrong, and where: step 7 as it was, a bad one, none; a gradient of rank 1 that is
+# off once; another loss before.
+REPLAYS = [
+    *((7, "output", step_rows(9)), (9, "output", step_rows(9)), (99, "output", ())),
+    *((8, "flaky", step_rows(8)), (8, "spike", step_rows(7))),
+]
 
 
-def test_replay(tmp_path: pathlib.Path) -> None:
+def files(folder: Path) -> dict[Path, bytes]:
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+    return {path: path.read_bytes() for path in found}
+
+
+# a replay leaves its signal handlers behind
+@pytest.mark.fresh
+def test_replay(tmp_path: Path) -> None:
     """A step repeats and is what the log says; a bad one is explained; nothing of the run is
     changed.
     """
-    run_ranks(train, 2, str(tmp_path), REPLAYED, "output", step_rows(9))
-    before = {
-        path: path.read_bytes()
-        for path in tmp_path.rglob("*")
-        if path.is_file() and path.name != "lock"
-    }
-    good, bad, late, flaky, other = run_ranks(replayed, 2, str(tmp_path))[0]
+    folder = str(tmp_path)
+    run_ranks(train, 2, folder, REPLAYED, "output", step_rows(9))
+    before = files(tmp_path)
+    jobs = [(folder, f"{REPLAYED} --replay-step {step}", *how) for step, *how in REPLAYS]
+    found = run_ranks(several, 2, jobs)[0]
+    good, bad, _, flaky, other = (said for _, said in found)
     assert "replay of step 7:\n" in good and good.count("the log has the same") == 1
     assert "both times the same bits" in good and "it repeats" in good
     assert "replay of step 9:\n" in bad and bad.count("the log has the same") == 1
     assert "rank 1: the first module whose output was not finite is down" in bad
     assert "(rows 34, 35 of the data set)" in bad
-    assert late == "ResumeError: --replay-step is 99: expected a step of this run, 13 to 12."
+    late = "ResumeError: --replay-step is 99: expected a step of this run, 13 to 12."
+    assert found[2][0] == late
     assert re.search(r"differ on rank 1 \(\S+\): its loss, \d gradients \(up\.", flaky), flaky
     assert "it does not repeat: look at the device of rank 1" in flaky
     assert "from step 7 on, losses are not those of the log" in other
     assert "it repeats here, but the log has another result" in other
     assert "starting anew" not in good and "going on from" in good
-    assert before == {
-        path: path.read_bytes()
-        for path in tmp_path.rglob("*")
-        if path.is_file() and path.name != "lock"
-    }
+    assert before == files(tmp_path)

@@ -5,27 +5,22 @@ are others.
 from __future__ import annotations
 
 import os
-import pathlib
 import re
-import shlex
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from tests.docs.commands import check, lines
 from tests.ranks.runner import run_ranks
-from tests.training.lm_programs import DATA, ROOT, TINY, tiny
+from tests.training.lm_programs import DATA, ROOT, TINY, results, tiny, words_of
 from tests.training.lm_programs import PROGRAMS as LANGUAGE_MODELS
 
-from model_center.arguments import make_parser, parse_args
-from model_center.training.metrics_file import read_metrics
-
-TEXT = (ROOT / "docs" / "site" / "en" / "reference" / "model_center.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "site" / "en" / "reference" / "model_center.md").read_text("utf-8")
 PROGRAMS = {
-    re.findall(r"^## (.*)$", TEXT[: found.start()], re.MULTILINE)[-1] + f" {found.start()}": found[
-        1
-    ]
+    f"{re.findall(r'^## (.*)$', TEXT[: found.start()], re.MULTILINE)[-1]} {found.start()}": found[1]
     for found in re.finditer(r"```python\n(.*?)```", TEXT, re.DOTALL)
 }
 MODELS = {
@@ -36,13 +31,12 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     """Where the programs run, one after another."""
-    out = tmp_path_factory.mktemp("guide")
-    (out / "down_data").mkdir()
-    (out / "down_data" / "superglue").symlink_to(DATA / "superglue")
-    return out
+    (tmp_path / "down_data").mkdir()
+    (tmp_path / "down_data" / "superglue").symlink_to(DATA / "superglue")
+    return tmp_path
 
 
 def run(text: str, folder: str, arguments: list[str]) -> None:
@@ -56,64 +50,40 @@ def run(text: str, folder: str, arguments: list[str]) -> None:
     exec(compile(text, "guide", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_of_the_guide(name: str, folder: pathlib.Path) -> None:
-    text = PROGRAMS[name]
-    for known, family in MODELS.items():
-        text = text.replace(f'"{known}"', repr(str(tiny(family, folder))))
-    arguments = (
-        f"--model-config {tiny('bert', folder)} {TINY} --batch-size 10 --epochs 3 --save "
-        f"{folder}/run --resume"
-    ).split()
-    run_ranks(run, 2, text, str(folder), arguments, join=False)
-
-
-def test_what_they_left(folder: pathlib.Path) -> None:
-    """The quick start has learned; the saved model is one of transformers."""
-    accuracy = [
-        record["accuracy"]
-        for record in read_metrics(folder / "run" / "metrics.jsonl")
-        if "accuracy" in record
-    ]
+@pytest.mark.long
+def test_the_programs_of_the_guide(folder: Path) -> None:
+    """The quick start learns; the saved model is one of transformers."""
+    words = words_of("--model-config", tiny("bert", folder), TINY, "--batch-size 10 --epochs 3")
+    words += words_of("--save", folder / "run", "--resume")
+    for program in PROGRAMS.values():
+        text = program
+        for known, family in MODELS.items():
+            text = text.replace(f'"{known}"', repr(str(tiny(family, folder))))
+        run_ranks(run, 2, text, str(folder), words, join=False)
+    accuracy = results(folder / "run", "accuracy")
     assert len(accuracy) == 3 and accuracy[-1] > 0.85
-    loaded = transformers.BertModel.from_pretrained(folder / "bert-for-transformers")
-    assert loaded.dtype == torch.bfloat16
-    assert transformers.AutoTokenizer.from_pretrained(folder / "bert-for-transformers")("a castle")[
-        "input_ids"
-    ]
-    assert {path.name for path in (folder / "bert-for-model-center").iterdir()} == {
-        "config.json",
-        "pytorch_model.pt",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "vocab.txt",
-    }
+    made = folder / "bert-for-transformers"
+    assert transformers.BertModel.from_pretrained(made).dtype == torch.bfloat16
+    assert transformers.AutoTokenizer.from_pretrained(made)("a castle")["input_ids"]
+    files = {path.name for path in (folder / "bert-for-model-center").iterdir()}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "vocab.txt"}
+    assert files == {"config.json", "pytorch_model.pt", *tokenizer}
 
 
 def test_every_section_shows_something() -> None:
-    sections = {name.rpartition(" ")[0] for name in PROGRAMS}
-    assert sections == {
-        "Quick start",
-        "Loading",
-        "Your own data",
-        "Generation",
-        "LoRA",
-        "Files out",
-    }
+    sections = [name.rpartition(" ")[0] for name in PROGRAMS]
+    expected = ["Quick start", "Loading", "Your own data", "Generation", "LoRA", "Files out"]
+    assert [*dict.fromkeys(sections)] == expected
 
 
 def test_the_commands_of_the_readme() -> None:
-    """Each names a program that there is, and flags that it has."""
-    text = (LANGUAGE_MODELS / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    commands = [shlex.split(line)[3:] for line in text.splitlines() if line.startswith("torchrun ")]
-    assert {command[0].rpartition("/")[2] for command in commands} == {
-        path.name
-        for path in LANGUAGE_MODELS.glob("*.py")
-        if path.name.startswith(("finetune", "pretrain"))
-    }
-    own = {"finetune_t5_squad.py": ["--beam-size"]}
-    for program, *arguments in commands:
-        parser = make_parser()
-        for flag in own.get(program.rpartition("/")[2], []):
-            parser.add_argument(flag, type=float)
-        parse_args(parser, arguments, required=["--model-config", "--base-path"])
+    """Each names a program that there is, and flags that it has; all programs are named."""
+    blocks = re.findall(
+        r"```\w*\n(.*?)```", (LANGUAGE_MODELS / "README.md").read_text("utf-8"), flags=re.DOTALL
+    )
+    found = [words for text in blocks for words in lines(text) if words[0] == "torchrun"]
+    for words in found:
+        check(words)
+    named = {Path(word).name for words in found for word in words if word.endswith(".py")}
+    programs = [path.name for path in LANGUAGE_MODELS.glob("*.py")]
+    assert named == {name for name in programs if name.startswith(("finetune", "pretrain"))}

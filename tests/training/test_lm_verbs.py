@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import pathlib
 import signal
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch.utils.data import Dataset
 import bmtrain as bmt
 from bmtrain.errors import CheckpointError
 from model_center.arguments import make_parser, parse_args
-from model_center.errors import ConfigError
+from model_center.errors import ConfigError, ResumeError
 from model_center.layer import Linear
 from model_center.model import GPT2, T5, GPT2Config, T5Config
 from model_center.training import (
@@ -29,13 +31,16 @@ from model_center.training import (
     make_manager,
     make_optimizer,
     make_scheduler,
+    resuming,
 )
 from model_center.training.batches import grouped, num_tokens
 from model_center.training.curves import TensorBoard, Wandb
+from model_center.training.listener import Listener
 from model_center.training.metrics_file import MetricsFile, read_metrics
 from model_center.training.optimization import is_decayed
 
 ROWS, WIDTH = 22, 6
+Values = list[dict[str, Any]]
 
 
 class Points(Dataset[dict[str, torch.Tensor]]):
@@ -46,10 +51,8 @@ class Points(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return {
-            "x": torch.randn(WIDTH, generator=generator),
-            "label": torch.tensor(-100 if index % 5 == 0 else index % 3),
-        }
+        label = -100 if index % 5 == 0 else index % 3
+        return {"x": torch.randn(WIDTH, generator=generator), "label": torch.tensor(label)}
 
 
 class Net(torch.nn.Module):
@@ -57,10 +60,8 @@ class Net(torch.nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.up, self.down = (
-            Linear(WIDTH, 8, dtype=dtype, bias=True),
-            Linear(8, 3, dtype=dtype, bias=True),
-        )
+        self.up = Linear(WIDTH, 8, dtype=dtype, bias=True)
+        self.down = Linear(8, 3, dtype=dtype, bias=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(x)))
@@ -76,20 +77,43 @@ def flags(more: str = "") -> Any:
     return parse_args(make_parser(), f"{FLAGS} {more}".split())
 
 
-def training(folder: str) -> None:
-    """On a rank: two passes over the points."""
-    model = Net()
+def net(dtype: torch.dtype = torch.float32) -> Net:
+    """A model with its first values."""
+    model = Net(dtype)
     bmt.init_parameters(model)
-    bmt.save(model, os.path.join(folder, "first.pt"))
-    args = flags(f"--save {folder}")
+    return model
+
+
+def steps_of(run: Run) -> None:
+    """The steps of a pass that are left, each a mean over the labels of all ranks."""
     loss_sum = bmt.loss.FusedCrossEntropy(reduction="sum", ignore_index=-100)
-    with Run(model, make_loader(Points(), args, shuffle=False), args) as run:
-        for epoch in run.epochs():
-            for batches in run.steps():
-                mean = bmt.loss.TokenMean(batch["label"] for batch in batches)
-                run.update(mean(loss_sum(model(batch["x"]), batch["label"])) for batch in batches)
-            run.record(epoch=epoch)
+    for batches in run.steps():
+        mean = bmt.loss.TokenMean(batch["label"] for batch in batches)
+        run.update(mean(loss_sum(run.model(b["x"]), b["label"])) for b in batches)
+
+
+def training(folder: str, raises: bool) -> tuple[Values, list[str]]:
+    """On a rank: two passes over the points; what a callable hears, and what is said if it
+    raises.
+    """
+    model, args = net(), flags(f"--save {folder}")
+    bmt.save(model, os.path.join(folder, "first.pt"))
+    heard: Values = []
+
+    def on_step(values: dict[str, Any]) -> None:
+        heard.append(values)
+        if raises:
+            raise ConnectionError("nobody there")
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loader = make_loader(Points(), args, shuffle=False)
+        with Run(model, loader, args, on_step=on_step) as run:
+            for epoch in run.epochs():
+                steps_of(run)
+                run.record(epoch=epoch)
     bmt.save(model, os.path.join(folder, "last.pt"))
+    return heard, [str(one.message) for one in told if "told of each step" in str(one.message)]
 
 
 def plain_training(
@@ -100,17 +124,16 @@ def plain_training(
     """
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(WIDTH, 8), "down": torch.nn.Linear(8, 3)})
     model.load_state_dict(first)
-    decayed = [param for name, param in model.named_parameters() if not name.endswith("bias")]
-    biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 1e-2}, {"params": biases, "weight_decay": 0.0}]
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [model[name].weight for name in model], "weight_decay": 1e-2},
+        {"params": [model[name].bias for name in model], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups)
     losses, norms, total = [], [], len(rows_of_steps)
     for step, rows in enumerate(rows_of_steps):
         x, labels = (torch.stack([Points()[row][key] for row in rows]) for key in ("x", "label"))
-        loss = torch.nn.functional.cross_entropy(
-            model["down"](torch.tanh(model["up"](x))), labels, ignore_index=-100
-        )
+        logits = model["down"](torch.tanh(model["up"](x)))
+        loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
         warm = round(0.25 * total)
         lr = 1e-2 * step / warm if step < warm else 1e-2 * (total - step) / (total - warm)
         for group in optimizer.param_groups:
@@ -123,82 +146,129 @@ def plain_training(
     return losses, norms, model
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_run_is_that_of_plain_pytorch(ranks: int, tmp_path: pathlib.Path) -> None:
-    """Micro-batches of unequal size, on ranks of unequal share: each labelled row counts alike."""
-    run_ranks(training, ranks, str(tmp_path))
+@pytest.mark.parametrize(("ranks", "raises"), [(3, False), (2, True)])
+def test_a_run_is_that_of_plain_pytorch(ranks: int, raises: bool, tmp_path: Path) -> None:
+    """Micro-batches of unequal size, on ranks of unequal share: each labelled row counts alike. A
+    callable hears of every step on every rank; what it raises is told once and changes nothing.
+    """
+    found = run_ranks(training, ranks, str(tmp_path), raises)
     rows = 6 * ranks
     one_pass = [list(range(start, min(start + rows, ROWS))) for start in range(0, ROWS, rows)]
     losses, norms, model = plain_training(torch.load(tmp_path / "first.pt"), one_pass * 2)
-    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record]
+    written = read_metrics(tmp_path / "metrics.jsonl")
+    records = [record for record in written if "loss" in record]
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5)
     assert [record["grad_norm"] for record in records] == pytest.approx(norms, rel=1e-4)
+    last = torch.load(tmp_path / "last.pt")
     for name, want in model.state_dict().items():
-        torch.testing.assert_close(
-            torch.load(tmp_path / "last.pt")[name], want, rtol=1e-4, atol=1e-6
-        )
-    epochs = [
-        (record["step"], record["epoch"])
-        for record in read_metrics(tmp_path / "metrics.jsonl")
-        if "epoch" in record
-    ]
+        torch.testing.assert_close(last[name], want, rtol=1e-4, atol=1e-6)
+    epochs = [(record["step"], record["epoch"]) for record in written if "epoch" in record]
     assert epochs == [(len(one_pass), 0), (2 * len(one_pass), 1)]
+    own = {"memory", "tokens_per_second", "seconds"}
+    for rank, (heard, words) in enumerate(found):
+        assert len(words) == raises and all("('nobody there')" in word for word in words)
+        for values, line in zip(heard, written, strict=True):
+            assert values.keys() == line.keys() - {"time"}
+            assert {name for name in values if values[name] != line[name]} <= (
+                own if rank else set()
+            )
 
 
-@pytest.mark.parametrize(
-    ("config", "plain"),
-    [
-        (GPT2Config(num_layers=1, tied=False, dtype=torch.float32), ("layernorm", "bias")),
-        (
-            T5Config(num_encoder_layers=1, num_decoder_layers=1, dtype=torch.float32),
-            ("layernorm", "bias"),
-        ),
-    ],
-)
-def test_what_is_decayed(config: Any, plain: tuple[str, ...]) -> None:
+def short_run(folder: str, more: str) -> None:
+    """On a rank: a run with an evaluation after each pass."""
+    args = flags(f"--save {folder} {more}")
+    with Run(net(), make_loader(Points(), args, shuffle=False), args) as run:
+        for _ in run.epochs():
+            steps_of(run)
+            run.record(accuracy=0.5)
+
+
+def test_a_run_goes_on_elsewhere(tmp_path: Path) -> None:
+    """On other ranks, in the same data: steps are of another size, and each row is still read once
+    a pass. A finished run is not touched but for more epochs, and by no other run.
+    """
+    folder, metrics = str(tmp_path), tmp_path / "metrics.jsonl"
+    run_ranks(short_run, 2, folder, "--train-iters 1 --epochs 3")
+    run_ranks(short_run, 1, folder, "--resume --gradient-accumulation 1")
+    # 12 of 22 rows were read by a step of 12; 10 are left, in 4 steps of 3, and 8 of the next pass
+    records = read_metrics(metrics)
+    assert [one["step"] for one in records if "accuracy" in one] == [1, 5, 13]
+    assert [one["step"] for one in records if "loss" in one] == list(range(1, 14))
+    before = metrics.read_text()
+    for more, words in (
+        ("", r"step-00000013 is there: go on from it by --resume"),
+        ("--resume --seed 7", r"another run: seed was 1234 and is 7\. Remedy: give the same"),
+    ):
+        with pytest.raises(ResumeError, match=words):
+            run_ranks(short_run, 2, folder, more)
+    run_ranks(short_run, 1, folder, "--resume --gradient-accumulation 1")
+    assert metrics.read_text() == before
+    run_ranks(short_run, 1, folder, "--resume --gradient-accumulation 1 --epochs 3")
+    later = read_metrics(metrics)
+    assert later[: len(records)] == records
+    assert [one["step"] for one in later if "accuracy" in one] == [1, 5, 13, 21]
+
+
+def test_another_model_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests of names and shapes tell a reader nothing."""
+    before, step = {"seed": 1, "weights": "ab22ba8a"}, Path("step-1")
+    monkeypatch.setattr(resuming, "read_facts", lambda _: {"made_with": before})
+    for now, words in (
+        ({"seed": 1, "weights": "31597d91"}, r"weights have other names or shapes \(another"),
+        ({"seed": 1}, "weights was ab22ba8a and is None"),
+    ):
+        with pytest.raises(ResumeError, match=f"run: {words}"):
+            resuming.check_same_run(step, now)
+    resuming.check_same_run(step, {**before, "moments": "fp32"})
+
+
+def test_what_ends_programs_goes_through() -> None:
+    """Ctrl-C in a callable is the user's."""
+    with pytest.raises(KeyboardInterrupt):
+        Listener(mock.Mock(side_effect=KeyboardInterrupt)).hear({})
+
+
+def test_what_is_decayed() -> None:
     """Every matrix, no vector. Of T5, the biases of scores are no weights either."""
+    gpt2 = GPT2Config(num_layers=1, tied=False, dtype=torch.float32)
+    t5 = T5Config(num_encoder_layers=1, num_decoder_layers=1, dtype=torch.float32)
     with torch.device("meta"):
-        model: torch.nn.Module = (GPT2 if isinstance(config, GPT2Config) else T5)(config)
-    for name, param in model.named_parameters():
-        assert is_decayed(name) == (param.dim() > 1 and "relative_attention_bias" not in name), name
-        assert is_decayed(name) or any(part in name for part in plain)
+        models: list[torch.nn.Module] = [GPT2(gpt2), T5(t5)]
+    for model in models:
+        for name, param in model.named_parameters():
+            is_matrix = param.dim() > 1 and "relative_attention_bias" not in name
+            assert is_decayed(name) == is_matrix, name
+            assert is_matrix or "layernorm" in name or "bias" in name
 
 
 CODES = {name + kind for name in ("exp_avg", "exp_avg_sq") for kind in ("_codes", "_scales")}
-# By flags: the class, and the names of the states that a bf16 parameter has.
-MADE: dict[str, tuple[str, set[str]]] = {
-    "--optimizer adam": ("AdamOptimizer", {"master", "exp_avg", "exp_avg_sq"}),
-    "--optimizer adam-offload": ("AdamOffloadOptimizer", {"master", "exp_avg", "exp_avg_sq"}),
-    "--optimizer adam-offload --moments 8bit": ("AdamOffloadOptimizer", {"master", *CODES}),
-    "--optimizer adam-offload --master-weights split --device-states 0.5": (
-        "AdamOffloadOptimizer",
-        {"remainder", "exp_avg", "exp_avg_sq"},
-    ),
-    "--moments 8bit": ("AdamOptimizer", {"master", *CODES}),
-    "--master-weights split": ("AdamOptimizer", {"remainder", "exp_avg", "exp_avg_sq"}),
-    "--moments 8bit --master-weights none": ("AdamOptimizer", CODES),
+MOMENTS = {"exp_avg", "exp_avg_sq"}
+# By flags: the names of the states that a bf16 parameter has.
+MADE: dict[str, set[str]] = {
+    "--optimizer adam": {"master", *MOMENTS},
+    "--optimizer adam-offload": {"master", *MOMENTS},
+    "--optimizer adam-offload --moments 8bit": {"master", *CODES},
+    "--optimizer adam-offload --master-weights split --device-states 0.5": {"remainder", *MOMENTS},
+    "--moments 8bit": {"master", *CODES},
+    "--master-weights split": {"remainder", *MOMENTS},
+    "--moments 8bit --master-weights none": CODES,
 }
 
 
 def groups() -> None:
-    model = Net(torch.bfloat16)
-    bmt.init_parameters(model)
+    model = net(torch.bfloat16)
     dict(model.named_parameters())["up.weight"].requires_grad_(False)
-    for words, (kind, names) in MADE.items():
+    for words, names in MADE.items():
         optimizer = make_optimizer(model, flags(words))
-        assert type(optimizer).__name__ == kind
-        groups = optimizer.param_groups
-        assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [
-            (1, 1e-2),
-            (2, 0.0),
-        ]
         assert isinstance(optimizer, bmt.optim.AdamOptimizer | bmt.optim.AdamOffloadOptimizer)
+        is_offloaded = isinstance(optimizer, bmt.optim.AdamOffloadOptimizer)
+        assert is_offloaded == ("adam-offload" in words)
+        found = [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+        assert found == [(1, 1e-2), (2, 0.0)]
         assert {*optimizer.sharded_state_dict()["state"][0]} - {"step"} == names, words
-    for param in model.parameters():
-        param.requires_grad_(False)
-    with pytest.raises(
-        ConfigError, match="no parameter of Net is to be trained: all have requires_grad=False"
-    ):
+    model.requires_grad_(False)
+    words = "no parameter of Net is to be trained: all have requires_grad=False"
+    with pytest.raises(ConfigError, match=words):
         make_optimizer(model, flags())
 
 
@@ -206,39 +276,24 @@ def test_optimizers() -> None:
     run_ranks(groups, 1)
 
 
+# Style, step, last rate, and the rate at that step of 100, of which 20 warm up.
+RATES = [
+    *(("constant", 60, 0.0, 1e-2), ("linear", 60, 0.0, 5e-3), ("cosine", 60, 0.0, 5e-3)),
+    *(("noam", 60, 0.0, 1e-2 / 60**0.5), ("linear", 100, 2e-3, 2e-3), ("linear", 60, 2e-3, 6e-3)),
+    *(("cosine", 100, 2e-3, 2e-3), ("cosine", 120, 2e-3, 2e-3), ("cosine", 60, 2e-3, 6e-3)),
+    *(("wsd", 20, 2e-3, 1e-2), ("wsd", 90, 2e-3, 1e-2), ("wsd", 95, 2e-3, 6e-3)),
+    ("wsd", 150, 2e-3, 2e-3),
+]
+
+
 def schedules() -> None:
-    model = Net()
-    bmt.init_parameters(model)
-    optimizer = make_optimizer(model, flags())
-    for style, want in (
-        ("constant", 1e-2),
-        ("linear", 5e-3),
-        ("cosine", 5e-3),
-        ("noam", 1e-2 / 60**0.5),
-    ):
-        scheduler = make_scheduler(
-            optimizer, flags(f"--lr-decay-style {style} --warmup-iters 20 --start-step 60"), 100
-        )
-        assert scheduler.current_lr == pytest.approx(want), style
-    assert (
-        make_scheduler(
-            optimizer, flags("--lr-decay-iters 80 --start-step 80 --warmup-iters 0"), 100
-        ).current_lr
-        == 0
-    )
-    for style, step, want in (
-        ("linear", 100, 2e-3),
-        ("linear", 60, 6e-3),
-        ("cosine", 100, 2e-3),
-        ("cosine", 120, 2e-3),
-        ("cosine", 60, 6e-3),
-        ("wsd", 20, 1e-2),
-        ("wsd", 90, 1e-2),
-        ("wsd", 95, 6e-3),
-        ("wsd", 150, 2e-3),
-    ):
-        options = f"--lr-decay-style {style} --warmup-iters 20 --lr-end 2e-3 --start-step {step}"
-        assert make_scheduler(optimizer, flags(options), 100).current_lr == pytest.approx(want)
+    optimizer = make_optimizer(net(), flags())
+    for style, step, last, want in RATES:
+        more = f"--lr-decay-style {style} --warmup-iters 20 --start-step {step} --lr-end {last}"
+        found = make_scheduler(optimizer, flags(more), 100).current_lr
+        assert found == pytest.approx(want), (style, step)
+    ended = flags("--lr-decay-iters 80 --start-step 80 --warmup-iters 0")
+    assert make_scheduler(optimizer, ended, 100).current_lr == 0
     for wrong, total, complaint in (
         ("--warmup-iters 20", 10, "is to rise for 20 steps and to fall for -10, which ends at"),
         ("--lr-decay-style wsd --wsd-decay 90 --warmup-iters 20", 100, "for 20 .* to fall for 90"),
@@ -259,14 +314,15 @@ def test_schedules() -> None:
 
 
 def unwritable(folder: str) -> None:
-    model = Net()
-    bmt.init_parameters(model)
+    model, file = net(), Path(folder, "file")
     optimizer = make_optimizer(model, flags())
     manager = make_manager(optimizer, make_scheduler(optimizer, flags(), 10), flags())
-    pathlib.Path(folder, "file").touch()
-    with pytest.raises(CheckpointError, match=r"Not a directory|File exists"):
-        Checkpoints(pathlib.Path(folder, "file"))
-    checkpoints = Checkpoints(pathlib.Path(folder, "good"), keep=2)
+    file.touch()
+    for flag, kind in (("--log-dir", ConfigError), ("--save", CheckpointError)):
+        args = flags(f"{flag} {file}")
+        with pytest.raises(kind, match=r"(File exists|Not a directory)"):
+            Run(model, make_loader(Points(), args, shuffle=False), args)
+    checkpoints = Checkpoints(Path(folder, "good"), keep=2)
     for step in (1, 2, 3):
         checkpoints.save({"step": step}, model, manager, {})
     checkpoints.close()  # rank 0 removes what is too old after the others have gone on
@@ -278,27 +334,12 @@ def unwritable(folder: str) -> None:
     assert checkpoints.latest() is None
 
 
-def test_checkpoints(tmp_path: pathlib.Path) -> None:
-    """What cannot be written on rank 0 is an error on all; the last ones are kept."""
+def test_checkpoints(tmp_path: Path) -> None:
+    """What cannot be written on rank 0 is an error on all, a log too; the last ones are kept."""
     run_ranks(unwritable, 2, str(tmp_path))
 
 
-def without_log(folder: str) -> None:
-    model = Net()
-    bmt.init_parameters(model)
-    file = pathlib.Path(folder, "file")
-    file.touch()
-    for flag, kind in (("--log-dir", ConfigError), ("--save", CheckpointError)):
-        args = flags(f"{flag} {file}")
-        with pytest.raises(kind, match=r"(File exists|Not a directory)"):
-            Run(model, make_loader(Points(), args, shuffle=False), args)
-
-
-def test_a_log_that_cannot_be_written_is_told_on_all_ranks(tmp_path: pathlib.Path) -> None:
-    run_ranks(without_log, 2, str(tmp_path))
-
-
-def test_metrics_are_taken_back(tmp_path: pathlib.Path) -> None:
+def test_metrics_are_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "metrics.jsonl"
     file = MetricsFile(path, lambda record: True)
     for step in range(5):
@@ -309,7 +350,8 @@ def test_metrics_are_taken_back(tmp_path: pathlib.Path) -> None:
     assert read_metrics(path) == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "new": True}]
 
 
-def test_curves_are_tensorboards(tmp_path: pathlib.Path) -> None:
+def test_curves_are_tensorboards(tmp_path: Path) -> None:
+    """Where the package is missing, that is said."""
     curves = TensorBoard(tmp_path, first_step=0)
     for step in (1, 2):
         curves.add(step, {"loss": 1.0 / step, "name": "not a number"})
@@ -317,86 +359,49 @@ def test_curves_are_tensorboards(tmp_path: pathlib.Path) -> None:
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
-
-
-def test_tensorboard_is_missing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(f"No module named {name}")
-
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(
-        ConfigError,
-        match=r"--curves tensorboard needs the package tensorboard \(.*\): pip install tensorboard",
+    with (
+        mock.patch.dict(sys.modules),
+        mock.patch.object(importlib, "import_module", side_effect=ImportError("not there")),
+        pytest.raises(
+            ConfigError,
+            match=r"--curves tensorboard needs the package tensorboard \(not there\): pip install "
+            "tensorboard",
+        ),
     ):
+        sys.modules.pop("torch.utils.tensorboard", None)
         TensorBoard(tmp_path, first_step=0)
 
 
-class FakeWandb:
-    """What is asked of the package `wandb`."""
-
-    def __init__(self) -> None:
-        self.started: list[dict[str, Any]] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.finished = 0
-        self.id = "abc"
-
-    def init(self, **options: Any) -> FakeWandb:
-        self.started.append(options)
-        return self
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged.append((step, values))
-
-    def finish(self) -> None:
-        self.finished += 1
-
-
-def test_wandb_goes_on(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_goes_on(tmp_path: Path) -> None:
     """The second time under the number that it had the first time."""
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for step in (1, 2):
-        curves = Wandb(tmp_path / "run", "mine")
-        curves.add(step, {"loss": 0.5, "name": "not a number"})
-        curves.close()
-    assert [(options["project"], options["id"]) for options in fake.started] == [
-        ("mine", None),
-        ("mine", "abc"),
-    ]
-    assert fake.logged == [(1, {"loss": 0.5}), (2, {"loss": 0.5})] and fake.finished == 2
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        ConfigError, match=r"--curves wandb needs the package wandb \(.*\): pip install wandb"
-    ):
+    fake = mock.Mock()
+    fake.init.return_value = fake
+    fake.id = "abc"
+    with mock.patch.dict(sys.modules, wandb=fake):
+        for step in (1, 2):
+            curves = Wandb(tmp_path / "run", "mine")
+            curves.add(step, {"loss": 0.5, "name": "not a number"})
+            curves.close()
+    started = [(call.kwargs["project"], call.kwargs["id"]) for call in fake.init.mock_calls]
+    assert started == [("mine", None), ("mine", "abc")]
+    logged = [mock.call({"loss": 0.5}, step=step) for step in (1, 2)]
+    assert fake.log.mock_calls == logged and fake.finish.call_count == 2
+    words = r"--curves wandb needs the package wandb \(.*\): pip install wandb"
+    with mock.patch.dict(sys.modules, wandb=None), pytest.raises(ConfigError, match=words):
         Wandb(tmp_path / "run", "mine")
 
 
 def test_groups_of_batches() -> None:
-    """Nothing is asked for before it is needed."""
-    asked: list[int] = []
-
-    def source() -> Any:
-        for number in range(5):
-            asked.append(number)
-            yield number
-
-    groups_of_two = grouped(source(), 2)
-    assert next(groups_of_two) == [0, 1] and asked == [0, 1]
-    assert list(groups_of_two) == [[2, 3], [4]]
-
-
-def test_the_size_of_a_batch() -> None:
-    assert (
-        num_tokens(
-            {
-                "ids": torch.zeros(2, 7),
-                "texts": ["a", "b"],
-                "pair": (torch.zeros(2), [torch.zeros(3)]),
-            }
-        )
-        == 14
-    )
+    """Nothing is asked for before it is needed. The size of a batch is that of its largest
+    tensor.
+    """
+    source = iter(range(5))
+    groups_of_two = grouped(source, 2)
+    assert next(groups_of_two) == [0, 1] and next(source) == 2
+    assert list(groups_of_two) == [[3, 4]]
+    assert list(grouped(range(3), 2)) == [[0, 1], [2]]
+    pair = (torch.zeros(2), [torch.zeros(3)])
+    assert num_tokens({"ids": torch.zeros(2, 7), "texts": ["a", "b"], "pair": pair}) == 14
     assert num_tokens(["text"]) == 0
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ BOOLQ = str(DATA / "superglue")
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT that is pretrained as far as this goes in seconds: on the task, but not to the end,
     and without its head.
     """
@@ -38,7 +38,8 @@ def run(text: str) -> None:
     exec(compile(text, "quick_start", "exec"), {"__name__": "__main__"})
 
 
-def test_the_quick_start(bert: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.long
+def test_the_quick_start(bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Five epochs on two ranks: only rank 0 prints, fp16 finds its scale, and the answers become
     right.
 
@@ -72,14 +73,14 @@ def from_config(config: str) -> None:
     text += FROM_CONFIG.replace("your/path/to/config.json", config).replace(
         "# bmt.load", "bmt.save(model, FILE); bmt.load"
     )
-    scope = {"FILE": str(pathlib.Path(config).with_name("pytorch_model.pt"))}
+    scope = {"FILE": str(Path(config).with_name("pytorch_model.pt"))}
     exec(text.replace("your/path/to/pytorch_model.pt", scope["FILE"]), scope)
     saved = torch.load(scope["FILE"])
     assert saved["input_embedding.weight"].std().item() == pytest.approx(0.02, rel=0.05)
     assert saved.keys() == scope["model"].state_dict().keys()  # type: ignore[attr-defined]
 
 
-def test_a_model_from_a_configuration(tmp_path: pathlib.Path) -> None:
+def test_a_model_from_a_configuration(tmp_path: Path) -> None:
     """config.json in ModelCenter's own keys."""
     sizes = {
         "dim_model": 32,

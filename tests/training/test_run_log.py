@@ -8,13 +8,12 @@ import importlib
 import io
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,38 +21,37 @@ from tensorboard.backend.event_processing import event_accumulator
 from tests.modules import importable
 from tests.ranks.runner import run_ranks
 
+import bmtrain as bmt
 from model_center.__main__ import main
 from model_center.arguments import make_parser, parse_args
 from model_center.errors import ConfigError, DataError
 from model_center.training.curves import asked_curves, open_curves
-from model_center.training.metrics_file import FIELDS, FORMAT, fields_path, read_metrics
+from model_center.training.metrics_file import FIELDS, FORMAT, read_metrics
 from model_center.training.plots import PANELS, draw_runs, points, smoothed
 from model_center.training.run_log import METRICS, RunLog, StepReport
 
-EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "gpt2"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+FIGURES: dict[str, Any] = {"grad_norm": 0.5, "lr": 3e-4, "loss_scale": 1.0, "mfu": 0.4567}
+FIGURES |= {"tokens_per_second": 12345.6, "memory": 3 * 2**29, "seconds": 0.25}
 
 
 def report(step: int, **others: Any) -> StepReport:
-    values: dict[str, Any] = {
-        "loss": 2.0 + 1.0 / step,
-        "grad_norm": 0.5,
-        "lr": 3e-4,
-        "loss_scale": 1.0,
-        "tokens_per_second": 12345.6,
-        "memory": 3 * 2**29,
-        "seconds": 0.25,
-        "mfu": 0.4567,
-    }
-    return StepReport(step=step, **(values | others))
+    return StepReport(step=step, **(FIGURES | {"loss": 2.0 + 1.0 / step} | others))
 
 
 def logged(folder: str) -> str:
-    """What rank 0 prints of three steps and an evaluation."""
-    printed = io.StringIO()
+    """What rank 0 prints of three steps and an evaluation; its file goes on from two steps that an
+    earlier version wrote, without times and without a file of fields.
+    """
+    path, printed = Path(folder), io.StringIO()
+    if bmt.rank() == 0:
+        (path / METRICS).write_text('{"step": 0, "loss": 2.0}\n{"step": 9, "loss": 1.0}\n')
+    bmt.synchronize()
+    curves = ("tensorboard",)
     with contextlib.redirect_stdout(printed):
-        log = RunLog(
-            pathlib.Path(folder), first_step=0, num_steps=3, log_every=1, curves=("tensorboard",)
-        )
+        log = RunLog(path, first_step=0, num_steps=3, log_every=1, curves=curves)
         with log:
             log.step(report(1))
             log.step(report(2, skipped=True, mfu=None, seconds=None))
@@ -62,7 +60,7 @@ def logged(folder: str) -> str:
     return printed.getvalue()
 
 
-def test_a_run_is_seen(tmp_path: pathlib.Path) -> None:
+def test_a_run_is_seen(tmp_path: Path) -> None:
     """The step line has all that the record has; the record has its time, and its units lie
     beside it.
     """
@@ -83,20 +81,18 @@ def test_a_run_is_seen(tmp_path: pathlib.Path) -> None:
         strict=True,
     ):
         assert re.fullmatch(clock + expected, line), line
-    records = read_metrics(tmp_path / METRICS)
-    assert [(record["step"], record.get("validation_loss")) for record in records] == [
-        (1, None),
-        (2, None),
-        (3, None),
-        (3, 2.125),
-    ]
+    old, *records = read_metrics(tmp_path / METRICS)
+    assert old == {"step": 0, "loss": 2.0}
+    assert points([old, *records], "loss")[0] == [0, 1, 2, 3]
+    found = [(record["step"], record.get("validation_loss")) for record in records]
+    assert found == [(1, None), (2, None), (3, None), (3, 2.125)]
     times = [datetime.datetime.fromisoformat(record["time"]) for record in records]
     now = datetime.datetime.now(datetime.timezone.utc)
     assert times == sorted(times)
     assert all(
         datetime.timedelta() <= now - time < datetime.timedelta(minutes=10) for time in times
     )
-    described = json.loads((tmp_path / "metrics.fields.json").read_text(encoding="utf-8"))
+    described = json.loads((tmp_path / "metrics.fields.json").read_text("utf-8"))
     assert described["format"] == FORMAT
     assert {name for record in records for name in record} <= described["fields"].keys()
     assert described["fields"]["memory"]["unit"] == "bytes"
@@ -108,26 +104,13 @@ def test_a_run_is_seen(tmp_path: pathlib.Path) -> None:
     ]
 
 
+GUIDE = (ROOT / "docs/site/en/guides/watching.md").read_text("utf-8")
+
+
 def test_the_guide_describes_every_field() -> None:
     """With its unit, as the file beside the metrics does."""
-    root = pathlib.Path(__file__).resolve().parents[2]
-    text = (root / "docs" / "site" / "en" / "guides" / "watching.md").read_text(encoding="utf-8")
     for name, (unit, _) in FIELDS.items():
-        assert re.search(rf"^\| `{name}` \| {re.escape(unit)} \|", text, re.MULTILINE), name
-
-
-def test_files_without_times_stay_readable(tmp_path: pathlib.Path) -> None:
-    """As earlier versions wrote them; they have no file of fields, and gain one."""
-    path = tmp_path / METRICS
-    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n', encoding="utf-8")
-    run_ranks(opened, 1, str(tmp_path))
-    assert read_metrics(path) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
-    assert fields_path(path).exists()
-    assert points(read_metrics(path), "loss") == ([1, 2], [2.0, 1.0])
-
-
-def opened(folder: str) -> None:
-    RunLog(pathlib.Path(folder), first_step=2, num_steps=3, log_every=1)
+        assert re.search(rf"^\| `{name}` \| {re.escape(unit)} \|", GUIDE, re.MULTILINE), name
 
 
 @pytest.mark.parametrize(
@@ -151,29 +134,17 @@ def test_curves_of_another_name(text: str, capsys: pytest.CaptureFixture[str]) -
         parse_args(make_parser(), ["--save", "runs", "--curves", text])
     assert "is none of tensorboard, wandb, wandb:PROJECT" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="expected 'tensorboard', 'wandb' or 'wandb:PROJECT'"):
-        open_curves(["lines"], pathlib.Path(), 0)
+        open_curves(["lines"], Path(), 0)
 
 
-def test_wandb_without_a_project(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_a_project(tmp_path: Path) -> None:
     """Is left to what the package is set up for; a name that is there twice counts once."""
-    started: list[dict[str, Any]] = []
-
-    class Started:
-        id = "abc"
-
-        @staticmethod
-        def init(**options: Any) -> Any:
-            started.append(options)
-            return Started
-
-        @staticmethod
-        def finish() -> None:
-            """Nothing is waiting."""
-
-    monkeypatch.setitem(sys.modules, "wandb", Started)
-    for curves in open_curves(["wandb", "wandb"], tmp_path / "run", 0):
-        curves.close()
-    assert [options["project"] for options in started] == [None]
+    wandb = mock.Mock(id="abc")
+    wandb.init.return_value = wandb
+    with mock.patch.dict(sys.modules, wandb=wandb):
+        for curves in open_curves(["wandb", "wandb"], tmp_path / "run", 0):
+            curves.close()
+    assert [call.kwargs["project"] for call in wandb.init.mock_calls] == [None]
 
 
 def test_smoothing() -> None:
@@ -188,7 +159,7 @@ def test_smoothing() -> None:
     assert smoothed([3.0, 3.0, 3.0], 5) == pytest.approx([3.0, 3.0, 3.0])
 
 
-def test_pictures(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of one run and of two: both axes named, with units; a raw and a smoothed curve; what is not
     finite or not there is left out.
     """
@@ -200,11 +171,11 @@ def test_pictures(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) ->
         ]
         records += [{"step": 100, "loss": float("nan")}, {"step": 50, "validation_loss": 0.5}]
         text = "".join(json.dumps(record) + "\n" for record in records)
-        (tmp_path / name / METRICS).write_text(text, encoding="utf-8")
+        (tmp_path / name / METRICS).write_text(text, "utf-8")
     out = tmp_path / "both.svg"
     assert main(["plot", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
-    picture = out.read_text(encoding="utf-8")
+    picture = out.read_text("utf-8")
     drawn = [panel for panel in PANELS if panel.field not in ("mfu", "tokens_per_second")]
     assert picture.count(">optimizer step<") == len(drawn)
     for panel in drawn:
@@ -215,51 +186,39 @@ def test_pictures(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["plot", str(tmp_path / "one")]) == 0
     assert (tmp_path / "one" / "curves.png").read_bytes().startswith(b"\x89PNG")
     draw_runs({"one": read_metrics(tmp_path / "one" / METRICS)}, tmp_path / "one.svg")
-    assert ">smoothed over 3 steps<" in (tmp_path / "one.svg").read_text(encoding="utf-8")
+    assert ">smoothed over 3 steps<" in (tmp_path / "one.svg").read_text("utf-8")
 
 
-def test_nothing_to_draw(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path / "none")]) == 1
     assert f"no metrics at {tmp_path / 'none'}" in capsys.readouterr().err
     with pytest.raises(DataError, match="no steps to draw in the metrics of empty"):
         draw_runs({"empty": [{"step": 1, "validation_loss": 2.0}]}, tmp_path / "x.png")
 
 
-@pytest.fixture
-def example() -> Iterator[tuple[ModuleType, ModuleType]]:
-    """The example's modules `options` and `report`."""
-    with importable(EXAMPLE):
-        yield importlib.import_module("options"), importlib.import_module("report")
-
-
-def test_samples_of_a_run_that_goes_on(
-    example: tuple[ModuleType, ModuleType], tmp_path: pathlib.Path
-) -> None:
-    """What was written after the checkpoint is taken back, as metrics are."""
+def test_samples_and_flops_of_the_example(tmp_path: Path) -> None:
+    """What was written after the checkpoint is taken back, as metrics are. 6 for each element of a
+    matrix and token, and half the square of attention.
+    """
+    with importable(ROOT / "examples" / "gpt2"):
+        options, reports = (importlib.import_module(name) for name in ("options", "report"))
+        given = options.parse_options(["--preset", "cpu"], "cpu")
     path = tmp_path / "samples.txt"
     parts = [f"=== after step {step}\ntext\n=== of {step}\n" for step in (2, 4, 10)]
-    path.write_text("".join(parts), encoding="utf-8")
-    example[1].keep_samples(path, 4)
-    assert path.read_text(encoding="utf-8") == "".join(parts[:2])
-    example[1].keep_samples(path, 0)
-    assert path.read_text(encoding="utf-8") == ""
-
-
-def test_flops_of_the_example(example: tuple[ModuleType, ModuleType]) -> None:
-    """6 for each element of a matrix and token, and half the square of attention."""
-    options = example[0].parse_options(["--preset", "cpu"], "cpu")
+    path.write_text("".join(parts), "utf-8")
+    for step, kept in ((4, parts[:2]), (0, [])):
+        reports.keep_samples(path, step)
+        assert path.read_text("utf-8") == "".join(kept)
     matrices = 4 * (4 * 128 * 128 + 2 * 128 * 512) + 4096 * 128
-    assert options.flops_per_token() == 6 * matrices + 4 * (12 * 128 * 128) // 2
+    assert given.flops_per_token() == 6 * matrices + 4 * (12 * 128 * 128) // 2
 
 
-def test_the_program_of_the_guide(tmp_path: pathlib.Path) -> None:
+@pytest.mark.long
+def test_the_program_of_the_guide(tmp_path: Path) -> None:
     """docs/site/en/guides/watching.md shows the log by itself."""
-    root = pathlib.Path(__file__).resolve().parents[2]
-    text = (root / "docs" / "site" / "en" / "guides" / "watching.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    (tmp_path / "program.py").write_text(program, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(root / "src"), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "program.py"]
+    (program,) = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", program]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
     records = read_metrics(tmp_path / "run" / METRICS)
     assert [record["step"] for record in records] == [1, 2, 3, 3]

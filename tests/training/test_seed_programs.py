@@ -5,34 +5,23 @@ and by torchrun.
 from __future__ import annotations
 
 import os
-import pathlib
 import re
-import shlex
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.training.seed_programs import program
 
-ROOT = pathlib.Path(__file__).parents[2]
-# The commands of the documents after `python3`, `torchrun` being `-m torch.distributed.run`.
-COMMANDS = {
-    "python": "train.py",
-    "launch": "-m torch.distributed.launch --master_addr ${MASTER_ADDR} --master_port "
-    "${MASTER_PORT} "
-    "--nproc_per_node ${GPU_PER_NODE} --nnodes ${NNODES} --node_rank ${NODE_RANK} train.py",
-    "torchrun": "-m torch.distributed.run --nnodes=${NNODES} --nproc_per_node=${GPU_PER_NODE} "
-    "--rdzv_id=1 --rdzv_backend=c10d "
-    "--rdzv_endpoint=${MASTER_ADDR}:${MASTER_PORT} train.py",
-}
+ROOT = Path(__file__).parents[2]
 STAND_INS = """
 import torch
 import bmtrain
-from tests.training.seed_stand_ins import GPT, Classifier, first_of, labelled, load_data, offer_cuda, offer_sklearn
+from tests.training.seed_stand_ins import GPT, first_of, load_data, offer_cuda
 offer_cuda()
-offer_sklearn()
 range = first_of(4)
 """
 README = program(
@@ -46,86 +35,43 @@ README = program(
         "non_blocking=True)",
     },
 )
-MODEL_CENTER = program(
-    STAND_INS,
-    "init",
-    "model = Classifier(torch.half)",
-    "bmt.init_parameters(model)",
-    "train_dataloader = labelled([0, 1], bmt.rank(), bmt.world_size())",
-    "dev_dataloader = labelled([2], bmt.rank(), bmt.world_size())",
-    "classifier_loop",
-    "bmt.print_rank('labels', len(gt))",
-)
+# The commands of the documents after `python3`, torchrun being `-m torch.distributed.run`.
+LAUNCH = "-m torch.distributed.launch --master_addr 127.0.0.1 --master_port {} --nnodes 1 "
+TORCHRUN = "-m torch.distributed.run --rdzv_id=1 --rdzv_backend=c10d --nnodes=1 "
+COMMANDS = {
+    "python": "train.py",
+    "launch": LAUNCH + "--nproc_per_node 2 --node_rank 0 train.py",
+    "torchrun": TORCHRUN + "--nproc_per_node=2 --rdzv_endpoint=127.0.0.1:{} train.py",
+}
 
 
-def start(text: str, command: str, folder: pathlib.Path) -> str:
-    """What the program prints."""
-    (folder / "train.py").write_text(text, encoding="utf-8")
+def losses(command: str, folder: Path) -> list[float]:
+    """What the README's program prints, started so; the last save is whole."""
+    folder.mkdir()
+    (folder / "train.py").write_text(README, "utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    values = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NNODES": "1",
-        "GPU_PER_NODE": "2",
-        "NODE_RANK": "0",
-    }
-    filled = re.sub(r"\$\{(\w+)\}", lambda found: values[found[1]], COMMANDS[command])
     places = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, *shlex.split(filled)]
-    done = subprocess.run(
-        arguments,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = [sys.executable, *COMMANDS[command].format(port).split()]
+    how: Any = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(words, timeout=300, check=False, **how)
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr and "Traceback" not in done.stderr, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the README's program on one rank."""
-    return losses_of_readme("python", tmp_path_factory.mktemp("alone"))
-
-
-def losses_of_readme(command: str, folder: pathlib.Path) -> list[float]:
-    printed = start(README, command, folder)
     state = torch.load(folder / "gpt.pt", weights_only=True)
     assert not (folder / "gpt.pt.tmp").exists()
     assert state["word.weight"].shape == (40, 40) and state["word.weight"].dtype == torch.half
     assert state["transformers.1.up.weight"].shape == (128, 40)
-    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
 
 
-@pytest.mark.parametrize("command", ["launch", "torchrun"])
-def test_the_readme_program(command: str, alone: list[float], tmp_path: pathlib.Path) -> None:
+@pytest.mark.long
+def test_the_readme_program(tmp_path: Path) -> None:
     """Rank 0 alone prints; the losses are those of one process; the last save, in the background,
     is whole when it ends.
     """
-    losses = losses_of_readme(command, tmp_path)
-    assert len(losses) == len(alone) == 4
-    assert losses == pytest.approx(alone, rel=3e-3)
-
-
-@pytest.mark.parametrize("command", ["python", "torchrun"])
-def test_the_model_center_program(command: str, tmp_path: pathlib.Path) -> None:
-    printed = start(MODEL_CENTER, command, tmp_path)
-    assert (
-        len(
-            re.findall(
-                r"^loss: \d+\.\d+ \| lr: \S+, scale: +\d+\.0000 \| grad_norm: \S+ \|$",
-                printed,
-                re.MULTILINE,
-            )
-        )
-        == 8
-    )
-    assert len(re.findall(r"^accuracy: \d+\.\d\d$", printed, re.MULTILINE)) == 4
-    assert printed.strip().endswith("labels 12")
+    alone, *others = (losses(command, tmp_path / command) for command in COMMANDS)
+    assert len(alone) == 4
+    for found in others:
+        assert found == pytest.approx(alone, rel=3e-3)

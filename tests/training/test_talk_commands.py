@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import pathlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -16,6 +16,7 @@ import transformers
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import tiny
 
+from bmtrain.runtime import world
 from model_center.__main__ import main
 from model_center.commands.generate import add_model_arguments, opened
 from model_center.generation import TextGenerator
@@ -23,150 +24,140 @@ from model_center.generation.session import Session
 from model_center.model import Llama
 from model_center.tokenizer import LlamaTokenizer
 
+# peft calls transformers so
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
+COMMON = ["--dtype", "fp32", "--temperature", "0", "--max-new-tokens", "8"]
+ASKED = ["--prompt", "A week has"]
+
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model's folder; its tokenizer has a chat template."""
-    return tiny("llama", tmp_path_factory.mktemp("lm"))
+    return str(tiny("llama", tmp_path_factory.mktemp("lm")))
 
 
-COMMON = ["--dtype", "fp32", "--temperature", "0", "--max-new-tokens", "8"]
+def said(
+    capsys: pytest.CaptureFixture[str], model: object, *more: str, verb: str = "generate"
+) -> str:
+    """What the command prints; what it complains of, if it fails."""
+    status = main([verb, "--model-config", str(model), *COMMON, *more])
+    found = capsys.readouterr()
+    return found.err if status else found.out
 
 
-def expected(folder: pathlib.Path, ids: torch.Tensor) -> str:
-    """What transformers writes after these ids."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+def continued(model: Any, folder: str, text: str) -> str:
+    """What transformers writes after a text."""
+    reader = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([reader.encode(text)])
     with torch.no_grad():
-        out = model.generate(ids, max_new_tokens=8, do_sample=False)
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+        out = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    return "".join(str(reader.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).split())
+
+
+def plain(folder: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def on_a_rank(stdin: io.StringIO, model: str, *more: str) -> tuple[int, str, str]:
+    sys.stdin, sys.stdout, sys.stderr = stdin, io.StringIO(), io.StringIO()
+    status = main(["generate", "--model-config", model, *COMMON, *more])
+    return status, sys.stdout.getvalue(), sys.stderr.getvalue()
+
+
+def sharded(model: str, *more: str) -> str:
+    status, found, _ = on_a_rank(io.StringIO("A week has\n"), model, *more)
+    assert status == 0
+    return found
 
 
 def test_texts_are_continued(
-    llama: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the command line, or lines of the standard input; as by transformers."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
-    texts = ["Name three fruits", "A week has"]
-    want = [expected(llama, torch.tensor([tokenizer.encode(text)])) for text in texts]
-    assert main(["generate", "--model-config", str(llama), *COMMON, "--prompt", *texts]) == 0
-    given = capsys.readouterr().out
+    """Those of the command line, or lines of the standard input; as by transformers. On several
+    ranks the first one reads and writes, and the model is sharded.
+    """
+    texts = ["A week has", "Name three fruits"]
+    want = [continued(plain(llama), llama, text) for text in texts]
+    capsys.readouterr()
+    given = said(capsys, llama, "--prompt", *texts)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(texts) + "\n\n"))
-    assert main(["generate", "--model-config", str(llama), *COMMON]) == 0
-    assert given == capsys.readouterr().out
-    assert "".join(given.split()) == "".join("".join(want).split())
+    assert given == said(capsys, llama)
+    assert "".join(given.split()) == "".join(want)
+    alone = said(capsys, llama, *ASKED)
+    assert run_ranks(sharded, 2, llama, join=False) == [alone, ""]
 
 
 def test_a_conversation(
-    llama: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answer follows all that was said since the beginning."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is it?\nWhy?\n\nWhat is it?\n"))
-    arguments = ["chat", "--model-config", str(llama), *COMMON, "--system", "Be brief."]
-    assert main(arguments) == 0
+    found = said(capsys, llama, "--system", "Be brief.", verb="chat")
     model = Llama.from_pretrained(llama, dtype=torch.float32).eval()
     writer = TextGenerator(model, LlamaTokenizer.from_pretrained(llama), max_new_tokens=8)
-    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is it?"}]
-    first = "".join(writer.stream_chat(said))
-    said += [{"role": "assistant", "content": first}, {"role": "user", "content": "Why?"}]
-    second = "".join(writer.stream_chat(said))
-    assert capsys.readouterr().out == f"{first}\n{second}\n{first}\n"
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is it?"}]
+    first = "".join(writer.stream_chat(talk))
+    talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "Why?"}]
+    second = "".join(writer.stream_chat(talk))
+    assert found == f"{first}\n{second}\n{first}\n"
 
 
-def sharded(folder: str, *more: str) -> str:
-    sys.stdin = io.StringIO("A week has\n")
-    sys.stdout = found = io.StringIO()
-    assert main(["generate", "--model-config", folder, *COMMON, *more]) == 0
-    return found.getvalue()
-
-
-def test_on_several_ranks(llama: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first one reads and writes; the model is sharded."""
-    assert main(["generate", "--model-config", str(llama), *COMMON, "--prompt", "A week has"]) == 0
-    want = capsys.readouterr().out
-    assert run_ranks(sharded, 2, str(llama), join=False) == [want, ""]
-
-
-def written_for(folder: pathlib.Path) -> str:
-    """The chat template of a folder."""
-    tokenizer: Any = LlamaTokenizer.from_pretrained(folder)
-    return str(tokenizer.chat_template)
-
-
-def adapted(base: pathlib.Path, folder: pathlib.Path, **options: Any) -> str:
+def adapted(base: str, folder: Path, **options: Any) -> str:
     """What peft's model with random adapters, written to a folder, says of a text."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **options)
-    wrapped: Any = peft.get_peft_model(model, config)
+    wrapped: Any = peft.get_peft_model(plain(base), config)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, param in wrapped.named_parameters():
             if ".lora_" in name:
                 param.normal_()
     wrapped.save_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    ids = torch.tensor([tokenizer.encode("A week has")])
-    with torch.no_grad():
-        out = wrapped.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    return continued(wrapped, base, ASKED[1])
 
 
-# peft calls transformers so
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True, "lora_alpha": 3},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"use_dora": True}, marks=pytest.mark.long),
+    ],
+    ids=["rslora", "lora", "dora"],
+)
 def test_adapters(
-    llama: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any], llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in peft, sharded too; those that do not fit are refused."""
-    kinds: list[dict[str, Any]] = [{}, {"use_rslora": True, "lora_alpha": 3}, {"use_dora": True}]
-    folders = [str(tmp_path / str(number)) for number in range(len(kinds))]
-    given = ""
-    for folder, options in zip(folders, kinds, strict=True):
-        want = adapted(llama, pathlib.Path(folder), **options)
-        capsys.readouterr()
-        arguments = ["--model-config", str(llama), "--adapter", folder, "--prompt", "A week has"]
-        assert main(["generate", *arguments, *COMMON]) == 0
-        given = capsys.readouterr().out
-        assert "".join(given.split()) == "".join(want.split())
-    assert run_ranks(sharded, 2, str(llama), "--adapter", folders[-1], join=False) == [given, ""]
-    tokenizer: Any = LlamaTokenizer.from_pretrained(llama)
-    tokenizer.chat_template = "another"
-    tokenizer.save_pretrained(folders[0])
+    """As in peft, sharded too; the tokenizer is the adapter's, where it has one."""
+    folder = str(tmp_path / "adapter")
+    want = adapted(llama, tmp_path / "adapter", **options)
+    capsys.readouterr()
+    given = said(capsys, llama, "--adapter", folder, *ASKED)
+    assert "".join(given.split()) == want
+    if options != {}:
+        assert run_ranks(sharded, 2, llama, "--adapter", folder, join=False) == [given, ""]
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
-    for folder, template in ((folders[0], "another"), (folders[1], written_for(llama))):
-        args = parser.parse_args(["--model-config", str(llama), "--adapter", folder])
+    tokenizer: Any = LlamaTokenizer.from_pretrained(llama)
+    for template in (tokenizer.chat_template, "another"):
+        args = parser.parse_args(["--model-config", llama, "--adapter", folder])
         assert opened(args, Session()).tokenizer.chat_template == template
+        tokenizer.chat_template = "another"
+        tokenizer.save_pretrained(folder)
+
+
+def test_adapters_that_do_not_fit(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     adapted(llama, tmp_path / "patterns", rank_pattern={"q_proj": 2})
     adapted(llama, tmp_path / "vocabulary", modules_to_save=["lm_head"])
-    for path, complaint in (
-        (tmp_path / "none", "holds no LoRA adapters of peft"),
-        (tmp_path / "patterns", "adapters with rank_pattern are not read here"),
-        (tmp_path / "vocabulary", "adapters with modules_to_save are not read here"),
+    adapted(llama, tmp_path / "good")
+    for model, name, complaint in (
+        (llama, "none", "holds no LoRA adapters of peft"),
+        (llama, "patterns", "adapters with rank_pattern are not read here"),
+        (llama, "vocabulary", "adapters with modules_to_save are not read here"),
+        (tiny("gpt2", tmp_path), "good", "no linear layer of the model"),
     ):
-        assert main(["generate", "--model-config", str(llama), "--adapter", str(path)]) == 1
-        assert complaint in capsys.readouterr().err
-    gpt2 = tiny("gpt2", tmp_path)
-    assert main(["generate", "--model-config", str(gpt2), "--adapter", folders[0]]) == 1
-    assert "no linear layer of the model" in capsys.readouterr().err
-
-
-def parted(folder: str, adapters: str) -> str:
-    """As where the folder of adapters has a tokenizer on the machine of the first rank alone."""
-    os.chdir(f"{adapters}/{os.environ['RANK']}")
-    sys.stderr = told = io.StringIO()
-    arguments = ["--model-config", folder, "--adapter", "adapter", "--prompt", "A week has"]
-    assert main(["generate", *arguments, *COMMON]) == 1
-    return told.getvalue()
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
-def test_a_tokenizer_on_one_machine(llama: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """An error on every rank."""
-    for rank in (0, 1):
-        adapted(llama, tmp_path / str(rank) / "adapter")
-    LlamaTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "0" / "adapter")
-    found = run_ranks(parted, 2, str(llama), str(tmp_path), join=False)
-    assert all("error: " in text for text in found), found
+        assert complaint in said(capsys, model, "--adapter", str(tmp_path / name), *ASKED)
 
 
 class Broken(io.StringIO):
@@ -176,29 +167,37 @@ class Broken(io.StringIO):
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
 
-def unread(folder: str) -> str:
-    sys.stdin, sys.stderr = Broken(), (told := io.StringIO())
-    assert main(["generate", "--model-config", folder, *COMMON]) == 1
-    return told.getvalue()
+def failing(model: str, adapters: str) -> list[str]:
+    """An input that is no text; a folder of adapters that has a tokenizer on the machine of the
+    first rank alone.
+    """
+    os.chdir(f"{adapters}/{os.environ['RANK']}")
+    unread = on_a_rank(Broken(), model)
+    world.shutdown()
+    parted = on_a_rank(io.StringIO(), model, "--adapter", "adapter", *ASKED)
+    assert unread[0] == parted[0] == 1
+    return [unread[2], parted[2]]
 
 
-def test_input_that_is_no_text(llama: pathlib.Path) -> None:
-    """The first rank reads it; an error on every rank."""
-    found = run_ranks(unread, 2, str(llama), join=False)
-    assert all("error: " in text and "invalid start byte" in text for text in found), found
+@pytest.mark.long
+def test_what_fails_on_the_first_rank(llama: str, tmp_path: Path) -> None:
+    """An error on every rank."""
+    for rank in (0, 1):
+        adapted(llama, tmp_path / str(rank) / "adapter")
+    LlamaTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "0" / "adapter")
+    found = run_ranks(failing, 2, llama, str(tmp_path), join=False)
+    assert all("error: " in text for texts in found for text in texts), found
+    assert all("invalid start byte" in unread for unread, _ in found), found
 
 
 def test_models_that_do_not_talk(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other kinds, no chat template, no such model: one line."""
-    for command, family, complaint in (
-        ("generate", "bert", "bert is a Bert: expected a CausalModel"),
-        ("chat", "gpt2", "the tokenizer has no chat template"),
+    for verb, model, complaint in (
+        ("generate", tiny("bert", tmp_path), "bert is a Bert: expected a CausalModel"),
+        ("chat", tiny("gpt2", tmp_path), "the tokenizer has no chat template"),
+        ("chat", tmp_path / "none", "error: "),
     ):
-        folder = str(tiny(family, tmp_path))
         monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
-        assert main([command, "--model-config", folder, *COMMON]) == 1
-        assert complaint in capsys.readouterr().err
-    assert main(["chat", "--model-config", str(tmp_path / "none"), *COMMON]) == 1
-    assert "error: " in capsys.readouterr().err
+        assert complaint in said(capsys, model, verb=verb)

@@ -8,14 +8,13 @@ import torch
 from bmtrain.block import binding
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (5, 3), (2, 3, 4), (0, 3), (3, 0)])
 @pytest.mark.parametrize("most", [1, 6, 2**22])
 def test_sums_of_rows_in_parts_are_those_of_the_whole(
-    shape: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
+    most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(binding, "_MOST_SUMMED", most)
-    for dtype, numbers in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-        want = values.view(numbers).sum(-1).flatten()
-        (found,) = binding._sums([values])
-        assert torch.equal(found, want)
+    for shape in ((), (7,), (5, 3), (2, 3, 4), (0, 3), (3, 0)):
+        for dtype, numbers in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+            (found,) = binding._sums([values])
+            assert torch.equal(found, values.view(numbers).sum(-1).flatten())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,10 +29,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_rank_gets_its_own_gpu(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(2)
-    assert world._pick_device(1, None) == torch.device("cuda", 1)
-    assert world._pick_device(1, "cuda") == torch.device("cuda", 1)
-    assert world._pick_device(1, "cuda:0") == torch.device("cuda", 0)
-    assert world._pick_device(1, "cpu") == torch.device("cpu")
+    for wanted, found in {
+        None: "cuda:1",
+        "cuda": "cuda:1",
+        "cuda:0": "cuda:0",
+        "cpu": "cpu",
+    }.items():
+        assert world._pick_device(1, wanted) == torch.device(found)
     for local_rank, wanted, words in (
         (2, None, "local rank 2 has no GPU of its own"),
         (0, "cuda:2", "cuda:2' does not exist"),
@@ -50,41 +52,34 @@ def test_a_rank_gets_its_own_gpu(machine: Any, monkeypatch: pytest.MonkeyPatch) 
     assert world._pick_device(3, None) == torch.device("cpu")
 
 
-def settle(
-    current: Sequence[int | None], monkeypatch: pytest.MonkeyPatch, local_rank: bool, names: str
-) -> list[Any]:
-    """Device, or error, of ranks on one host; `current` has the owner's GPUs of an adopted group.
-
-    `names` has a letter for each rank: its GPU's name.
+def test_ranks_of_a_host_settle(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner of an adopted group chooses, if it has: the current GPUs of a host's ranks are different
+    then. Else a GPU is shown to each or to all: one each is well, one for all is an error on all ranks.
     """
-    store, rank_of = dist.HashStore(), threading.local()  # type: ignore[attr-defined]
-    monkeypatch.setattr(world, "_current_gpu", lambda: current[rank_of.value])
-    monkeypatch.setattr(world, "_gpu_name", lambda chosen: names[rank_of.value])
+    rank_of = threading.local()
 
-    def of(rank: int) -> Any:
-        rank_of.value = rank
-        place = rank if local_rank else None
-        launch = Launch(rank=rank, size=len(names), local_rank=place)
-        try:
-            return world._settle(launch, store, None, not local_rank)[1].index
-        except ConfigurationError as error:
-            return str(error)
+    def settle(current: Any, names: str, local_rank: bool) -> list[Any]:
+        """Device, or error, of each rank; `names` has a letter for each rank: its GPU's name."""
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        monkeypatch.setattr(world, "_current_gpu", lambda: current[rank_of.value])
+        monkeypatch.setattr(world, "_gpu_name", lambda chosen: names[rank_of.value])
 
-    with ThreadPoolExecutor(len(names)) as pool:
-        return [*pool.map(of, range(len(names)))]
+        def of(rank: int) -> Any:
+            rank_of.value = rank
+            launch = Launch(rank=rank, size=3, local_rank=rank if local_rank else None)
+            try:
+                return world._settle(launch, store, None, not local_rank)[1].index
+            except ConfigurationError as error:
+                return str(error)
 
+        with ThreadPoolExecutor(3) as pool:
+            return [*pool.map(of, range(3))]
 
-def test_the_owner_of_a_group_chooses(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it has: the current GPUs of a host's ranks are different then."""
     machine(3)
-    assert settle([2, 0, 1], monkeypatch, False, "abc") == [2, 0, 1]
-    assert settle([0, 0, 0], monkeypatch, False, "abc") == [0, 1, 2]
-
-
-def test_a_gpu_is_shown_to_each_or_to_all(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One GPU each is well; one for all is an error on all ranks."""
+    assert settle([2, 0, 1], "abc", False) == [2, 0, 1]
+    assert settle([0, 0, 0], "abc", False) == [0, 1, 2]
     machine(1)
-    assert settle([None] * 3, monkeypatch, True, "abc") == [0, 0, 0]
+    assert settle([None] * 3, "abc", True) == [0, 0, 0]
     for names, pair in (("abb", "1 and 2 have the same GPU (b)"), ("aab", "0 and 1 have the same")):
-        found = settle([None] * 3, monkeypatch, True, names)
+        found = settle([None] * 3, names, True)
         assert all(error.startswith(f"ranks {pair}") for error in found)

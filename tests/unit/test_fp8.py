@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.tensors import grad_of
+from torch import Tensor
 
 from bmtrain.compile.fp8 import Fp8Mode, linear
 from bmtrain.kernels import fp8
 
-KINDS = [(fp8.E4M3, 448.0, 3), (fp8.E5M2, 57344.0, 2)]
+KINDS = pytest.mark.parametrize(
+    ("kind", "limit", "bits"), [(fp8.E4M3, 448.0, 3), (fp8.E5M2, 57344.0, 2)]
+)
 
 
-def values(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+def values(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def straight(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+def straight(x: Tensor, kind: torch.dtype) -> Tensor:
     """The numbers that the codes of `x` stand for, by the formula in fp64."""
     limit = torch.finfo(kind).max
     unit = (x.double().abs().max() / limit).float().double()
     return (x.double() / unit).clamp(-limit, limit).float().to(kind).double() * unit
 
 
-@pytest.mark.parametrize(("kind", "limit", "bits"), KINDS)
-@pytest.mark.parametrize("scale", [1e-20, 1e-3, 1.0, 1e6])
+@KINDS
 def test_quantise_takes_the_largest_to_the_largest_code(
-    kind: torch.dtype, limit: float, bits: int, scale: float
+    kind: torch.dtype, limit: float, bits: int
 ) -> None:
-    x = values(33, 48, scale=scale)
-    codes, unit = fp8.quantise(x, kind)
-    assert codes.dtype == kind
-    assert codes.float().abs().max() == limit
-    near = x.abs() > 1e-2 * x.abs().max()
-    error = ((codes.float() * unit - x).abs() / x.abs())[near]
-    assert error.max() <= 2.0 ** -(bits + 1) * 1.01
-
-
-@pytest.mark.parametrize("kind", [fp8.E4M3, fp8.E5M2])
-def test_quantise_of_zeros_infinities_and_nan(kind: torch.dtype) -> None:
+    for scale in (1e-20, 1e-3, 1.0, 1e6):
+        x = values(33, 48, scale=scale)
+        codes, unit = fp8.quantise(x, kind)
+        assert codes.dtype == kind and codes.float().abs().max() == limit
+        near = x.abs() > 1e-2 * x.abs().max()
+        error = ((codes.float() * unit - x).abs() / x.abs())[near]
+        assert error.max() <= 2.0 ** -(bits + 1) * 1.01
     codes, unit = fp8.quantise(torch.zeros(4, 4), kind)
-    assert codes.float().abs().sum() == 0
-    assert unit.isfinite() and unit > 0
+    assert not codes.float().any() and unit.isfinite() and unit > 0
     for bad in (float("inf"), float("nan")):
         x = torch.ones(4, 4)
         x[1, 2] = bad
@@ -51,61 +50,52 @@ def test_quantise_of_zeros_infinities_and_nan(kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("rows", [(16,), (3, 7), ()])
-def test_linear_is_the_formula(dtype: torch.dtype, has_bias: bool, rows: tuple[int, ...]) -> None:
-    """Values and all gradients: products of what the codes stand for, straight through the
-    rounding.
-    """
-    x, weight, bias = (
-        values(*rows, 32),
-        values(48, 32, seed=1, scale=0.1),
-        values(48, seed=2) if has_bias else None,
-    )
-    own_x, own_weight = (t.to(dtype).requires_grad_() for t in (x, weight))
-    own_bias = None if bias is None else bias.to(dtype).requires_grad_()
-    out = linear(own_x, own_weight, own_bias)
-    grad = values(*rows, 48, seed=3).to(dtype)
-    out.backward(grad)
-    flat, dy = own_x.detach().reshape(-1, 32), grad.reshape(-1, 48)
-    x8, w8, g8 = (
-        straight(flat, fp8.E4M3),
-        straight(own_weight.detach(), fp8.E4M3),
-        straight(dy, fp8.E5M2),
-    )
-    want = [x8 @ w8.T + (0 if own_bias is None else own_bias.detach().double()), g8 @ w8, g8.T @ x8]
-    got = [out.detach().reshape(-1, 48), grad_of(own_x).reshape(-1, 32), grad_of(own_weight)]
-    if own_bias is not None:
-        want.append(dy.double().sum(0))
-        got.append(grad_of(own_bias))
-    for mine, exact in zip(got, want, strict=True):
-        assert mine.dtype == dtype
-        error = (mine.double() - exact).abs().max() / exact.abs().max()
-        assert error < (1e-5 if dtype == torch.float32 else 5e-3), error
+def test_linear_is_the_formula(dtype: torch.dtype) -> None:
+    """Values and all gradients: products of what the codes stand for, straight through the rounding."""
+    for rows, has_bias in itertools.product(((16,), (3, 7), ()), (True, False)):
+        given = [values(*rows, 32), values(48, 32, seed=1, scale=0.1), values(48, seed=2)]
+        own = [t.to(dtype).requires_grad_() for t in given[: 2 + has_bias]]
+        grad = values(*rows, 48, seed=3).to(dtype)
+        for frozen in (*own, torch.empty(0)):  # only wanted gradients are made
+            for tensor in own:
+                tensor.requires_grad_(tensor is not frozen).grad = None
+            out = linear(*own)
+            out.backward(grad)
+            assert [x for x in own if x.grad is None] == [x for x in own if x is frozen]
+        flat, dy = own[0].detach().reshape(-1, 32), grad.reshape(-1, 48)
+        x8, w8 = (straight(x, fp8.E4M3) for x in (flat, own[1].detach()))
+        g8 = straight(dy, fp8.E5M2)
+        want = [x8 @ w8.T, g8 @ w8, g8.T @ x8]
+        if has_bias:
+            want[0] += own[2].detach().double()
+            want.append(dy.double().sum(0))
+        for mine, exact in zip([out.detach(), *map(grad_of, own)], want, strict=True):
+            assert mine.dtype == dtype
+            error = (mine.double().view(exact.shape) - exact).abs().max() / exact.abs().max()
+            assert error < (1e-5 if dtype == torch.float32 else 5e-3), error
 
 
 def test_linear_is_near_the_plain_one() -> None:
-    x, weight = (
-        values(256, 128).requires_grad_(),
-        values(64, 128, seed=1, scale=0.1).requires_grad_(),
-    )
-    grad = values(256, 64, seed=2)
-    found = []
-    for function in (linear, F.linear):
-        x.grad = weight.grad = None
-        out = function(x, weight)
-        out.backward(grad)
-        found.append((out.detach(), x.grad, weight.grad))
+    """Modules of any class, under the mode."""
+    layer, x = torch.nn.Linear(128, 64), values(256, 128).requires_grad_()
+    grad, found = values(256, 64, seed=2), []
+    for mode in (Fp8Mode(), torch.enable_grad()):
+        with mode:
+            out = layer(x)
+        found.append([out.detach(), *torch.autograd.grad(out, [x, layer.weight], grad)])
+    assert torch.equal(found[0][0], linear(x, layer.weight, layer.bias))
     for mine, plain in zip(*found, strict=True):
         error = (mine - plain).norm() / plain.norm()
         assert 1e-3 < error < 0.1, "as much rounding as eight bits make, and no more"
         assert F.cosine_similarity(mine.flatten(), plain.flatten(), dim=0) > 0.995
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(5, 24, 32), (5, 32, 24), (0, 32, 32)])
-def test_other_sizes_are_left_to_torch(rows: int, inputs: int, outputs: int) -> None:
-    x, weight = values(rows, inputs), values(outputs, inputs)
-    assert torch.equal(linear(x, weight), F.linear(x, weight))
+def test_other_sizes_are_left_to_torch() -> None:
+    for rows, columns, outputs in ((5, 24, 32), (5, 32, 24), (0, 32, 32)):
+        x, weight = values(rows, columns), values(outputs, columns)
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+    x, weight = values(5, 32), values(32, 32)
+    assert not torch.equal(linear(x, weight), F.linear(x, weight))
 
 
 def test_autocast_decides_the_result() -> None:
@@ -117,24 +107,12 @@ def test_autocast_decides_the_result() -> None:
     assert grad_of(x).dtype == grad_of(weight).dtype == torch.float32
 
 
-@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
-def test_only_wanted_gradients_are_made(frozen: str) -> None:
-    given = {"x": values(8, 32), "weight": values(16, 32), "bias": values(16)}
-    for name, tensor in given.items():
-        tensor.requires_grad_(name != frozen)
-    linear(*given.values()).sum().backward()
-    assert {name for name, tensor in given.items() if tensor.grad is None} == {frozen}
-
-
 def test_eight_bits_are_kept() -> None:
     """Of the input; the weight is kept as it is, not as a copy."""
-    kept: list[torch.Tensor] = []
-    x, weight = (
-        values(64, 32).bfloat16().requires_grad_(),
-        values(16, 32).bfloat16().requires_grad_(),
-    )
+    kept: list[Tensor] = []
+    x, weight = (values(size, 32).bfloat16().requires_grad_() for size in (64, 16))
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor: Tensor) -> Tensor:
         kept.append(tensor)
         return tensor
 
@@ -142,12 +120,3 @@ def test_eight_bits_are_kept() -> None:
         linear(x, weight)
     own = [t for t in kept if t.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()]
     assert sum(t.numel() * t.element_size() for t in own) == 64 * 32 + 2 * 4
-
-
-def test_the_mode_takes_modules_of_any_class() -> None:
-    layer = torch.nn.Linear(32, 16)
-    x = values(4, 32)
-    with Fp8Mode():
-        inside = layer(x)
-    assert torch.equal(inside, linear(x, layer.weight, layer.bias))
-    assert not torch.equal(inside, layer(x))

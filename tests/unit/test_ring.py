@@ -7,33 +7,26 @@ import torch
 from bmtrain.shard.residence import Ring, alias
 
 
-class Member:
-    """Stands for a storage."""
-
-
-def make(num_members: int, capacity: int = 3) -> Ring:
-    ring = Ring(16, torch.float32, torch.device("cpu"), capacity)
+def make(num_members: int) -> Ring:
+    ring = Ring(16, torch.float32, torch.device("cpu"), capacity=3)
     for _ in range(num_members):
         ring.join()
     return ring
 
 
 def test_the_least_recently_released_free_buffer_is_taken() -> None:
-    """So that the values of the last users stay longest."""
-    ring, members = make(9), [Member() for _ in range(5)]
-    a, b, c = (ring.take(member) for member in members[:3])
+    """So that the values of the last users stay longest. When all are held one more is made, and
+    dropped again when it comes back.
+    """
+    ring = make(9)
+    a, b, c = (ring.take(object()) for _ in range(3))
     assert ring.num_buffers == 3
     for buffer in (b, a, c):
         ring.give_back(buffer, None)
-    assert ring.take(members[3]) is b
-    assert ring.take(members[4]) is a
+    assert ring.take(object()) is b
+    assert ring.take(object()) is a
     assert ring.num_buffers == 3
-
-
-def test_a_held_buffer_is_never_given_out() -> None:
-    """When all are held one more is made, and dropped again when it comes back."""
-    ring, members = make(9), [Member() for _ in range(4)]
-    taken = [ring.take(member) for member in members]
+    taken = [a, b, *(ring.take(object()) for _ in range(2))]
     assert len({buffer.tensor.data_ptr() for buffer in taken}) == 4
     for buffer in taken:
         ring.give_back(buffer, None)
@@ -43,19 +36,18 @@ def test_a_held_buffer_is_never_given_out() -> None:
 def test_a_size_that_one_storage_has_keeps_nothing() -> None:
     """Its memory would serve nobody else."""
     ring = make(1)
-    buffer = ring.take(Member())
+    buffer = ring.take(object())
     assert ring.num_buffers == 1
     ring.give_back(buffer, None)
     assert ring.num_buffers == 0
 
 
 def test_memory_goes_with_the_last_storage() -> None:
-    """Not before: another rank may not have noticed yet that the others are gone, and all must keep
-    the same buffers.
+    """Not before: another rank may not have noticed yet that the others are gone, and all must keep the
+    same buffers.
     """
     ring = make(3)
-    buffers = [ring.take(Member()) for _ in range(3)]
-    for buffer in buffers[:2]:
+    for buffer in [ring.take(object()) for _ in range(3)][:2]:
         ring.give_back(buffer, None)
     ring.leave()
     ring.leave()
@@ -66,20 +58,15 @@ def test_memory_goes_with_the_last_storage() -> None:
 
 def test_refilling_is_no_change_to_autograd() -> None:
     """An alias has a version of its own: a tensor saved from it stays usable in backward after the
-    buffer was written.
+    buffer was written. A run may begin with an evaluation.
     """
-    memory = torch.ones(4)
+    with torch.inference_mode():
+        buffer = make(2).take(object())
+    assert not buffer.tensor.is_inference()
+    memory, x = torch.ones(4), torch.ones(4, requires_grad=True)
     weight = alias(memory)
-    x = torch.ones(4, requires_grad=True)
     y = (x * weight).sum()
     memory.fill_(2.0)
     y.backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full((4,), 2.0))
     assert weight.data_ptr() == memory.data_ptr()
-
-
-def test_buffers_made_in_inference_mode_serve_training() -> None:
-    """A run may begin with an evaluation."""
-    with torch.inference_mode():
-        buffer = make(2).take(Member())
-    assert not buffer.tensor.is_inference()

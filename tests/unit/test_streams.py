@@ -15,31 +15,8 @@ from bmtrain.distributed.transport import CudaStreams
 Tasks = frozenset[str]
 
 
-class Device:
-    """Streams in which each task knows all tasks that come before it for certain."""
-
-    def __init__(self) -> None:
-        self.compute = self.current = Stream()
-        self.before: dict[str, Tasks] = {}
-
-    @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        outer, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = outer
-
-    def task(self, name: str) -> Callable[[], None]:
-        def issue() -> None:
-            self.before[name] = self.current.past
-            self.current.past |= {name}
-
-        return issue
-
-
 class Stream:
-    """One stream: its past is all that comes before what is put there next."""
+    """One stream: its past is all that comes for certain before what is put there next."""
 
     def __init__(self, *_: object, priority: int = 0) -> None:
         self.past: Tasks = frozenset()
@@ -54,6 +31,28 @@ class Stream:
         self.past |= other.past
 
 
+class Device:
+    """Streams in which each task knows all tasks that come before it."""
+
+    def __init__(self) -> None:
+        self.current, self.before = Stream(), dict[str, Tasks]()
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        outer, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = outer
+
+    def tasks(self, name: str, count: int) -> list[Callable[[], None]]:
+        def issue(number: int) -> None:
+            self.before[f"{name} {number}"] = self.current.past
+            self.current.past |= {f"{name} {number}"}
+
+        return [lambda number=number: issue(number) for number in range(count)]  # type: ignore[misc]
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
@@ -63,36 +62,26 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-def copies(device: Device, name: str, count: int) -> list[Callable[[], None]]:
-    return [device.task(f"{name} {number}") for number in range(count)]
-
-
 def test_gathers_and_reductions_do_not_wait_for_each_other(device: Device) -> None:
-    """Nor do the copies of one of them; each direction in itself is in order."""
+    """Nor do the copies of one of them; each direction in itself is in order. Reductions come after
+    what was computed.
+    """
     streams = CudaStreams(torch.device("cuda", 0))
+    device.tasks("product", 1)[0]()
     for turn in range(2):
-        with streams.gathering(None):
-            streams.side_by_side(copies(device, f"gather {turn}:", 3))
-            device.task(f"gather {turn} done")()
-        with streams.reducing():
-            streams.side_by_side(copies(device, f"reduce {turn}:", 3))
-            device.task(f"reduce {turn} done")()
+        for name, way in (("gather", streams.gathering(None)), ("reduce", streams.reducing())):
+            with way:
+                streams.side_by_side(device.tasks(f"{name} {turn}:", 3))
+                device.tasks(f"{name} {turn} done", 1)[0]()
     for own, other in (("gather", "reduce"), ("reduce", "gather")):
         for turn in range(2):
-            for number in range(3):
-                before = device.before[f"{own} {turn}: {number}"]
+            copies = {f"{own} {turn}: {number}" for number in range(3)}
+            for copy in copies:
+                before = device.before[copy]
                 assert not [name for name in before if name.startswith((other, f"{own} {turn}"))]
-                assert turn == 0 or f"{own} 0 done" in before
-            after = device.before[f"{own} {turn} done"]
-            assert {f"{own} {turn}: {number}" for number in range(3)} <= after
-
-
-def test_reductions_come_after_what_was_computed(device: Device) -> None:
-    streams = CudaStreams(torch.device("cuda", 0))
-    device.task("product")()
-    with streams.reducing():
-        streams.side_by_side(copies(device, "copy", 3))
-    assert all("product" in device.before[f"copy {number}"] for number in range(3))
+                assert turn == 0 or f"{own} 0 done 0" in before
+                assert own == "gather" or "product 0" in before
+            assert copies <= device.before[f"{own} {turn} done 0"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
@@ -100,6 +89,6 @@ def test_any_number_of_jobs(device: Device, count: int) -> None:
     """More of them the second time, and fewer the third."""
     streams = CudaStreams(torch.device("cuda", 0))
     for turn, now in enumerate((count, count + 4, count)):
-        streams.side_by_side(copies(device, f"{turn}:", now))
-        device.task(f"end {turn}")()
-        assert device.before[f"end {turn}"] >= {f"{turn}: {number}" for number in range(now)}
+        streams.side_by_side(device.tasks(f"{turn}:", now))
+        device.tasks(f"end {turn}", 1)[0]()
+        assert device.before[f"end {turn} 0"] >= {f"{turn}: {number}" for number in range(now)}

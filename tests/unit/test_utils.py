@@ -12,30 +12,17 @@ from bmtrain.utils import AverageRecorder, print_block, print_dict
 
 
 def test_average_is_a_weighted_mean_of_what_was_recorded() -> None:
-    recorder = AverageRecorder(alpha=0.5)
-    values = [4.0, 1.0, 7.0]
-    seen = []
-    for value in values:
+    """A start value counts only before the first record."""
+    recorder, seen = AverageRecorder(alpha=0.5, start_value=100), [100.0]
+    assert recorder.value == 100
+    for value in (4.0, 1.0, 7.0):
         recorder.record(value)
         seen.append(recorder.value)
-    assert seen == pytest.approx([4.0, (0.5 * 4 + 1) / 1.5, (0.25 * 4 + 0.5 * 1 + 7) / 1.75])
-
-
-def test_average_of_a_constant_is_that_constant() -> None:
+    assert seen[1:] == pytest.approx([4.0, (0.5 * 4 + 1) / 1.5, (0.25 * 4 + 0.5 * 1 + 7) / 1.75])
     recorder = AverageRecorder()
     for _ in range(1000):
         recorder.record(torch.tensor(2.5))
         assert recorder.value == pytest.approx(2.5)
-
-
-def test_start_value_counts_only_before_the_first_record() -> None:
-    recorder = AverageRecorder(alpha=0.9, start_value=100)
-    assert recorder.value == 100
-    recorder.record(3)
-    assert recorder.value == pytest.approx(3)
-
-
-def test_no_memory_of_the_past() -> None:
     recorder = AverageRecorder(alpha=0)
     recorder.record(1)
     recorder.record(5)
@@ -48,18 +35,13 @@ def test_alpha_outside_its_range_is_refused(alpha: float) -> None:
         AverageRecorder(alpha=alpha)
 
 
-def test_print_block(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
     print_block("Model", "two\nlines [not markup]")
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert "Model" in lines[0]
-    assert lines[1:3] == ["two", "lines [not markup]"]
+    assert "Model" in lines[0] and lines[1:3] == ["two", "lines [not markup]"]
     print_block("Title alone")
     assert "Title alone" in capsys.readouterr().out
-
-
-def test_print_dict_to_a_file() -> None:
     file = io.StringIO()
     print_dict("Arguments", {"lr": 0.5, "name": "[b]x"}, file)
-    lines = [line.split() for line in file.getvalue().splitlines()]
-    assert "Arguments" in lines[0]
-    assert lines[1:3] == [["lr", "0.5"], ["name", "[b]x"]]
+    words = [line.split() for line in file.getvalue().splitlines()]
+    assert "Arguments" in words[0] and words[1:3] == [["lr", "0.5"], ["name", "[b]x"]]

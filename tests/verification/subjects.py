@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
 import random
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def with_dropout() -> Program:
 
 
 def _example() -> nn.Module:
-    folder = str(pathlib.Path(__file__).parents[2] / "examples" / "gpt2")
+    folder = str(Path(__file__).parents[2] / "examples" / "gpt2")
     if folder not in sys.path:
         sys.path.insert(0, folder)
     from models import GPT

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from bmtrain.verification.running import Settings, run_on_ranks, run_reference
 from bmtrain.verification.tolerance import relative_tolerance
 from bmtrain.verification.verify import _judged
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 Maker = Callable[[], Any]
 
 
@@ -49,91 +49,99 @@ def report(maker: Maker, ranks: int = 2, **more: Any) -> Report:
 @pytest.mark.parametrize(
     ("maker", "ranks", "level"),
     [
-        (subjects.correct, 1, 3),
-        (subjects.correct, 2, 3),
-        (subjects.correct, 3, 2),
-        (subjects.in_bfloat16, 2, 3),
-        (subjects.in_double, 3, 3),
         (subjects.with_a_step, 2, 2),
-        (subjects.with_dropout, 2, 3),
-        (subjects.with_batch_norm, 3, 3),
-        (subjects.gpt2_example, 2, 3),
-        (subjects.llama, 2, 3),
-        (subjects.bert, 3, 2),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                (subjects.correct, 1, 3),
+                (subjects.correct, 3, 2),
+                (subjects.in_bfloat16, 2, 3),
+                (subjects.in_double, 3, 3),
+                (subjects.with_dropout, 2, 3),
+                (subjects.with_batch_norm, 3, 3),
+                (subjects.gpt2_example, 2, 3),
+                (subjects.llama, 2, 3),
+                (subjects.bert, 3, 2),
+            )
+        ),
     ],
 )
 def test_correct_programs_pass(maker: Maker, ranks: int, level: int) -> None:
     """Nothing differs, every kind of tensor is compared, and tolerances have room."""
     found = report(maker, ranks, init={"zero_level": level})
     assert found, str(found)
-    assert {
-        "loss",
-        "gradient",
-        "parameter",
-        "random state",
-        "optimizer state",
-    } <= found.compared.keys()
+    kinds = {"loss", "gradient", "parameter", "random state", "optimizer state"}
+    assert kinds <= found.compared.keys()
     assert found.closest < 0.5
 
 
 @pytest.mark.parametrize(
-    ("maker", "kind", "step", "words"),
+    ("maker", "kind", "words"),
     [
-        (subjects.rank_in_arithmetic, Kind.LOSS, 1, "off by"),
-        (subjects.gradient_scaled, Kind.GRADIENT, 1, "off by"),
-        (subjects.buffer_differs, Kind.BUFFER, 1, "2 instead of 1"),
-        (subjects.parameter_written, Kind.PARAMETER, 1, "off by"),
-        (subjects.generator_moved, Kind.RANDOM, 1, "stands elsewhere"),
+        (subjects.buffer_differs, Kind.BUFFER, "2 instead of 1"),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                (subjects.rank_in_arithmetic, Kind.LOSS, "off by"),
+                (subjects.gradient_scaled, Kind.GRADIENT, "off by"),
+                (subjects.parameter_written, Kind.PARAMETER, "off by"),
+                (subjects.generator_moved, Kind.RANDOM, "stands elsewhere"),
+            )
+        ),
     ],
 )
-def test_planted_differences_are_found(maker: Maker, kind: Kind, step: int, words: str) -> None:
+def test_planted_differences_are_found(maker: Maker, kind: Kind, words: str) -> None:
     """The first tensor that differs has its kind, step and size in the report."""
     found = report(maker)
     assert found.verdict == "different" and found.first is not None
-    assert (found.first.key.kind, found.first.key.step) == (kind, step), str(found)
+    assert (found.first.key.kind, found.first.key.step) == (kind, 1), str(found)
     assert words in found.text
     if kind is Kind.BUFFER:
         assert found.first.rank == 1 and found.first.key.name == "count"
 
 
-@pytest.mark.parametrize(
-    ("maker", "words"),
-    [
-        (subjects.the_same_model, "another model each time"),
-        (subjects.other_values_each_time, "another model each time"),
-        (subjects.not_repeatable, "does not repeat itself"),
-        (subjects.dropout_on_split_rows, 'batch="same"'),
-        (subjects.uneven_rows, "cannot be split over 2 ranks"),
-        (subjects.no_program, "expected a bmtrain.verify.Program"),
-        (subjects.neither_loss_nor_step, "either a loss"),
-        (subjects.a_model_for_its_maker, "makes it anew"),
-        (subjects.no_model, "expected a torch.nn.Module"),
-    ],
-)
-def test_what_cannot_be_verified_is_said(maker: Maker, words: str) -> None:
-    """A ConfigurationError names the reason."""
-    with pytest.raises(ConfigurationError, match=words):
-        run_ranks(_reference, 1, maker, Settings(), join=False)
+def _reasons() -> list[str]:
+    """Why each of `UNVERIFIABLE` cannot be verified."""
+    said = []
+    for maker in UNVERIFIABLE:
+        with pytest.raises(ConfigurationError) as error:
+            _reference(maker, Settings())
+        said.append(str(error.value))
+    return said
 
 
-@pytest.mark.parametrize("settings", [{"ranks": 0}, {"steps": 0}, {"timeout": 0}, {"slack": -1.0}])
-def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="expected a"):
-        bmt.verify(subjects.correct, **settings)
+UNVERIFIABLE = {
+    subjects.the_same_model: "another model each time",
+    subjects.other_values_each_time: "another model each time",
+    subjects.not_repeatable: "does not repeat itself",
+    subjects.dropout_on_split_rows: 'batch="same"',
+    subjects.uneven_rows: "cannot be split over 2 ranks",
+    subjects.no_program: "expected a bmtrain.verify.Program",
+    subjects.neither_loss_nor_step: "either a loss",
+    subjects.a_model_for_its_maker: "makes it anew",
+    subjects.no_model: "expected a torch.nn.Module",
+}
 
 
-def test_functions_that_processes_cannot_find_are_refused() -> None:
+def test_what_cannot_be_verified_is_said() -> None:
+    """A ConfigurationError names the reason; settings, functions that processes cannot find, and a
+    run that is there already, too.
+    """
+    (said,) = run_ranks(_reasons, 1, join=False)
+    for words, error in zip(UNVERIFIABLE.values(), said, strict=True):
+        assert words in error
+    wrong: list[dict[str, Any]] = [{"ranks": 0}, {"steps": 0}, {"timeout": 0}, {"slack": -1.0}]
+    for settings in wrong:
+        with pytest.raises(ConfigurationError, match="expected a"):
+            bmt.verify(subjects.correct, **settings)
     with pytest.raises(ConfigurationError, match="top of a module"):
         bmt.verify(functools.partial(subjects.correct))
+    with pytest.raises(ConfigurationError, match="before init_distributed"):
+        run_ranks(_inside_a_run, 1)
 
 
 def _inside_a_run() -> None:
     bmt.verify(subjects.correct)
-
-
-def test_inside_of_a_run_it_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="before init_distributed"):
-        run_ranks(_inside_a_run, 1)
 
 
 def test_refusals_and_failures_are_told_apart() -> None:
@@ -153,25 +161,29 @@ def _record(**values: torch.Tensor | None) -> Record:
     return out
 
 
+ONES = torch.ones(3)
+
+
 @pytest.mark.parametrize(
     ("got", "words"),
     [
-        ({"a": torch.ones(3), "b": None}, ""),
-        ({"a": torch.ones(3) * (1 + 5e-6), "b": None}, ""),
-        ({"a": torch.ones(3) * (1 + 5e-5), "b": None}, "off by"),
-        ({"a": None, "b": None}, "there is none"),
-        ({"a": torch.ones(3), "b": torch.ones(1)}, "one process has none"),
-        ({"a": torch.ones(4), "b": None}, "of shape"),
-        ({"a": torch.ones(3).double(), "b": None}, "float64"),
-        ({"a": torch.tensor([1.0, float("nan"), 1.0]), "b": None}, "nan instead of 1"),
-        ({"b": None}, "there is none"),
-        ({"a": torch.ones(3), "b": None, "c": torch.ones(1)}, "one process has none"),
+        ({"a": ONES}, ""),
+        ({"a": ONES * (1 + 5e-6)}, ""),
+        ({"a": ONES * (1 + 5e-5)}, "off by"),
+        ({"a": None}, "there is none"),
+        ({"a": ONES, "b": ONES}, "one process has none"),
+        ({"a": torch.ones(4)}, "of shape"),
+        ({"a": ONES.double()}, "float64"),
+        ({"a": torch.tensor([1.0, float("nan"), 1.0])}, "nan instead of 1"),
+        ({}, "there is none"),
+        ({"a": ONES, "c": ONES}, "one process has none"),
     ],
 )
 def test_tensors_are_compared_by_value_shape_dtype_and_presence(
     got: dict[str, torch.Tensor | None], words: str
 ) -> None:
-    found = compare(_record(a=torch.ones(3), b=None), [_record(**got)])
+    """With one that has a value, `a`, and one that has none, `b`."""
+    found = compare(_record(a=ONES, b=None), [_record(**{"b": None, **got})])
     assert bool(found) == (not words) and words in found.text, str(found)
 
 
@@ -199,43 +211,35 @@ def test_tolerances_follow_the_dtype() -> None:
     step and for whole numbers.
     """
     fine, coarse = Record(terms=100, coarsest=2.0**-23), Record(terms=100, coarsest=2.0**-7)
-    assert relative_tolerance(fine, torch.float32, 1, "cpu") == pytest.approx(8 * 11 * 2.0**-23)
-    assert relative_tolerance(coarse, torch.float32, 1, "cpu") == pytest.approx(
-        8 * 2.0**-7, rel=1e-3
-    )
-    assert relative_tolerance(
-        Record(terms=100, coarsest=2.0**-52), torch.float64, 2, "cpu"
-    ) == pytest.approx(2 * 8 * 11 * 2.0**-52)
-    assert relative_tolerance(fine, torch.float32, 1, "cuda") >= 4 * relative_tolerance(
-        fine, torch.float32, 1, "cpu"
-    )
-    assert (
-        relative_tolerance(fine, torch.float32, 0, "cpu")
-        == relative_tolerance(fine, torch.int64, 1, "cpu")
-        == 0
-    )
+    whole, single = Record(terms=100, coarsest=2.0**-52), torch.float32
+    on_cpu = relative_tolerance(fine, single, 1, "cpu")
+    assert on_cpu == pytest.approx(8 * 11 * 2.0**-23)
+    found = relative_tolerance(coarse, single, 1, "cpu")
+    assert found == pytest.approx(8 * 2.0**-7, rel=1e-3)
+    found = relative_tolerance(whole, torch.float64, 2, "cpu")
+    assert found == pytest.approx(2 * 8 * 11 * 2.0**-52)
+    assert relative_tolerance(fine, single, 1, "cuda") >= 4 * on_cpu
+    assert relative_tolerance(fine, single, 0, "cpu") == 0
+    assert relative_tolerance(fine, torch.int64, 1, "cpu") == 0
 
 
-def command(
-    *arguments: str, starter: tuple[str, ...] = ("-m", "bmtrain")
-) -> subprocess.CompletedProcess[str]:
+def command(*words: str) -> tuple[int, str]:
+    """The status and the output of a program of Python's."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return subprocess.run(
-        [sys.executable, *starter, *arguments],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    how: Any = {"env": environment, "cwd": ROOT, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *words], timeout=120, check=False, **how)
+    return done.returncode, done.stdout + done.stderr
 
 
+SUBJECTS = "tests.verification.subjects"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "status", "words"),
     [
@@ -250,27 +254,23 @@ def command(
 def test_the_command_prints_the_outcome_and_has_its_status(
     function: str, status: int, words: str
 ) -> None:
-    done = command(
-        "verify", f"tests.verification.subjects:{function}", "--steps", "1", "--timeout", "60"
-    )
-    assert done.returncode == status and words in done.stdout + done.stderr, (
-        done.stdout + done.stderr
-    )
+    options = f"-m bmtrain verify {SUBJECTS}:{function} --steps 1 --timeout 60"
+    code, said = command(*options.split())
+    assert code == status and words in said, said
 
 
+@pytest.mark.long
 def test_under_torchrun_the_ranks_are_those_that_there_are() -> None:
-    starter = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "bmtrain")
-    done = command("verify", "tests.verification.subjects:correct", "--steps", "1", starter=starter)
-    assert done.returncode == 0 and done.stdout.count("same: 1 steps on 2 ranks") == 1, (
-        done.stdout + done.stderr
-    )
+    """Without a command there is a list."""
+    options = f"-m bmtrain verify {SUBJECTS}:correct --steps 1"
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2"
+    code, said = command(*torchrun.split(), *options.split())
+    assert code == 0 and said.count("same: 1 steps on 2 ranks") == 1, said
+    code, said = command("-m", "bmtrain")
+    assert code == 0 and "verify" in said
 
 
-def test_without_a_command_there_is_a_list() -> None:
-    done = command()
-    assert done.returncode == 0 and "verify" in done.stdout
-
-
+@pytest.mark.long
 def test_parameters_without_values_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="parameters without values"):
         report(subjects.without_values)

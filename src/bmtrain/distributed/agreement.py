@@ -18,6 +18,8 @@ Figures = tuple[float, float, float]  # of `look`
 # Elements of a tensor compared between ranks. Comparing all of them takes seconds for a large model
 # on a CPU.
 NUM_SAMPLED = 2**22
+# Of `look`: (step, weight), the sum of every step-th element counts so much.
+_DIRECTION = ((1, 1.0), (2, -1.6), (3, 0.7), (5, -1.1))
 
 
 def everyone() -> Axis | None:
@@ -49,27 +51,71 @@ def look(x: torch.Tensor) -> Figures:
     infinities.
 
     The component distinguishes tensors of equal norm; in both NaN and infinities count as 0. All
-    are computed from at most NUM_SAMPLED evenly spaced elements.
+    are computed from at most NUM_SAMPLED evenly spaced elements. Synchronises with the device.
     """
+    norm, component, mark = _figures(x).tolist()
+    return norm, component, mark
+
+
+def _figures(x: torch.Tensor) -> torch.Tensor:
+    """What `look` says of a tensor: (3,), fp64, on its device."""
     x = (x.to_dense() if x.layout is not torch.strided else x).detach()
     flat = evenly_spaced(torch.view_as_real(x) if x.is_complex() else x, NUM_SAMPLED)
-    mark = 0.0
     if flat.is_floating_point():
-        mark = float((flat.isnan() * 1.0 + flat.isposinf() * 1e3 + flat.isneginf() * 1e6).sum())
+        marked = flat.isnan() * 1.0 + flat.isposinf() * 1e3 + flat.isneginf() * 1e6
         flat = flat.nan_to_num(0, 0, 0)
     else:
         flat = flat.double()
-    weights = {1: 1.0, 2: -1.6, 3: 0.7, 5: -1.1}
-    component = sum(
-        weight * float(flat[::step].sum(dtype=torch.float64)) for step, weight in weights.items()
-    )
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64)), component, mark
+        marked = torch.zeros_like(flat[:1])
+    sums = [flat[::step].sum(dtype=torch.float64) * weight for step, weight in _DIRECTION]
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    return torch.stack([norm, torch.stack(sums).sum(), marked.sum(dtype=torch.float64)])
 
 
 def evenly_spaced(x: torch.Tensor, most: int) -> torch.Tensor:
     """At most `most` evenly spaced elements of a tensor, 1-D."""
     flat = x.reshape(-1)
     return flat[:: max(1, -(-flat.numel() // most))]
+
+
+class Comparison:
+    """Tensors that all ranks have computed, to be compared between them.
+
+    What is compared is computed and copied to the host from the start on, without waiting for the
+    device; the tensors may change afterwards.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], axis: Axis, what: str) -> None:
+        self._axis, self._what = axis, what
+        self._dtypes = [x.dtype for x in tensors]
+        self._figures, self._arrived = [_figures(x) for x in tensors], list[torch.Event]()
+        for device in {x.device for x in tensors if x.device.type != "cpu"}:
+            # into page-locked memory: a pageable copy would block the host
+            self._figures = [
+                x.to("cpu", non_blocking=True) if x.device == device else x for x in self._figures
+            ]
+            self._arrived.append(torch.cuda.current_stream(device).record_event())
+
+    def differing(self) -> list[bool]:
+        """For each tensor, whether it differs between ranks by more than rounding.
+
+        Collective; waits for the device.
+        """
+        for event in self._arrived:
+            # Without it, the host would read memory that the copy has not written yet.
+            event.synchronize()
+        figures = torch.stack(self._figures).flatten().tolist() if self._figures else []
+        ends = largest([*figures, *(-figure for figure in figures)], self._axis, self._what)
+        high, low = iter(ends[: len(figures)]), iter([-x for x in ends[len(figures) :]])
+        return [
+            not are_near(one, other, dtype)
+            for one, other, dtype in zip(
+                zip(*[high] * 3, strict=True),
+                zip(*[low] * 3, strict=True),
+                self._dtypes,
+                strict=True,
+            )
+        ]
 
 
 def differ(tensors: Sequence[torch.Tensor], axis: Axis, what: str) -> list[bool]:
@@ -79,17 +125,7 @@ def differ(tensors: Sequence[torch.Tensor], axis: Axis, what: str) -> list[bool]
     """
     if axis.size == 1:
         return [False] * len(tensors)
-    figures = [
-        figure
-        for x in tensors
-        for norm, along, mark in [look(x)]
-        for figure in (norm, -norm, along, -along, mark, -mark)
-    ]
-    ends = iter(largest(figures, axis, what))
-    return [
-        not are_near((high, most, top), (-low, -least, -bottom), x.dtype)
-        for x, high, low, most, least, top, bottom in zip(tensors, *[ends] * 6, strict=True)
-    ]
+    return Comparison(tensors, axis, what).differing()
 
 
 def are_near(one: Figures, other: Figures, dtype: torch.dtype) -> bool:

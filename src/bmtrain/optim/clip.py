@@ -71,11 +71,20 @@ def clip_gradients(
     )
     current.service(Engine).host.refuse("gradients are clipped inside: clip after the function")
     found = gradients.look()
-    norm = (_global_norm(*found, float(order)) / scale).to(_dtype_of(found))
+    # Rounded where it is divided, and divided by a number of the host: a launch less, each.
+    norm = torch.empty((), dtype=_dtype_of(found), device=current.device)
+    torch.div(_global_norm(*found, float(order)), scale, out=norm)
     if not math.isinf(max_norm):
-        factor = (max_norm / (norm + eps)).clamp(max=1.0)
+        bound = torch.tensor(max_norm, dtype=norm.dtype, device="cpu")
+        factor = torch.div(bound, norm + eps).clamp(max=1.0)
         for parts in found:
             scale_(parts.batch, factor)
+        # A norm that is not finite reaches the padding too, which no clearing in place reaches.
+        padding = [
+            part.grad[begin:end] for part in found[0].parts for begin, end in part.piece.gaps
+        ]
+        if padding:
+            torch._foreach_zero_(padding)
     return norm
 
 

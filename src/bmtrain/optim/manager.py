@@ -230,6 +230,7 @@ class OptimManager:
 
     def _zero_grad(self, set_to_none: bool) -> None:
         self._mark.clear()
+        self._engine.backward.abandon_if_dead()
         has_deferred = self._engine.backward.has_deferred
         for optimizer in self.optimizers:
             for param in parameters_of(optimizer.param_groups) if has_deferred else ():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -71,6 +73,16 @@ class Run:
     def cut(self, values: torch.Tensor, part: Run) -> torch.Tensor:
         """The elements of `part` of this run in `values` (numel,)."""
         return values if part is self else values[part.begin - self.begin : part.end - self.begin]
+
+    @functools.cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Begin and end in the run of the padding between its slots."""
+        if self.storage is None:
+            return ()
+        spans = [self.offset(param) for param in self.params]
+        return tuple(
+            (one[1], other[0]) for one, other in itertools.pairwise(spans) if one[1] < other[0]
+        )
 
     def with_gradient(self) -> list[Run]:
         """The parts of the run that have a gradient, each with a single `gradient()`."""

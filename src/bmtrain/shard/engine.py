@@ -116,7 +116,7 @@ class Engine:
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
         world.service(Sameness)  # refuses wrappers that take over modules
-        self._steps = Steps(
+        self.steps = Steps(
             self.transport.ledger, world.mesh.world, self.replicated, self._gradients, self.host
         )
         self._with_grad = True  # grad mode of the last forward pass

@@ -241,6 +241,8 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         self.shown_grad = cut_like(value, self)
 
     def _clear_gradient(self) -> None:
+        # Else a pass that has raised would take back what is cleared here.
+        self._storage.engine.backward.abandon_if_dead()
         self._storage.gradient.discard_deferred(self._index)
         self.shown_grad = None
 

@@ -98,8 +98,12 @@ class Replicated:
             RanksPartedError: if a parameter had a gradient before on some ranks only.
         """
         params = [reference() for reference in self._params]
-        for param in params if self._world.size > 1 else ():
-            _refuse_hooks(param)
+        try:
+            for param in params if self._world.size > 1 else ():
+                _refuse_hooks(param)
+        except ParameterError:
+            self.discard()  # else the next pass would add the gradients of this one
+            raise
         incoming = [None if param is None else self._incoming.get(id(param)) for param in params]
         kinds = [
             (

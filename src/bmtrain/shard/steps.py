@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import weakref
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from bmtrain.distributed.agreement import differ, look
+from bmtrain.distributed.agreement import Comparison, differ, look
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
@@ -20,6 +20,8 @@ from bmtrain.shard.backward import HostSteps
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import plain_functions
+
+_NUM_AWAITED = 2  # steps in which the host waits for the values of ordinary parameters
 
 
 class Steps:
@@ -53,6 +55,7 @@ class Steps:
         self._ordinary: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ordinary] = (
             weakref.WeakKeyDictionary()
         )
+        self._waits: list[Callable[[], None]] = []
         own = weakref.ref(self)  # torch keeps the hook: it must not keep the run alive
 
         def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -61,6 +64,10 @@ class Steps:
                 steps.begin(optimizer, {**dict(enumerate(args)), **kwargs})
 
         weakref.finalize(self, register_optimizer_step_pre_hook(begin).remove)
+
+    def before_next(self, wait: Callable[[], None]) -> None:
+        """Call `wait` once, before the next step of any optimizer."""
+        self._waits.append(wait)
 
     def begin(self, optimizer: torch.optim.Optimizer, given: Mapping[Any, Any]) -> None:
         """A step is about to be taken.
@@ -79,6 +86,9 @@ class Steps:
         self._replicated.refuse_retired(params)
         self._host.refuse("an optimizer steps inside: step after the function")
         world.current().watchdog.step()
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
         if self._axis.size == 1:
             return
         known = {id(param) for param in self._replicated}
@@ -96,21 +106,42 @@ class Steps:
         state.num_steps += 1
         if alone:
             self._compare_gradients(optimizer, state, alone, given)
-        if state.is_due:
-            self._compare_values(optimizer, ordinary)
+        self._compare_values(optimizer, state, ordinary)
 
     def _compare_values(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+        self, optimizer: torch.optim.Optimizer, state: _Ordinary, params: Sequence[torch.Tensor]
     ) -> None:
-        """Check that ordinary parameters are the same on all ranks; the host waits for them."""
-        self._ledger.note(self._axis, f"values of {len(params)} ordinary parameters")
-        for param, is_other in zip(params, differ(params, self._axis, "parameters"), strict=True):
+        """Check that ordinary parameters are the same on all ranks.
+
+        On a GPU the host does not wait for them: after the first two steps, in which initial values
+        are seen, it learns in the next step what they were.
+        """
+        awaited, state.awaited = state.awaited, None  # a program that mends them can go on
+        if awaited is not None:
+            self._judge(optimizer, *awaited)
+        if not state.is_due:
+            return
+        comparison = Comparison(params, self._axis, "parameters")
+        shapes = [tuple(param.shape) for param in params]
+        if self._ledger.is_immediate or state.num_steps <= _NUM_AWAITED:
+            self._judge(optimizer, comparison, shapes)
+        else:
+            state.awaited = comparison, shapes
+
+    def _judge(
+        self,
+        optimizer: torch.optim.Optimizer,
+        comparison: Comparison,
+        shapes: Sequence[tuple[int, ...]],
+    ) -> None:
+        self._ledger.note(self._axis, f"values of {len(shapes)} ordinary parameters")
+        for shape, is_other in zip(shapes, comparison.differing(), strict=True):
             if is_other:
                 raise ParameterError(
-                    f"{type(optimizer).__name__} has an ordinary parameter of shape "
-                    f"{tuple(param.shape)} whose values differ between ranks: what writes into it "
-                    "must write the same on all ranks. Broadcast it from one "
-                    "(bmtrain.distributed.broadcast(param.data, 0)) before the step."
+                    f"{type(optimizer).__name__} has an ordinary parameter of shape {shape} whose "
+                    "values differ between ranks: what writes into it must write the same on all "
+                    "ranks. Broadcast it from one (bmtrain.distributed.broadcast(param.data, 0)) "
+                    "before the step."
                 )
 
     def _compare_gradients(
@@ -158,10 +189,12 @@ class _Ordinary:
     Attributes:
         num_steps: steps so far.
         seen: ids of the parameters that have had a gradient other than zero.
+        awaited: the comparison of their values that was begun in the last step, and their shapes.
     """
 
     num_steps: int = 0
     seen: set[int] = dataclasses.field(default_factory=set)
+    awaited: tuple[Comparison, list[tuple[int, ...]]] | None = None
 
     @property
     def is_due(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,17 +58,11 @@ def new_block(device: torch.device) -> torch.Tensor:
 class Snapshot:
     """The blocks of an image as they were when this was made.
 
-    A thread copies them. The values must stay as they are until then: the next step of an optimizer
-    waits for it, on the device where there is one; what else writes makes the snapshot fail.
+    A thread copies them. The values must stay as they are until then: who will write them calls
+    `wait` first, on the device where there is one; else the snapshot fails.
     """
 
-    def __init__(
-        self,
-        image: Image,
-        memory: HostMemory,
-        device: torch.device,
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
+    def __init__(self, image: Image, memory: HostMemory, device: torch.device) -> None:
         self._image, self._memory, self._device = image, memory, device
         self._values = [part.values for part in image.parts]
         self._versions = versions_of(self._values)
@@ -79,7 +73,6 @@ class Snapshot:
         self._error: BaseException | None = None
         self._progress = threading.Condition()
         self._is_issued = False
-        self._hooks = [one.register_step_pre_hook(self._before_step) for one in optimizers]
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
         if self._stream is not None:
             # The values are those after all that the program has asked for so far.
@@ -122,11 +115,6 @@ class Snapshot:
                 "copied into host memory: wait for the copy first (CheckpointManager.wait_copied), "
                 "or save with background=False."
             )
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.wait()
-        for hook in self._hooks:
-            hook.remove()
 
     def _copy(self) -> None:
         try:

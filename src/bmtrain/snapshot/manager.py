@@ -22,6 +22,7 @@ from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.optim.manager import OptimManager
 from bmtrain.runtime import log, world
 from bmtrain.runtime.random_states import random_states, set_random_states
+from bmtrain.shard.engine import Engine
 from bmtrain.snapshot import folder as folders
 from bmtrain.snapshot.host import HostMemory, Live, Snapshot
 from bmtrain.snapshot.image import Image
@@ -155,7 +156,7 @@ class CheckpointManager:
     def wait_copied(self) -> None:
         """Wait until the program may write to weights and optimizer state.
 
-        Steps of the manager's optimizers do that themselves.
+        Steps of optimizers do that themselves.
         """
         if self._snapshot is not None:
             self._snapshot.wait()
@@ -217,7 +218,7 @@ class CheckpointManager:
             "pipe_size": topology.pipe_size,
         }
         draft = Draft(path, token, self._world.rank, step, sizes, dict(facts or {}), ties)
-        blocks = attempt(lambda: self._blocks(image, optim_manager), self._axis)
+        blocks = attempt(lambda: self._blocks(image), self._axis)
         file = attempt(lambda: FileOfBlocks(draft.file("bin"), image, blocks), self._axis)
 
         def write() -> None:
@@ -260,11 +261,12 @@ class CheckpointManager:
             parts += more
         return Image(parts), {MODEL: ties}, as_bytes(rest)
 
-    def _blocks(self, image: Image, optim_manager: OptimManager | None) -> Snapshot | Live:
+    def _blocks(self, image: Image) -> Snapshot | Live:
         if not self.background:
             return Live(image, self._world.device)
-        optimizers = [] if optim_manager is None else optim_manager.optimizers
-        self._snapshot = Snapshot(image, self._memory, self._world.device, optimizers)
+        self._snapshot = Snapshot(image, self._memory, self._world.device)
+        # Without it, the next step would write what is still being copied.
+        self._world.service(Engine).steps.before_next(self._snapshot.wait)
         return self._snapshot
 
     def latest(self, before: int | None = None) -> pathlib.Path | None:

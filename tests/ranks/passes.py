@@ -1,0 +1,116 @@
+"""Passes of plain layers and of the blocks made of them, compared; and tests that run on ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import inspect
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tests.ranks import models
+from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of, sharded_parameter
+from torch import Tensor, nn
+
+import bmtrain as bmt
+
+Test = Callable[..., object]
+Call = Callable[[Any, Tensor], Tensor]
+Around = Callable[[nn.ModuleList], contextlib.AbstractContextManager[object]]
+
+
+def on_ranks(world_size: int, **options: Any) -> Callable[[Test], Test]:
+    """The test runs on so many ranks, with these options of `run_ranks`."""
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def started(**given: Any) -> None:
+            run_ranks(_call, world_size, test.__module__, test.__name__, given, **options)
+
+        return started
+
+    return decorate
+
+
+def _call(module: str, name: str, given: dict[str, Any]) -> object:
+    return inspect.unwrap(getattr(importlib.import_module(module), name))(**given)
+
+
+def ask(module: Any, x: Tensor) -> Tensor:
+    y: Tensor = module(x)
+    return y
+
+
+def blocks_of(layers: nn.ModuleList, **options: Any) -> Any:
+    """A list of copies of the layers, each in a block."""
+    return nn.ModuleList([bmt.Block(copy.deepcopy(layer), **options) for layer in layers])
+
+
+def run(
+    layers: nn.ModuleList,
+    x: Tensor,
+    call: Call = ask,
+    *,
+    share: int = 1,
+    times: int = 1,
+    around: Around = contextlib.nullcontext,
+) -> tuple[list[Tensor], str]:
+    """A forward pass from seeds, and backward passes inside of `around`.
+
+    Returns the output and the input's gradient of `share` losses, and where generators stand.
+    """
+    torch.manual_seed(4), random.seed(5), np.random.seed(6)
+    layers.zero_grad()
+    leaf = x.detach().clone().requires_grad_()
+    h = leaf * 1.5
+    for layer in layers:
+        h = call(layer, h)
+    loss = h.float().square().mean() / share
+    with around(layers):
+        for number in range(times):
+            loss.backward(retain_graph=number + 1 < times)
+    stands = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(legacy=False)
+    return [h.detach(), grad_of(leaf) * share], str(stands)
+
+
+def gradients(blocks: nn.Module) -> dict[str, Tensor | None]:
+    """Every parameter's whole gradient by name, all in one collective."""
+    ranks: list[Any] = [None] * bmt.world_size()
+    dist.all_gather_object(ranks, models.plain_gradients(blocks))
+    whole: dict[str, Tensor | None] = {}
+    for name, param in blocks.named_parameters():
+        parts = [part[name] for part in ranks]
+        shape = sharded_parameter(param)._original_shape
+        whole[name] = None if param.grad is None else torch.cat(parts).view(shape)
+    return whole
+
+
+def compare(
+    plain: nn.ModuleList,
+    blocks: nn.ModuleList,
+    what: str,
+    x: Tensor,
+    call: Call = ask,
+    *,
+    plainly: Call | None = None,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> None:
+    """A pass of all ranks' equal rows has the values, gradients, buffers and generators of a plain
+    one, whose layers are called by `plainly`.
+    """
+    want, stood = run(plain, x, plainly or call, **options)
+    got, stands = run(blocks, x, call, share=bmt.world_size(), **options)
+    what = f"{what}, {bmt.world_size()} ranks"
+    for mine, theirs, name in zip(got, want, ("value", "gradient of the input"), strict=True):
+        models.assert_same(mine, theirs, f"{what}: {name}", tolerance)
+    assert stands == stood, f"{what}: generators stand elsewhere"
+    models.assert_same_dicts(gradients(blocks), models.plain_gradients(plain), what, tolerance)
+    models.assert_same_dicts(dict(blocks.named_buffers()), dict(plain.named_buffers()), what)
