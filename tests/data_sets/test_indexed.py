@@ -158,6 +158,9 @@ def test_the_older_format(tmp_path: Path) -> None:
                 make_dataset(path, impl)
     with refused("unknown"):
         make_dataset(new, "fast")
+    for code, letter in CODES.items():
+        one = make_dataset(by_hand(tmp_path / "c", ROWS, code, old=True), "lazy")
+        assert lists(one) == ROWS and one.dtype == np.dtype(letter)
     cached = make_dataset(old, "cached")
     assert isinstance(cached, IndexedCachedDataset)
     cached.prefetch(np.array([1, 2]))

@@ -196,7 +196,7 @@ def test_long_pairs_of_lcqmc_lose_the_end_of_the_longer_text(tmp_path: Path) -> 
     """Never what stands around the texts, and no more than is needed."""
     (tmp_path / "train.tsv").write_text(
         f"text_a\ttext_b\tlabel\n{'好' * 50}\t天{'气' * 20}\t1\n好\t好\t0\n"
-        f"天{'气' * 20}\t{'好' * 50}\t1\n",
+        f"天{'气' * 20}\t{'好' * 50}\t1\n{'好' * 50}\t{'天' * 50}\t1\n",
         encoding="utf-8",
     )
     items = lcqmc("train", 30, path=tmp_path)
@@ -208,6 +208,10 @@ def test_long_pairs_of_lcqmc_lose_the_end_of_the_longer_text(tmp_path: Path) -> 
         assert item["input_length"] == len(ids) == 30
         begin, end = CPM1.encode(first), CPM1.encode(last)
         assert ids[1 : 1 + len(begin)] == begin and ids[-2 - len(end) : -2] == end
+    first, last = CPM1.convert_tokens_to_ids(["好", "天"])
+    for length in (29, 30):  # of texts of one length the first keeps one more
+        ids = lcqmc("train", length, path=tmp_path)[3]["input_tokens"].tolist()
+        assert len(ids) == length and ids.count(first) - ids.count(last) == length % 2
     whole = [1, *CPM1.encode('"好"与"好"的关系是:'), 0, *CPM1.encode("。")]
     assert items[1]["input_tokens"].tolist() == filled(whole, 30)
     other = lcqmc("train", 30, 1, path=tmp_path)

@@ -358,7 +358,7 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
     for model, task in itertools.product(TABLES, ("BoolQ", "CB", "COPA")):
         (tmp_path / task).mkdir(exist_ok=True)
         found = dataset(model, task, "test", path=tmp_path)
-        assert len(found) == 0 and found.qids == []
+        assert len(found) == 0 and found.qids == [] and not found.examples.grouped
         loader = DistributedDataLoader(found, batch_size=2)
         assert len(loader) == 0 and list(loader) == [] and list(loader) == []
         for split, other in (("dev", task), ("test", "RTE")):

@@ -278,8 +278,6 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in found}
 
 
-# a replay leaves its signal handlers behind
-@pytest.mark.fresh
 def test_replay(tmp_path: Path) -> None:
     """A step repeats and is what the log says; a bad one is explained; nothing of the run is
     changed.

@@ -80,11 +80,9 @@ def clip_gradients(
         for parts in found:
             scale_(parts.batch, factor)
         # A norm that is not finite reaches the padding too, which no clearing in place reaches.
-        padding = [
-            part.grad[begin:end] for part in found[0].parts for begin, end in part.piece.gaps
-        ]
-        if padding:
-            torch._foreach_zero_(padding)
+        for part in found[0].parts:
+            for begin, end in part.piece.gaps:
+                part.grad[begin:end].zero_()
     return norm
 
 

@@ -189,6 +189,7 @@ class Run:
         is_requeue = isinstance(error, Stopped) and self._stop.is_requeue()
         self.log.__exit__(*raised)
         if isinstance(error, Replayed):
+            self._stop.restore()
             return True
         if isinstance(error, Stopped):
             self.log.say(
