@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import math
 import operator
 import random
 import types
@@ -158,10 +159,11 @@ class Stateful(Base):
             torch.is_autocast_cache_enabled(),
             self.training,
         ]
-        return 1 + sum(2.0**-number for number, bit in enumerate(bits) if bit)
+        return sum(number for number, bit in enumerate(bits, 1) if bit)
 
     def forward(self, x: Tensor) -> Tensor:
-        number = self.drawn() + self.counted() / 100 + self.around() * self.flag
+        total = self.drawn() + self.counted() + self.around() * self.flag
+        number = 1 + math.sin(total) / 2  # as different for any difference
         self.last = self.map(x * number * self.factor)
         return self.last
 
@@ -281,7 +283,7 @@ def under_autocast(module: nn.Module, x: Tensor) -> Tensor:
 PROGRAMS: list[tuple[type[Base], Call, bool]] = [
     (Stateful, ask, False),
     (Stateful, ask, True),
-    (Stateful, under_autocast, False),
+    (Stateful, under_autocast, True),
     (Given, give, False),
     (Given, give, True),
     (Compiled, ask, False),
