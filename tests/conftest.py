@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from scripts import gpu_tests
 from tests.cores import share_cores
 from tests.ranks.runner import POOL
 
 share_cores()
+torch.set_num_threads(
+    1
+)  # two workers share two cores: threads would wait for one another, spinning
 OWN_PROCESSES = ("fresh", "compiler", "alone")
 _SPENT = pytest.StashKey[list[dict[str, float]]]()
 _BEGAN = pytest.StashKey[float]()
