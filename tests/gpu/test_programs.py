@@ -35,7 +35,8 @@ import bmtrain as bmt
 from bmtrain.verification import Program
 
 pytestmark = pytest.mark.gpu
-SIZES = [size for size in (1, 2, 4) if size <= torch.cuda.device_count()]
+SIZE = torch.cuda.device_count()
+ON_TWO = pytest.mark.skipif(SIZE < 2, reason="needs two GPUs")
 
 
 class DrawnOnTheCpu(TorchFunctionMode):
@@ -100,19 +101,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
     return lambda module: monkeypatch.setattr(module, "run_ranks", run_on_gpus)
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "program", [test_inspect.parameters_of_odd_models, test_inspect.activations]
 )
-def test_inspection(program: Callable[[], None], size: int) -> None:
+def test_inspection(program: Callable[[], None]) -> None:
     """Uncompiled: autograd's thread, in which torch's checkpoint runs a block again, has no mode."""
-    run_on_gpus(program, size, init={"compile": False})
+    run_on_gpus(program, SIZE, init={"compile": False})
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_inspection_of_parallel_models(size: int) -> None:
-    run_on_gpus(test_inspect.tensor_parallel_parameters, size, init={"tp_size": 2})
-    run_on_gpus(test_inspect.pipelined_list, size, init={"pipe_size": 2})
+@ON_TWO
+def test_inspection_of_parallel_models() -> None:
+    run_on_gpus(test_inspect.tensor_parallel_parameters, SIZE, init={"tp_size": 2})
+    run_on_gpus(test_inspect.pipelined_list, SIZE, init={"pipe_size": 2})
 
 
 # Rows of test_optim's table, in the 0.1.x API.
@@ -122,31 +122,28 @@ OLD_PROGRAMS = (
 )
 
 
-@pytest.mark.parametrize("size", SIZES[:2])
 def test_old_programs(
-    size: int, gpus: Callable[[ModuleType], None], capsys: pytest.CaptureFixture[str]
+    gpus: Callable[[ModuleType], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpus(test_seeds)
-    test_seeds.test_model_center_training_loop(size, torch.float32, capsys)
+    test_seeds.test_model_center_training_loop(SIZE, torch.float32, capsys)
     for line in OLD_PROGRAMS:
-        run_on_gpus(test_optim.program, size, line)
+        run_on_gpus(test_optim.program, SIZE, line)
 
 
-@pytest.mark.parametrize("size", SIZES[:2])
-def test_the_readme_in_half_precision(size: int) -> None:
+def test_the_readme_in_half_precision() -> None:
     """Losses and norms; half-precision products round differently on another device, and so do the
     weights.
     """
-    results = run_on_gpus(test_seeds.readme, size, "gpt_loop", join=False)
-    want, _ = test_seeds.plain_readme(results[0][0], size)
+    results = run_on_gpus(test_seeds.readme, SIZE, "gpt_loop", join=False)
+    want, _ = test_seeds.plain_readme(results[0][0], SIZE)
     for _, log, _ in results:
         assert log == [pytest.approx(record, rel=5e-3) for record in want]
 
 
 def test_verbs() -> None:
-    for size in SIZES:
-        run_on_gpus(test_communication.run_cases, size)
-        run_on_gpus(test_communication.losses_and_rows, size)
+    run_on_gpus(test_communication.run_cases, SIZE)
+    run_on_gpus(test_communication.losses_and_rows, SIZE)
     run_on_gpus(test_communication.verbs, 1)
 
 
@@ -161,16 +158,14 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("program", OTHERS)
-def test_other_peoples_models(program: Callable[[], None], size: int) -> None:
-    run_on_gpus(program, size)
+def test_other_peoples_models(program: Callable[[], None]) -> None:
+    run_on_gpus(program, SIZE)
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("program", [*test_whole_parameters.PROGRAMS, test_idioms.all_idioms])
-def test_parameters_look_whole(program: Callable[[], None], size: int) -> None:
-    run_on_gpus(functools.partial(with_its_data, program), size)
+def test_parameters_look_whole(program: Callable[[], None]) -> None:
+    run_on_gpus(functools.partial(with_its_data, program), SIZE)
 
 
 @pytest.mark.parametrize(
@@ -178,5 +173,5 @@ def test_parameters_look_whole(program: Callable[[], None], size: int) -> None:
 )
 def test_verified(program: Callable[[], Program]) -> None:
     """Ranks on GPUs beside one process on a GPU."""
-    report = bmt.verify(program, ranks=SIZES[-1], device="cuda")
+    report = bmt.verify(program, ranks=SIZE, device="cuda")
     assert report, str(report)
