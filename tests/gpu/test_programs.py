@@ -117,7 +117,7 @@ def test_inspection_of_parallel_models() -> None:
 
 # Rows of test_optim's table, in the 0.1.x API.
 OLD_PROGRAMS = (
-    "adam    float32 old 64 inf      3   late chain each none   2",
+    "adam    bfloat16 old 64 nan     1   late chain one  replaced 3",
     "offload float32 old 64 gradient inf late cycle one  scaled 2",
 )
 

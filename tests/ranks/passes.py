@@ -86,7 +86,7 @@ def gradients(blocks: nn.Module) -> dict[str, Tensor | None]:
     dist.all_gather_object(ranks, models.plain_gradients(blocks))
     whole: dict[str, Tensor | None] = {}
     for name, param in blocks.named_parameters():
-        parts = [part[name] for part in ranks]
+        parts = [x if x is None else x.to(bmt.device()) for x in (part[name] for part in ranks)]
         shape = sharded_parameter(param)._original_shape
         whole[name] = None if param.grad is None else torch.cat(parts).view(shape)
     return whole
