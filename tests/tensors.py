@@ -8,7 +8,7 @@ import torch
 
 import bmtrain as bmt
 from bmtrain.distributed.transport import ShardSource
-from bmtrain.shard.residence import Kept, Ringed
+from bmtrain.shard.residence import Gathered
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 
@@ -40,7 +40,7 @@ def storage_of(block: torch.nn.Module) -> Storage:
 def source_of(block: torch.nn.Module) -> ShardSource:
     """What a block's first storage is gathered from."""
     residence = storage_of(block).residence
-    assert isinstance(residence, Kept | Ringed)
+    assert isinstance(residence, Gathered)
     return residence._source
 
 

@@ -17,8 +17,6 @@ from tests.ranks.runner import run_ranks
 from tests.tensors import gradient_memory, sharded_parameter
 
 import bmtrain as bmt
-from bmtrain.runtime import world
-from bmtrain.shard.engine import Engine
 from bmtrain.shard.slices import local_of
 
 pytestmark = pytest.mark.gpu
@@ -157,10 +155,8 @@ def forbid_waiting(forbid: bool) -> None:
         torch.cuda.set_sync_debug_mode("error" if forbid else "default")
 
 
-def train_quietly() -> tuple[list[int], int]:
-    """A bf16 training step never makes the host wait, and memory does not grow; (allocated bytes
-    per step, ring buffers).
-    """
+def train_quietly() -> list[int]:
+    """Allocated bytes after each bf16 training step, which never makes the host wait."""
     layers = bmt.TransformerBlockList(
         [bmt.Block(m.to(torch.bfloat16), use_checkpoint=False) for m in make_layers()]
     )
@@ -178,16 +174,13 @@ def train_quietly() -> tuple[list[int], int]:
         forbid_waiting(False)
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
-    return allocated, world.current().service(Engine).num_ring_buffers()
+    return allocated
 
 
 def test_a_step_does_not_wait_for_the_device_and_memory_is_static() -> None:
-    """No synchronisation after warm-up, the same allocation after every later step, at most three
-    full buffers.
-    """
-    for allocated, buffers in on_gpus(train_quietly):
+    """No synchronisation after warm-up, the same allocation after every later step."""
+    for allocated in on_gpus(train_quietly):
         assert len(set(allocated[3:])) == 1, allocated
-        assert (torch.cuda.device_count() > 1) <= buffers <= 3
 
 
 def peaks_of_forward() -> tuple[int, int, int]:

@@ -91,10 +91,9 @@ def gathers_and_gradients(level: int) -> tuple[list[torch.Tensor], list[list[tor
         (storage,) = block.storages
         with torch.no_grad():
             storage.shard.add_(0.001 * bmt.rank())
-        engine.transport.fence()
         buffer = torch.empty(storage.layout.numel, dtype=storage.dtype, device=bmt.device())
         engine.transport.streams.compute_waits(
-            engine.transport.gather(buffer, source_of(block), storage.axis, None)
+            engine.transport.gather(buffer, source_of(block), storage.axis)
         )
         full.append(buffer.cpu())
     gradients = []

@@ -289,10 +289,8 @@ def before_init() -> None:
 
 WRONG_VALUES: tuple[dict[str, Any], ...] = (
     {"zero_level": 1},
-    {"num_buffers": 1},
     {"num_micro_batches": 0},
     {"reduce_dtype": torch.int32},
-    {"num_buffers": 2.5},
     {"compile": "yes"},
     {"fp8": 1},
     {"fp8": None},

@@ -72,10 +72,11 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 
 def between() -> None:
-    """No full buffer beyond the ring's three between forward and backward, recomputing or not;
-    ZeRO-2's go with backward.
+    """Of ZeRO-3 never more than two full buffers, the one in use and the next, and none between
+    forward and backward, recomputing or not; ZeRO-2's go with backward.
     """
-    engine, old = world.current().service(Engine), tensors()
+    transport, old = world.current().service(Engine).transport, tensors()
+    gather = transport.gather
     for level, recompute in MODES:
         model = make(level, recompute)
         size = storage_of(model[0]).layout.numel * 4
@@ -83,14 +84,21 @@ def between() -> None:
         def num_full(size: int = size) -> int:
             return sum(nbytes >= size for at, nbytes in tensors().items() if at not in old)
 
+        seen: list[int] = []
+
+        def counted(*args: Any, seen: list[int] = seen, num_full: Any = num_full) -> Any:
+            seen.append(num_full())
+            return gather(*args)
+
         for _ in range(2):
-            loss = loss_of(model)
-            found, ring = num_full(), engine.num_ring_buffers()
-            assert found >= LAYERS if level == 2 else found <= ring <= 3
+            with mock.patch.object(transport, "gather", counted if level == 3 else gather):
+                loss = loss_of(model)
+            assert num_full() == (LAYERS if level == 2 else 0)
             loss.backward()
-            assert num_full() <= 3 and engine.num_ring_buffers() <= 3
+            assert num_full() == 0
+        assert not seen or max(seen) == 2
         del model, loss
-        assert engine.num_ring_buffers() == num_full() == 0
+        assert num_full() == 0
 
 
 def cleared() -> None:
@@ -181,7 +189,6 @@ def deleted() -> None:
     """The engine refers to models weakly: after the last reference shards and buffers are freed,
     of a block alone without the collector.
     """
-    engine = world.current().service(Engine)
     for level, recompute in MODES:
         with without_collector():
             blocks: Any = make(level, recompute)
@@ -191,12 +198,10 @@ def deleted() -> None:
             manager.step()
             storages = [weakref.ref(storage_of(block)) for block in blocks]
             shards = [weakref.ref(storage_of(block).shard) for block in blocks]
-            assert engine.num_ring_buffers() == (3 if level == 3 else 0)
             del model, blocks, manager
             gc.collect()
             assert not any(reference() for reference in storages), (level, recompute)
             assert all(reference() is None for reference in shards), (level, recompute)
-            assert engine.num_ring_buffers() == 0
             block = bmt.Block(nn.Linear(DIM, DIM), zero_level=level, use_checkpoint=recompute)
             loss_of(block).backward()
             shard = weakref.ref(storage_of(block).shard)

@@ -32,7 +32,6 @@ from bmtrain.distributed.exchange import joined
 from bmtrain.distributed.transport import Transport
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.offload import Host
-from bmtrain.shard.storage import Storage
 
 DIM, ROWS, NUM_BLOCKS = 8, 3, 4  # one block more than a ring has buffers
 long = pytest.mark.long
@@ -311,7 +310,7 @@ def let_go_at_once(carrier: Transport) -> None:
 Patch = tuple[type, str, Callable[..., Any]]
 WITHOUT: dict[str, Patch] = {
     "compute waits for events": (SimulatedStreams, "compute_waits", lambda self, event: None),
-    "gathers wait for the last reader": (
+    "gathers wait for writes and for the last reader": (
         SimulatedStreams,
         "gathering",
         lambda self, after: self._order.on(self._gather),
@@ -322,13 +321,7 @@ WITHOUT: dict[str, Patch] = {
         lambda self: self._order.on(self._reduce),
     ),
     "memory of gradients is waited for": (Transport, "_make_room", let_go_at_once),
-    "gathers wait for writes": (Transport, "fence", lambda self: None),
     "compute waits for the host": (Host, "receive", lambda self, event: None),
-    "written parameters are waited for": (
-        Storage,
-        "mark_written",
-        lambda self: self.residence.forget(),
-    ),
 }
 
 
@@ -340,9 +333,8 @@ def races_without(wait: str, run: Callable[..., tuple[Races, Any]], *args: Any) 
 
 WAITS = list(WITHOUT)
 MISSING: list[tuple[Any, ...]] = [
-    *((wait, races_in_training, 3, Level.OFFLOADED, 1) for wait in WAITS[:-1]),
+    *((wait, races_in_training, 3, Level.OFFLOADED, 1) for wait in WAITS),
     *((wait, races_of_holding, 3) for wait in WAITS[:2]),
-    *((WAITS[-1], races_of_writes, how, 3) for how in ("load_state_dict", "set_full")),
 ]
 
 

@@ -79,9 +79,8 @@ def gathered() -> list[torch.Tensor]:
         storage, source = storage_of(block), source_of(block)
         with torch.no_grad():
             storage.shard.add_(bmt.rank())
-        storage.engine.transport.fence()
         full = torch.empty(storage.layout.numel, dtype=storage.dtype)
-        storage.engine.transport.gather(full, source, storage.axis, None)
+        storage.engine.transport.gather(full, source, storage.axis)
         assert (source.peers is not None) == (world.current().defaults.transport == "copy_engine")
         found.append(full)
     return found

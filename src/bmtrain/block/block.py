@@ -33,13 +33,7 @@ from bmtrain.recompute.whole import recomputed
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import known_keywords
 from bmtrain.shard.module import DistributedModule
-from bmtrain.shard.outputs import (
-    before_backward_of,
-    detached_from,
-    has_plain_tensors,
-    map_tensors,
-    tied_to,
-)
+from bmtrain.shard.outputs import before_backward_of, has_plain_tensors, map_tensors, tied_to
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import ShardPolicy, Storage
@@ -460,7 +454,7 @@ class Block(DistributedModule):
                 with self._saving(use, packs=execution.packs, moved=execution.moved):
                     out = execution.run(self._inner, args, kwargs)
                 use.check_unchanged()
-            return detached_from(use.owns, out), views
+            return out, views
 
     def _bound(
         self, invocation: Invocation, views: Sequence[torch.Tensor]

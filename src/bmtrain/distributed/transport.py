@@ -287,18 +287,9 @@ class Transport:
         self.streams, self._peer_groups, self.ledger = streams, peer_groups, ledger
         self._reductions: collections.deque[Pending] = collections.deque()
         self._filling: Pending | None = None
-        self._fence = True
         # number of shards in peer memory, by ranks of the axis and full size
         self._num_joined: collections.Counter[tuple[tuple[int, ...], int]] = collections.Counter()
         self._exchanges: dict[tuple[tuple[int, ...], int, torch.dtype], Exchange] = {}
-
-    def fence(self) -> None:
-        """Announce that shards may have been written on the compute stream.
-
-        The next gather, and so all after it, waits for those writes; without it, it would send
-        stale weights.
-        """
-        self._fence = True
 
     def new_shard(
         self, numel: int, dtype: torch.dtype, axis: Axis, *, shared: bool
@@ -318,12 +309,7 @@ class Transport:
         return shard, ShardSource(shard, peers, memory)
 
     def gather(
-        self,
-        full: torch.Tensor,
-        source: ShardSource,
-        axis: Axis,
-        free: torch.Event | None,
-        place: str = "",
+        self, full: torch.Tensor, source: ShardSource, axis: Axis, place: str = ""
     ) -> torch.Event | None:
         """Start filling `full` (n * ranks,) with the shard (n,) of every rank of the axis.
 
@@ -332,17 +318,14 @@ class Transport:
 
         The rest is as in `gather_together`.
         """
-        return self.gather_together([Gather(full, source, axis, place)], free)
+        return self.gather_together([Gather(full, source, axis, place)])
 
-    def gather_together(
-        self, gathers: Sequence[Gather], free: torch.Event | None
-    ) -> torch.Event | None:
+    def gather_together(self, gathers: Sequence[Gather]) -> torch.Event | None:
         """Start several gathers as one, which costs little more than the largest of them.
 
-        Waits for `free`, the event of the buffer's last reader; without that, the gather would
-        overwrite weights that a kernel still reads. Newly allocated memory has no such event: its
-        last reader may be anything issued so far on the compute stream, so the gather waits for all
-        of it.
+        They wait for all work issued so far on the compute stream: without that, a gather could
+        send a shard that is still being written, or fill memory that the allocator has handed out
+        again while a kernel still reads what was there.
 
         Returns:
             The event after all of them; None on a CPU.
@@ -355,10 +338,8 @@ class Transport:
                 gather.axis, f"gather of {gather.place or gather.source.name}", is_on_host=False
             )
         streams = self.streams
-        after = streams.mark_compute() if self._fence or free is None else free
-        self._fence = False
         by_copies: dict[Peers, list[Gather]] = {}
-        with streams.gathering(after):
+        with streams.gathering(streams.mark_compute()):
             for gather in gathers:
                 if gather.source.peers is None:
                     gather_shards(gather.full, gather.source.get(), gather.axis)

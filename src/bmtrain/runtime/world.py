@@ -71,7 +71,6 @@ class Defaults:
             parameter's own.
         accumulate_dtype: dtype in which gradients of several micro-batches are accumulated; None
             is the parameter's own.
-        num_buffers: full buffers in the ring that ZeRO-3 blocks of one size share.
         transport: how shards and gradients of blocks are moved. "copy_engine" copies between the
             ranks of one host and occupies no SMs; "collective" uses NCCL or Gloo; "auto" copies
             where GPUs can access each other's memory.
@@ -91,7 +90,6 @@ class Defaults:
     zero_level: int = 3
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
-    num_buffers: int = 3
     transport: str = "auto"
     memory_limit: int | None = None
     compile: bool = False
@@ -116,11 +114,6 @@ class Defaults:
         for name, value in (("compile", self.compile), ("fp8", self.fp8)):
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name} is {value!r}: expected True or False.")
-        if type(self.num_buffers) is not int or self.num_buffers < 2:
-            raise ConfigurationError(
-                f"num_buffers is {self.num_buffers}: expected at least 2, one in use and "
-                "one being filled."
-            )
         if self.memory_limit is not None and not (
             type(self.memory_limit) is int and self.memory_limit >= 0
         ):
@@ -264,7 +257,6 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     watchdog: float | Literal["auto"] | None = "auto",
     reduce_dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
-    num_buffers: int = 3,
     transport: str = "auto",
     memory_limit: int | None = None,
     compile: bool | None = None,
@@ -294,7 +286,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         watchdog: seconds after which a run without progress is told and ended, counted from the
             first optimizer step on; "auto" guesses them, None never ends a run. See
             `bmtrain.runtime.watchdog.Watchdog`.
-        reduce_dtype, accumulate_dtype, num_buffers, transport, memory_limit, fp8, loss_scale_*: see
+        reduce_dtype, accumulate_dtype, transport, memory_limit, fp8, loss_scale_*: see
             `Defaults`.
         compile: see `Defaults`; None compiles on CUDA if Triton and a C compiler are found.
 
@@ -323,7 +315,6 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             zero_level=zero_level,
             reduce_dtype=reduce_dtype,
             accumulate_dtype=accumulate_dtype,
-            num_buffers=num_buffers,
             transport=transport,
             memory_limit=memory_limit,
             compile=False if compile is None else compile,

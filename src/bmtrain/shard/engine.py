@@ -20,7 +20,7 @@ from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.label import Label, Phase
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
-from bmtrain.shard.residence import Fixed, Residence, Ring
+from bmtrain.shard.residence import Fixed, Residence
 from bmtrain.shard.steps import Steps
 
 Item = TypeVar("Item", bound=Hashable)
@@ -34,8 +34,11 @@ class Schedule(Generic[Item]):
     pass, and a pass has no successor in the next: parameters may change in between, so a gather
     across that border would take old values. Items are kept alive on purpose: all ranks must guess
     alike, whenever each of them collects the garbage of a model, or their gathers no longer match
-    and they hang.
+    and they hang. What has not been gathered for `memory` passes is forgotten, on all ranks at the
+    same place.
     """
+
+    memory = 64
 
     def __init__(self) -> None:
         self._next: dict[Phase, dict[Item, Item]] = {phase: {} for phase in Phase}
@@ -43,6 +46,8 @@ class Schedule(Generic[Item]):
         self._last: Item | None = None
         self._seen: set[Item] = set()
         self._phase = Phase.FORWARD
+        self._num_passes = 0
+        self._last_pass: dict[Item, int] = {}  # that gathered it
 
     def plan(self, order: Sequence[Item]) -> None:
         """Teach the forward order of some items before the first pass."""
@@ -61,6 +66,7 @@ class Schedule(Generic[Item]):
             self._learn(phase, self._last, item)
         self._last = item
         self._seen.add(item)
+        self._last_pass[item] = self._num_passes
         return self.following(item, phase)
 
     def following(self, item: Item, phase: Phase) -> Item | None:
@@ -84,6 +90,17 @@ class Schedule(Generic[Item]):
                 del self._previous[following]
         self._phase, self._last = phase, None
         self._seen.clear()
+        self._num_passes += 1
+        if self._num_passes % self.memory == 0:
+            self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        oldest = self._num_passes - self.memory
+        kept = {item for item, number in self._last_pass.items() if number >= oldest}
+        self._last_pass = {item: self._last_pass[item] for item in kept}
+        for known in (*self._next.values(), self._previous):
+            for item in [x for x, other in known.items() if x not in kept or other not in kept]:
+                del known[item]
 
     def _learn(self, phase: Phase, item: Item, following: Item) -> None:
         self._next[phase][item] = following
@@ -110,7 +127,6 @@ class Engine:
         # graph of an earlier pass that is still alive would otherwise make a captured pass
         # synchronise with that pass's stream, which breaks the capture.
         self.leaf = torch.zeros((), device="cpu", requires_grad=True)
-        self._rings: dict[tuple[int, torch.dtype], Ring] = {}
         # Weak: the engine lives as long as the run and must not keep dropped models alive.
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
@@ -121,12 +137,6 @@ class Engine:
         )
         self._with_grad = True  # grad mode of the last forward pass
         self._num_turns = 0  # storages met in the pass
-
-    def ring(self, numel: int, dtype: torch.dtype) -> Ring:
-        """The ring of all ZeRO-3 storages whose full buffer has this size."""
-        if (numel, dtype) not in self._rings:
-            self._rings[numel, dtype] = Ring(numel, dtype, self.device, self.defaults.num_buffers)
-        return self._rings[numel, dtype]
 
     def new_label(self, axis: Axis, names: Sequence[str]) -> Label:
         """The label of the next storage."""
@@ -148,10 +158,10 @@ class Engine:
 
         Collective, with the same residences in the same order on all ranks.
         """
-        missing = [each for each in residences if isinstance(each, Fixed) and not each.is_coming()]
+        missing = [each for each in residences if isinstance(each, Fixed) and not each.is_current]
         if missing:
             gathers = [each.missing(Phase.FORWARD) for each in missing]
-            ready = self.transport.gather_together(gathers, None)
+            ready = self.transport.gather_together(gathers)
             for each in missing:
                 each.arrives(ready)
         for residence in residences:
@@ -198,8 +208,6 @@ class Engine:
                 self._num_turns = 0
                 self._begin_forward()
                 self._compare_passes(residence)
-            elif not residence.is_coming():
-                self.transport.fence()  # not prefetched: the program may just have written it
             self._with_grad = with_grad
             residence.turn = self._num_turns
             self._num_turns += 1
@@ -216,11 +224,7 @@ class Engine:
 
     def _finish_update(self, residence: Residence) -> None:
         """Wait for the values that a gather is about to read."""
-        if residence.is_late:
-            residence.is_late = False
-            # Without it, the gather could read the shard before the compute stream has waited for
-            # its new values.
-            self.transport.fence()
+        residence.is_late = False
         residence.settle()
 
     def replicate(self, params: Iterable[torch.nn.Parameter]) -> None:
@@ -260,10 +264,6 @@ class Engine:
         self._residences.add(found)
         return found
 
-    def num_ring_buffers(self) -> int:
-        """Full buffers allocated in all rings."""
-        return sum(ring.num_buffers for ring in self._rings.values())
-
     def _compare_passes(self, residence: Residence) -> None:
         """Compare ledgers with the other ranks in the background, once per forward pass.
 
@@ -275,9 +275,7 @@ class Engine:
             ledger.compare_later(residence.label.axis)
 
     def _begin_forward(self) -> None:
-        # Shards may be written between passes, on the compute stream: without the fence the next
-        # gather could read them before that, and without `forget` a block could use old values.
-        self.transport.fence()
+        # Shards may be written between passes: without this, a block could use old values.
         for residence in self._residences:
             residence.forget()
 

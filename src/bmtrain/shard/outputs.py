@@ -143,12 +143,3 @@ def _leads_to(
                 seen.add(following)
                 waiting.append(following)
     return False
-
-
-def detached_from(owns: Callable[[torch.Tensor], bool], out: Any) -> Any:
-    """`out` with copies of tensors in memory that `owns` is true of: a full buffer is refilled."""
-
-    def copy(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) and owns(value) else value
-
-    return map_tensors(copy, out)

@@ -1,10 +1,9 @@
-"""Where the full values of a storage are resident: one class per ZeRO stage, and ZeRO-3's ring."""
+"""Where the full values of a storage are resident."""
 
 from __future__ import annotations
 
 import enum
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -17,55 +16,6 @@ from bmtrain.torch_internals import num_users, version_of
 
 # Returns a number that changes when a parameter is written in place on this rank.
 Version = Callable[[], int]
-
-
-class RingBuffer:
-    """One full buffer of a ring.
-
-    Attributes:
-        owner: token of the storage whose values it holds; None when it holds none.
-        free: event after the last read; None for new memory.
-        held: whether a gather fills it or a holder reads it.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._numel, self._dtype, self._device = numel, dtype, device
-        self.owner: object | None = None
-        self.held = False
-        self._allocate(numel)
-
-    def _allocate(self, numel: int) -> None:
-        # The buffer outlives this call: an inference tensor could not be used in training.
-        with torch.inference_mode(False):
-            self.tensor = torch.empty(numel, dtype=self._dtype, device=self._device)
-        self._num_own = num_references(self.tensor)
-        # An old event says nothing about new memory: without None, the gather could fill it while
-        # kernels that used it before still run.
-        self.free: torch.Event | None = None
-
-    @property
-    def has_memory(self) -> bool:
-        """False from `let_go` on."""
-        return self.tensor.numel() == self._numel
-
-    def let_go(self) -> None:
-        """Free the memory. The buffer stays in the ring, and its owner with it."""
-        self._allocate(0)
-
-    def prepare(self) -> None:
-        """Before a refill: replace the memory if there is none, or if others refer to it.
-
-        A custom function may have kept a weight, a program may hold what a block returned, a graph
-        made with create_graph=True holds what backward read: filling the buffer again would change
-        their values in silence. The replacement is invisible to other ranks: it changes no
-        collective.
-        """
-        if not self.has_memory or num_references(self.tensor) > self._num_own:
-            self._allocate(self._numel)
-
-    def alias(self) -> torch.Tensor:
-        """The same memory with its own version counter: to autograd a refill changes nothing."""
-        return alias(self.tensor)
 
 
 def num_references(tensor: torch.Tensor) -> int:
@@ -81,93 +31,18 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class Ring:
-    """Up to `capacity` buffers of one size, reused least recently released first.
-
-    When all are held, by nested blocks for example, `take` allocates one more, and `give_back`
-    drops it. A size that only one storage has ever had keeps no buffer between uses: no other block
-    could use the memory.
-
-    Storages join at the same places of the program on all ranks, but Python collects garbage at
-    different times on each. A storage that is gone therefore still counts: which buffers are kept,
-    and so which gathers are skipped, must be the same on all ranks, or they hang.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
-        self.capacity = capacity
-        self._num_joined = self._num_present = 0
-        self._numel, self._dtype, self._device = numel, dtype, device
-        self._buffers: list[RingBuffer] = []  # least recently released first
-
-    @property
-    def num_buffers(self) -> int:
-        """Buffers allocated now."""
-        return len(self.tensors)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The memory of the buffers."""
-        return [buffer.tensor for buffer in self._buffers if buffer.has_memory]
-
-    @property
-    def num_kept(self) -> int:
-        """Buffers that stay allocated while they are not held."""
-        return min(self.capacity, self._num_joined) if self._num_joined > 1 else 0
-
-    def join(self) -> None:
-        """A storage of this size was made."""
-        self._num_joined += 1
-        self._num_present += 1
-
-    def leave(self) -> None:
-        """A storage of this size is gone; with the last, the memory that is not held is freed.
-
-        The buffers stay in the ring: residences of storages that are gone still take their turns,
-        and which buffer is whose must be the same on all ranks.
-        """
-        self._num_present -= 1
-        if self._num_present == 0:
-            for buffer in self._buffers:
-                if not buffer.held:
-                    buffer.let_go()
-
-    def take(self, owner: object) -> RingBuffer:
-        """A buffer for `owner`, to be filled after its `free` event; held until given back."""
-        free = [b for b in self._buffers if not b.held]
-        if free and (len(self._buffers) >= self.num_kept):
-            buffer = free[0]
-        else:
-            buffer = RingBuffer(self._numel, self._dtype, self._device)
-            self._buffers.append(buffer)
-        buffer.owner, buffer.held = owner, True
-        buffer.prepare()
-        return buffer
-
-    def give_back(self, buffer: RingBuffer, last_read: torch.Event | None) -> None:
-        """The holder has issued its last read, before the event `last_read`.
-
-        The values stay until the buffer is taken again.
-        """
-        buffer.held, buffer.free = False, last_read
-        self._buffers.remove(buffer)
-        if len(self._buffers) < self.num_kept:
-            self._buffers.append(buffer)
-        else:
-            buffer.owner = None
-
-
 def _nothing() -> None:
     """No update is ever under way."""
 
 
-class Residence(ABC):
-    """Gathers one shard on demand.
+class Residence:
+    """The full values of a storage on a rank that needs no gather: the shard is the full buffer.
 
-    Every `acquire` is matched by a `release`; several holders share one full buffer.
+    Every `acquire` is matched by a `release`.
     """
 
-    #: whether the full buffer stays from forward to backward; if not, saved views are packed and
-    #: looked up after another gather
+    #: whether backward reads the buffer of forward; if not, saved views are packed and looked up
+    #: after another gather
     survives_forward: bool = True
     #: whether only the ranks of one pipeline stage have the storage
     is_pipelined: bool = False
@@ -183,6 +58,9 @@ class Residence(ABC):
     #: waits for updates that are under way
     settle: Callable[[], None] = staticmethod(_nothing)
 
+    def __init__(self, source: ShardSource) -> None:
+        self._source = source
+
     def rename(self, label: Label) -> None:
         """Set the name in messages."""
         self.label = label
@@ -191,19 +69,13 @@ class Residence(ABC):
         """What is gathered where, for messages: the same on all ranks."""
         return "" if self.label is None else self.label.places[phase]
 
-    @abstractmethod
     def prefetch(self, phase: Phase) -> None:
         """Start the gather, unless the values are resident or in flight."""
 
-    def is_coming(self) -> bool:
-        """Whether the values are resident or in flight."""
-        return True
-
-    @abstractmethod
     def acquire(self, phase: Phase) -> torch.Tensor:
         """The full buffer (layout.numel,), readable on the compute stream."""
+        return alias(self._source.get())
 
-    @abstractmethod
     def release(self, full: torch.Tensor) -> None:
         """The holder of `full` has issued its last read."""
 
@@ -211,33 +83,13 @@ class Residence(ABC):
         """One of the same values whose full buffer never moves: a CUDA graph reads its address."""
         return self
 
-    @abstractmethod
     def forget(self) -> None:
-        """Parameters may change now: drop values that have no holder.
+        """Parameters may change now: the next `acquire` gathers them anew.
 
         Called at the same places of the program on every rank. Whether to gather must never depend
         on what can differ between ranks: versions of parameters (a rank whose slice is empty sees
         no change), or which old graphs are still alive. Ranks that decide differently hang.
         """
-
-
-class Alias(Residence):
-    """One rank: the shard is the full buffer."""
-
-    def __init__(self, source: ShardSource) -> None:
-        self._source = source
-
-    def prefetch(self, phase: Phase) -> None:
-        return None
-
-    def acquire(self, phase: Phase) -> torch.Tensor:
-        return alias(self._source.get())
-
-    def release(self, full: torch.Tensor) -> None:
-        return None
-
-    def forget(self) -> None:
-        return None
 
 
 class Absent(Residence):
@@ -254,20 +106,36 @@ class Absent(Residence):
             "or bmtrain.inspect."
         )
 
-    def release(self, full: torch.Tensor) -> None:
-        return None
-
-    def forget(self) -> None:
-        return None
-
 
 class Gathered(Residence):
-    """Several ranks: what `Kept` and `Ringed` have in common."""
+    """Several ranks: each gather fills a new buffer, which dies with its last reader.
+
+    The gather waits for all that was issued on the compute stream before it, and so for the last
+    reader of the memory that the allocator has handed out again. Holders in the same pass share a
+    buffer. What a program keeps of a buffer (a weight that a block returned, one that a custom
+    function has kept) keeps the memory, and its values never change.
+
+    Args:
+        source: the shard.
+        survives_forward: ZeRO-2: the buffer stays for backward.
+        version: counts writes of the shard.
+    """
 
     def __init__(
-        self, source: ShardSource, transport: Transport, axis: Axis, version: Version
+        self,
+        source: ShardSource,
+        transport: Transport,
+        axis: Axis,
+        version: Version,
+        *,
+        survives_forward: bool,
     ) -> None:
-        self._source, self._transport, self._axis, self._version = source, transport, axis, version
+        super().__init__(source)
+        self._transport, self._axis, self._version = transport, axis, version
+        self.survives_forward = survives_forward
+        self._full: torch.Tensor | None = None
+        self._arrived: torch.Event | None = None
+        self._num_holders = 0
         # Weak: the memory lives as long as the graphs that read it.
         self._fixed: weakref.ref[Fixed] | None = None
 
@@ -278,6 +146,38 @@ class Gathered(Residence):
             found.label = self.label
             self._fixed = weakref.ref(found)
         return found
+
+    def prefetch(self, phase: Phase) -> None:
+        self._gathered(phase)
+
+    def _gathered(self, phase: Phase) -> torch.Tensor:
+        if self._full is None:
+            self._full, self.version = self._source.new_full(self._axis.size), self._version()
+            self._arrived = self._transport.gather(
+                self._full, self._source, self._axis, self.place(phase)
+            )
+        return self._full
+
+    def acquire(self, phase: Phase) -> torch.Tensor:
+        full = self._gathered(phase)
+        self._num_holders += 1
+        # Without this wait, the module would read the buffer before the gather has filled it.
+        self._transport.streams.compute_waits(self._arrived)
+        return full
+
+    def release(self, full: torch.Tensor) -> None:
+        if full is not self._full:
+            return  # a holder from before `forget`
+        self._num_holders -= 1
+        if self._num_holders == 0:
+            self._full = None  # back to the allocator, behind the last read on the compute stream
+
+    def forget(self) -> None:
+        # A prefetched buffer may have no holder, so that nothing has waited for its gather: without
+        # this wait, the allocator could hand its memory to compute kernels while the gather still
+        # writes it.
+        self._transport.streams.compute_waits(self._arrived)
+        self._full, self._arrived, self._num_holders = None, None, 0
 
 
 class Values(enum.Enum):
@@ -303,7 +203,8 @@ class Fixed(Residence):
     def __init__(
         self, source: ShardSource, transport: Transport, axis: Axis, version: Version
     ) -> None:
-        self._source, self._transport, self._axis, self._version = source, transport, axis, version
+        super().__init__(source)
+        self._transport, self._axis, self._version = transport, axis, version
         self._full: torch.Tensor | None = None
         # What holders of the last gather's values get, and its version, which counts what they
         # write.
@@ -317,12 +218,14 @@ class Fixed(Residence):
         """False until the first gather."""
         return self._full is not None
 
-    def is_coming(self) -> bool:
+    @property
+    def is_current(self) -> bool:
+        """Whether the values are resident or in flight."""
         return self._values is Values.CURRENT
 
     def prefetch(self, phase: Phase) -> None:
-        if self._values is not Values.CURRENT:
-            self.arrives(self._transport.gather_together([self.missing(phase)], None))
+        if not self.is_current:
+            self.arrives(self._transport.gather_together([self.missing(phase)]))
 
     def missing(self, phase: Phase) -> Gather:
         """The gather that brings the values; `arrives` says that it was started."""
@@ -347,9 +250,6 @@ class Fixed(Residence):
         if self._shown is None:
             raise RuntimeError("a gather left no buffer")
         return self._shown
-
-    def release(self, full: torch.Tensor) -> None:
-        return None
 
     def forget(self) -> None:
         # Nobody may have waited for the gather: without this wait, what follows on the compute
@@ -381,125 +281,3 @@ class Fixed(Residence):
     def lose(self) -> None:
         """Somebody may have written the buffer: the next gather must come."""
         self._values = Values.NONE
-
-
-class Kept(Gathered):
-    """ZeRO-2: a buffer of its own, kept from its gather until its last holder releases it."""
-
-    def __init__(
-        self, source: ShardSource, transport: Transport, axis: Axis, version: Version
-    ) -> None:
-        super().__init__(source, transport, axis, version)
-        self._full: torch.Tensor | None = None
-        self._ready: torch.Event | None = None
-        self._num_holders = 0
-
-    def is_coming(self) -> bool:
-        return self._full is not None
-
-    def prefetch(self, phase: Phase) -> None:
-        self._load(phase)
-
-    def acquire(self, phase: Phase) -> torch.Tensor:
-        full = self._load(phase)
-        self._num_holders += 1
-        # Without this wait, the module would read the buffer before the gather has filled it.
-        self._transport.streams.compute_waits(self._ready)
-        return full
-
-    def release(self, full: torch.Tensor) -> None:
-        if full is not self._full:
-            return  # a holder from before `forget`
-        self._num_holders -= 1
-        if self._num_holders == 0:
-            self._full = None  # back to the allocator, behind the last read on the compute stream
-
-    def forget(self) -> None:
-        # Holders keep the tensor itself; the next `acquire` must gather anew. A prefetched buffer
-        # may have no holder at all: without this wait, the allocator could hand its memory to
-        # compute kernels while the gather still writes it.
-        self._transport.streams.compute_waits(self._ready)
-        self._full, self._num_holders = None, 0
-
-    def _load(self, phase: Phase) -> torch.Tensor:
-        if self._full is None:
-            self._full, self.version = self._source.new_full(self._axis.size), self._version()
-            self._ready = self._transport.gather(
-                self._full, self._source, self._axis, None, self.place(phase)
-            )
-        return self._full
-
-
-class Ringed(Gathered):
-    """ZeRO-3: a turn in a ring of buffers.
-
-    After release, the values stay until another storage takes the buffer.
-    """
-
-    survives_forward = False
-
-    def __init__(
-        self, source: ShardSource, transport: Transport, axis: Axis, version: Version, ring: Ring
-    ) -> None:
-        super().__init__(source, transport, axis, version)
-        self._ring = ring
-        self._buffer: RingBuffer | None = None
-        self._ready: torch.Event | None = None
-        self._num_holders = 0
-        ring.join()
-        source.when_gone(ring.leave)
-
-    def is_coming(self) -> bool:
-        buffer = self._own_buffer()
-        return self._num_holders > 0 or (buffer is not None and buffer.held)
-
-    def prefetch(self, phase: Phase) -> None:
-        if self._num_holders:
-            return
-        buffer = self._own_buffer()
-        if buffer is not None and (buffer.held or phase is Phase.BACKWARD):
-            # Only backward may reuse what forward has left: between two forward passes parameters
-            # change.
-            buffer.held = True
-            return
-        self._buffer, self.version = self._ring.take(self), self._version()
-        self._ready = self._transport.gather(
-            self._buffer.tensor, self._source, self._axis, self._buffer.free, self.place(phase)
-        )
-
-    def acquire(self, phase: Phase) -> torch.Tensor:
-        self.prefetch(phase)
-        self._num_holders += 1
-        # Without this wait, the module would read the buffer before the gather has filled it.
-        self._transport.streams.compute_waits(self._ready)
-        if self._buffer is None:
-            raise RuntimeError("a gather left no buffer")
-        return self._buffer.alias()
-
-    def release(self, full: torch.Tensor) -> None:
-        self._num_holders -= 1
-        if self._num_holders == 0:
-            self._give_back()
-
-    def forget(self) -> None:
-        if self._num_holders == 0:
-            # A prefetched buffer may have had no reader, so that nothing has waited for its gather:
-            # without this wait, the ring or the allocator could reuse its memory while the gather
-            # still writes it.
-            self._transport.streams.compute_waits(self._ready)
-            self._give_back()
-            self._buffer = None
-
-    def _own_buffer(self) -> RingBuffer | None:
-        """The buffer, if it still holds this storage's values."""
-        return self._buffer if self._buffer is not None and self._buffer.owner is self else None
-
-    def _give_back(self) -> None:
-        buffer = self._own_buffer()
-        if buffer is not None and buffer.held:
-            # The next gather into this buffer waits for this event: without it, the gather would
-            # overwrite values that kernels on the compute stream still read.
-            self._ring.give_back(buffer, self._transport.streams.mark_compute())
-            # Without this, what the ring has dropped would live on here: after a generation, which
-            # holds all layers at once, the whole model.
-            self._buffer = self._own_buffer()

@@ -19,7 +19,7 @@ from bmtrain.shard.engine import Engine
 from bmtrain.shard.gradient import Gradient, GradientPolicy
 from bmtrain.shard.layout import Layout, Piece, Split
 from bmtrain.shard.placement import EVERYWHERE, Placement
-from bmtrain.shard.residence import Absent, Alias, Kept, Residence, Ringed, alias, num_references
+from bmtrain.shard.residence import Absent, Gathered, Residence, alias, num_references
 from bmtrain.shard.sharded import Sharded
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import version_of
@@ -129,14 +129,11 @@ class Storage:
         # Weak: the schedule keeps residences, and would keep the shards of dropped models too.
         version = functools.partial(_version_of, weakref.ref(self))
         if not self.is_here:
-            return Absent()
+            return Absent(source)
         if axis.size == 1:
-            return Alias(source)
-        if self.policy.zero_level == 2:
-            return Kept(source, engine.transport, axis, version)
-        return Ringed(
-            source, engine.transport, axis, version, engine.ring(self.layout.numel, self.dtype)
-        )
+            return Residence(source)
+        survives = self.policy.zero_level == 2
+        return Gathered(source, engine.transport, axis, version, survives_forward=survives)
 
     @property
     def shard(self) -> torch.Tensor:
@@ -208,13 +205,12 @@ class Storage:
             self.local(index).copy_(self.slice_of(index, value))
 
     def mark_written(self) -> None:
-        """Parameters were written: forget gathered values; the next gather waits for the writes.
+        """Parameters were written: forget gathered values.
 
         Called at the same place on all ranks: forgetting decides which gathers there are.
         """
         self.residence.forget()
         self.engine.place(self.residence).forget()
-        self.engine.transport.fence()
 
     def slice_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This rank's 1-D slice of a full tensor of slot `index`'s shape."""
@@ -268,16 +264,10 @@ class Storage:
             full.copy_(shard)
         elif self.is_here:
             transport = self.engine.transport
-            # The caller may just have computed `shard`: the gather waits for it, and the caller's
-            # kernels for the gather.
-            transport.fence()
+            # Without this wait, the caller's kernels would read what the gather has not yet filled.
             transport.streams.compute_waits(
                 transport.gather(
-                    full,
-                    ShardSource(shard),
-                    self.axis,
-                    None,
-                    f"values of {self.gradient.label.text}",
+                    full, ShardSource(shard), self.axis, f"values of {self.gradient.label.text}"
                 )
             )
         if self.placement.stage is not None:

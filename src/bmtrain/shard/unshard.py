@@ -395,7 +395,7 @@ class Use:
     def packing(self) -> contextlib.AbstractContextManager[object]:
         """Inside, autograd saves places in buffers that will be released, not views of them.
 
-        A saved view would keep the memory of the ring buffer, which then could not be filled again.
+        A saved view would keep the memory of the buffer until backward.
         """
         if not self.is_gathered_again:
             return contextlib.nullcontext()
@@ -424,11 +424,6 @@ class Use:
         if full.dtype != saved.dtype:
             full = full.view(saved.dtype)
         return full.as_strided(saved.size, saved.stride, saved.offset)
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in a buffer that this use will release."""
-        address = _memory_of(tensor)
-        return any(full.untyped_storage().data_ptr() == address for full in self._full.values())
 
     def _check_versions(self) -> None:
         for storage, version in zip(self._storages, self._versions, strict=True):
