@@ -61,11 +61,13 @@ def run(
     share: int = 1,
     times: int = 1,
     around: Around = contextlib.nullcontext,
+    before: Callable[[], object] = lambda: None,
 ) -> tuple[list[Tensor], str]:
-    """A forward pass from seeds, and backward passes inside of `around`.
+    """A forward pass from seeds after `before`, and backward passes inside of `around`.
 
     Returns the output and the input's gradient of `share` losses, and where generators stand.
     """
+    before()
     torch.manual_seed(4), random.seed(5), np.random.seed(6)
     layers.zero_grad()
     leaf = x.detach().clone().requires_grad_()
@@ -88,7 +90,8 @@ def gradients(blocks: nn.Module) -> dict[str, Tensor | None]:
     for name, param in blocks.named_parameters():
         parts = [x if x is None else x.to(bmt.device()) for x in (part[name] for part in ranks)]
         shape = sharded_parameter(param)._original_shape
-        whole[name] = None if param.grad is None else torch.cat(parts).view(shape)
+        present = [part for part in parts if part is not None]
+        whole[name] = None if param.grad is None else torch.cat(present).view(shape)
     return whole
 
 

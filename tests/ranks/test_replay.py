@@ -1,5 +1,6 @@
-"""A recomputation replays its forward pass: generators, attributes, buffers, arguments, switches
-and TorchScript, against plain PyTorch.
+"""A recomputation finds what its forward pass found: generators, attributes, buffers, arguments and
+switches are put back. Where that cannot be, a pass keeps its activations, or backward is refused.
+Against plain PyTorch.
 """
 
 from __future__ import annotations
@@ -78,6 +79,9 @@ class Base(nn.Module):
         return self.map(x)
 
 
+CALLS, GENERATOR = [0], random.Random(7)  # as at the top of a program
+
+
 @dataclasses.dataclass(slots=True)
 class Tally:
     number: int = 0
@@ -88,8 +92,8 @@ class Texts(list[str]):
 
 
 class Stateful(Base):
-    """Draws from everything that draws, counts in everything that can be counted in, and reads what
-    the program changes between forward and backward.
+    """Draws from everything that draws, counts in what is put back, and reads what the program
+    changes between forward and backward.
     """
 
     moving: Tensor
@@ -104,11 +108,8 @@ class Stateful(Base):
         ]
         self.space = types.SimpleNamespace(generator=random.Random(3), number=0)
         self.bits, self.torch = np.random.PCG64(3), torch.Generator().manual_seed(5)
-        self.number, self.log, self.table, self.tally = 0, list[int](), dict[str, int](), Tally()
-        self.order, self.last_seen = collections.OrderedDict[int, int](), collections.deque([0])
-        self.known, self.texts, self.bytes = set[int](), Texts(), bytearray(1)
-        self.small, self.pair = array.array("l", [0]), (torch.zeros(()), [0])
-        self.array, self.tensor, self.steps = np.zeros(2), torch.zeros(()), itertools.count(1)
+        self.number, self.log, self.table = 0, list[int](), dict[str, int]()
+        self.order, self.pair = collections.OrderedDict[int, int](), (torch.zeros(()), [0])
         for name in ("moving", "replaced", "factor"):
             self.register_buffer(name, torch.ones(()))
         self.last: Tensor | None = None
@@ -120,6 +121,7 @@ class Stateful(Base):
         ours *= self.space.generator.random() * np.random.Generator(self.bits).random()
         ours *= torch.rand((), generator=self.torch, device="cpu").item()
         whole = random.random() * random.gauss(1, 0.1) * float(np.random.normal())
+        whole *= GENERATOR.random()
         return float(10 * ours + whole + (np.random.rand() < 0.5))
 
     def counted(self) -> float:
@@ -127,26 +129,18 @@ class Stateful(Base):
         self.log.append(self.number)
         self.table["calls"] = self.table.get("calls", 0) + 1
         self.order[self.number] = self.number
-        self.last_seen.append(self.number)
-        self.known.add(self.number)
-        self.texts.append("more")
         self.pair[1].append(1)
-        for counter in (self.tally, self.space, self.texts):
-            counter.number += 1
-        for numbers in (self.bytes, self.small, self.array):
-            numbers[0] += 1
-        self.tensor += 1
+        self.space.number += 1
+        CALLS[0] += 1
         self.moving.add_(1)
         self.replaced = self.replaced + 1
-        counts = self.counts()
         before = 0.0 if self.last is None else self.last.detach().mean().item()
-        return before + next(self.steps) + sum(n * float(x) for n, x in enumerate(counts, 1))
+        return before + CALLS[0] + sum(n * float(x) for n, x in enumerate(self.counts(), 1))
 
     def counts(self) -> list[Any]:
-        numbers = [self.number, self.tally.number, self.space.number, self.texts.number]
-        held = [self.log, self.order, self.last_seen, self.known, self.texts, self.pair[1]]
-        places = [self.bytes[0], self.small[0], self.array[0], self.table.get("calls", 0)]
-        return [*numbers, *map(len, held), *places, self.tensor, self.moving, self.replaced]
+        held = [self.log, self.order, self.pair[1]]
+        numbers = [self.number, self.space.number, self.table.get("calls", 0), *map(len, held)]
+        return [*numbers, self.moving, self.replaced]
 
     def around(self) -> float:
         """A number that says where all of torch's switches are."""
@@ -166,6 +160,58 @@ class Stateful(Base):
         number = 1 + math.sin(total) / 2  # as different for any difference
         self.last = self.map(x * number * self.factor)
         return self.last
+
+
+class Noticed(Base):
+    """Counts in one of the things that are not put back."""
+
+    what = "iterator"
+    number = 0
+
+    def setup(self) -> None:
+        self.tally, self.last_seen, self.known = Tally(), collections.deque([0]), set[int]()
+        self.texts, self.bytes, self.small = Texts(), bytearray(1), array.array("l", [0])
+        self.array, self.tensor = np.zeros(2), torch.zeros(())
+        self.steps = itertools.count(1) if self.what == "iterator" else None
+
+    def count(self) -> float:
+        held = vars(self).get(self.what)
+        match self.what:
+            case "iterator":
+                return float(next(self.steps or iter([])))
+            case "class":
+                Noticed.number += 1
+                return Noticed.number
+            case "last_seen" | "known" | "texts":
+                for add in ("append", "add"):
+                    if hasattr(held, add):
+                        getattr(held, add)(len(held or ()))
+                return len(held or ())
+            case "tally":
+                held.number += 1  # type: ignore[union-attr]
+                return float(held.number)  # type: ignore[union-attr]
+            case "tensor":
+                self.tensor += 1
+                return float(self.tensor)
+        held[0] += 1  # type: ignore[index]
+        return float(held[0])  # type: ignore[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x * (1 + math.sin(self.count()) / 2))
+
+
+COUNTED = [
+    "iterator",
+    "tally",
+    "texts",
+    "last_seen",
+    "known",
+    "bytes",
+    "small",
+    "array",
+    "tensor",
+    "class",
+]
 
 
 @contextlib.contextmanager
@@ -209,17 +255,18 @@ class Given(Base):
     def forward(self, x: Tensor, generator: Any, held: list[Any], *, seen: Any) -> Any:  # type: ignore[override]
         if not self.scripted:
             seen["rows"].append(self.map(x) + seen["rows"][0])
-        number = held[0].random() * next(held[1]) * len(seen["rows"])
+        held[1] += 1
+        number = held[0].random() * held[1] * len(seen["rows"])
         held.append(1)
         y = torch.stack(seen["rows"]).sum(0) * torch.rand(DIM, generator=generator) * number
         return self.map(y), {"b": [y.sin(), x, None, len(held)]}
 
 
 def give(module: nn.Module, x: Tensor) -> Tensor:
-    held: list[Any] = [random.Random(3), itertools.count(2)]
+    held: list[Any] = [random.Random(3), 2]
     seen = {"rows": [x]}
     y, rest = module(x, torch.Generator().manual_seed(3), held, seen=seen)
-    assert (len(held), next(held[1])) == (3, 3)
+    assert (len(held), held[1]) == (3, 3)
     assert rest["b"][2:] == [None, 3]
     z: Tensor = y + rest["b"][0].mul_(2) + rest["b"][1]
     return z
@@ -312,27 +359,159 @@ def sharded(plain: nn.ModuleList, **options: Any) -> Any:
     return nn.ModuleList([bmt.Block(layer, **options) for layer in layers])
 
 
+def reset() -> None:
+    CALLS[0], Noticed.number = 0, 0
+    GENERATOR.seed(7)
+
+
+@contextlib.contextmanager
+def told_of_keeping(kind: type[Base]) -> Iterator[list[str]]:
+    """What is said of modules of a class that keep their activations, once each run has ended."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        messages: list[str] = []
+        yield messages
+    messages += [str(x.message) for x in caught if f"{kind.__name__} keeps its" in str(x.message)]
+
+
 @pytest.mark.parametrize(("kind", "by", "scripted"), PROGRAMS)
 @on_ranks(2)
-def test_a_recomputation_replays_its_forward_pass(
+def test_a_recomputation_finds_what_its_forward_pass_found(
     kind: type[Base], by: Call, scripted: bool
 ) -> None:
     """Values, gradients, buffers, counters, and what is drawn afterwards, over steps in which
-    TorchScript changes its plans; of two backward passes each.
+    TorchScript changes its plans; of two backward passes each. Where TorchScript runs, activations
+    are kept, and one warning says so.
     """
     around = disturbed if kind is Stateful else contextlib.nullcontext
-    for level, zero_level in MODES:
-        plain = make(kind, scripted)
-        blocks = sharded(plain, use_checkpoint=level, zero_level=zero_level)
-        for number in range(4 if scripted else 2):
-            x = torch.randn(6 - number % 2, DIM, generator=torch.Generator().manual_seed(number))
-            what = f"{kind.__name__}, {level}, ZeRO-{zero_level}, step {number}"
-            tolerance = 1e-2 if by is under_autocast else 1e-5
-            compare(plain, blocks, what, x, by, tolerance=tolerance, times=2, around=around)
-            if kind is Stateful:
-                assert str([*map(COUNTS, blocks)]) == str([*map(COUNTS, plain)]), what
-        for block in blocks:
-            block.last = None  # its graph knows the block
+    with told_of_keeping(kind) as messages:
+        for level, zero_level in MODES:
+            plain = make(kind, scripted)
+            blocks = sharded(plain, use_checkpoint=level, zero_level=zero_level)
+            for number in range(4 if scripted else 2):
+                generator = torch.Generator().manual_seed(number)
+                x = torch.randn(6 - number % 2, DIM, generator=generator)
+                what = f"{kind.__name__}, {level}, ZeRO-{zero_level}, step {number}"
+                tolerance = 1e-2 if by is under_autocast else 1e-5
+                compare(
+                    plain,
+                    blocks,
+                    what,
+                    x,
+                    by,
+                    tolerance=tolerance,
+                    times=2,
+                    around=around,
+                    before=reset,
+                )
+                if kind is Stateful:
+                    assert str([*map(COUNTS, blocks)]) == str([*map(COUNTS, plain)]), what
+            for block in blocks:
+                block.last = None  # its graph knows the block
+    runs_script = scripted or issubclass(kind, Compiled | CheckpointInside)
+    assert len(messages) == runs_script, messages
+
+
+@pytest.mark.parametrize("what", COUNTED)
+@on_ranks(2)
+def test_what_is_not_put_back_is_kept(what: str) -> None:
+    """A pass that changes it itself is not recomputed: the values of plain PyTorch, and one warning
+    that names it.
+    """
+    names = {"iterator": "steps", "class": "number"}
+    with told_of_keeping(Noticed) as messages:
+        Noticed.what = what
+        plain = make(Noticed)
+        blocks = sharded(plain, use_checkpoint=True)
+        for number in range(2):
+            compare(plain, blocks, f"{what}, {number}", torch.ones(2, DIM), before=reset)
+    assert len(messages) == 1 and repr(names.get(what, what)) in messages[0], messages
+
+
+class Elsewhere(Base):
+    """Reads a global, an attribute of a class and a closure."""
+
+    tau = 1.0
+
+    def setup(self) -> None:
+        sigma = 1.0
+
+        def scale(new: float | None = None) -> float:
+            nonlocal sigma
+            sigma = sigma if new is None else new
+            return sigma
+
+        self.scale_of = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x * TEMPERATURE * self.tau * self.scale_of())
+
+
+TEMPERATURE = 1.0
+
+
+ELSEWHERE: dict[str, Callable[[Any, float], None]] = {
+    "'TEMPERATURE' among globals": lambda _, value: globals().update(TEMPERATURE=value),
+    "'tau' of class Elsewhere": lambda _, value: setattr(Elsewhere, "tau", value),
+    "'sigma' of a closure": lambda block, value: block.scale_of(value),
+}
+
+
+@on_ranks(2)
+def test_what_is_read_elsewhere_may_not_change_before_backward() -> None:
+    """Refused on all ranks, by its name; the next step is that of plain PyTorch, with the new value
+    too.
+    """
+    plain = make(Elsewhere)
+    x = torch.ones(2, DIM)
+    for level in (Level.CHEAP, Level.BLOCK, Level.OFFLOADED):
+        blocks = sharded(plain, use_checkpoint=level)
+        for where, change in ELSEWHERE.items():
+            loss = blocks[1](blocks[0](x)).sum()
+            for layer in (*plain, *blocks):
+                change(layer, 3.0)
+            with pytest.raises(RecomputationError, match=where):
+                loss.backward()
+            compare(plain, blocks, f"{level}, {where}", x)
+            for layer in (*plain, *blocks):
+                change(layer, 1.0)
+            compare(plain, blocks, f"{level}, {where}, as before", x)
+
+
+@on_ranks(2)
+def test_hooks_of_the_program_reach_what_stays_until_backward() -> None:
+    """Activations rounded to bf16 in between: those of a plain layer where the block keeps them, and
+    its inputs where it does not; never parameters.
+    """
+    rounded: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        rounded.append(x.numel())
+        return x if x.is_leaf or not x.is_floating_point() else x.detach().bfloat16()
+
+    def unpack(x: Tensor) -> Tensor:
+        return x.float() if x.dtype is torch.bfloat16 else x
+
+    def hooked(module: Any, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            y: Tensor = module(x)
+        return y
+
+    def checkpointed(module: Any, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            if isinstance(module, bmt.Block):
+                y: Tensor = module(x)
+            else:
+                y = checkpoint(module, x, use_reentrant=False)
+        return y
+
+    for zero_level, recompute in itertools.product((2, 3), (False, True)):
+        plain = make(Base)
+        blocks = sharded(plain, use_checkpoint=recompute, zero_level=zero_level)
+        by = checkpointed if recompute else hooked
+        compare(plain, blocks, f"ZeRO-{zero_level}, {recompute}", torch.randn(5, DIM), by)
+        assert rounded
+        rounded.clear()
 
 
 class Reading(Base):
@@ -365,14 +544,13 @@ WRITTEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("scripted", [False, True])
 @on_ranks(2)
-def test_what_has_changed_is_refused(scripted: bool) -> None:
+def test_what_has_changed_is_refused() -> None:
     """A tensor that was given, written by the program or by the module, a buffer and what the
     module holds; the next step is that of plain PyTorch.
     """
     x = torch.ones(2, DIM)
-    plain = make(Reading, scripted)
+    plain = make(Reading)
     for level in (Level.CHEAP, Level.BLOCK, Level.OFFLOADED):
         blocks = sharded(plain, use_checkpoint=level)
         for where, written in WRITTEN.items():
@@ -385,49 +563,3 @@ def test_what_has_changed_is_refused(scripted: bool) -> None:
             assert all(param.grad is None for param in block.parameters())
             tensor.sub_(2)
             compare(plain, blocks, f"{level}, {where}", x, called)
-
-
-class Leaving(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.map(x)
-        self.left = y.mean()
-        return y
-
-
-class Fewer(Base):
-    """Returns fewer tensors the second time, by a number that nobody knows."""
-
-    calls = itertools.count()
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.map(x)
-        return [] if next(Fewer.calls) else [y]
-
-
-@on_ranks(2)
-def test_what_scripts_cannot_replay_is_refused() -> None:
-    x = torch.ones(2, DIM, requires_grad=True)
-    plain = make(Leaving, True)[:1]
-    (block,) = blocks = sharded(plain)
-    with pytest.raises(RecomputationError, match="create_graph=True"):
-        torch.autograd.grad(block(x).sum(), x, create_graph=True)
-    compare(plain, blocks, "after gradients of gradients", x)
-    y = block(x)
-    with pytest.raises(RecomputationError, match="left in an attribute"):
-        (y.sum() + block.left).backward()
-    compare(plain, blocks, "after an attribute", x)
-    block.left = None
-    plain = make(Reading, True)[:1]
-    (block,) = blocks = sharded(plain)
-    block.held[0] = x.sin()
-    with pytest.raises(RecomputationError, match="none of its arguments"):
-        called(block, x)
-    block.held[0] = torch.ones(())
-    compare(plain, blocks, "after a tensor from elsewhere", x, called)
-    plain = make(Nested, True)[:1]
-    blocks = sharded(plain)
-    with pytest.raises(RecomputationError, match="of some tensors only"):
-        torch.autograd.grad(blocks[0](x).sum(), x)
-    compare(plain, blocks, "after some gradients only", x)
-    with pytest.raises(RecomputationError, match="returned 0 tensors"):
-        bmt.Block(Fewer(True))(x)[0].sum().backward()

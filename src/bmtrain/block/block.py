@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,18 +21,18 @@ from bmtrain.compile.compiled import CompiledByDefault, CompiledModule
 from bmtrain.compile.fp8 import call_in_fp8, check_fp8, marked
 from bmtrain.compile.programs import Structure
 from bmtrain.errors import ConfigurationError
+from bmtrain.recompute.host_state import HostState, all_modules, spare_buffers
 from bmtrain.recompute.level import Level, level_of
 from bmtrain.recompute.offload import is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.planner import Subject
 from bmtrain.recompute.probe import Trials, measure, unmeasured
-from bmtrain.recompute.replay import Replay, spare_buffers
+from bmtrain.recompute.recomputation import Recomputation
 from bmtrain.recompute.runner import Eager, Runner, SeveralGraphsError, call
 from bmtrain.recompute.scripted import open_slots
-from bmtrain.recompute.states import all_modules
-from bmtrain.recompute.whole import recomputed
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import known_keywords
+from bmtrain.runtime.log import warn
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.outputs import before_backward_of, has_plain_tensors, map_tensors, tied_to
 from bmtrain.shard.parameter import DistributedParameter
@@ -138,6 +139,7 @@ class Block(DistributedModule):
         self._stage: int | None = None  # pipeline stage; None outside of a pipeline
         self._shared: Use | None = None  # one use for all calls inside `together`
         self._binding = Binding(functools.partial(parts_of, inner))
+        self._host_state = HostState(functools.partial(all_modules, inner), context.scripts)
         self.shard()
         context.modules.add(inner)
         self._is_made = True
@@ -283,9 +285,9 @@ class Block(DistributedModule):
             kind=self._kind(invocation, tensors),
             shape=tuple([dim for x in tensors for dim in x.shape]),
             num_dims=tensors[0].dim() if tensors else 0,
-            # A measuring run must not appear in the recording.
+            # A measuring run must not appear in the recording, nor change what a pass reads.
             options=None
-            if context.recorder.is_listening
+            if context.recorder.is_listening or self._is_repeatable(invocation) is None
             else functools.partial(self._measure, invocation, args, kwargs),
         )
         first_node = next_node_number()
@@ -308,7 +310,7 @@ class Block(DistributedModule):
         levels: Sequence[Level],
     ) -> dict[Level, Option]:
         """The cost of a call at each level, measured on the parameters that its use holds."""
-        if self._has_blocks():
+        if self._has_blocks() or not self._is_repeatable(invocation):
             return unmeasured()
         use = invocation.use
         # Views, not detached tensors: `detach` hides that parameters share one buffer, and the
@@ -317,9 +319,15 @@ class Block(DistributedModule):
             views = [view.view_as(view) for view in use.views()]
         for view, flag in zip(views, use.trainable, strict=True):
             view.requires_grad_(flag)
-        parts = [part for _, part in self._parts()]
-        with self._bound(invocation, views), spare_buffers(parts):
-            return measure(Trials(self._inner, invocation.runner), levels, views, args, kwargs)
+        named = itertools.chain(enumerate(args), kwargs.items())
+        begun = self._host_state.begin(named, self._context.device)
+        trials = Trials(self._inner, invocation.runner, self._host_state)
+        with self._bound(invocation, views), begun.restored():
+            return measure(trials, levels, views, args, kwargs)
+
+    def _is_repeatable(self, invocation: Invocation) -> bool | None:
+        """Whether a call can run a second time; None if that is not known yet."""
+        return invocation.runner.is_compiled or self._has_blocks() or self._host_state.is_repeatable
 
     def _kind(self, invocation: Invocation, tensors: Sequence[torch.Tensor]) -> object:
         """What determines how much a call keeps, apart from shapes."""
@@ -365,24 +373,38 @@ class Block(DistributedModule):
                     args,
                     kwargs,
                 )
-        again = runner.repeatable(level)
+        again, use = runner.repeatable(level), invocation.use
         context, host = self._context, self._context.host
-        draws, modules = host.draws(), all_modules(self._inner)
-        replay = Replay(
-            modules, args, kwargs, context.device, moved=moved, draws=not host.is_capturing
-        )
+        draws = host.draws()
         execution = Execution(invocation, again, packs=False)
         first_node = next_node_number()
 
         def body(
-            args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool
+            args: tuple[Any, ...], kwargs: dict[str, Any], is_again: bool
         ) -> tuple[Any, list[torch.Tensor]]:
             with next(draws):
-                return self._compute(execution, args, kwargs, apart)
+                return self._compute(execution, args, kwargs, is_again=is_again)
 
-        with self._saving(invocation.use, packs=False, moved=moved):
-            out, views = recomputed(body, replay, args, kwargs, context.scripts, again.forget)
+        def keep(reason: str) -> None:
+            again.forget()
+            self._warn_of_keeping(reason)
+
+        named = itertools.chain(enumerate(args), kwargs.items())
+        begun = self._host_state.begin(named, context.device, draws=not host.is_capturing)
+        recomputation = Recomputation(body, begun, use.place_of, use.find, keep)
+        with context.pinned.saving(moved, None) if moved else contextlib.nullcontext():
+            recomputation.save(args, kwargs)
+        out, views = recomputation.run(args, kwargs)
         return self._tied(out, views, execution, (args, kwargs), first_node)
+
+    def _warn_of_keeping(self, reason: str) -> None:
+        name = type(self._inner).__name__
+        if name not in self._context.kept:
+            self._context.kept.add(name)
+            warn(
+                f"{name} keeps its activations, as with use_checkpoint=False, where {reason}: "
+                "computing it again would give other values."
+            )
 
     def _runner_now(self, arguments: Sequence[Any] = ()) -> Runner:
         """The runner of this call."""
@@ -432,24 +454,21 @@ class Block(DistributedModule):
         execution: Execution,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        apart: bool = False,
+        *,
+        is_again: bool = False,
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Run the module on gathered parameters.
-
-        Args:
-            apart: give the module leaves outside of the graph, for a recomputation that takes their
-                gradients itself.
+        """Run the module on gathered parameters, for its saved tensors only if it runs again.
 
         Returns the output and the gathered parameters.
         """
         invocation, use = execution.invocation, execution.invocation.use
         again = (
             spare_buffers([part for _, part in self._parts()])
-            if in_backward()
+            if in_backward() and not is_again
             else contextlib.nullcontext()
         )
         with use.running(), again:
-            views = use.open_apart() if apart else use.open()
+            views = use.open_apart() if is_again else use.open()
             with self._bound(invocation, views):
                 with self._saving(use, packs=execution.packs, moved=execution.moved):
                     out = execution.run(self._inner, args, kwargs)
@@ -468,7 +487,7 @@ class Block(DistributedModule):
         self, use: Use, *, packs: bool, moved: Sequence[torch.Tensor]
     ) -> contextlib.AbstractContextManager[object]:
         """Hooks for saved tensors: pack views of parameters if `packs`, offload `moved`."""
-        hooks = use.packing() if packs else contextlib.nullcontext()
+        hooks = use.saving() if packs else contextlib.nullcontext()
         return self._context.pinned.saving(moved, hooks) if moved else hooks
 
     def _tied(

@@ -32,9 +32,10 @@ class Context:
         self.recorder = world.service(Recorder)
         self.planners = world.service(Planners)
         self.programs = world.service(Programs)
-        self.scripts = world.service(Scripts)
         self.sameness = world.service(Sameness)
+        self.scripts = world.service(Scripts)
         self.converted = world.service(Converted)
+        self.kept: set[str] = set()  # classes of which a warning says that they keep activations
         self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._world = world
 

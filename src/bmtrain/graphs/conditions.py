@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.recompute.states import all_modules
+from bmtrain.recompute.host_state import all_modules
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.torch_internals import function_modes, matmul_switches, version_of
 

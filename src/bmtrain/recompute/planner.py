@@ -230,7 +230,8 @@ class Planner:
         if profile is None:
             return Level.BLOCK
         if subject.options is None:  # may not be measured
-            current.is_stale = current.is_stale or bool(current.wanted)
+            covered = profile.covers(number, subject.kind, subject.shape)
+            current.is_stale = current.is_stale or bool(current.wanted) or not covered
             return Level.BLOCK
         if current.wanted and not current.is_stale:
             self._measure(current, number, subject, profile, subject.options)

@@ -7,20 +7,19 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from bmtrain.recompute.host_state import HostState
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Memory, Uncounted, memory_of
 from bmtrain.recompute.offload import Host, is_movable
 from bmtrain.recompute.plan import Option
-from bmtrain.recompute.replay import Replay, snapshot
-from bmtrain.recompute.runner import ModuleCall, Repeatable, Runner, SeveralGraphsError
-from bmtrain.recompute.scripts import Scripts
-from bmtrain.recompute.states import all_modules
-from bmtrain.recompute.whole import recomputed
+from bmtrain.recompute.recomputation import Recomputation
+from bmtrain.recompute.runner import Runner, SeveralGraphsError
 from bmtrain.runtime import world
+from bmtrain.shard.outputs import map_tensors, tensors_of
 from bmtrain.torch_internals import tree_leaves
 
 _NUM_RUNS = 4  # the first is not timed: it compiles and fills caches
@@ -32,36 +31,33 @@ class Trials:
     Args:
         module: its parameters are leaves outside of the graph.
         runner: runs it.
+        state: what its calls read.
     """
 
-    def __init__(self, module: torch.nn.Module, runner: Runner) -> None:
-        self._module, self._runner = module, runner
+    def __init__(self, module: torch.nn.Module, runner: Runner, state: HostState) -> None:
+        self._module, self._runner, self._state = module, runner, state
 
-    def at(self, level: Level) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, int]]:
-        """A function of the arguments: the output, and kept bytes that autograd does not see."""
+    def run(self, level: Level, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """The output at a level, and kept bytes that autograd does not see."""
         inside = self._runner.plain if level is Level.NOTHING else self._runner.recomputing(level)
         if inside is not None:
-            return functools.partial(self._once, inside)
-        return functools.partial(self._repeatable, self._runner.repeatable(level))
+            return inside(self._module, args, kwargs), 0
+        call = self._runner.repeatable(level)
 
-    def _once(
-        self, run: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, int]:
-        return run(self._module, args, kwargs), 0
+        def body(given: tuple[Any, ...], named: dict[str, Any], _: bool) -> Any:
+            return call(self._module, given, named)
 
-    def _repeatable(
-        self, run: Repeatable, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, int]:
-        current = world.current("Block")
-        replay = Replay(all_modules(self._module), args, kwargs, current.device)
+        device = world.current("Block").device
+        begun = self._state.begin([*enumerate(args), *kwargs.items()], device)
+        recomputation = Recomputation(
+            body, begun, lambda _: None, _nowhere, lambda _: call.forget()
+        )
+        recomputation.save(args, kwargs)
+        return recomputation.run(args, kwargs), call.num_bytes()
 
-        def body(
-            given: tuple[Any, ...], named: dict[str, Any], _: bool
-        ) -> tuple[Any, Sequence[torch.Tensor]]:
-            return run(self._module, given, named), ()  # parameters are leaves in the graph
 
-        out, _ = recomputed(body, replay, args, kwargs, current.service(Scripts), run.forget)
-        return out, run.num_bytes()
+def _nowhere(place: object) -> NoReturn:
+    raise RuntimeError("parameters of a measuring run have no place")
 
 
 def measure(
@@ -76,9 +72,9 @@ def measure(
     Random generators are restored: the program draws the same numbers as without it.
 
     Args:
-        runs: runs the block; the caller restores what it changes besides.
+        runs: runs the block; the caller restores what it changes.
         params: its full parameters, leaves. Their gradients are computed and dropped.
-        args, kwargs: of the block. Tensors among them are detached and shared, containers copied.
+        args, kwargs: of the block. Tensors in them are detached and shared.
 
     Levels at which the block cannot run are missing from the result.
     """
@@ -87,9 +83,8 @@ def measure(
     devices = [] if current.device.type == "cpu" else [current.device]
     for level in [level for level in levels if level is not Level.OFFLOADED]:
         with torch.random.fork_rng(devices), contextlib.suppress(SeveralGraphsError):
-            options[level] = _measure(
-                functools.partial(_once, runs.at(level), params, args, kwargs, memory)
-            )
+            run = functools.partial(runs.run, level)
+            options[level] = _measure(functools.partial(_once, run, params, args, kwargs, memory))
     moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
     if Level.OFFLOADED in levels and Level.BLOCK in options and moved:
         options[Level.OFFLOADED] = _offloaded(options[Level.BLOCK], moved, current.service(Host))
@@ -113,14 +108,8 @@ def _once(
     kwargs: dict[str, Any],
     memory: Memory,
 ) -> Option:
-    args, kwargs = snapshot(
-        (tuple(_apart(arg) for arg in args), {name: _apart(arg) for name, arg in kwargs.items()})
-    )
-    leaves = [
-        x
-        for x in [*args, *kwargs.values(), *params]
-        if isinstance(x, torch.Tensor) and x.requires_grad
-    ]
+    args, kwargs = map_tensors(_apart, (args, kwargs))
+    leaves = [x for x in [*tensors_of((args, kwargs)), *params] if x.requires_grad]
     counter = _Counter(params)
     memory.synchronize()
     before, start = memory.allocated(), time.perf_counter()
@@ -135,7 +124,9 @@ def _once(
     ends = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
     del out
     if ends and leaves:
-        torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        for leaf in leaves:
+            leaf.grad = None
     memory.synchronize()
     return Option(kept, max(memory.take_peak() - before, 0), time.perf_counter() - start)
 
@@ -152,13 +143,9 @@ def _offloaded(block: Option, moved: Sequence[torch.Tensor], host: Host) -> Opti
     )
 
 
-def _apart(value: Any) -> Any:
-    """A detached tensor that requires grad as before; anything else unchanged."""
-    return (
-        value.detach().requires_grad_(value.requires_grad)
-        if isinstance(value, torch.Tensor)
-        else value
-    )
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Detached; it requires grad as before."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class _Counter(torch.autograd.graph.saved_tensors_hooks):

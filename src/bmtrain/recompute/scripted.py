@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.torch_internals import compiled_script, script_attributes
+from bmtrain.torch_internals import compiled_script
 
 
 class Slots(dict[str, Any]):
@@ -39,19 +39,3 @@ def open_slots(module: torch.nn.Module) -> None:
             own["_modules"] = dict(own["_modules"].items())
             own["_parameters"] = Slots(part, own["_parameters"].items())
             own["_buffers"] = Slots(part, own["_buffers"].items())
-
-
-def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Attributes besides tensors that compiled code of `module` may change; {} if not compiled."""
-    if not isinstance(module, torch.jit.ScriptModule):
-        return {}
-    tensors = {*module._parameters, *module._buffers}
-    names = [name for name in script_attributes(module) if name not in tensors]
-    return {name: compiled_script(module).getattr(name) for name in names}
-
-
-def put_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Write back what `attributes_of` returned."""
-    if isinstance(module, torch.jit.ScriptModule):
-        for name, value in attributes.items():
-            compiled_script(module).setattr(name, value)

@@ -21,6 +21,10 @@ class Scripts:
     TorchScript only tells which graph ran last.
     """
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scripts:
+        """Itself: a copy of a block belongs to the same run."""
+        return self
+
     def __init__(self, world: World) -> None:
         self._idle: Any = None  # compiled on the first sighting
         self._graph: Any = None

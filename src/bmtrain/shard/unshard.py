@@ -23,6 +23,7 @@ from bmtrain.torch_internals import (
     in_backward,
     in_transform,
     plain_functions,
+    saved_tensors_hooks,
     will_run,
 )
 
@@ -155,6 +156,8 @@ class Use:
         }
         self._full: dict[Storage, torch.Tensor] = {}
         self._written: dict[Storage, int] = {}
+        self._hooks: Any = saved_tensors_hooks()  # of the program
+        self._places: dict[int, Storage] = {}  # by address of the full buffer
         self._running = 0
         self._with_grad = torch.is_grad_enabled()
         self.order = next(_ORDER)
@@ -336,6 +339,7 @@ class Use:
         self._has_end = True
         while self._full:
             storage, full = self._full.popitem()
+            self._places.clear()
             self._residences[storage].release(full)
 
     def _after_run(self) -> None:
@@ -347,6 +351,7 @@ class Use:
         for storage in list(self._full):
             residence = self._residences[storage]
             if not residence.survives_forward or not torch.is_grad_enabled():
+                self._places.clear()
                 residence.release(self._full.pop(storage))
 
     def end(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -392,34 +397,55 @@ class Use:
                     "a pass is a buffer."
                 )
 
-    def packing(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, autograd saves places in buffers that will be released, not views of them.
+    def saving(self) -> contextlib.AbstractContextManager[object]:
+        """Hooks of a call that keeps what autograd saves.
 
-        A saved view would keep the memory of the buffer until backward.
+        Of parameters their places are kept: views would keep buffers until backward. All else goes
+        the way of the program's own hooks.
         """
-        if not self.is_gathered_again:
-            return contextlib.nullcontext()
-        owners = {
-            self.hold(storage).untyped_storage().data_ptr(): storage
-            for storage, residence in self._residences.items()
-            if not residence.survives_forward
-        }
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
-            storage = owners.get(_memory_of(tensor))
-            if storage is None:
-                # A node that saves its own result would hold itself through the result's graph,
-                # for ever where backward never comes. Autograd puts the graph back.
-                return tensor.detach()
-            return Packed(
-                storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        if self._hooks is None:
+            if not self.is_gathered_again:
+                return contextlib.nullcontext()
+            # A node that saves its own result would hold itself through the result's graph, for
+            # ever where backward never comes. Autograd puts the graph back.
+            return torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: self.place_of(tensor) or tensor.detach(),
+                lambda saved: self.find(saved) if isinstance(saved, Packed) else saved,
             )
+        pack, unpack = self._hooks
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        def keep(tensor: torch.Tensor) -> tuple[Callable[[Any], torch.Tensor], Any]:
+            place = self.place_of(tensor)
+            return (unpack, pack(tensor)) if place is None else (self.find, place)
 
-    def _unpack(self, saved: torch.Tensor | Packed) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
+        return torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved[0](saved[1]))
+
+    def place_of(self, tensor: torch.Tensor) -> Packed | None:
+        """Where `tensor` is in a full buffer; None if it is in none.
+
+        None, too, for views of parameters that the program's hooks see in plain PyTorch.
+        """
+        storage = self._addresses().get(_memory_of(tensor))
+        if storage is None:
+            return None
+        size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        if self._hooks is not None:
+            begin = offset - int(self._full[storage].storage_offset())
+            slots = [(slot.shape, slot.stride, slot.offset) for slot in storage.layout.slots]
+            if (tuple(size), stride, begin) not in slots:
+                return None
+        return Packed(storage, tensor.dtype, size, stride, offset)
+
+    def _addresses(self) -> dict[int, Storage]:
+        """The storages by the addresses of their full buffers."""
+        if len(self._places) != len(self._full):
+            self._places = {
+                full.untyped_storage().data_ptr(): storage for storage, full in self._full.items()
+            }
+        return self._places
+
+    def find(self, saved: Packed) -> torch.Tensor:
+        """The tensor at this place."""
         full = self.hold(saved.storage)
         if full.dtype != saved.dtype:
             full = full.view(saved.dtype)

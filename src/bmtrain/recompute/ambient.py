@@ -21,7 +21,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
-class Surroundings:
+class AmbientState:
     """The ambient state at the time of construction.
 
     Args:

@@ -1,0 +1,486 @@
+"""What a forward pass reads beside its arguments, restored for its recomputation or noticed.
+
+A recomputation must find what its forward pass has found. Lists, dicts and attributes of plain
+objects, reached through modules and arguments, are put back for as long as it runs; so are buffers
+and generators. All else that Python code of the modules reads is compared: globals, closures,
+attributes of classes, sets, arrays and tensors. A pass that changes some of that itself keeps its
+activations. If the program changes it between forward and backward, backward is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import contextlib
+import copy
+import dataclasses
+import enum
+import functools
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bmtrain.errors import RecomputationError
+from bmtrain.recompute.ambient import AmbientState
+from bmtrain.recompute.scripts import Scripts
+from bmtrain.runtime.seeding import default_generators, is_generator
+from bmtrain.shard.module import DistributedModule
+from bmtrain.torch_internals import version_of, versions_of
+
+_SCALARS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), torch.Size}
+)
+_CONSTANT = _SCALARS | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+# Objects of these packages hold no state of a forward pass: locks, loggers, process groups.
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "triton", "bmtrain"}
+_FOLLOWED: frozenset[type] = frozenset(
+    {types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList}
+)
+_STANDARD = frozenset(torch.nn.Module().__dict__) - {"training", "_modules", "_buffers"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_MOST_ENTRIES = 4096  # of a list or dict that is compared
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A list or a dict, what it held, and its name in messages."""
+
+    owner: Any
+    contents: Any
+    where: str
+
+    def is_unchanged(self) -> bool:
+        if len(self.owner) != len(self.contents):
+            return False
+        if isinstance(self.owner, list):
+            return all(map(operator.is_, self.owner, self.contents))
+        return all(map(operator.is_, self.owner.values(), self.contents.values())) and all(
+            map(operator.is_, self.owner, self.contents)
+        )
+
+    def put(self, contents: Any) -> None:
+        """Make these the contents. Methods of the built-in classes: overrides may refuse."""
+        if isinstance(self.owner, list):
+            list.__setitem__(self.owner, slice(None), contents)
+            return
+        kind = collections.OrderedDict if isinstance(self.owner, collections.OrderedDict) else dict
+        kind.clear(self.owner)
+        kind.update(self.owner, contents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Noticed:
+    """Something that is compared: how to read it, what was read, and its name in messages."""
+
+    read: Callable[[], Sequence[Any]]
+    found: Sequence[Any]
+    where: str
+
+    def is_unchanged(self) -> bool:
+        now = self.read()
+        return len(now) == len(self.found) and all(map(_is_same, now, self.found))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in _SCALARS and bool(a == b))
+
+
+class Snapshot:
+    """Everything reachable at one time. Several calls share it while nothing changes.
+
+    Attributes:
+        held: restored for a recomputation.
+        noticed: compared.
+        tensors: with their names, compared by version; those of `buffers` may be copied.
+        generators: the program's own, restored.
+        obstacle: what makes any recomputation impossible, or None.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[_Held] = []
+        self.noticed: list[_Noticed] = []
+        self.tensors: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self.buffers: dict[int, str] = {}  # positions among `tensors`
+        self.generators: list[Any] = []
+        self.obstacle: str | None = None
+        self._known: dict[int, Any] = {}  # alive: ids are used again
+
+    def is_current(self) -> bool:
+        """Whether everything is as it was, but for contents of tensors."""
+        return all(map(_Held.is_unchanged, self.held)) and all(
+            map(_Noticed.is_unchanged, self.noticed)
+        )
+
+    def add_modules(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Attributes, buffers, children and hooks of modules, and what their code reads."""
+        for module in modules:
+            name, own = type(module).__name__, module.__dict__
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in self._known:
+                    self._known[id(buffer)] = buffer
+                    self.buffers[len(self.tensors)] = key
+                    self._add_tensor(buffer, f"buffer {key!r} of {name}")
+            for children in (module._modules, module._buffers):
+                self.held.append(_Held(children, dict(children), f"children of {name}"))
+            for hooks in (own[key] for key in _HOOKS):
+                self.held.append(_Held(hooks, hooks.copy(), f"hooks of {name}"))
+            attributes = {key: _without_graph(value) for key, value in own.items()}
+            self.held.append(_Held(own, attributes, f"an attribute of {name}"))
+            for key, value in attributes.items():
+                if key not in _STANDARD:
+                    self.add(value, f"attribute {key!r} of {name}")
+            self._add_class(type(module))
+
+    def add(self, value: Any, where: str) -> None:
+        """A value and everything it holds."""
+        kind = type(value)
+        if kind in _CONSTANT or id(value) in self._known:
+            return
+        if isinstance(value, torch.nn.Module | type | enum.Enum | BaseException | types.ModuleType):
+            return
+        self._known[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.nn.Parameter):
+                self._add_tensor(value, where)
+        elif isinstance(value, _FUNCTIONS):
+            self._add_function(value)
+            self.add(getattr(value, "__self__", None), where)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.add(part, where)
+        elif is_generator(value):
+            self.generators.append(value)
+        elif kind in (list, dict, collections.OrderedDict):
+            self._add_container(value, where)
+        elif kind is tuple or isinstance(value, frozenset):
+            for entry in value:
+                self.add(entry, where)
+        elif isinstance(value, set | collections.deque | list | dict):
+            parts = value.values() if isinstance(value, dict) else value
+            self._add_noticed(lambda: list(parts), where)
+            for entry in list(parts)[:_MOST_ENTRIES]:
+                self.add(entry, where)
+            self._add_object(value, kind, where)
+        elif isinstance(value, bytearray | array.array):
+            self._add_noticed(lambda: (bytes(value),), where)
+        elif _is_ndarray(value):
+            self._add_noticed(lambda: (value.tobytes(),), where)
+        elif isinstance(value, Iterator):
+            self.obstacle = f"{where} is an iterator, which a pass uses up"
+        elif _is_plain(kind):
+            self._add_object(value, kind, where)
+
+    def _add_tensor(self, tensor: torch.Tensor, where: str) -> None:
+        self.tensors.append(tensor)
+        self.names.append(where)
+
+    def _add_noticed(self, read: Callable[[], Sequence[Any]], where: str) -> None:
+        self.noticed.append(_Noticed(read, read(), where))
+
+    def _add_container(self, value: Any, where: str) -> None:
+        if len(value) > _MOST_ENTRIES:
+            self._add_noticed(lambda: (len(value),), where)
+            return
+        contents: Any = (
+            [_without_graph(entry) for entry in value]
+            if isinstance(value, list)
+            else {key: _without_graph(entry) for key, entry in value.items()}
+        )
+        self.held.append(_Held(value, contents, where))
+        for entry in contents if isinstance(contents, list) else contents.values():
+            self.add(entry, where)
+
+    def _add_object(self, value: Any, kind: type, where: str) -> None:
+        slots = [
+            name
+            for base in kind.__mro__
+            for name, found in vars(base).items()
+            if isinstance(found, types.MemberDescriptorType) and base.__module__ != "builtins"
+        ]
+        if slots:
+            self._add_noticed(lambda: [getattr(value, name, _MISSING) for name in slots], where)
+            for name in slots:
+                self.add(getattr(value, name, None), where)
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self._add_container(own, where)
+        self._add_class(kind)
+
+    def _add_class(self, kind: type) -> None:
+        """What methods of a class read beside their arguments, and its own data."""
+        for base in kind.__mro__:
+            if id(base) in self._known or not _is_plain(base):
+                continue
+            self._known[id(base)] = base
+            functions = [_function_of(value) for value in vars(base).values()]
+            for function in functions:
+                if function is not None:
+                    self._add_function(function)
+            names = [
+                name
+                for (name, value), function in zip(vars(base).items(), functions, strict=True)
+                if function is None and _is_data(value) and not name.startswith("__")
+            ]
+            self._add_names(vars(base), names, f"of class {base.__name__}")
+
+    def _add_function(self, function: Any) -> None:
+        """What a function reads of globals and closures, and the functions that it calls."""
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        if code is None or id(code) in self._known or not _is_plain(function):
+            return
+        self._known[id(code)] = code
+        self.add(getattr(function, "__wrapped__", None), "a function")
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._add_noticed(functools.partial(_contents, cell), f"{name!r} of a closure")
+            self.add(_contents(cell)[0], f"{name!r} of a closure")
+        for value in function.__defaults__ or ():
+            self.add(value, f"a default of {function.__name__}")
+        names = _names_in(code)
+        data = [name for name in names if _is_data(function.__globals__.get(name, _MISSING))]
+        self._add_names(function.__globals__, data, "among globals")
+        for name in names:
+            value = function.__globals__.get(name)
+            if isinstance(value, _FUNCTIONS):
+                self.add(value, f"global {name!r}")
+            elif isinstance(value, type | types.ModuleType) and _is_plain(value):
+                space = vars(value)
+                inside = [key for key in names if _is_data(space.get(key, _MISSING))]
+                self._add_names(space, inside, f"of {name}")
+                for key in names:
+                    self.add(_function_of(space.get(key)), f"{name}.{key}")
+
+    def _add_names(self, space: Mapping[str, Any], names: Sequence[str], of: str) -> None:
+        for name in names:
+            where = f"{name!r} {of}"
+            self._add_noticed(functools.partial(_values, space, name), where)
+            self.add(space[name], where)
+
+
+class HostState:
+    """The state that calls of one block read.
+
+    Args:
+        modules: returns all modules that run.
+        scripts: tells whether TorchScript has run.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[torch.nn.Module]], scripts: Scripts) -> None:
+        self._modules, self.scripts = modules, scripts
+        self._snapshot: Snapshot | None = None
+        self.writes_buffers = True  # until a pass has been seen that does not
+        #: whether the last call could be recomputed; None before the first
+        self.is_repeatable: bool | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for a copy, which has other modules."""
+        return {**self.__dict__, "_snapshot": None}
+
+    def begin(self, arguments: Any, device: torch.device, *, draws: bool = True) -> Begun:
+        """A pass begins.
+
+        Args:
+            arguments: of the pass; direct tensors among them are the caller's.
+            draws: whether the device's generator can be read and set.
+        """
+        if self._snapshot is None or not self._snapshot.is_current():
+            self._snapshot = Snapshot()
+            self._snapshot.add_modules(self._modules())
+        given = Snapshot()
+        for name, value in arguments:
+            if not isinstance(value, torch.Tensor):
+                given.add(value, f"argument {name}")
+        return Begun(self, self._snapshot, given, device, draws=draws)
+
+
+class Begun:
+    """The state at the beginning of one pass."""
+
+    def __init__(
+        self,
+        owner: HostState,
+        snapshot: Snapshot,
+        given: Snapshot,
+        device: torch.device,
+        *,
+        draws: bool,
+    ) -> None:
+        self._owner, self._parts = owner, (snapshot, given)
+        self._num_scripts = owner.scripts.count()
+        self._versions = [versions_of(part.tensors) for part in self._parts]
+        self._copies: dict[int, torch.Tensor] = {}  # of buffers, by position
+        if owner.writes_buffers:
+            self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
+        generators = default_generators(device if draws else None)
+        self._ambient = AmbientState(device, [*generators, *snapshot.generators, *given.generators])
+
+    def obstacle(self) -> str | None:
+        """After the pass: why it cannot be recomputed from this state, or None."""
+        found = self._find_obstacle()
+        self._owner.is_repeatable = found is None
+        return found
+
+    def _find_obstacle(self) -> str | None:
+        # Its executor rewrites a function after the first calls, which then saves other tensors.
+        if self._owner.scripts.count() != self._num_scripts:
+            return "TorchScript runs in it"
+        for part in self._parts:
+            if part.obstacle is not None:
+                return part.obstacle
+            for noticed in part.noticed:
+                if not noticed.is_unchanged():
+                    return f"its forward pass changes {noticed.where}"
+        snapshot, versions = self._parts[0], versions_of(self._parts[0].tensors)
+        for number, version in enumerate(versions):
+            if version == self._versions[0][number]:
+                self._copies.pop(number, None)
+            elif number in self._copies:
+                self._versions[0][number] = -1  # the copy is read: later changes are harmless
+            else:
+                self._owner.writes_buffers |= number in snapshot.buffers
+                return f"its forward pass changes {snapshot.names[number]}"
+        self._owner.writes_buffers = bool(self._copies)
+        return None
+
+    def check(self) -> None:
+        """RecomputationError if the program has changed what cannot be put back."""
+        for part, versions in zip(self._parts, self._versions, strict=True):
+            for noticed in part.noticed:
+                if not noticed.is_unchanged():
+                    raise RecomputationError(
+                        f"{noticed.where}, which the forward pass of a block read, was changed "
+                        "before backward came to the block, whose recomputation needs it as it "
+                        "was: change it after backward, or give the block use_checkpoint=False."
+                    )
+            for where, tensor, version in zip(part.names, part.tensors, versions, strict=True):
+                if version not in (-1, version_of(tensor)):
+                    raise changed_in_place(where)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """The state of the beginning inside, then the present one again."""
+        changed = [held for part in self._parts for held in part.held if not held.is_unchanged()]
+        snapshot = self._parts[0]
+        # Copies of all buffers: batch norms write running statistics without counting it.
+        own = {
+            id(snapshot.tensors[n]): self._copies.get(n, snapshot.tensors[n]).detach().clone()
+            for n in snapshot.buffers
+        }
+        for held in snapshot.held if own else ():
+            if isinstance(held.contents, dict) and not own.keys().isdisjoint(
+                map(id, held.contents.values())
+            ):
+                contents = {key: own.get(id(value), value) for key, value in held.contents.items()}
+                changed.append(_Held(held.owner, contents, held.where))
+        everything = [each for part in self._parts for each in part.held]
+        now = [copy.copy(each.owner) for each in everything]
+        with self._ambient.restored():
+            try:
+                for each in changed:
+                    each.put(each.contents)
+                yield
+            finally:
+                for each, contents in zip(everything, now, strict=True):
+                    if not _Held(each.owner, contents, "").is_unchanged():
+                        each.put(contents)
+
+
+@contextlib.contextmanager
+def spare_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Replace buffers by copies inside: a second run must not update running statistics again."""
+    before = [dict(module._buffers) for module in modules]
+    try:
+        for module in modules:
+            module._buffers.update(
+                {name: b if b is None else b.clone() for name, b in module._buffers.items()}
+            )
+        yield
+    finally:
+        for module, buffers in zip(modules, before, strict=True):
+            module._buffers.update(buffers)
+
+
+def changed_in_place(where: str) -> RecomputationError:
+    """The error for a tensor that a recomputation cannot read any more."""
+    return RecomputationError(
+        f"{where}, a tensor that the forward pass of a block got, was modified by an inplace "
+        "operation before backward came to the block, whose recomputation needs it as it was: "
+        "change a clone of it, make it a buffer if the module itself changes it, or give the block "
+        "use_checkpoint=False."
+    )
+
+
+def all_modules(module: torch.nn.Module) -> Sequence[torch.nn.Module]:
+    """`module` and its descendants, each block replaced by its inner module."""
+    found: dict[int, torch.nn.Module] = {}
+    ways = [module]
+    while ways:
+        module = ways.pop()
+        inner = module.__dict__.get("_hidden")
+        module = inner[0] if isinstance(module, DistributedModule) and inner else module
+        if id(module) not in found:
+            found[id(module)] = module
+            ways.extend(child for child in module._modules.values() if child is not None)
+    return list(found.values())
+
+
+def _without_graph(value: Any) -> Any:
+    """Detach a tensor, or the tensors of a tuple.
+
+    A module may store a result of its last pass. Keeping its graph would chain the graphs of all
+    passes and keep every one resident.
+    """
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    if isinstance(value, tuple) and any(isinstance(entry, torch.Tensor | tuple) for entry in value):
+        entries = [_without_graph(entry) for entry in value]
+        return tuple(entries) if type(value) is tuple else tuple.__new__(type(value), entries)
+    return value
+
+
+def _values(space: Mapping[str, Any], name: str) -> tuple[Any]:
+    return (space.get(name, _MISSING),)
+
+
+def _contents(cell: types.CellType) -> tuple[Any]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not filled yet
+        return (_MISSING,)
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    """The names of globals and attributes in a function's code, inner functions included."""
+    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for x in inner for name in _names_in(x))]))
+
+
+def _function_of(value: Any) -> Any:
+    """The function behind a method, property or decorated function; None for anything else."""
+    for name in ("__func__", "fget"):
+        value = getattr(value, name, value)
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _is_data(value: Any) -> bool:
+    code = (*_FUNCTIONS, type, types.ModuleType, property, staticmethod, classmethod)
+    return value is not _MISSING and not isinstance(value, code)
+
+
+def _is_plain(thing: Any) -> bool:
+    """Whether a class, function or module is the program's."""
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
+    return (name or "").partition(".")[0] not in _FOREIGN or thing in _FOLLOWED
+
+
+def _is_ndarray(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
