@@ -27,7 +27,7 @@ from bmtrain.shard.storage import Storage
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = True) -> Module:
+def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "auto") -> Module:
     """Shard every parameter of any nn.Module, in place, and return it.
 
     Members of every nn.ModuleList become Blocks, in order, and the gather of the next overlaps the
@@ -132,7 +132,7 @@ def _name_storages(model: torch.nn.Module) -> None:
 class _Wrapping:
     """One walk over a model. A module that occurs twice is wrapped once."""
 
-    def __init__(self, current: World, use_checkpoint: bool | str | Level = True) -> None:
+    def __init__(self, current: World, use_checkpoint: bool | str | Level = "auto") -> None:
         self._world, self._use_checkpoint = current, use_checkpoint
         self._converted = current.service(Converted)
         self._done: dict[int, torch.nn.Module] = {}
