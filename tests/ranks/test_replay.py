@@ -563,3 +563,17 @@ def test_what_has_changed_is_refused() -> None:
             assert all(param.grad is None for param in block.parameters())
             tensor.sub_(2)
             compare(plain, blocks, f"{level}, {where}", x, called)
+
+
+@on_ranks(2)
+def test_what_a_block_keeps_may_not_change_before_backward() -> None:
+    """Its input, written after forward, is refused as in plain PyTorch; the next step is right."""
+    plain, leaf = make(Base)[:1], torch.randn(3, DIM, requires_grad=True)
+    for zero_level, recompute in itertools.product((2, 3), (False, True)):
+        blocks = sharded(plain, use_checkpoint=recompute, zero_level=zero_level)
+        x = leaf * 1.5
+        y = blocks[0](x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        compare(plain, blocks, f"ZeRO-{zero_level}, {recompute}", torch.ones(3, DIM))

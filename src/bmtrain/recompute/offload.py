@@ -16,6 +16,7 @@ from bmtrain.distributed.transport import make_streams
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.memory import free_host_memory
 from bmtrain.runtime.world import World
+from bmtrain.shard.unshard import Kept
 from bmtrain.torch_internals import sharing_versions
 
 
@@ -233,8 +234,7 @@ class _Moves:
         """The placeholder that autograd saves for `tensor`."""
         address = tensor.untyped_storage().data_ptr()
         if address not in self._movable:
-            # Without its graph: see `Use.packing`.
-            return tensor.detach() if self._inner is None else self._inner.pack_hook(tensor)
+            return Kept(tensor) if self._inner is None else self._inner.pack_hook(tensor)
         if address not in self._away:
             self._away[address] = self._host.send(self._movable[address], self._ready)
         return Saved(
@@ -245,7 +245,7 @@ class _Moves:
         """The tensor that `pack` saved."""
         if isinstance(saved, Saved):
             return saved.away.fetch().as_strided(saved.size, saved.stride, saved.offset)
-        return saved if self._inner is None else self._inner.unpack_hook(saved)
+        return saved.get() if isinstance(saved, Kept) else self._inner.unpack_hook(saved)
 
 
 class Saved:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.host_state import Begun, changed_in_place
+from bmtrain.shard.unshard import Kept
 from bmtrain.torch_internals import at_end_of_backward, version_of
 from bmtrain.torch_internals import saved_tensors_hooks as outer_hooks
 
@@ -28,7 +29,8 @@ class _Saved:
     """What autograd holds in the place of a saved tensor.
 
     Attributes:
-        tensor: itself, while the first run goes on and if it is kept.
+        tensor: itself, while the first run goes on.
+        kept: the same from then on, if it is kept.
         place: where it is, if it is a parameter.
         by_hooks: what the program's hooks have made of one that is kept.
     """
@@ -37,6 +39,7 @@ class _Saved:
         self.index, self.shape, self.dtype = index, tensor.shape, tensor.dtype
         self.tensor = tensor if place is None else None
         self.place = place
+        self.kept: Kept | None = None
         self.by_hooks: _ByHooks | None = None
 
     def settle(self, hooks: Any, *, is_kept: bool) -> None:
@@ -47,9 +50,7 @@ class _Saved:
         elif tensor is not None and hooks is not None:
             self.by_hooks = _ByHooks(hooks[0](tensor))
         elif tensor is not None:
-            # A node that saves its own result would hold itself through the result's graph, for
-            # ever where backward never comes. Autograd puts the graph back.
-            self.tensor = tensor.detach()
+            self.kept = Kept(tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +156,8 @@ class Recomputation:
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.tensor is not None:
             return saved.tensor
+        if saved.kept is not None:
+            return saved.kept.get()
         if saved.by_hooks is not None:
             return self._outer[1](saved.by_hooks.value)
         if saved.place is not None:

@@ -24,6 +24,8 @@ from bmtrain.torch_internals import (
     in_transform,
     plain_functions,
     saved_tensors_hooks,
+    sharing_versions,
+    version_of,
     will_run,
 )
 
@@ -83,6 +85,33 @@ class Packed:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class Kept:
+    """A saved tensor under hooks of this library, which autograd does not compare by version."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: a node that saves its own result would hold itself through the result's graph,
+        # for ever where backward never comes. Autograd puts the graph back. Hooks run below
+        # autograd, where `detach` gives a new version counter: the shared one is compared.
+        with sharing_versions():
+            self._tensor = tensor.detach()
+        self._version = version_of(self._tensor)
+
+    def get(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: if it was changed in place since.
+        """
+        if version_of(self._tensor) != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {tuple(self._tensor.shape)} that a block "
+                f"has saved is at version {version_of(self._tensor)}; expected version "
+                f"{self._version} instead. Change a clone of it."
+            )
+        return self._tensor
 
 
 # Gives a module the tensors of a use, one per slot of all storages; returns a function that takes
@@ -406,11 +435,9 @@ class Use:
         if self._hooks is None:
             if not self.is_gathered_again:
                 return contextlib.nullcontext()
-            # A node that saves its own result would hold itself through the result's graph, for
-            # ever where backward never comes. Autograd puts the graph back.
             return torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: self.place_of(tensor) or tensor.detach(),
-                lambda saved: self.find(saved) if isinstance(saved, Packed) else saved,
+                lambda tensor: self.place_of(tensor) or Kept(tensor),
+                lambda saved: self.find(saved) if isinstance(saved, Packed) else saved.get(),
             )
         pack, unpack = self._hooks
 
