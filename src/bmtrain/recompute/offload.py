@@ -245,7 +245,9 @@ class _Moves:
         """The tensor that `pack` saved."""
         if isinstance(saved, Saved):
             return saved.away.fetch().as_strided(saved.size, saved.stride, saved.offset)
-        return saved.get() if isinstance(saved, Kept) else self._inner.unpack_hook(saved)
+        if isinstance(saved, Kept) or self._inner is None:
+            return saved.get()
+        return self._inner.unpack_hook(saved)
 
 
 class Saved:

@@ -117,7 +117,7 @@ class Recomputation:
         self._values: dict[int, torch.Tensor] = {}
         self._given: dict[int | str, Any] = {}  # arguments by place or name, without tensors
         self._tensors: dict[int | str, _Input] = {}
-        self._node: Any = None
+        self._anchor: Any = None
 
     def save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Save the arguments for the second run: tensors with autograd, under its hooks."""
@@ -126,7 +126,8 @@ class Recomputation:
         # A module may ask whether two arguments are one tensor, as attention does.
         different = {id(x): x for x in tensors.values()}
         leaf = torch.empty(0, requires_grad=True, device="cpu")
-        self._node = _Inputs.apply(leaf, *different.values()).grad_fn
+        # The node lives as long as its output.
+        self._anchor = _Inputs.apply(leaf, *different.values())
         places = {number: place for place, number in enumerate(different)}
         for key, x in tensors.items():
             self._given[key] = None
@@ -178,7 +179,7 @@ class Recomputation:
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, apart from the graph."""
         try:
-            tensors = self._node.saved_tensors
+            tensors = self._anchor.grad_fn.saved_tensors
         except RuntimeError as error:
             for key, was in self._tensors.items():
                 x = was.tensor()
