@@ -24,9 +24,9 @@ import torch.distributed as dist
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt
 from bmtrain.errors import ConfigurationError
-from bmtrain.runtime.hosts import this_host
 from bmtrain.runtime.log import print_rank, warn
 from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.process import this_host
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import store_of, symmetric_memory, torch_version
 

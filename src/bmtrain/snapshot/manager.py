@@ -21,7 +21,7 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.optim.manager import OptimManager
 from bmtrain.runtime import log, world
-from bmtrain.runtime.random_states import random_states, set_random_states
+from bmtrain.runtime.seeding import random_states, set_random_states
 from bmtrain.shard.engine import Engine
 from bmtrain.snapshot import folder as folders
 from bmtrain.snapshot.host import HostMemory, Live, Snapshot
@@ -252,7 +252,11 @@ class CheckpointManager:
     ) -> tuple[Image, dict[str, dict[str, str]], bytes]:
         """This rank's tensors, the ties among them, and the file of all that is no tensor."""
         parts, ties = model_parts(model, only)
-        rest: dict[str, Any] = {"random": random_states(), "state": None, "optim_manager": None}
+        rest: dict[str, Any] = {
+            "random": random_states(self._world.device),
+            "state": None,
+            "optim_manager": None,
+        }
         if state is not None:
             rest["state"] = dict(state)
         if optim_manager is not None:
@@ -378,7 +382,7 @@ class Rest:
         step, facts = self._manifest.step, self._manifest.facts
         if self._own is None:
             return Restored(step, facts, None)
-        set_random_states(self._own["random"])
+        set_random_states(self._own["random"], world.device())
         return Restored(step, facts, self._own["state"])
 
     def _optimizers(self) -> tuple[ShardedCheckpoint, dict[str, Any]]:
