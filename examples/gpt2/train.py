@@ -20,7 +20,7 @@ import torch
 import torch.utils.deterministic as torch_deterministic
 
 import bmtrain as bmt
-from bmtrain.checkpoint.finite import check_finite
+from bmtrain.checkpoint.entries import check_finite
 from bmtrain.errors import ConfigurationError
 from bmtrain.plan.measured import Foreseen
 from bmtrain.runtime.process import Exit

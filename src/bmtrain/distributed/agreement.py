@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ Figures = tuple[float, float, float]  # of `look`
 # Elements of a tensor compared between ranks. Comparing all of them takes seconds for a large model
 # on a CPU.
 NUM_SAMPLED = 2**22
+SHOWN = 300  # characters of what each rank passes, in a message
 # Of `look`: (step, weight), the sum of every step-th element counts so much.
 _DIRECTION = ((1, 1.0), (2, -1.6), (3, 0.7), (5, -1.1))
 
@@ -43,6 +45,26 @@ def is_same(figures: Sequence[int], axis: Axis, what: str) -> bool:
     ends = largest([*figures, *(-figure for figure in figures)], axis, what)
     return all(
         high == -low for high, low in zip(ends[: len(figures)], ends[len(figures) :], strict=True)
+    )
+
+
+def told_apart(text: str, axis: Axis, what: str, shown: str | None = None) -> str | None:
+    """None if all ranks pass the same text; else what each of them passes, for a message.
+
+    A checksum travels, and texts only where it differs: `shown` if given, else `text`, from shortly
+    before the place where they part. Collective, on the CPU.
+    """
+    if is_same([zlib.crc32(text.encode())], axis, what):
+        return None
+    texts = collectives.gather_objects(text if shown is None else shown, axis, what)
+    start = 0
+    if max(map(len, texts)) > SHOWN:
+        columns = zip(*texts, strict=False)
+        apart = next((n for n, letters in enumerate(columns) if len({*letters}) > 1), 0)
+        start = max(apart - SHOWN // 2, 0)
+    return "; ".join(
+        f"rank {rank}: {'... ' if start else ''}{text[start : start + SHOWN]}"
+        for rank, text in zip(axis.ranks, texts, strict=True)
     )
 
 

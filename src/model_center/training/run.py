@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
-from bmtrain.checkpoint.entries import entries
-from bmtrain.checkpoint.finite import check_finite
+from bmtrain.checkpoint.entries import check_finite, entries
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime.process import Exit
 from model_center.dataset.loader import DistributedDataLoader
