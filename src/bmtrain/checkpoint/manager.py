@@ -36,7 +36,7 @@ from bmtrain.checkpoint.writer import Writer, Writing
 from bmtrain.checkpoint.writing import ShardWriter, as_bytes
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt, told_apart
-from bmtrain.distributed.board import Board
+from bmtrain.distributed.collectives import Board
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.optim.manager import OptimManager

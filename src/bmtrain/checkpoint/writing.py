@@ -20,7 +20,7 @@ import torch
 from bmtrain.checkpoint.image import NUM_THREADS, Image, Live, Snapshot
 from bmtrain.checkpoint.shards import BLOCK, NAME, FileFacts, Manifest, TensorFacts, parse
 from bmtrain.checkpoint.writer import flush_folder, flush_to_disk, reason_of
-from bmtrain.distributed.board import Board
+from bmtrain.distributed.collectives import Board
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import world
 
