@@ -19,7 +19,7 @@ from tests.ranks import models
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
-from bmtrain.checkpoint import LoadResult, load, save, sources, writer
+from bmtrain.checkpoint import LoadResult, files, load, save, sources, writer
 from bmtrain.errors import CheckpointError
 from bmtrain.shard.storage import Storage
 
@@ -213,7 +213,7 @@ def refuse_all(folder: str) -> None:
     assert result == LoadResult(["layers.0.project.weight"], ["layers.0.projekt.weight"])
     wanted = want() | {name: before[name] for name in result.missing_keys}
     assert_state(net.state_dict(), wanted, "what fits")
-    original = sources.read_into
+    original = files.read_into
 
     def fill(memory: memoryview, path: pathlib.Path, offset: int) -> None:
         if bmt.rank() == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -304,7 +305,7 @@ class CheckpointManager:
                 return None
             path = self.folder / name
             try:  # each rank computes its share of the checksums
-                attempt(lambda path=path: verify(path, axis.index, axis.size), axis)
+                attempt(functools.partial(verify, path, axis.index, axis.size), axis)
             except CheckpointError as error:
                 damaged.add(name)
                 if is_first:

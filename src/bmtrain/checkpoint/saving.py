@@ -110,12 +110,14 @@ def visit(
             plain.append(entry)
 
     def take_plain() -> None:
-        for entry in plain if take is not None else ():
-            take(entry, entry.tensor.detach())
+        if take is not None:
+            for entry in plain:
+                take(entry, entry.tensor.detach())
 
     def take_storage(whole: Whole, members: Sequence[tuple[Entry, int]]) -> None:
-        for entry, index in members if take is not None else ():
-            take(entry, whole[index])
+        if take is not None:
+            for entry, index in members:
+                take(entry, whole[index])
 
     attempt(take_plain, axis, kind)
     for storage, members in groups.items():

@@ -173,9 +173,9 @@ class SavedOptimizer:
         self._params = parameters_of(optimizer.param_groups)
         self._names: dict[int, dict[str, str]] = {}  # of tensors: by parameter, the full name
         for full in source.headers:
-            owner, index, name = full.split(".", 2)
+            owner, place, name = full.split(".", 2)
             if int(owner) == number:
-                self._names.setdefault(int(index), {})[name] = full
+                self._names.setdefault(int(place), {})[name] = full
         before = [len(group["params"]) for group in state["param_groups"]]
         now = [len(group["params"]) for group in optimizer.param_groups]
         if before != now:

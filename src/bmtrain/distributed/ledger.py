@@ -229,7 +229,11 @@ class Ledger:
             _spread_max(head, axis)
         if head[0] != -head[1]:
             self._part(axis)
-        self._agree(axis)
+        line = self._line(axis)  # all ranks have performed the same operations up to here
+        line.agreed = line.number
+        if line.since:
+            line.last = line.since[-1]
+            line.since.clear()
         first.copy_(head[2 : 2 + len(first)])
         if len(figures) > _ROOM:
             with self.told(axis):
@@ -270,14 +274,6 @@ class Ledger:
             self._part(axis, error)
         if len(set(pending.words.tolist())) > 1:
             self._part(axis)
-
-    def _agree(self, axis: Axis) -> None:
-        """Record that all ranks have performed the same operations up to here."""
-        line = self._line(axis)
-        line.agreed = line.number
-        if line.since:
-            line.last = line.since[-1]
-            line.since.clear()
 
     def _part(self, axis: Axis, cause: BaseException | None = None) -> None:
         """Raise RanksPartedError: the logs differ, or, with a `cause`, a rank is missing."""
