@@ -40,7 +40,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "src"))
 from machine import machine, machine_from_outside
 
 import bmtrain as bmt
-from bmtrain.snapshot.state import model_parts, optimizer_parts
+from bmtrain.checkpoint.state import model_parts, optimizer_parts
 from models import Shape
 
 NUM_BEFORE, MOST_STEPS = 8, 2000

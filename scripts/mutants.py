@@ -48,15 +48,7 @@ COPIED = (
 ROOMS = {
     **{
         name: f"src/bmtrain/{name}"
-        for name in (
-            "shard",
-            "block",
-            "optim",
-            "checkpoint",
-            "snapshot",
-            "recompute",
-            "distributed",
-        )
+        for name in ("shard", "block", "optim", "checkpoint", "recompute", "distributed")
     },
     **{name: f"src/model_center/{name}" for name in ("layer", "model", "weights", "dataset")},
 }

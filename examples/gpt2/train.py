@@ -20,10 +20,10 @@ import torch
 import torch.utils.deterministic as torch_deterministic
 
 import bmtrain as bmt
-from bmtrain.checkpoint.finite import check_finite
+from bmtrain.checkpoint.entries import check_finite
 from bmtrain.errors import ConfigurationError
 from bmtrain.plan.measured import Foreseen
-from bmtrain.runtime import exits
+from bmtrain.runtime.process import Exit
 from corpus import DataError
 from data import Position, TokenData, TrainingSequences, rank_position
 from evaluation import batch_loss, show_sample, validate
@@ -115,7 +115,7 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
                 "anew, more --steps go on."
             )
     bmt.synchronize()  # the first rank to go has the launcher end the others
-    return exits.REQUEUE if requeue else 0
+    return Exit.REQUEUE if requeue else 0
 
 
 def look_at(

@@ -21,8 +21,8 @@ from scripts.fault_matrix.programs import (
     steps_done,
 )
 
-from bmtrain.checkpoint.manifest import NAME
-from bmtrain.snapshot import folder as folders
+from bmtrain.checkpoint import folder as folders
+from bmtrain.checkpoint.shards import NAME
 
 LIMIT_S = 60.0  # from a fault to the end of the job
 STEP, SAVED = 5, 6  # a step between checkpoints; one that is saved

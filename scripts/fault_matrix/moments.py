@@ -19,10 +19,9 @@ from scripts.fault_matrix.faulty import Fault
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import bmtrain as bmt
-from bmtrain.checkpoint import writer
+from bmtrain.checkpoint import writer, writing
 from bmtrain.checkpoint.shards import ShardedCheckpoint
-from bmtrain.distributed.board import Board
-from bmtrain.snapshot import writing
+from bmtrain.distributed.collectives import Board
 from model_center.training.checkpoints import Checkpoints
 
 Deed = Callable[[], object]

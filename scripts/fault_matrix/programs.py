@@ -13,9 +13,9 @@ from typing import Any
 
 from scripts.fault_matrix.jobs import ROOT, plain_environment
 
-from bmtrain.checkpoint.manifest import NAME
+from bmtrain.checkpoint import folder as folders
+from bmtrain.checkpoint.shards import NAME, verify
 from bmtrain.errors import CheckpointError
-from bmtrain.snapshot import folder as folders
 from model_center.training.metrics_file import MEASURED, read_metrics
 
 SAVE_EVERY = 3  # steps
@@ -104,7 +104,7 @@ def damaged(folder: pathlib.Path) -> list[str]:
     wrong = []
     for path in folders.complete(folder):
         try:
-            folders.check(path)
+            verify(path)
         except CheckpointError as error:
             if (path / NAME).exists():
                 wrong.append(str(error))

@@ -8,7 +8,7 @@ from bmtrain import benchmark, compat, distributed, inspect, loss, lr_scheduler,
 from bmtrain.block.block import Block, CheckpointBlock
 from bmtrain.block.stack import TransformerBlockList
 from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters
-from bmtrain.checkpoint import load, save
+from bmtrain.checkpoint import CheckpointManager, load, save
 from bmtrain.distributed import nccl
 from bmtrain.distributed.results import sum_loss, synchronize, wait_loader
 from bmtrain.graphs.function import cuda_graph
@@ -29,7 +29,6 @@ from bmtrain.shard.listing import grouped_parameters
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer
 from bmtrain.shard.whole import gather_result
-from bmtrain.snapshot import CheckpointManager
 from bmtrain.utils import print_block, print_dict, see_memory
 from bmtrain.verification import verify
 from bmtrain.version import __version__

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+from bmtrain.checkpoint import commands
 from bmtrain.plan import command as plan
 from bmtrain.plan import environment
 from bmtrain.runtime.arguments import unknown
-from bmtrain.snapshot import commands
 from bmtrain.verification import command as verify
 from bmtrain.version import __version__
 

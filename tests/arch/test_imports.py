@@ -15,8 +15,8 @@ LAYERS = (
     {"shard"},
     {"loss", "recompute"},
     {"compile"},
-    {"block", "nn", "optim", "lr_scheduler", "checkpoint", "inspect", "benchmark", "utils"},
-    {"parallel", "graphs", "snapshot"},
+    {"block", "nn", "optim", "lr_scheduler", "inspect", "benchmark", "utils"},
+    {"parallel", "graphs", "checkpoint"},
     {"compat", "plan", "verification"},
     {"__init__", "__main__"},
 )

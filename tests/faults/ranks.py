@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,9 @@ def run(
         hosted: whether rank 0 hosts the store, as without torchrun.
     """
     with _store(hosted) as port:
-        begin = time.monotonic()
-        processes = []
-        for rank in range(ranks):
-            environment = {
+        environments = [
+            {
+                **os.environ,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
@@ -68,25 +67,44 @@ def run(
                 "DEVICE": "cpu",
                 "TORCHELASTIC_USE_AGENT_STORE": str(not hosted),
             }
-            log = str(folder / f"rank{rank}.log")
-            process = fork_server().Process(target=_live, args=(environment, log, program, args))
-            process.start()
-            processes.append(process)
-        codes: list[int | None] = [None] * ranks
-        ended = 0.0
-        # a rank that cannot end is left alone when the others have
-        end = begin + timeout
-        while None in codes and time.monotonic() < end:
-            for rank, process in enumerate(processes):
-                if codes[rank] is None and not process.is_alive():
-                    codes[rank], ended = process.exitcode, time.monotonic()
-                    end = min(end, time.monotonic() + 3)
-            time.sleep(0.02)
-        for process in processes:
-            process.kill()
-            process.join()
-    printed = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
-    return Left(codes, printed, ended)
+            for rank in range(ranks)
+        ]
+        return run_in(environments, program, *args, folder=folder, timeout=timeout)
+
+
+def run_in(
+    environments: Sequence[Mapping[str, str]],
+    program: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    timeout: float = 60.0,
+    grace: float = 3.0,
+) -> Left:
+    """Run `program(*args)` in a process for each of these environments.
+
+    Args:
+        grace: seconds for the others when the first has ended: one that cannot end is left alone.
+    """
+    logs = [folder / f"rank{rank}.log" for rank in range(len(environments))]
+    processes = [
+        fork_server().Process(target=_live, args=(dict(environment), str(log), program, args))
+        for environment, log in zip(environments, logs, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    codes: list[int | None] = [None] * len(processes)
+    ended = 0.0
+    end = time.monotonic() + timeout
+    while None in codes and time.monotonic() < end:
+        for rank, process in enumerate(processes):
+            if codes[rank] is None and not process.is_alive():
+                codes[rank], ended = process.exitcode, time.monotonic()
+                end = min(end, time.monotonic() + grace)
+        time.sleep(0.02)
+    for process in processes:
+        process.kill()
+        process.join()
+    return Left(codes, [log.read_text(errors="replace") for log in logs], ended)
 
 
 @contextlib.contextmanager
@@ -113,6 +131,7 @@ def _live(
     sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
     sys.__stderr__ = sys.stderr  # type: ignore[misc]
+    os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
     code: object = 0

@@ -15,23 +15,23 @@ from tests.faults.ranks import run
 
 import bmtrain as bmt
 from bmtrain.errors import RanksPartedError
-from bmtrain.runtime import exits
+from bmtrain.runtime.process import Exit
 
 WATCHDOG_S = 2.0
 # Of the fault: what some rank must have said of rank 1, a pattern; exit codes of ranks 0 and 1.
 TABLE: dict[str, tuple[str, int, int | None]] = {
-    "exception": ("it has failed: KeyError: 'the culprit'", exits.PARTED, exits.FAILED),
-    "exit": ("rank 1 did not come to the next: it has left the run", exits.PARTED, 3),
-    "return": ("rank 1 did not come to the next: it has left the run", exits.PARTED, 0),
-    "save": (r"rank 1 did number \d+: exchange for errors", exits.PARTED, exits.PARTED),
-    "skip": (r"rank 1 did number \d+: all_reduce \(sum\)", exits.PARTED, exits.PARTED),
-    "batches": (r"rank 1 did number \d+: barrier", exits.PARTED, exits.PARTED),
-    "sigkill": ("rank 1 did not come to the next: it has ended", exits.PARTED, -signal.SIGKILL),
-    "segfault": ("rank 1 did not come to the next: it has ended", exits.PARTED, -signal.SIGSEGV),
-    "abort": ("rank 1 did not come to the next: it has ended", exits.PARTED, -signal.SIGABRT),
-    "sigstop": (r"rank 1 is stopped \(SIGSTOP\)", exits.HUNG, None),
-    "sleep": ("rank 1 has not come to gather of storage 0", exits.HUNG, exits.HUNG),
-    "lock": ("rank 1 runs, but Python does not", exits.HUNG, None),
+    "exception": ("it has failed: KeyError: 'the culprit'", Exit.PARTED, Exit.FAILED),
+    "exit": ("rank 1 did not come to the next: it has left the run", Exit.PARTED, 3),
+    "return": ("rank 1 did not come to the next: it has left the run", Exit.PARTED, 0),
+    "save": (r"rank 1 did number \d+: exchange for errors", Exit.PARTED, Exit.PARTED),
+    "skip": (r"rank 1 did number \d+: all_reduce \(sum\)", Exit.PARTED, Exit.PARTED),
+    "batches": (r"rank 1 did number \d+: barrier", Exit.PARTED, Exit.PARTED),
+    "sigkill": ("rank 1 did not come to the next: it has ended", Exit.PARTED, -signal.SIGKILL),
+    "segfault": ("rank 1 did not come to the next: it has ended", Exit.PARTED, -signal.SIGSEGV),
+    "abort": ("rank 1 did not come to the next: it has ended", Exit.PARTED, -signal.SIGABRT),
+    "sigstop": (r"rank 1 is stopped \(SIGSTOP\)", Exit.HUNG, None),
+    "sleep": ("rank 1 has not come to gather of storage 0", Exit.HUNG, Exit.HUNG),
+    "lock": ("rank 1 runs, but Python does not", Exit.HUNG, None),
 }
 HANGS = ("sigstop", "sleep", "lock")
 
@@ -89,7 +89,7 @@ def test_the_culprit_is_named_where_the_host_does_not_wait(
     """The watchdog says what the ledger would have said."""
     left = run(faulty_without_waiting, fault, ranks=3, folder=tmp_path)
     said = "".join(left.printed)
-    assert left.codes == [exits.HUNG] * 3 and re.search(words, said), said
+    assert left.codes == [Exit.HUNG] * 3 and re.search(words, said), said
     assert said.count("stands still") == 1
 
 
@@ -152,7 +152,7 @@ def one_rank_stands_still() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("work", "ranks", "code"),
-    [(slow_but_alive, 2, 0), (never_comes, 2, 20), (one_rank_stands_still, 1, exits.HUNG)],
+    [(slow_but_alive, 2, 0), (never_comes, 2, 20), (one_rank_stands_still, 1, Exit.HUNG)],
 )
 def test_how_long_may_a_rank_take(
     work: Callable[[], None], ranks: int, code: int, tmp_path: Path

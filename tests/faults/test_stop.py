@@ -16,7 +16,8 @@ from tests.ranks.runner import run_ranks
 from tests.training.test_lm_verbs import Points, flags, net, steps_of
 
 import bmtrain as bmt
-from bmtrain.runtime import exits, world
+from bmtrain.runtime import world
+from bmtrain.runtime.process import Exit
 from model_center.errors import ConfigError
 from model_center.training import Run, make_loader
 from model_center.training.metrics_file import read_metrics
@@ -77,7 +78,7 @@ def test_a_run_stops_and_goes_on(how: str, whole: list[tuple[int, float]], tmp_p
     """
     left = run(train, str(tmp_path), 2, how, "", folder=tmp_path)
     is_requeue = how in {"SIGUSR1", "requeue"}
-    assert left.codes == [exits.REQUEUE if is_requeue else 0] * 2, left.printed
+    assert left.codes == [Exit.REQUEUE if is_requeue else 0] * 2, left.printed
     assert all(("after the run" in text) != is_requeue for text in left.printed)
     assert lines(tmp_path) == whole[:2] and len(whole) > 2
     again = run(train, str(tmp_path), None, "", "--resume", folder=tmp_path)
@@ -106,8 +107,8 @@ def stuck(how: str, patience: float | None) -> None:
 @pytest.mark.parametrize(
     ("how", "patience", "code", "words"),
     [
-        ("once", 1.5, exits.OUT_OF_PATIENCE, "The checkpoint before is as it was."),
-        ("twice", None, exits.INTERRUPTED, "interrupted twice"),
+        ("once", 1.5, Exit.OUT_OF_PATIENCE, "The checkpoint before is as it was."),
+        ("twice", None, Exit.INTERRUPTED, "interrupted twice"),
     ],
 )
 def test_a_step_that_does_not_end(

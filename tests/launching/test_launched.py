@@ -10,16 +10,14 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.faults.ranks import run_in
 from tests.launching import program
-from tests.ranks.runner import fork_server
 
-from bmtrain.runtime import world
 from bmtrain.runtime.launchers import FOREIGN
 
 ROOT = Path(__file__).parents[2]
@@ -67,39 +65,15 @@ def launch(
     return [(process.returncode, text) for process, text in zip(processes, printed, strict=True)]
 
 
-def tasks(environments: Sequence[Mapping[str, object]]) -> list[tuple[int, str]]:
+def tasks(environments: Sequence[Mapping[str, object]], folder: Path) -> list[tuple[int, str]]:
     """Run the program in processes with these environments; exit code and output of each.
 
     They are forked from the server of the tests, which spares each its imports.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, str(number)) for number in range(len(environments))]
-        processes = [
-            fork_server().Process(target=task, args=(clean(more), str(log)))
-            for more, log in zip(environments, logs, strict=True)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(180)
-            process.kill()
-            process.join()
-        codes = [process.exitcode for process in processes]
-        assert None not in codes
-        return [(code or 0, log.read_text()) for code, log in zip(codes, logs, strict=True)]
-
-
-def task(where: dict[str, str], log: str) -> None:
-    """In a process of its own: nothing but this environment, as a launcher leaves it."""
-    os.environ.clear()
-    os.environ.update(where)
-    printed = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
-    sys.stdout = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
-    program.main()
-    sys.stdout.flush()
-    world.shutdown()  # at the exit of a program of its own
+    cleaned = [clean(more) for more in environments]
+    left = run_in(cleaned, program.main, folder=folder, timeout=180, grace=180)
+    found = zip(left.codes, left.printed, strict=True)
+    return [(-1 if code is None else code, text) for code, text in found]
 
 
 def places(found: Sequence[tuple[int, str]]) -> list[list[int]]:
@@ -133,7 +107,6 @@ def step(rank: int, size: int, **more: object) -> dict[str, object]:
         "SLURM_NTASKS": size,
         "SLURM_STEP_NUM_TASKS": size,
         "SLURM_STEP_NUM_NODES": 1,
-        "SLURM_STEP_TASKS_PER_NODE": size,
         "SLURM_STEP_NODELIST": socket.gethostname(),
         **more,
     }
@@ -143,44 +116,46 @@ def several_hosts(rank: int) -> dict[str, object]:
     """A task on a host of its own; the first host of the list is met by its name: here all names
     are this host's.
     """
-    hosts = {"SLURM_NODEID": rank, "SLURM_STEP_NUM_NODES": 2, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    hosts = {"SLURM_NODEID": rank, "SLURM_STEP_NUM_NODES": 2}
     where = {"SLURM_STEP_NODELIST": "localhost,localhost[2-3]"}
     return step(rank, 2, SLURM_STEP_ID=1, SLURM_LOCALID=0, **hosts, **where)
 
 
 def of_mpirun(rank: int) -> dict[str, object]:
     numbers = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
-    told: dict[str, object] = {f"OMPI_COMM_WORLD_{name}": n for name, n in numbers.items()}
-    return told | {"PMIX_NAMESPACE": f"prterun-{os.getpid()}@1"}
+    return {f"OMPI_COMM_WORLD_{name}": n for name, n in numbers.items()}
 
 
 @pytest.mark.parametrize(
-    ("environment", "local"),
+    ("environment", "local_ranks"),
     [
-        (lambda rank: step(rank, 2), 2),
-        pytest.param(several_hosts, 1, marks=pytest.mark.long),
-        pytest.param(of_mpirun, 2, marks=pytest.mark.long),
+        (lambda rank: step(rank, 2), (0, 1)),
+        # how many a host has, the ranks tell each other: all hosts are this one
+        pytest.param(several_hosts, (0, 0), marks=pytest.mark.long),
+        pytest.param(of_mpirun, (0, 1), marks=pytest.mark.long),
         # enough: hosts are told among the ranks
-        pytest.param(lambda rank: {"RANK": rank, "WORLD_SIZE": 2}, 2, marks=pytest.mark.long),
+        pytest.param(lambda rank: {"RANK": rank, "WORLD_SIZE": 2}, (0, 1), marks=pytest.mark.long),
     ],
     ids=["srun", "srun on several hosts", "mpirun", "nobody says the hosts"],
 )
-def test_ranks_find_each_other(environment: Callable[[int], dict[str, object]], local: int) -> None:
+def test_ranks_find_each_other(
+    environment: Callable[[int], dict[str, object]], local_ranks: tuple[int, int], tmp_path: Path
+) -> None:
     where = [environment(rank) for rank in range(2)]
-    if "RANK" in where[0]:
+    if "SLURM_JOB_ID" not in where[0]:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         where = [one | meeting for one in where]
-    expected = [[rank, 2, rank if local == 2 else 0, local] for rank in range(2)]
-    assert places(tasks(where)) == expected
+    expected = [[rank, 2, local_ranks[rank], 2] for rank in range(2)]
+    assert places(tasks(where, tmp_path)) == expected
 
 
 @pytest.mark.long
-def test_several_processes_without_ranks_end() -> None:
+def test_several_processes_without_ranks_end(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, object], str]] = [
         ({"SLURM_NTASKS": 2}, "start the program with srun"),
         ({"WORLD_SIZE": 2}, "RANK is not set"),
         ({**step(1, 2), "RANK": 0, "WORLD_SIZE": 1}, "contradict srun"),
     ]
-    found = tasks([environment for environment, _ in cases])
+    found = tasks([environment for environment, _ in cases], tmp_path)
     for (code, printed), (_, words) in zip(found, cases, strict=True):
         assert code == 1 and "ConfigurationError" in printed and words in printed

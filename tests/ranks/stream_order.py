@@ -282,7 +282,7 @@ def watching() -> Iterator[Order]:
             return take(host, num_bytes)
 
     simulated = mock.patch.object(
-        transport, "NullStreams", lambda: SimulatedStreams(order, f"streams {next(numbers)}:")
+        transport, "Streams", lambda: SimulatedStreams(order, f"streams {next(numbers)}:")
     )
     with simulated, mock.patch.object(Host, "_take", take_on_host), Watch(order):
         yield order

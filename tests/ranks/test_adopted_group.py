@@ -23,7 +23,6 @@ from tests.ranks.runner import run_ranks
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, RanksPartedError
 from bmtrain.runtime import world
-from bmtrain.runtime.hosts import local_places
 from model_center.training.stop import SIGNALS, StopRequest
 
 
@@ -229,4 +228,3 @@ def test_errors_are_the_owners(tmp_path: pathlib.Path) -> None:
         assert "theirs: 2.0" in printed and "KeyError: 'at the end'" in printed
         assert "this rank failed; the run ends" not in printed
     assert left.codes == [1, 1]
-    assert local_places(["a", "b", "a", "a"]) == [(0, 3), (0, 1), (1, 3), (2, 3)]

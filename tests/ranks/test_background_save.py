@@ -19,7 +19,7 @@ from tests.ranks.runner import ROOT, run_ranks
 from tests.ranks.saves import NO_SPACE, Held, Twin, failing
 
 import bmtrain as bmt
-from bmtrain.checkpoint import Writing, writer
+from bmtrain.checkpoint import Writing, saving, writer
 from bmtrain.errors import CheckpointError
 
 
@@ -81,7 +81,7 @@ def fail_in_background(folder: str) -> None:
         Writing.wait,
     ]
     for surface in surfaces:
-        with failing(writer, "write_file", NO_SPACE):
+        with failing(saving, "write_file", NO_SPACE):
             handle = bmt.save(twin.model, file, non_blocking=True)
             handle.join()
         for ask in (surface, Writing.wait, Writing.wait):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pathlib
 import resource
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +19,7 @@ from tests.ranks import models
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
-from bmtrain.checkpoint import LoadResult, load, save, writer
-from bmtrain.checkpoint.sources import SafetensorsFile
+from bmtrain.checkpoint import LoadResult, files, load, save, sources, writer
 from bmtrain.errors import CheckpointError
 from bmtrain.shard.storage import Storage
 
@@ -212,15 +213,15 @@ def refuse_all(folder: str) -> None:
     assert result == LoadResult(["layers.0.project.weight"], ["layers.0.projekt.weight"])
     wanted = want() | {name: before[name] for name in result.missing_keys}
     assert_state(net.state_dict(), wanted, "what fits")
-    original = SafetensorsFile._fill
+    original = files.read_into
 
-    def fill(self: Any, memory: memoryview, offset: int) -> None:
+    def fill(memory: memoryview, path: pathlib.Path, offset: int) -> None:
         if bmt.rank() == 1:
             os.truncate(here / "cut.safetensors", 2000)
-        original(self, memory, offset)
+        original(memory, path, offset)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SafetensorsFile, "_fill", fill)
+        patch.setattr(sources, "read_into", fill)
         with pytest.raises(CheckpointError, match="it became shorter while it was read"):
             load(net, here / "cut.safetensors")
     load(net, here / "plain.pt")
@@ -320,10 +321,20 @@ def fill_the_disk(folder: str) -> None:
         assert_state(net.state_dict(), want(6), name)
 
 
-@pytest.mark.fresh  # torch keeps an error that comes through its writer, and all that hangs on it
 def test_a_full_disk_leaves_the_old_file(tmp_path: pathlib.Path) -> None:
     """And the next save succeeds."""
     run_ranks(fill_the_disk, 2, str(tmp_path))
+
+
+def test_a_failed_save_keeps_no_copy_of_the_model() -> None:
+    """Errors that pass through torch's writer would stay there, and with them all tensors."""
+    x = torch.ones(2**16)
+    gone = weakref.ref(x)
+    with pytest.raises(OSError, match="No space left"):
+        writer._write_torch(pathlib.Path("/dev/full"), {"x": x})
+    del x
+    gc.collect()
+    assert gone() is None
 
 
 def die_while_writing(file: str) -> None:

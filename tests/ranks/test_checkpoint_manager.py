@@ -22,14 +22,13 @@ from tests.ranks.runner import run_ranks
 from tests.ranks.saves import NO_SPACE, Twin, failing
 
 import bmtrain as bmt
-from bmtrain.checkpoint import manifest as manifests
-from bmtrain.checkpoint.finite import check_finite
+from bmtrain.checkpoint import image, shards, writing
+from bmtrain.checkpoint.entries import check_finite
+from bmtrain.checkpoint.folder import complete, usable
 from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from bmtrain.optim import AdamOptimizer, OptimManager
 from bmtrain.shard.slices import local_of
-from bmtrain.snapshot import host, image, writing
-from bmtrain.snapshot.folder import complete, usable
 
 WIDTH = 6
 Sizes = tuple[int, int, int]  # ranks, tp_size, pipe_size
@@ -107,7 +106,7 @@ class Training:
 def small_blocks() -> Iterator[None]:
     """Files of many blocks, though models are small."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (manifests, host, image, writing):
+        for module in (shards, image, writing):
             patch.setattr(module, "BLOCK", 200)
         yield
 
@@ -229,7 +228,7 @@ def goes_on(folder: str) -> None:
             assert names() == ["step-00000001"]
             assert {*path.glob(own)} == before or name == "replace"
             assert not list(path.glob("step-00000002/manifest*"))
-        with failing(host, "new_block", NO_SPACE, 1), pytest.raises(CheckpointError):
+        with failing(image, "new_block", NO_SPACE, 1), pytest.raises(CheckpointError):
             checkpoints._memory._blocks.clear()
             checkpoints.save(2, model, manager).wait()
         with no_memory_yet(checkpoints) as copy:
@@ -483,7 +482,7 @@ def test_another_run_owns_the_folder(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is refused and named; once closed, or left by an error, the folder is free."""
-    monkeypatch.setattr("bmtrain.snapshot.lock.PATIENCE_S", 0.1)
+    monkeypatch.setattr("bmtrain.checkpoint.folder.PATIENCE_S", 0.1)
     with pytest.raises(ZeroDivisionError), bmt.CheckpointManager(tmp_path) as owner:
         for _ in range(2):
             with pytest.raises(CheckpointError, match=f"belongs to another run.*{os.getpid()}"):

@@ -25,6 +25,7 @@ from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.checkpoint import CheckpointManager
 from bmtrain.errors import ConfigurationError, ParameterError, RanksPartedError, StaleParameterError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.optim.streaming import Load, Passage, StreamedUpdate
@@ -32,7 +33,6 @@ from bmtrain.recompute.memory import Uncounted, memory_of
 from bmtrain.runtime import world
 from bmtrain.runtime.world import World
 from bmtrain.shard.slices import local_of
-from bmtrain.snapshot import CheckpointManager
 
 DIM, ROWS, NUM_BLOCKS = 10, 4, 3
 DTYPE = torch.bfloat16

@@ -8,7 +8,6 @@ import copy
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,11 @@ from tests.ranks import models
 from tests.ranks.pairs import Factory, Pair
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_optim import SCHEDULES
-from torch import nn
 from torch.optim import lr_scheduler
 
 import bmtrain as bmt
 from bmtrain.errors import CheckpointError, ConfigurationError
-from bmtrain.optim import AdamOptimizer, OptimManager
+from bmtrain.optim import OptimManager
 
 
 def restore(folder: pathlib.Path, pair: Pair) -> None:
@@ -115,42 +113,6 @@ def other_optimizers() -> None:
     models.assert_same_dicts(
         models.cloned_state(new.model), models.cloned_state(pair.model), "torch's AdamW", 1e-6
     )
-
-
-class Turned(Pair):
-    """Two layers of one shape, which the optimizer gets in this order or the other."""
-
-    def __init__(self, step: int) -> None:
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        self.model: Any = bmt.BMTrainModelWrapper(layers)
-        params = [{"params": list(layer.parameters())} for layer in list(layers)[::step]]
-        self.manager = OptimManager()
-        self.manager.add_optimizer(AdamOptimizer(params, lr=0.01))
-
-    def weights(self, steps: int = 0) -> dict[str, torch.Tensor]:
-        for _ in range(steps):
-            self.manager.zero_grad()
-            self.manager.backward(self.model(torch.ones(2, 4)).square().mean())
-            self.manager.step()
-        return models.cloned_state(self.model)
-
-
-def other_order(folder: pathlib.Path) -> None:
-    run, other, second = Turned(1), Turned(-1), Turned(1)
-    run.weights(2)
-    save(folder, run)
-    before = other.weights()
-    with pytest.raises(CheckpointError, match=r"another order: number 0 was '0\.weight'"):
-        restore(folder, other)
-    models.assert_same_dicts(other.weights(), before, "as it was", 0.0)
-    models.assert_same_dicts(other.weights(2), Turned(-1).weights(2), "goes on", 0.0)
-    restore(folder, second)
-    models.assert_same_dicts(second.weights(2), run.weights(2), "restored", 0.0)
-
-
-def test_another_order_of_parameters(tmp_path: pathlib.Path) -> None:
-    run_ranks(other_order, 2, tmp_path)
 
 
 def test_states_of_other_optimizers() -> None:

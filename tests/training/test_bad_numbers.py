@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset
 
 import bmtrain as bmt
-from bmtrain.checkpoint.manifest import OPTIMIZER
-from bmtrain.checkpoint.shards import ShardedCheckpoint
+from bmtrain.checkpoint.shards import OPTIMIZER, ShardedCheckpoint
 from bmtrain.errors import CheckpointError, NonFiniteError
 from model_center.arguments import make_parser, parse_args
 from model_center.errors import DivergenceError, ResumeError

@@ -58,11 +58,14 @@ def test_ranks_of_a_host_settle(machine: Any, monkeypatch: pytest.MonkeyPatch) -
     """
     rank_of = threading.local()
 
-    def settle(current: Any, names: str, local_rank: bool) -> list[Any]:
-        """Device, or error, of each rank; `names` has a letter for each rank: its GPU's name."""
+    def settle(current: Any, names: str, local_rank: bool, hosts: str = "hhh") -> list[Any]:
+        """Device, or error, of each rank; `names` has a letter for each rank: its GPU's name, and
+        `hosts` its host's.
+        """
         store = dist.HashStore()  # type: ignore[attr-defined]
         monkeypatch.setattr(world, "_current_gpu", lambda: current[rank_of.value])
         monkeypatch.setattr(world, "_gpu_name", lambda chosen: names[rank_of.value])
+        monkeypatch.setattr(world, "this_host", lambda: (hosts[rank_of.value], ""))
 
         def of(rank: int) -> Any:
             rank_of.value = rank
@@ -83,3 +86,17 @@ def test_ranks_of_a_host_settle(machine: Any, monkeypatch: pytest.MonkeyPatch) -
     for names, pair in (("abb", "1 and 2 have the same GPU (b)"), ("aab", "0 and 1 have the same")):
         found = settle([None] * 3, names, True)
         assert all(error.startswith(f"ranks {pair}") for error in found)
+
+
+def test_ranks_tell_each_other_their_hosts(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local ranks and sizes, where the launcher does not say them."""
+    machine(0)
+    rank_of, store = threading.local(), dist.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(world, "this_host", lambda: ("abaa"[rank_of.value], ""))
+
+    def of(rank: int) -> tuple[int, int]:
+        rank_of.value = rank
+        return world._settle(Launch(rank=rank, size=4), store, None, False)[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(of, range(4))] == [(0, 3), (0, 1), (1, 3), (2, 3)]

@@ -12,7 +12,6 @@ from bmtrain.runtime import world
 from bmtrain.runtime.launchers import (
     FOREIGN,
     Launch,
-    expand_counts,
     first_host,
     local_rank_hint,
     meeting_place,
@@ -26,11 +25,10 @@ def torchrun(rank: int, size: int) -> str:
 
 def srun(rank: int, size: int) -> str:
     """A task of a step on hosts of two tasks each."""
-    last = ",1" if size % 2 else ""
     return (
         f"SLURM_JOB_ID=4711 SLURM_STEP_ID=3 SLURM_PROCID={rank} SLURM_LOCALID={rank % 2} "
         f"SLURM_NODEID={rank // 2} SLURM_NTASKS=99 SLURM_STEP_NUM_TASKS={size} "
-        f"SLURM_STEP_NUM_NODES={(size + 1) // 2} SLURM_STEP_TASKS_PER_NODE=2(x{size // 2}){last} "
+        f"SLURM_STEP_NUM_NODES={(size + 1) // 2} "
         "SLURM_STEP_NODELIST=gpu[07-08] SLURM_JOB_NODELIST=gpu[01-08]"
     )
 
@@ -72,23 +70,21 @@ srun:1,2 torchrun:11,16 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 TORCHELASTIC_RUN_ID=1 | 
 srun:1,2 torchrun:11,16 | 11 16 None None env://
 srun:1,2 torchrun:1,2 | 1 2 None None env://
 srun:1,2 LOCAL_RANK=1 | 1 2 1 2 tcp://127.0.0.1:15379
-srun:2,4 | 2 4 0 2 tcp://gpu07:15379
-srun:4,5 | 4 5 0 1 tcp://gpu07:15379
+srun:2,4 | 2 4 0 None tcp://gpu07:15379
+srun:4,5 | 4 5 0 None tcp://gpu07:15379
 srun:1,2 | 1 2 1 2 tcp://127.0.0.1:15379
 srun:0,1 | 0 1 0 1 env://
-srun:2,4 MASTER_ADDR=fd00::1 MASTER_PORT=1234 | 2 4 0 2 tcp://[fd00::1]:1234
-srun:2,4 SLURM_STEP_ID=4 | 2 4 0 2 tcp://gpu07:15380
-SLURM_JOB_ID=4711 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_NTASKS_PER_NODE=2 SLURM_JOB_NODELIST=a1,a2 | 0 4 0 2 tcp://a1:15376
+srun:2,4 MASTER_ADDR=fd00::1 MASTER_PORT=1234 | 2 4 0 None tcp://[fd00::1]:1234
+srun:2,4 SLURM_STEP_ID=4 | 2 4 0 None tcp://gpu07:15380
+SLURM_JOB_ID=4711 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_JOB_NODELIST=a1,a2 | 0 4 0 None tcp://a1:15376
 SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NPROCS=2 SLURM_NODELIST=b[3,5] | 1 2 None None tcp://b3:15016
-srun:2,4 PMI_RANK=2 PMI_SIZE=4 | 2 4 0 2 tcp://gpu07:15379
-openmpi:1,2,1,2 PMIX_NAMESPACE=prte-7@1 | 1 2 1 2 tcp://127.0.0.1:18507
+srun:2,4 PMI_RANK=2 PMI_SIZE=4 | 2 4 0 None tcp://gpu07:15379
 openmpi:2,4,0,2 MASTER_ADDR=head MASTER_PORT=4000 | 2 4 0 2 tcp://head:4000
 srun:1,3 openmpi:5,8,1,4 MASTER_ADDR=head MASTER_PORT=4000 | 5 8 1 4 tcp://head:4000
 openmpi:0,1,0,1 | 0 1 0 1 env://
-PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 | 1 2 1 2 tcp://127.0.0.1:29500
+PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 MASTER_ADDR=::1 | 1 2 1 2 tcp://[::1]:29500
 PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=head | 1 2 None None tcp://head:29500
 srun:1,3 PMI_RANK=5 PMI_SIZE=8 MASTER_ADDR=head | 5 8 None None tcp://head:29500
-MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=2 | 1 2 1 2 tcp://127.0.0.1:29500
 SLURM_JOB_ID=1 SLURM_PROCID=0 SLURM_JOB_NUM_NODES=1 ENVIRONMENT=BATCH | 0 1 None None env://
 SLURM_PROCID=0 SLURM_NTASKS=4 ENVIRONMENT=BATCH torchrun:0,1 | 0 1 0 1 env://
 SLURM_PROCID=0 SLURM_NTASKS=8 ENVIRONMENT=BATCH torchrun:3,8 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 | 3 8 3 8 env://
@@ -112,7 +108,7 @@ RANK=0 | RANK is 0 but WORLD_SIZE is not set
 LOCAL_RANK=1 | LOCAL_RANK is 1 but RANK and WORLD_SIZE are not
 LOCAL_WORLD_SIZE=2 | LOCAL_WORLD_SIZE is 2
 torchrun:0,2 LOCAL_RANK=first | LOCAL_RANK is 'first': expected a whole
-torchrun:4,4 | RANK is 4 and WORLD_SIZE is 4
+torchrun:4,4 | torchrun says rank 4 of 4
 torchrun:3,4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2 | local rank 2 of 2
 srun:1,4 torchrun:0,4 | contradict srun
 srun:0,4 torchrun:0,1 | contradict srun
@@ -130,7 +126,7 @@ PET_NNODES=1:4 | PET_NNODES is 1:4
 SKYPILOT_NUM_NODES=2 | --nnodes .SKYPILOT_NUM_NODES
 """
 NOWHERE = """
-openmpi:2,4,0,2 | mpirun -x MASTER_ADDR
+openmpi:1,2,1,2 | mpirun -x MASTER_ADDR
 PMI_RANK=0 PMI_SIZE=2 | does not say where the first
 srun:2,4 SLURM_STEP_NODELIST=gpu[1 | list of hosts is 'gpu.1'
 srun:2,4 SLURM_STEP_NODELIST= SLURM_JOB_NODELIST= | SLURM_STEP_NODELIST nor
@@ -159,17 +155,13 @@ def test_a_torchrun_of_its_own_in_each_task_is_told() -> None:
     assert not read_launch(read(f"srun:0,1 {own}")).warning
 
 
-def test_lists_of_hosts_and_counts() -> None:
+def test_lists_of_hosts() -> None:
     texts = "a a,b gpu[03-05,9],login gpu[7] rack[1-2]node[3-4] n[1,3]-ib.cluster.org,n7"
     hosts = "a a gpu03 gpu7 rack1node3 n1-ib.cluster.org"
     assert " ".join(map(first_host, texts.split())) == hosts
     for text in ("", "gpu[", "[]", "gpu[1-2", "a b", ","):
         with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
             first_host(text)
-    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
-    assert expand_counts("8") == [8]
-    with pytest.raises(ConfigurationError, match=r"2\(x\)"):
-        expand_counts("2(x)")
 
 
 def test_jobs_beside_each_other_meet_apart() -> None:

@@ -9,16 +9,16 @@ import sys
 import pytest
 import torch
 
-from bmtrain.runtime import toolchain, world
+from bmtrain.runtime import process, world
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing where all is there."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert toolchain.missing_for_gpu() == "the package triton"
+    assert process.missing_for_gpu() == "the package triton"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert toolchain.missing_for_gpu((sys.executable,)) is None
-    assert toolchain.missing_for_gpu(("/nowhere/cc",)) == "a C compiler (/nowhere/cc)"
+    assert process.missing_for_gpu((sys.executable,)) is None
+    assert process.missing_for_gpu(("/nowhere/cc",)) == "a C compiler (/nowhere/cc)"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_blocks_compile_where_they_can(
 ) -> None:
     """Only what nobody has decided depends on the tools, and is told of them."""
     missing = None if found else "a C compiler (cc)"
-    monkeypatch.setattr(toolchain, "missing_for_gpu", lambda compilers: missing)
+    monkeypatch.setattr(process, "missing_for_gpu", lambda compilers: missing)
     words = r"uncompiled: torch.compile needs a C compiler \(cc\)"
     is_told = wanted is None and kind == "cuda" and not found
     with pytest.warns(UserWarning, match=words) if is_told else contextlib.nullcontext():
@@ -46,9 +46,9 @@ def test_blocks_compile_where_they_can(
 
 def test_the_environment_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(toolchain, "missing_for_gpu", asked.append)
+    monkeypatch.setattr(process, "missing_for_gpu", asked.append)
     monkeypatch.setenv("CC", "my-cc")
     world._compiles(None, torch.device("cuda"))
     monkeypatch.delenv("CC")
     world._compiles(None, torch.device("cuda"))
-    assert asked == [("my-cc",), toolchain.C_COMPILERS]
+    assert asked == [("my-cc",), process.C_COMPILERS]

@@ -1,14 +1,24 @@
-"""The tensors of a model that a checkpoint holds: parameters and persistent buffers, by name."""
+"""The tensors of a model that a checkpoint holds: parameters and persistent buffers, by name.
+
+Nothing that is not finite goes into a checkpoint of a run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
+from bmtrain.distributed.agreement import agree, everyone
 from bmtrain.errors import CheckpointError
+from bmtrain.kernels.chunks import Batch
+from bmtrain.kernels.squares import sum_of_squares
+from bmtrain.runtime import world
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.slices import local_of
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +83,43 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield prefix + name, buffer
+
+
+def check_finite(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse weights and optimizer states that have become NaN or infinite. Collective.
+
+    Reads each value once, on its device, and waits for one number. Of what is not trained (frozen
+    parameters, buffers) only NaN is refused: masks hold -inf.
+
+    Raises:
+        CheckpointError: on every rank, naming the first tensor.
+    """
+    held: list[tuple[str, torch.Tensor, bool]] = []  # name, values, whether it is trained
+    names: dict[int, str] = {}
+    for entry in entries(model):
+        trained = isinstance(entry.tensor, torch.nn.Parameter) and entry.tensor.requires_grad
+        names[id(entry.tensor)] = entry.name
+        held.append((f"parameter or buffer {entry.name}", entry.tensor, trained))
+    for optimizer in optimizers:
+        for param, state in optimizer.state.items():
+            what = names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    held.append((f"state {key!r} of the optimizer for {what}", value, True))
+    own = [
+        (name, local_of(x).detach(), trained)
+        for name, x, trained in held
+        if x.dtype in _DTYPES and x.layout is torch.strided
+    ]
+    error = None
+    # Finite if all are: squares are summed in fp64.
+    if not bool(sum_of_squares(Batch([(x,) for _, x, _ in own]), world.device()).isfinite()):
+        for name, x, trained in own:
+            if bool(x.isnan().any()) or (trained and not bool(x.isfinite().all())):
+                error = (
+                    f"the checkpoint is not written: {name} is not finite any more. The "
+                    "checkpoints before it stay. Remedy: go on from one of them, with another "
+                    "learning rate or without the batches of these steps."
+                )
+                break
+    agree(error, everyone())

@@ -58,16 +58,18 @@ def inside(folder: pathlib.Path, name: Any) -> pathlib.Path:
     """
     parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) and name else ("..",)
     path = folder.joinpath(*parts)
-    if ".." in parts or "\0" in str(path) or path.is_absolute() != folder.is_absolute():
-        raise CheckpointError(unreadable(folder, f"it names {name!r}, no file inside of it"))
-    if pathlib.PurePosixPath(*parts).is_absolute() or not _is_below(folder, path.parent):
+    is_outside = (
+        ".." in parts
+        or "\0" in str(path)
+        or path.is_absolute() != folder.is_absolute()
+        or pathlib.PurePosixPath(*parts).is_absolute()
+    )
+    # its folder, without links, must be inside too
+    if is_outside or not pathlib.Path(os.path.realpath(path.parent)).is_relative_to(
+        os.path.realpath(folder)
+    ):
         raise CheckpointError(unreadable(folder, f"it names {name!r}, no file inside of it"))
     return path
-
-
-def _is_below(folder: pathlib.Path, path: pathlib.Path) -> bool:
-    """Whether a folder inside of another one is so without its links, too."""
-    return pathlib.Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def read_text(path: pathlib.Path, largest: int = LARGEST_TEXT) -> str:
@@ -103,6 +105,23 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
+def read_into(memory: memoryview, path: pathlib.Path, offset: int) -> None:
+    """Fill `memory` with the bytes of a file from `offset` on; threads may do so together.
+
+    Raises:
+        CheckpointError: if the file ends before, or cannot be read.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            while memory:
+                count = os.preadv(file.fileno(), [memory], offset)
+                if count == 0:
+                    raise CheckpointError(unreadable(path, "it became shorter while it was read"))
+                memory, offset = memory[count:], offset + count
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
+
+
 def read_torch(path: pathlib.Path, *, mmap: bool = True) -> Any:
     """What `torch.save` has written: tensors, numbers, texts and containers of them; nothing runs.
 
@@ -113,68 +132,50 @@ def read_torch(path: pathlib.Path, *, mmap: bool = True) -> Any:
     Raises:
         CheckpointError: if it is damaged or holds anything else.
     """
-    check_file(path)
+    size = check_file(path)
     try:
         with path.open("rb") as file:
-            magic = file.read(len(ZIP_MAGIC))
-        if magic == ZIP_MAGIC:
-            _check_archive(path)
+            is_archive = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+        if is_archive:
+            if not zipfile.is_zipfile(path):
+                raise CheckpointError(unreadable(path, "it is truncated: its end is missing"))
+            # torch compresses nothing: an archive that unpacks to more than its size is another's
+            with zipfile.ZipFile(path) as archive:
+                unpacked = sum(entry.file_size for entry in archive.infolist())
+            if unpacked > size:
+                reason = f"it is no archive of torch: it would unpack to {unpacked} bytes"
+                raise CheckpointError(unreadable(path, reason))
         with warnings.catch_warnings():
             # torch warns about unusual pickles; they load or raise all the same.
             warnings.simplefilter("ignore")
-            return torch.load(
-                path, map_location="cpu", mmap=mmap and magic == ZIP_MAGIC, weights_only=True
-            )
+            return torch.load(path, map_location="cpu", mmap=mmap and is_archive, weights_only=True)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
-        raise CheckpointError(unreadable(path, _pickle_reason(error, magic))) from error
+        # Torch's own message advises loading the file with weights_only=False.
+        code = re.search(r"(?i)\bglobal:? ([\w.]+)", str(error))
+        detail = re.search(r"WeightsUnpickler error: (.*)", str(error))
+        if code is not None:
+            reason = (
+                f"it holds Python objects other than tensors ({code[1]}), which could run code and "
+                "are not loaded; save a state dict instead"
+            )
+        elif not is_archive:
+            reason = (
+                "it is no checkpoint: neither an archive of torch nor a pickle of tensors, and "
+                "others could run code"
+            )
+        else:
+            what = "its list of tensors cannot be read" if detail is None else detail[1].strip()
+            reason = f"it is damaged ({what})"
+        raise CheckpointError(unreadable(path, reason)) from error
     except OSError as error:
         raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
     except Exception as error:  # damaged files end in errors of any kind
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         # torch's advice is to load what it cannot read without care
-        detail = "" if "weights_only" in str(error) else f" ({reason})"
-        raise CheckpointError(
-            unreadable(path, f"it is damaged or no checkpoint{detail}")
-        ) from error
-
-
-def _check_archive(path: pathlib.Path) -> None:
-    """torch compresses nothing: an archive that unpacks to more than its size is none of torch's.
-
-    Raises:
-        CheckpointError: for such a one, and for one whose end is missing.
-    """
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(unreadable(path, "it is truncated: its end is missing"))
-    with zipfile.ZipFile(path) as archive:
-        unpacked = sum(entry.file_size for entry in archive.infolist())
-    if unpacked > path.stat().st_size:
-        raise CheckpointError(
-            unreadable(path, f"it is no archive of torch: it would unpack to {unpacked} bytes")
-        )
-
-
-def _pickle_reason(error: pickle.UnpicklingError, magic: bytes) -> str:
-    """What the file holds. Torch's own message advises loading it with weights_only=False."""
-    found = re.search(r"(?i)\bglobal:? ([\w.]+)", str(error))
-    if found is not None:
-        return (
-            f"it holds Python objects other than tensors ({found[1]}), which could run "
-            "code and are not loaded; "
-            "save a state dict instead"
-        )
-    if magic != ZIP_MAGIC:
-        return (
-            "it is no checkpoint: neither an archive of torch nor a pickle of tensors, and "
-            "others could run code"
-        )
-    detail = re.search(r"WeightsUnpickler error: (.*)", str(error))
-    return (
-        "it is damaged "
-        f"({detail[1].strip() if detail is not None else 'its list of tensors cannot be read'})"
-    )
+        more = "" if "weights_only" in str(error) else f" ({reason})"
+        raise CheckpointError(unreadable(path, f"it is damaged or no checkpoint{more}")) from error
 
 
 def make_new(path: pathlib.Path) -> None:

@@ -16,15 +16,13 @@ from bmtrain.checkpoint.conversions import as_parameters
 from bmtrain.checkpoint.entries import Entry, entries, selected
 from bmtrain.checkpoint.reading import Read, read_all
 from bmtrain.checkpoint.source import Source
-from bmtrain.checkpoint.sources import Renamed, open_source, without_prefix
+from bmtrain.checkpoint.sources import Collected, open_source, without_prefix
 from bmtrain.checkpoint.writer import Writer
-from bmtrain.distributed import collectives
-from bmtrain.distributed.agreement import attempt, is_same
+from bmtrain.distributed.agreement import attempt, told_apart
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import log, world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.cut import Cut
-from bmtrain.shard.layout import Piece, Split
 from bmtrain.shard.parameter import DistributedParameter
 
 SHOWN = 8  # names listed in a message
@@ -98,8 +96,7 @@ def load(
     _check_same_everywhere(plan, source, axis)
     attempt(lambda: fill(plan, source), axis)
     if current.rank == 0:
-        _tell_left_out(source)
-        _tell_lost_precision(plan, source)
+        _warn(plan, source)
     return LoadResult(plan.missing, plan.unexpected)
 
 
@@ -113,18 +110,17 @@ def _check_same_everywhere(plan: Plan, source: Source, axis: Axis) -> None:
     headers = [(copy.name, source.headers[copy.name]) for copy in plan.copies]
     names = [copy.entry.name for copy in plan.copies]
     where = os.path.abspath(source.path)
-    tensors, place = (zlib.crc32(repr(x).encode()) for x in ([names, headers], where))
-    is_same_place = is_same([place], axis, "the place of a file")
-    values = attempt(lambda: 0 if is_same_place else _sampled(plan, source), axis)
-    if is_same([tensors, values], axis, "what a file holds"):
-        return
-    places = collectives.gather_objects(f"{len(names)} tensors of {where}", axis, "files")
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in zip(axis.ranks, places, strict=True))
-    raise CheckpointError(
-        f"load got something else on each rank ({told}), and each reads its own part: nothing was "
-        "loaded. Give all ranks the same file, names (only) and strict, found by rank 0 for "
-        "example: bmtrain.distributed.broadcast, or torch.distributed.broadcast_object_list."
-    )
+    is_elsewhere = told_apart(where, axis, "the place of a file") is not None
+    values = attempt(lambda: _sampled(plan, source) if is_elsewhere else 0, axis)
+    content, shown = f"{names} {headers} {values}", f"{len(names)} tensors of {where}"
+    told = told_apart(content, axis, "what a file holds", shown)
+    if told is not None:
+        raise CheckpointError(
+            f"load got something else on each rank ({told}), and each reads its own part: nothing "
+            "was loaded. Give all ranks the same file, names (only) and strict, found by rank 0 "
+            "for example: bmtrain.distributed.broadcast, or "
+            "torch.distributed.broadcast_object_list."
+        )
 
 
 def _sampled(plan: Plan, source: Source) -> int:
@@ -156,11 +152,9 @@ def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan
     wanted = {name for entry in targets for name in entry.names}
     unexpected = [name for name in (*available, *source.others) if name not in wanted]
     problems = [text for copy in copies if (text := _mismatch(copy, source))]
-    problems += [
-        f"{name!r} is a {source.others[name]} in the file, expected a tensor"
-        for name in missing
-        if name in source.others
-    ]
+    for name in missing:
+        if name in source.others:
+            problems.append(f"{name!r} is a {source.others[name]} in the file, expected a tensor")
     if strict:
         problems += _report("missing from the file", missing, unexpected, available)
         problems += _report("unexpected in the file", unexpected, missing, wanted)
@@ -179,12 +173,11 @@ def _mismatch(copy: Copy, source: Source) -> str:
     """The reason why this tensor cannot be copied; empty if it can."""
     entry, header = copy.entry, source.headers[copy.name]
     if entry.shape != header.shape:
-        is_flat = len(header.shape) == 1 < len(entry.shape)
-        flat = (
-            ("; a flat slice as one rank holds it is no whole tensor, which bmtrain.save writes")
-            if is_flat
-            else ""
-        )
+        flat = ""
+        if len(header.shape) == 1 < len(entry.shape):
+            flat = (
+                "; a flat slice as one rank holds it is no whole tensor, which bmtrain.save writes"
+            )
         return (
             f"{copy.name!r} has shape {entry.shape} in the model and {header.shape} in "
             f"{source.file_of(copy.name)}{flat}"
@@ -223,26 +216,19 @@ def fill(plan: Plan, source: Source) -> None:
     An error leaves tensors partly filled, on this rank alone: call it under `attempt`, so that all
     ranks raise.
     """
-    reads = [read for copy in plan.copies if (read := _as_read(copy, source)) is not None]
-    read_all(reads, source)
+    reads: list[Read | None] = []
+    for copy in plan.copies:
+        tensor, name = copy.entry.tensor, copy.name
+        if isinstance(tensor, DistributedParameter):
+            reads.append(read_of(tensor.local, tensor.cut, source, name))
+        elif (values := tensor.detach()).is_contiguous():
+            reads.append(Read(values.view(-1), name, 0, values.numel()))
+        else:
+            values.copy_(source.whole(name))
+    read_all([read for read in reads if read is not None], source)
     for copy in plan.copies:
         if isinstance(copy.entry.tensor, DistributedParameter):
             copy.entry.tensor.mark_set()
-
-
-def _as_read(copy: Copy, source: Source) -> Read | None:
-    """The contiguous read that fills this rank's slice of a tensor.
-
-    None if the values are not contiguous, in the file or in memory: these are copied here.
-    """
-    tensor, name = copy.entry.tensor, copy.name
-    if not isinstance(tensor, DistributedParameter):
-        values = tensor.detach()
-        if values.is_contiguous():
-            return Read(values.view(-1), name, 0, values.numel())
-        values.copy_(source.whole(name))
-        return None
-    return read_of(tensor.local, tensor.cut, source, name)
 
 
 def read_of(values: torch.Tensor, cut: Cut, source: Source, name: str) -> Read | None:
@@ -253,36 +239,24 @@ def read_of(values: torch.Tensor, cut: Cut, source: Source, name: str) -> Read |
     split, piece, begin = cut.split, cut.piece, 0
     if split is not None and piece.numel > 0:
         if split.dim > 0:
-            values.copy_(_columns(cut.shape, split, piece, source, name))
+            # Whole rows are read, the columns of the other tensor-parallel ranks included.
+            first, last, width = split.span(cut.shape, piece.start, piece.stop)
+            row, left = width * split.count, width * split.index
+            rows = source.part(name, first * row, last * row).view(last - first, row)
+            own = rows[:, left : left + width].reshape(-1)
+            values.copy_(own[piece.start - first * width : piece.stop - first * width])
             return None
         begin = cut.shape.numel() * split.index
     return Read(values, name, begin + piece.start, begin + piece.stop)
 
 
-def _columns(
-    shape: Sequence[int], split: Split, piece: Piece, source: Source, name: str
-) -> torch.Tensor:
-    """This rank's slice, 1-D, of a tensor-parallel split along a dim other than the first.
-
-    Reads whole rows of the full tensor, the columns of the other tensor-parallel ranks included.
-    """
-    first, last, width = split.span(shape, piece.start, piece.stop)
-    row, begin = width * split.count, width * split.index
-    rows = source.part(name, first * row, last * row).view(last - first, row)
-    return rows[:, begin : begin + width].reshape(-1)[
-        piece.start - first * width : piece.stop - first * width
-    ]
-
-
-def _tell_left_out(source: Source) -> None:
-    if isinstance(source, Renamed):
+def _warn(plan: Plan, source: Source) -> None:
+    """Of a prefix that was left out, and of precision that was lost."""
+    if isinstance(source, Collected) and source.prefix:
         log.warn(
             f"{source.path}: all names begin with {source.prefix!r} and none is the "
             "model's; they were read without it."
         )
-
-
-def _tell_lost_precision(plan: Plan, source: Source) -> None:
     lost = [
         copy
         for copy in plan.copies
@@ -291,10 +265,9 @@ def _tell_lost_precision(plan: Plan, source: Source) -> None:
     if lost:
         first = lost[0]
         log.warn(
-            f"{source.path}: {len(lost)} of {len(plan.copies)} tensors lost precision "
-            "on the way into the model, "
-            f"{first.name!r} for example from {source.headers[first.name].dtype} to "
-            f"{first.entry.tensor.dtype}."
+            f"{source.path}: {len(lost)} of {len(plan.copies)} tensors lost precision on the way "
+            f"into the model, {first.name!r} for example from "
+            f"{source.headers[first.name].dtype} to {first.entry.tensor.dtype}."
         )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import queue
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -66,44 +65,28 @@ def read_all(reads: Iterable[Read], source: Source) -> None:
     devices = {piece.target.device for piece in pieces if piece.target.device.type != "cpu"}
     size = max(piece.scratch_bytes(source.headers[piece.name]) for piece in pieces)
     # Pinned, so that the device copies straight from them and not through a staging buffer.
-    buffers = [
-        torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(devices))
-        for _ in range(min(NUM_THREADS, len(pieces)))
-    ]
-    _share(pieces, source, buffers)
-    # The copies into the targets are still in flight on the threads' streams. Without this, the
-    # caller could read a target on another stream before its values have arrived.
-    for device in devices:
-        torch.cuda.synchronize(device)
+    buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+    count = min(NUM_THREADS, len(pieces))
+    for _ in range(count):
+        buffers.put(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(devices)))
 
-
-def _share(pieces: Sequence[Read], source: Source, buffers: Sequence[torch.Tensor]) -> None:
-    """Run one thread per buffer; the threads take pieces from a queue until one of them fails."""
-    todo: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
-    for piece in (*pieces, *(None for _ in buffers)):
-        todo.put(piece)
-    failed = threading.Event()
-    with ThreadPoolExecutor(len(buffers), thread_name_prefix="load") as pool:
-        threads = [pool.submit(_work, todo, failed, source, buffer) for buffer in buffers]
-    for thread in threads:
-        thread.result()
-
-
-def _work(
-    todo: queue.SimpleQueue[Read | None],
-    failed: threading.Event,
-    source: Source,
-    scratch: torch.Tensor,
-) -> None:
-    try:
-        while not failed.is_set() and (piece := todo.get()) is not None:
+    def fill(piece: Read) -> None:
+        scratch = buffers.get()
+        try:
             values = source.read(piece.name, piece.start, piece.stop, scratch)
             # The raw bytes go to the device, which converts the dtype. `to` blocks: were it
             # asynchronous, the next read would overwrite the scratch while the copy still reads it.
             piece.target.view(values.shape).copy_(values.to(piece.target.device))
-    except BaseException:
-        failed.set()
-        raise
+        finally:
+            buffers.put(scratch)
+
+    with ThreadPoolExecutor(count, thread_name_prefix="load") as pool:
+        for _ in pool.map(fill, pieces):  # an error cancels what has not begun
+            continue
+    # The copies into the targets are still in flight on the threads' streams. Without this, the
+    # caller could read a target on another stream before its values have arrived.
+    for device in devices:
+        torch.cuda.synchronize(device)
 
 
 def _row(header: Header) -> int:

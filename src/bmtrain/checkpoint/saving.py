@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from bmtrain.checkpoint.entries import Entry, entries, names_in_order, selected
-from bmtrain.checkpoint.writer import Writer, Writing
+from bmtrain.checkpoint.writer import Writer, Writing, write_file
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import world
@@ -60,21 +60,21 @@ def save(
     path = pathlib.Path(os.path.realpath(file))
     attempt(lambda: _check_target(path) if axis.index == 0 else None, axis)
     tensors = collect(model, keep=axis.index == 0, only=only)
-    return writer.write(path, tensors, background=non_blocking)
+    step = (lambda: write_file(path, tensors)) if axis.index == 0 else None
+    return writer.begin(Writing(path, step, axis), background=non_blocking)
 
 
 def _check_target(path: pathlib.Path) -> None:
     """Check the path before the gather, which takes minutes for a large model."""
     if path.is_dir():
-        raise CheckpointError(
-            f"cannot save to {path}: it is a folder; expected the name of a file."
-        )
-    if not path.parent.is_dir():
-        raise CheckpointError(
-            f"cannot save to {path}: the folder {path.parent} does not exist; create it first."
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise CheckpointError(f"cannot save to {path}: the folder {path.parent} is not writable.")
+        problem = "it is a folder; expected the name of a file"
+    elif not path.parent.is_dir():
+        problem = f"the folder {path.parent} does not exist; create it first"
+    elif not os.access(path.parent, os.W_OK):
+        problem = f"the folder {path.parent} is not writable"
+    else:
+        return
+    raise CheckpointError(f"cannot save to {path}: {problem}.")
 
 
 def visit(
@@ -108,21 +108,22 @@ def visit(
             )
         else:
             plain.append(entry)
-    attempt(lambda: _each(take, ((entry, entry.tensor.detach()) for entry in plain)), axis, kind)
+
+    def take_plain() -> None:
+        if take is not None:
+            for entry in plain:
+                take(entry, entry.tensor.detach())
+
+    def take_storage(whole: Whole, members: Sequence[tuple[Entry, int]]) -> None:
+        if take is not None:
+            for entry, index in members:
+                take(entry, whole[index])
+
+    attempt(take_plain, axis, kind)
     for storage, members in groups.items():
-        step = functools.partial(_take_storage, take, Whole(storage), members)
+        step = functools.partial(take_storage, Whole(storage), members)
         attempt(step, axis, kind)
         del step  # holds the gathered buffer: without this, two would be resident at a time
-
-
-def _take_storage(take: Take | None, whole: Whole, members: Sequence[tuple[Entry, int]]) -> None:
-    _each(take, ((entry, whole[index]) for entry, index in members))
-
-
-def _each(take: Take | None, tensors: Iterator[tuple[Entry, torch.Tensor]]) -> None:
-    if take is not None:
-        for entry, tensor in tensors:
-            take(entry, tensor)
 
 
 def collect(
@@ -135,12 +136,8 @@ def collect(
     found: dict[str, torch.Tensor] = {}
 
     def take(entry: Entry, tensor: torch.Tensor) -> None:
-        found.update(dict.fromkeys(entry.names, _to_host(tensor)))
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+        found.update(dict.fromkeys(entry.names, copy))
 
     visit(model, take if keep else None, only=only)
     return {name: found[name] for name in names_in_order(model) if name in found}
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the CPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)

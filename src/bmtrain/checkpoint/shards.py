@@ -1,55 +1,303 @@
-"""A checkpoint of shards as a source: elements come from the files of the ranks that had them."""
+"""Checkpoints of shards: the manifest says which bytes of which file hold which elements; reading.
+
+Elements come from the files of the ranks that had them, whatever ranks ask for them.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import json
 import math
-import os
 import pathlib
+import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from bmtrain.checkpoint.manifest import MODEL, TensorFacts, read_into, read_manifest
+from bmtrain.checkpoint.files import check_file, read_into, read_text, unreadable
 from bmtrain.checkpoint.source import Header, Source
 from bmtrain.errors import CheckpointError
 
+NAME = "manifest.json"
+FORMAT = 1
+BLOCK = 2**26  # bytes of a file under one checksum
+NUM_THREADS = 4  # that compute checksums: each does 3 to 4 GB/s, a disk fewer
+_LARGEST = 2**31  # bytes of a manifest: more is no manifest
+MODEL, OPTIMIZER = "model", "optimizer"
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex128,
+        torch.complex64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FileFacts:
+    """Size in bytes of a file, and the CRC-32 of each BLOCK of it."""
+
+    size: int
+    checksums: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.checksums) != num_blocks(self.size):
+            raise ValueError(f"{len(self.checksums)} checksums for {self.size} bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a flattened tensor, from byte `offset` of file `file` on.
+
+    Attributes:
+        part: of a tensor-parallel tensor, which part of it the elements are counted in.
+    """
+
+    file: str
+    offset: int
+    start: int
+    stop: int
+    part: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFacts:
+    """A tensor and where it lies.
+
+    Attributes:
+        shape, dtype: of the whole.
+        dim, count: the parts that a tensor-parallel tensor is cut into, and along which dim; dim is
+            -1 of a tensor of which no rank had a slice.
+        pieces: which cover every part.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int
+    count: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        if self.count == 1:
+            return self.shape
+        return tuple(
+            length // self.count if place == self.dim else length
+            for place, length in enumerate(self.shape)
+        )
+
+    def check(self, files: Mapping[str, FileFacts]) -> None:
+        """Raise ValueError unless the pieces cover the tensor and lie within their files."""
+        if self.count > 1 and (
+            not 0 <= self.dim < len(self.shape) or self.shape[self.dim] % self.count
+        ):
+            raise ValueError(f"{self.count} parts along dim {self.dim} of {self.shape}")
+        numel, size = math.prod(self.part_shape), self.dtype.itemsize
+        for part in range(self.count):
+            reached = 0
+            for piece in sorted(
+                (piece for piece in self.pieces if piece.part == part), key=lambda one: one.start
+            ):
+                end = piece.offset + (piece.stop - piece.start) * size
+                if piece.start != reached or end > files[piece.file].size or piece.offset < 0:
+                    raise ValueError(f"{piece} does not go on at element {reached}")
+                reached = piece.stop
+            if reached != numel:
+                raise ValueError(f"{reached} elements of {numel}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: of the run.
+        world: sizes of the run that wrote it: "world_size", "tp_size", "pipe_size".
+        facts: the program's own, values as in JSON.
+        files: all files but the manifest, by name.
+        tensors: by section (MODEL, OPTIMIZER) and name.
+        ties: by section, other names of tensors.
+    """
+
+    step: int
+    world: dict[str, int]
+    facts: dict[str, Any]
+    files: dict[str, FileFacts]
+    tensors: dict[str, dict[str, TensorFacts]]
+    ties: dict[str, dict[str, str]]
+
+    def to_json(self) -> str:
+        """As text; `parse` reads it."""
+        numbers = {name: number for number, name in enumerate(self.files)}
+        tensors = {
+            section: {
+                name: [
+                    list(one.shape),
+                    str(one.dtype).removeprefix("torch."),
+                    one.dim,
+                    one.count,
+                    [[numbers[p.file], p.offset, p.start, p.stop, p.part] for p in one.pieces],
+                ]
+                for name, one in found.items()
+            }
+            for section, found in self.tensors.items()
+        }
+        content = {
+            "format": FORMAT,
+            "step": self.step,
+            **self.world,
+            "facts": self.facts,
+            "files": {name: [one.size, *one.checksums] for name, one in self.files.items()},
+            "ties": self.ties,
+            "tensors": tensors,
+        }
+        text = json.dumps(content, allow_nan=False)
+        return f'{{"crc32": {zlib.crc32(text.encode())}, "manifest": {text}}}\n'
+
+
+def num_blocks(size: int) -> int:
+    """How many checksums a file of `size` bytes has."""
+    return -(-size // BLOCK)
+
+
+def parse(text: str, *, is_part: bool = False) -> Manifest:
+    """The manifest that a text holds, or one rank's part of it.
+
+    Raises:
+        ValueError, KeyError, TypeError: if it holds none, or one that contradicts itself.
+    """
+    found = json.loads(text)
+    content = found["manifest"]
+    if zlib.crc32(json.dumps(content).encode()) != found["crc32"]:
+        raise ValueError("its checksum is another")
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']!r}, expected {FORMAT}")
+    files: dict[str, FileFacts] = {}
+    for name, (size, *checksums) in dict(content["files"]).items():
+        if name in ("", ".", "..", NAME) or "/" in name or "\0" in name:
+            raise ValueError(f"{name!r} is no name of a file in the folder")
+        files[name] = FileFacts(size, tuple(checksums))
+    names = list(files)
+    tensors: dict[str, dict[str, TensorFacts]] = {}
+    for section, entries in dict(content["tensors"]).items():
+        tensors[section] = {}
+        for name, (shape, dtype, dim, count, pieces) in entries.items():
+            places = tuple(
+                Piece(names[int(file)], int(offset), int(start), int(stop), int(part))
+                for file, offset, start, stop, part in pieces
+            )
+            facts = TensorFacts(tuple(map(int, shape)), DTYPES[dtype], int(dim), int(count), places)
+            if not is_part:
+                facts.check(files)
+            tensors[section][name] = facts
+    ties = {section: dict(known) for section, known in dict(content["ties"]).items()}
+    if any(kept not in tensors[section] for section in ties for kept in ties[section].values()):
+        raise ValueError("a second name of a tensor that it does not hold")
+    world = {name: int(content[name]) for name in ("world_size", "tp_size", "pipe_size")}
+    return Manifest(int(content["step"]), world, dict(content["facts"]), files, tensors, ties)
+
+
+def read_manifest(folder: pathlib.Path) -> Manifest:
+    """The manifest of a checkpoint, whose files are there with the sizes that it says.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
+    path = folder / NAME
+    text = read_text(path, _LARGEST)
+    try:
+        manifest = parse(text)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        reason = f"it is damaged or no manifest ({type(error).__name__}: {error})"
+        raise CheckpointError(unreadable(path, reason)) from error
+    for name, facts in manifest.files.items():
+        size = check_file(folder / name)
+        if size != facts.size:
+            raise CheckpointError(
+                f"the checkpoint {folder} is damaged: {name} has {size} bytes, the manifest says "
+                f"{facts.size}."
+            )
+    return manifest
+
+
+def verify(folder: pathlib.Path, share: int = 0, num_shares: int = 1) -> Manifest:
+    """The manifest of a checkpoint, after every `num_shares`-th block, from number `share` on, has
+    been compared with its checksum.
+
+    Raises:
+        CheckpointError: naming the file and the place.
+    """
+    manifest = read_manifest(folder)
+    blocks = [
+        (folder / name, number * BLOCK, min(BLOCK, facts.size - number * BLOCK), checksum)
+        for name, facts in manifest.files.items()
+        for number, checksum in enumerate(facts.checksums)
+    ]
+
+    def look(path: pathlib.Path, offset: int, length: int, checksum: int) -> None:
+        memory = bytearray(length)
+        read_into(memoryview(memory), path, offset)
+        if zlib.crc32(memory) != checksum:
+            raise CheckpointError(
+                f"the checkpoint {folder} is damaged: bytes {offset} to {offset + length} of "
+                f"{path.name} are not those that were written."
+            )
+
+    with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(look, *zip(*blocks[share::num_shares], strict=True)))
+    return manifest
+
 
 class ShardedCheckpoint(Source):
-    """The tensors of one section of a checkpoint, whole or in part, whatever ranks wrote them.
+    """The tensors of one section of a checkpoint, whole or in part.
 
     Attributes:
         manifest: of the checkpoint.
     """
 
     def __init__(self, folder: pathlib.Path, section: str = MODEL) -> None:
-        self.manifest, self._section = read_manifest(folder), section
-        self._tensors = dict(self.manifest.tensors.get(section, {}))
-        for name, kept in self.manifest.ties.get(section, {}).items():
-            self._tensors[name] = self._tensors[kept]
+        self.manifest = read_manifest(folder)
+        self._own = self.manifest.tensors.get(section, {})
+        self._ties = self.manifest.ties.get(section, {})
+        self._tensors = {**self._own, **{name: self._own[k] for name, k in self._ties.items()}}
         headers = {name: Header(one.shape, one.dtype) for name, one in self._tensors.items()}
         super().__init__(folder, headers, {})
 
+    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        size = (stop - start) * self._tensors[name].dtype.itemsize
+        return self.read(name, start, stop, torch.empty(size, dtype=torch.uint8, device="cpu"))
+
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         facts = self._tensors[name]
-        if facts.count > 1:
-            return super().read(name, start, stop, scratch)
         values = scratch[: (stop - start) * facts.dtype.itemsize].view(facts.dtype)
-        self._fill(values, facts, 0, start)
-        return values
-
-    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        facts = self._tensors[name]
-        if start == stop:
-            return torch.empty(0, dtype=facts.dtype, device="cpu")
-        width = math.prod(facts.part_shape[facts.dim :]) if facts.count > 1 else 1
-        row = width * facts.count
-        first, last = start // row, -(-stop // row)
-        if facts.count > 1 and last - first > 1:
-            return self._rows(facts, first, last, width)[start - first * row : stop - first * row]
-        values = torch.empty(stop - start, dtype=facts.dtype, device="cpu")
         if facts.count == 1:
             self._fill(values, facts, 0, start)
             return values
-        for part in range(facts.count):  # one row, cut into parts
+        width = math.prod(facts.part_shape[facts.dim :])  # of a part's rows
+        row = width * facts.count
+        first, last = start // row, -(-stop // row)
+        if last - first > 1:
+            rows = torch.empty(last - first, facts.count, width, dtype=facts.dtype, device="cpu")
+            for part in range(facts.count):
+                own = torch.empty((last - first) * width, dtype=facts.dtype, device="cpu")
+                self._fill(own, facts, part, first * width)
+                rows[:, part] = own.view(-1, width)
+            return values.copy_(rows.view(-1)[start - first * row : stop - first * row])
+        for part in range(facts.count):  # one row, which may be all of the tensor
             begin = first * row + part * width
             low, high = max(start, begin), min(stop, begin + width)
             if low < high:
@@ -66,18 +314,8 @@ class ShardedCheckpoint(Source):
 
     def all(self) -> dict[str, torch.Tensor]:
         """All tensors by all names; tied ones are one object."""
-        found = {name: self.whole(name) for name in self.manifest.tensors.get(self._section, {})}
-        ties = self.manifest.ties.get(self._section, {})
-        return found | {name: found[kept] for name, kept in ties.items()}
-
-    def _rows(self, facts: TensorFacts, first: int, last: int, width: int) -> torch.Tensor:
-        """Rows [first, last) of a tensor that is cut along another dim than the first."""
-        rows = torch.empty(last - first, facts.count, width, dtype=facts.dtype, device="cpu")
-        for part in range(facts.count):
-            own = torch.empty((last - first) * width, dtype=facts.dtype, device="cpu")
-            self._fill(own, facts, part, first * width)
-            rows[:, part] = own.view(-1, width)
-        return rows.view(-1)
+        found = {name: self.whole(name) for name in self._own}
+        return found | {name: found[kept] for name, kept in self._ties.items()}
 
     def _fill(self, values: torch.Tensor, facts: TensorFacts, part: int, start: int) -> None:
         """Fill `values`, 1-D, with the elements of a part from `start` on."""
@@ -86,18 +324,8 @@ class ShardedCheckpoint(Source):
         for piece in facts.pieces:
             low, high = max(start, piece.start), min(stop, piece.stop)
             if piece.part == part and low < high:
-                self._read(
+                read_into(
                     memory[(low - start) * size : (high - start) * size],
                     self.path / piece.file,
                     piece.offset + (low - piece.start) * size,
                 )
-
-    def _read(self, memory: memoryview, path: pathlib.Path, offset: int) -> None:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                read_into(descriptor, memory, offset)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise CheckpointError(f"cannot load {path}: {error.strerror or error}.") from error

@@ -7,14 +7,20 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import safetensors
 import torch
 
-from bmtrain.checkpoint.files import check_file, inside, read_object, read_torch, unreadable
-from bmtrain.checkpoint.manifest import NAME as MANIFEST
+from bmtrain.checkpoint.files import (
+    check_file,
+    inside,
+    read_into,
+    read_object,
+    read_torch,
+    unreadable,
+)
+from bmtrain.checkpoint.shards import NAME as MANIFEST
 from bmtrain.checkpoint.shards import ShardedCheckpoint
 from bmtrain.checkpoint.source import Header, Source
 from bmtrain.errors import CheckpointError
@@ -41,7 +47,12 @@ class TorchFile(Source):
     """A `torch.save`d dict of tensors, memory-mapped: pages are read when they are copied."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        content = _read_torch(path)
+        content = read_torch(path)
+        if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+            kind = type(content).__name__
+            raise CheckpointError(
+                unreadable(path, f"it holds a {kind}, expected a dict of tensors by name")
+            )
         self._tensors = {
             name: value for name, value in content.items() if isinstance(value, torch.Tensor)
         }
@@ -51,6 +62,11 @@ class TorchFile(Source):
         others = {
             name: type(value).__name__ for name, value in content.items() if name not in headers
         }
+        if others and not headers:
+            held = ", ".join(list(others)[:5])
+            raise CheckpointError(
+                unreadable(path, f"it holds no tensors but {held}; save the model's part by itself")
+            )
         super().__init__(path, headers, others)
 
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -70,20 +86,23 @@ class SafetensorsFile(Source):
             raise CheckpointError(
                 unreadable(path, f"it is truncated or no safetensors file ({error})")
             ) from error
-        headers = {name: self._header(name) for name in self._file.offset_keys()}
+        # The format: the length of a JSON header in 8 bytes, little-endian; the header; the bytes
+        # of all tensors. Offsets in the header count from the end of the header.
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            about = json.loads(file.read(length))
+        ties = about.pop("__metadata__", {})  # among it tied names, as save writes them
+        headers: dict[str, Header] = {}
+        self._offsets: dict[str, int] = {}
+        for name, one in sorted(about.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype = SAFETENSORS_DTYPES.get(one["dtype"]) or self._file.get_tensor(name).dtype
+            headers[name] = Header(tuple(one["shape"]), dtype)
+            self._offsets[name] = 8 + length + one["data_offsets"][0]
         self._stored = {name: name for name in headers}
-        for name, kept in (self._file.metadata() or {}).items():  # tied names, as save writes them
-            if kept in headers and name not in self._stored:
-                self._stored[name] = kept
-        self._offsets = _offsets(path)
+        self._stored |= {
+            name: kept for name, kept in ties.items() if kept in headers and name not in headers
+        }
         super().__init__(path, {name: headers[kept] for name, kept in self._stored.items()}, {})
-
-    def _header(self, name: str) -> Header:
-        piece = self._file.get_slice(name)
-        dtype = SAFETENSORS_DTYPES.get(piece.get_dtype())
-        if dtype is None:
-            dtype = self._file.get_tensor(name).dtype
-        return Header(tuple(piece.get_shape()), dtype)
 
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
         size = (stop - start) * self.headers[name].dtype.itemsize
@@ -92,24 +111,9 @@ class SafetensorsFile(Source):
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         dtype = self.headers[name].dtype
         held = scratch[: (stop - start) * dtype.itemsize]
-        self._fill(
-            memoryview(held.numpy().data),
-            self._offsets[self._stored[name]] + start * dtype.itemsize,
-        )
+        offset = self._offsets[self._stored[name]] + start * dtype.itemsize
+        read_into(memoryview(held.numpy().data), self.path, offset)
         return held.view(dtype)
-
-    def _fill(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` with the bytes of the file from `offset` on."""
-        # A file object has one position: threads that share it would race between seek and read.
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            while memory:
-                count = file.readinto(memory)
-                if not count:
-                    raise CheckpointError(
-                        unreadable(self.path, "it became shorter while it was read")
-                    )
-                memory = memory[count:]
 
     def mapped(self, name: str) -> torch.Tensor:
         stored = self._stored[name]
@@ -122,75 +126,42 @@ class SafetensorsFile(Source):
         return values
 
 
-def _offsets(path: pathlib.Path) -> dict[str, int]:
-    """The byte offset of each tensor in a safetensors file, which has been validated before.
+class Collected(Source):
+    """Tensors of other sources, under names of their own: a folder of files, or other names.
 
-    The format: the length of a JSON header in 8 bytes, little-endian; the header; the bytes of all
-    tensors. Offsets in the header count from the end of the header.
+    Args:
+        path: for messages.
+        places: of each tensor, its source and its name there.
+        others: as those of a Source.
+        prefix: what has been left out of all names.
     """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {
-        name: 8 + length + about["data_offsets"][0]
-        for name, about in header.items()
-        if name != "__metadata__"
-    }
 
-
-class Folder(Source):
-    """Several files and an index that maps each tensor to its file."""
-
-    def __init__(self, path: pathlib.Path, index: pathlib.Path) -> None:
-        places = _read_index(index)
-        files = {name: open_file(inside(path, name)) for name in sorted(set(places.values()))}
-        headers: dict[str, Header] = {}
-        self._owners: dict[str, Source] = {}
-        for name, file in places.items():
-            if name not in files[file].headers:
-                raise CheckpointError(
-                    unreadable(index, f"it says that {name!r} is in {file}, which does not hold it")
-                )
-        for file_source in files.values():
-            for name, header in file_source.headers.items():
-                headers[name], self._owners[name] = header, file_source
-        super().__init__(path, headers, {})
+    def __init__(
+        self,
+        path: pathlib.Path,
+        places: Mapping[str, tuple[Source, str]],
+        others: Mapping[str, str],
+        prefix: str = "",
+    ) -> None:
+        headers = {name: source.headers[theirs] for name, (source, theirs) in places.items()}
+        super().__init__(path, headers, others)
+        self._places, self.prefix = places, prefix
 
     def file_of(self, name: str) -> pathlib.Path:
-        return self._owners[name].path
+        source, theirs = self._places[name]
+        return source.file_of(theirs)
 
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._owners[name].part(name, start, stop)
+        source, theirs = self._places[name]
+        return source.part(theirs, start, stop)
 
     def mapped(self, name: str) -> torch.Tensor:
-        return self._owners[name].mapped(name)
+        source, theirs = self._places[name]
+        return source.mapped(theirs)
 
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
-        return self._owners[name].read(name, start, stop, scratch)
-
-
-class Renamed(Source):
-    """Another source, with `prefix` removed from every name."""
-
-    def __init__(self, source: Source, prefix: str) -> None:
-        cut = len(prefix)
-        headers = {name[cut:]: header for name, header in source.headers.items()}
-        super().__init__(
-            source.path, headers, {name[cut:]: kind for name, kind in source.others.items()}
-        )
-        self._source, self.prefix = source, prefix
-
-    def file_of(self, name: str) -> pathlib.Path:
-        return self._source.file_of(self.prefix + name)
-
-    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._source.part(self.prefix + name, start, stop)
-
-    def mapped(self, name: str) -> torch.Tensor:
-        return self._source.mapped(self.prefix + name)
-
-    def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
-        return self._source.read(self.prefix + name, start, stop, scratch)
+        source, theirs = self._places[name]
+        return source.read(theirs, start, stop, scratch)
 
 
 def without_prefix(source: Source, wanted: Collection[str]) -> Source:
@@ -206,7 +177,9 @@ def without_prefix(source: Source, wanted: Collection[str]) -> Source:
         prefix = names[0][:place]
         is_common = all(name.startswith(prefix) for name in names)
         if is_common and not {name[place:] for name in names}.isdisjoint(wanted):
-            return Renamed(source, prefix)
+            others = {name[place:]: kind for name, kind in source.others.items()}
+            places = {name[place:]: (source, name) for name in source.headers}
+            return Collected(source.path, places, others, prefix)
     return source
 
 
@@ -221,8 +194,27 @@ def open_source(file: str | os.PathLike[str]) -> Source:
     """
     path = pathlib.Path(file)
     if not path.exists():
-        raise CheckpointError(f"cannot load {path}: there is no such file or folder{_like(path)}.")
-    return _open_folder(path) if path.is_dir() else open_file(path)
+        near: list[str] = []
+        with contextlib.suppress(OSError):
+            near = sorted(one.name for one in path.parent.iterdir() if one.suffix == path.suffix)
+        like = f"; {path.parent} holds {', '.join(near[:5])}" if near else ""
+        raise CheckpointError(f"cannot load {path}: there is no such file or folder{like}.")
+    if not path.is_dir():
+        return open_file(path)
+    if (path / MANIFEST).exists():
+        return ShardedCheckpoint(path)
+    indexes = [path / name for name in INDEXES if (path / name).is_file()]
+    indexes = indexes or sorted(path.glob("*.safetensors.index.json"))
+    if indexes:
+        return _open_indexed(path, indexes[0])
+    for name in SINGLES:
+        if (path / name).is_file():
+            return open_file(path / name)
+    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
+    expected = ", ".join((*INDEXES, *SINGLES))
+    raise CheckpointError(
+        f"cannot load the folder {path}: it holds {held}; expected one of {expected}."
+    )
 
 
 def open_file(path: pathlib.Path) -> Source:
@@ -234,52 +226,18 @@ def open_file(path: pathlib.Path) -> Source:
         raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
 
 
-def _open_folder(path: pathlib.Path) -> Source:
-    if (path / MANIFEST).exists():
-        return ShardedCheckpoint(path)
-    indexes = [path / name for name in INDEXES if (path / name).is_file()]
-    indexes = indexes or sorted(path.glob("*.safetensors.index.json"))
-    if indexes:
-        return Folder(path, indexes[0])
-    for name in SINGLES:
-        if (path / name).is_file():
-            return open_file(path / name)
-    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
-    expected = ", ".join((*INDEXES, *SINGLES))
-    raise CheckpointError(
-        f"cannot load the folder {path}: it holds {held}; expected one of {expected}."
-    )
-
-
-def _read_torch(path: pathlib.Path) -> dict[str, Any]:
-    content = read_torch(path)
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        kind = type(content).__name__
-        raise CheckpointError(
-            unreadable(path, f"it holds a {kind}, expected a dict of tensors by name")
-        )
-    if content and not any(isinstance(value, torch.Tensor) for value in content.values()):
-        held = ", ".join(list(content)[:5])
-        raise CheckpointError(
-            unreadable(path, f"it holds no tensors but {held}; save the model's part by itself")
-        )
-    return content
-
-
-def _read_index(index: pathlib.Path) -> dict[str, str]:
-    places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+def _open_indexed(path: pathlib.Path, index: pathlib.Path) -> Source:
+    """Several files and an index that maps each tensor to its file."""
+    files = read_object(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(
             unreadable(index, "expected JSON with a weight_map of names to files")
         )
-    return places
-
-
-def _like(path: pathlib.Path) -> str:
-    """A hint for a mistyped name: files of the same suffix in the same folder."""
-    with contextlib.suppress(OSError):
-        near = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix)[
-            :5
-        ]
-        return f"; {path.parent} holds {', '.join(near)}" if near else ""
-    return ""
+    sources = {file: open_file(inside(path, file)) for file in sorted(set(files.values()))}
+    for name, file in files.items():
+        if name not in sources[file].headers:
+            raise CheckpointError(
+                unreadable(index, f"it says that {name!r} is in {file}, which does not hold it")
+            )
+    places = {name: (source, name) for source in sources.values() for name in source.headers}
+    return Collected(path, places, {})

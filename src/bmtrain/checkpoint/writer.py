@@ -37,19 +37,24 @@ class Writing:
 
     def start(self) -> None:
         """Write in a non-daemon thread: the interpreter joins it at exit, so no save is lost."""
+
+        def run() -> None:
+            self.run()
+            if self._error is not None:
+                # Only the next wait, save or load raises the error, and there may be none.
+                rank = self._axis.ranks[self._axis.index]
+                sys.stderr.write(f"[rank {rank}] {_explain(self.path, self._error)}\n")
+
         if self._step is not None:
-            self._thread = threading.Thread(
-                target=self._run_and_tell, name=f"save {self.path.name}", daemon=False
-            )
+            self._thread = threading.Thread(target=run, name=f"save {self.path.name}", daemon=False)
             self._thread.start()
 
     def run(self) -> None:
         """Write in this thread; an error is kept for `wait`."""
         step, self._step = self._step, None  # a handle that outlives the write must not pin tensors
-        if step is None:
-            return
         try:
-            step()
+            if step is not None:
+                step()
         except Exception as error:
             self._error = error
 
@@ -57,6 +62,11 @@ class Writing:
     def done(self) -> bool:
         """Whether this rank has no write in flight."""
         return self._thread is None or not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for this rank's part; errors are left for `wait`."""
+        if self._thread is not None:
+            self._thread.join()
 
     def wait(self) -> None:
         """Return on every rank once the file is complete. Collective.
@@ -68,35 +78,18 @@ class Writing:
         # A disk may take minutes: the ranks that wait for this one do not hang.
         with unwatched():
             self.join()
-            self._agree()
-
-    def join(self) -> None:
-        """Wait for this rank's part; errors are left for `wait`."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def _agree(self) -> None:
-        # The text alone is kept: the error's traceback would pin the tensors that were written.
-        error, self._error = self._error, None
-        if error is not None:
-            self._failure = _explain(self.path, error)
-        self.is_told = True  # on all ranks, since this is collective
-        agree(self._failure, self._axis, error)
-
-    def _run_and_tell(self) -> None:
-        self.run()
-        if self._error is not None:
-            # Only the next wait, save or load raises the error, and there may be none.
-            sys.stderr.write(
-                f"[rank {self._axis.ranks[self._axis.index]}] {_explain(self.path, self._error)}\n"
-            )
+            # The text alone is kept: the error's traceback would pin the tensors that were written.
+            error, self._error = self._error, None
+            if error is not None:
+                self._failure = _explain(self.path, error)
+            self.is_told = True  # on all ranks, since this is collective
+            agree(self._failure, self._axis, error)
 
 
 class Writer:
     """The writer of a run: at most one file is in flight."""
 
     def __init__(self, current: World) -> None:
-        self._axis = current.mesh.world
         self._latest: Writing | None = None
         current.at_end.callback(self.join)
 
@@ -110,13 +103,6 @@ class Writer:
         latest, self._latest = self._latest, None
         if latest is not None and not latest.is_told:
             latest.wait()
-
-    def write(
-        self, path: pathlib.Path, tensors: Mapping[str, torch.Tensor], *, background: bool
-    ) -> Writing:
-        """Write rank 0's tensors to `path`; the other ranks only agree on the outcome."""
-        step = (lambda: write_file(path, tensors)) if self._axis.index == 0 else None
-        return self.begin(Writing(path, step, self._axis), background=background)
 
     def begin(self, writing: Writing, *, background: bool) -> Writing:
         """Let each rank do its part, in a thread if `background`."""
@@ -156,9 +142,10 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 class _File(io.FileIO):
-    """A file that keeps its first OSError.
+    """A file that keeps its first OSError, and takes what comes after it for written.
 
-    torch's writer replaces the error by one about positions in an archive, which hides a full disk.
+    An error that passed through torch's writer would stay there for good, with all tensors that
+    hang on its traceback; and torch would replace it by one about positions in an archive.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -170,22 +157,18 @@ class _File(io.FileIO):
         view = memoryview(data).cast("B")
         done = 0
         try:
-            while done < len(view):
+            while done < len(view) and self.error is None:
                 done += super().write(view[done:]) or 0
         except OSError as error:
-            self.error = self.error or error
-            raise
-        return done
+            self.error = error.with_traceback(None)
+        return len(view)
 
 
 def _write_torch(temporary: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with _File(temporary) as out:
-        try:
-            torch.save(dict(tensors), out)
-        except Exception:
-            if out.error is not None:
-                raise out.error from None
-            raise
+        torch.save(dict(tensors), out)
+        if out.error is not None:
+            raise out.error
         # Without this, a crash after the rename could leave `path` with missing data.
         os.fsync(out.fileno())
 
@@ -197,9 +180,8 @@ def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, torch.Tens
         kept = first.setdefault(id(tensor), name)
         if kept != name:
             metadata[name] = kept  # the form in which safetensors.torch.save_model records ties
-    safetensors.torch.save_file(
-        {name: tensors[name] for name in first.values()}, temporary, metadata
-    )
+    content = {name: tensors[name] for name in first.values()}
+    safetensors.torch.save_file(content, temporary, metadata)
     flush_to_disk(temporary)  # for the reason given in _write_torch
 
 
@@ -230,15 +212,21 @@ def flush_to_disk(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
+def reason_of(error: BaseException) -> str:
+    """Why a file could not be written, for a message."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    plain = error.strerror if isinstance(error, OSError) else None
+    return plain or f"{type(error).__name__}: {error}"
+
+
 def _explain(path: pathlib.Path, error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     before = (
         "the file that was there before is intact" if path.exists() else "nothing was left behind"
     )
-    plain = error.strerror if isinstance(error, OSError) else None
-    reason = plain or f"{type(error).__name__}: {error}"
     return (
-        f"cannot save to {path}: {reason}; {before}. Free some space or choose another "
+        f"cannot save to {path}: {reason_of(error)}; {before}. Free some space or choose another "
         "folder, and save again."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ Figures = tuple[float, float, float]  # of `look`
 # Elements of a tensor compared between ranks. Comparing all of them takes seconds for a large model
 # on a CPU.
 NUM_SAMPLED = 2**22
+SHOWN = 300  # characters of what each rank passes, in a message
 # Of `look`: (step, weight), the sum of every step-th element counts so much.
 _DIRECTION = ((1, 1.0), (2, -1.6), (3, 0.7), (5, -1.1))
 
@@ -43,6 +45,26 @@ def is_same(figures: Sequence[int], axis: Axis, what: str) -> bool:
     ends = largest([*figures, *(-figure for figure in figures)], axis, what)
     return all(
         high == -low for high, low in zip(ends[: len(figures)], ends[len(figures) :], strict=True)
+    )
+
+
+def told_apart(text: str, axis: Axis, what: str, shown: str | None = None) -> str | None:
+    """None if all ranks pass the same text; else what each of them passes, for a message.
+
+    A checksum travels, and texts only where it differs: `shown` if given, else `text`, from shortly
+    before the place where they part. Collective, on the CPU.
+    """
+    if is_same([zlib.crc32(text.encode())], axis, what):
+        return None
+    texts = collectives.gather_objects(text if shown is None else shown, axis, what)
+    start = 0
+    if max(map(len, texts)) > SHOWN:
+        columns = zip(*texts, strict=False)
+        apart = next((n for n, letters in enumerate(columns) if len({*letters}) > 1), 0)
+        start = max(apart - SHOWN // 2, 0)
+    return "; ".join(
+        f"rank {rank}: {'... ' if start else ''}{text[start : start + SHOWN]}"
+        for rank, text in zip(axis.ranks, texts, strict=True)
     )
 
 
@@ -78,6 +100,39 @@ def evenly_spaced(x: torch.Tensor, most: int) -> torch.Tensor:
     return flat[:: max(1, -(-flat.numel() // most))]
 
 
+class HostCopy:
+    """Tensors on their way to the host: the copies start here, without waiting for the device."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors, self._arrived = list(tensors), list[torch.Event]()
+        for device in {x.device for x in tensors if x.device.type != "cpu"}:
+            # into page-locked memory: a pageable copy would block the host
+            self._tensors = [
+                x.to("cpu", non_blocking=True) if x.device == device else x for x in self._tensors
+            ]
+            self._arrived.append(torch.cuda.current_stream(device).record_event())
+
+    @property
+    def needs_waiting(self) -> bool:
+        """Whether anything comes from a device at all."""
+        return bool(self._arrived)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `values` would return at once.
+
+        May differ between ranks: a decision that the ranks must share cannot depend on it.
+        """
+        return all(event.query() for event in self._arrived)
+
+    def values(self) -> list[torch.Tensor]:
+        """The tensors on the CPU. Waits for the device."""
+        for event in self._arrived:
+            # Without it, the host would read memory that the copy has not written yet.
+            event.synchronize()
+        return self._tensors
+
+
 class Comparison:
     """Tensors that all ranks have computed, to be compared between them.
 
@@ -88,30 +143,26 @@ class Comparison:
     def __init__(self, tensors: Sequence[torch.Tensor], axis: Axis, what: str) -> None:
         self._axis, self._what = axis, what
         self._dtypes = [x.dtype for x in tensors]
-        self._figures, self._arrived = [_figures(x) for x in tensors], list[torch.Event]()
-        for device in {x.device for x in tensors if x.device.type != "cpu"}:
-            # into page-locked memory: a pageable copy would block the host
-            self._figures = [
-                x.to("cpu", non_blocking=True) if x.device == device else x for x in self._figures
-            ]
-            self._arrived.append(torch.cuda.current_stream(device).record_event())
+        self._figures = HostCopy([_figures(x) for x in tensors])
 
     def differing(self) -> list[bool]:
         """For each tensor, whether it differs between ranks by more than rounding.
 
         Collective; waits for the device.
         """
-        for event in self._arrived:
-            # Without it, the host would read memory that the copy has not written yet.
-            event.synchronize()
-        figures = torch.stack(self._figures).flatten().tolist() if self._figures else []
-        ends = largest([*figures, *(-figure for figure in figures)], self._axis, self._what)
-        high, low = iter(ends[: len(figures)]), iter([-x for x in ends[len(figures) :]])
+        own = [tuple(figures.tolist()) for figures in self._figures.values()]
+        flat = [figure for figures in own for figure in figures]
+        ends = largest([*flat, *(-figure for figure in flat)], self._axis, self._what)
+        highs, lows = ends[: len(flat)], [-end for end in ends[len(flat) :]]
         return [
-            not are_near(one, other, dtype)
-            for one, other, dtype in zip(
-                zip(*[high] * 3, strict=True),
-                zip(*[low] * 3, strict=True),
+            not are_near((a, b, c), (d, e, f), dtype)
+            for a, b, c, d, e, f, dtype in zip(
+                highs[::3],
+                highs[1::3],
+                highs[2::3],
+                lows[::3],
+                lows[1::3],
+                lows[2::3],
                 self._dtypes,
                 strict=True,
             )
@@ -146,16 +197,12 @@ def agree(
 
     Collective. Without it, the ranks that succeeded would hang in their next collective.
     """
-    errors = (
-        {}
-        if axis is None
-        else dict(zip(axis.ranks, collectives.gather_objects(error, axis, "errors"), strict=True))
-    )
+    errors = [error] if axis is None else collectives.gather_objects(error, axis, "errors")
     if error is not None:
         raise kind(error) from cause
-    for rank, text in errors.items():
-        if text is not None:
-            raise kind(f"{text} (on rank {rank})")
+    for place, text in enumerate(errors):
+        if axis is not None and text is not None:
+            raise kind(f"{text} (on rank {axis.ranks[place]})")
 
 
 def attempt(step: Callable[[], T], axis: Axis | None, kind: type[Exception] = CheckpointError) -> T:

@@ -23,23 +23,6 @@ from bmtrain.runtime import world
 from bmtrain.runtime.arguments import COUNT
 from bmtrain.runtime.mesh import Axis
 
-# Sent by index: only ever append.
-_DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-_MAX_DIMS = 16
-
 
 def all_gather(
     x: torch.Tensor, comm: Axis | None = None, *, local_gradient: bool = False
@@ -139,16 +122,8 @@ def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> 
     """
     axis = _axis(comm, "send_activations")
     _check_place(target, axis, "send_activations")
-    if x.dim() > _MAX_DIMS or x.dtype not in _DTYPES:
-        raise ConfigurationError(
-            f"send_activations got {x.dim()} dims of {x.dtype}: expected at most "
-            f"{_MAX_DIMS} dims of an ordinary dtype."
-        )
     wants_grad = torch.is_grad_enabled() and x.requires_grad
-    header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device="cpu")
-    header[:3] = torch.tensor([_DTYPES.index(x.dtype), wants_grad, x.dim()], device="cpu")
-    header[3 : 3 + x.dim()] = torch.tensor(x.shape, dtype=torch.int64, device="cpu")
-    collectives.send(header, target, axis)
+    collectives.send_object((tuple(x.shape), x.dtype, wants_grad), target, axis)
     token: torch.Tensor = _Send.apply(x, target, axis)
     return token
 
@@ -162,15 +137,11 @@ def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
     current = world.current("recv_activations")
     axis = _axis(comm, "recv_activations")
     _check_place(source, axis, "recv_activations")
-    header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device="cpu")
-    collectives.receive_(header, source, axis)
-    code, wants_grad, num_dims = header[:3].tolist()
+    shape, dtype, wants_grad = collectives.receive_object(source, axis)
     # No input requires grad on this rank. The anchor makes the result require it, and never gets a
     # gradient itself.
-    anchor = torch.zeros((), device=current.device, requires_grad=bool(wants_grad))
-    buffer = torch.empty(
-        header[3 : 3 + num_dims].tolist(), dtype=_DTYPES[code], device=current.device
-    )
+    anchor = torch.zeros((), device=current.device, requires_grad=wants_grad)
+    buffer = torch.empty(shape, dtype=dtype, device=current.device)
     out: torch.Tensor = _Receive.apply(anchor, buffer, source, axis)
     return out
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from bmtrain.errors import RanksPartedError
-from bmtrain.runtime import report as reports
 from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.watchdog import Line, named
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import all_gather_flat
 
@@ -162,10 +162,10 @@ class Ledger:
         line.since.append(what)
         self._watchdog.progress += 1
 
-    def summary(self) -> list[reports.Line]:
+    def summary(self) -> list[Line]:
         """The collectives so far, axis by axis; called by the watchdog's thread."""
         return [
-            reports.Line(ranks, line.number, line.digest, line.newest(_NUM_TOLD))
+            Line(ranks, line.number, line.digest, line.newest(_NUM_TOLD))
             for ranks, line in list(self._lines.items())
         ]
 
@@ -229,7 +229,11 @@ class Ledger:
             _spread_max(head, axis)
         if head[0] != -head[1]:
             self._part(axis)
-        self._agree(axis)
+        line = self._line(axis)  # all ranks have performed the same operations up to here
+        line.agreed = line.number
+        if line.since:
+            line.last = line.since[-1]
+            line.since.clear()
         first.copy_(head[2 : 2 + len(first)])
         if len(figures) > _ROOM:
             with self.told(axis):
@@ -270,14 +274,6 @@ class Ledger:
             self._part(axis, error)
         if len(set(pending.words.tolist())) > 1:
             self._part(axis)
-
-    def _agree(self, axis: Axis) -> None:
-        """Record that all ranks have performed the same operations up to here."""
-        line = self._line(axis)
-        line.agreed = line.number
-        if line.since:
-            line.last = line.since[-1]
-            line.since.clear()
 
     def _part(self, axis: Axis, cause: BaseException | None = None) -> None:
         """Raise RanksPartedError: the logs differ, or, with a `cause`, a rank is missing."""
@@ -363,7 +359,7 @@ def _describe(
     for rank in axis.ranks:
         deed = _deeds(stories.get(rank), number, waited, gone.get(rank))
         lines.setdefault(deed, []).append(rank)
-    deeds = "; ".join(f"{reports.named(ranks)} {text}" for text, ranks in lines.items())
+    deeds = "; ".join(f"{named(ranks)} {text}" for text, ranks in lines.items())
     return (
         f"the ranks of this run did different things. After number {number - 1} ({known}), "
         f"which all did, {deeds}. {_CURE}"

@@ -15,20 +15,17 @@ class Peak:
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
-        self._memory, self._highest = memory, 0
-
-    def raise_to(self, num_bytes: int) -> None:
-        """Record that tensors held this many bytes."""
-        self._highest = max(self._highest, num_bytes)
+        self._memory = memory
+        self.highest = 0  # as far as torch's peak was read
 
     def so_far(self) -> int:
         """The peak in bytes."""
         self._memory.read_peak()
-        return self._highest
+        return self.highest
 
     def take(self) -> int:
         """The peak in bytes; restarts it from what tensors hold now."""
-        highest, self._highest = self.so_far(), 0
+        highest, self.highest = self.so_far(), 0
         return highest
 
 
@@ -77,15 +74,14 @@ class DeviceMemory:
 
     def read_peak(self) -> None:
         """Pass torch's peak on to all peaks, and reset torch's."""
-        counted = self._counted()
-        self._highest = max(self._highest, counted)
+        highest = self.highest()
+        counted = torch.cuda.max_memory_allocated(self._device) + self._peers.num_bytes
+        self._highest = highest
         torch.cuda.reset_peak_memory_stats(self._device)
         for peak in self._peaks:
-            peak.raise_to(counted)
+            peak.highest = max(peak.highest, counted)
 
     def highest(self) -> int:
         """Peak of the bytes that tensors held in this run."""
-        return max(self._highest, self._counted())
-
-    def _counted(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) + self._peers.num_bytes
+        counted = torch.cuda.max_memory_allocated(self._device) + self._peers.num_bytes
+        return max(self._highest, counted)

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt
 from bmtrain.errors import ConfigurationError
-from bmtrain.runtime.hosts import this_host
 from bmtrain.runtime.log import print_rank, warn
 from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.process import this_host
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import store_of, symmetric_memory, torch_version
 
@@ -62,6 +62,7 @@ class Peers(ABC):
         """Bytes that this rank's parts of all live peer memory occupy on its device."""
         return sum(memory.num_bytes for memory in self._alive)
 
+    @abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
         """Zeros (numel,) on this rank, and the parts of all ranks. Collective, with the same numel.
 
@@ -71,13 +72,6 @@ class Peers(ABC):
             torch.OutOfMemoryError, OSError: on all ranks, if the device (on a CPU, the disk) of any
                 is full.
         """
-        own, memory = self._allocate(numel, dtype)
-        self._alive.add(memory)
-        return own, memory
-
-    @abstractmethod
-    def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
-        """`allocate`, without recording the memory in `num_bytes`."""
 
     @abstractmethod
     def barrier(self, channel: int) -> None:
@@ -94,42 +88,45 @@ class DevicePeers(Peers):
     def __init__(self, axis: Axis, device: torch.device, timeout: float) -> None:
         super().__init__(axis, device)
         self._timeout_ms = math.ceil(timeout * 1000)
-        attempt(self._introduce, axis, RuntimeError)
-        self._flags, self._flags_of_all = self._share(1, torch.int32)
 
-    def _introduce(self) -> None:
-        """Register the process group with symmetric memory, which torch requires up to 2.10."""
-        if torch_version() < (2, 11):
-            group = self.axis.group
-            own_store = dist.PrefixStore("symmetric memory", store_of(group))  # type: ignore[attr-defined]
-            symmetric_memory().set_group_info(
-                group.group_name, self.axis.index, self.axis.size, own_store
-            )
+        def introduce() -> None:
+            """Register the process group with symmetric memory, as torch requires up to 2.10."""
+            if torch_version() < (2, 11):
+                own_store = dist.PrefixStore("symmetric memory", store_of(axis.group))  # type: ignore[attr-defined]
+                symmetric_memory().set_group_info(
+                    axis.group.group_name, axis.index, axis.size, own_store
+                )
+
+        attempt(introduce, axis, RuntimeError)
+        self._flags, self._flags_of_all = self._share(1, torch.int32)
 
     def _share(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """Symmetric memory (numel,) on this rank, and torch's handle to that of all ranks."""
-        own = attempt(lambda: self._make(numel, dtype), self.axis, torch.OutOfMemoryError)
+
+        def make() -> torch.Tensor:
+            return symmetric_memory().empty_strided_p2p((numel,), (1,), dtype, self.device)
+
+        def make_or_free() -> torch.Tensor:
+            try:
+                return make()
+            # Symmetric memory comes from the driver; torch's caching allocator may hold all that
+            # is free.
+            except RuntimeError:
+                torch.cuda.empty_cache()
+                return make()
+
+        own = attempt(make_or_free, self.axis, torch.OutOfMemoryError)
         return own, symmetric_memory().rendezvous(own, self.axis.group.group_name)
 
-    def _make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        try:
-            return symmetric_memory().empty_strided_p2p((numel,), (1,), dtype, self.device)
-        # Symmetric memory comes from the driver; torch's caching allocator may hold all that is
-        # free.
-        except RuntimeError:
-            torch.cuda.empty_cache()
-            return symmetric_memory().empty_strided_p2p((numel,), (1,), dtype, self.device)
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
         own, handle = self._share(numel, dtype)
         own.zero_()
         # torch places its signal pad behind the data, and the driver maps whole pages
         num_bytes = (numel * dtype.itemsize // _PAGE + 1) * _PAGE
-        return own, PeerMemory(
-            [handle.get_buffer(rank, (numel,), dtype) for rank in range(self.axis.size)],
-            handle,
-            num_bytes,
-        )
+        parts = [handle.get_buffer(rank, (numel,), dtype) for rank in range(self.axis.size)]
+        memory = PeerMemory(parts, handle, num_bytes)
+        self._alive.add(memory)
+        return own, memory
 
     def barrier(self, channel: int) -> None:
         self._flags_of_all.barrier(channel, self._timeout_ms)
@@ -138,8 +135,13 @@ class DevicePeers(Peers):
 class FilePeers(Peers):
     """Processes of one host: files that all of them map."""
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
         num_bytes = numel * dtype.itemsize
+
+        def mapped(paths: list[pathlib.Path]) -> list[torch.Tensor]:
+            options: Any = {"size": numel, "dtype": dtype, "device": self.device}
+            return [torch.from_file(str(path), shared=True, **options) for path in paths]
+
         with attempt(
             lambda: tempfile.TemporaryDirectory(prefix="bmtrain-"), self.axis, OSError
         ) as folder:
@@ -148,22 +150,18 @@ class FilePeers(Peers):
             )
             paths = collectives.gather_objects(path, self.axis, "shared memory")
             # Safe to delete the files afterwards: every rank has mapped all of them by then.
-            parts = attempt(
-                lambda: [self._map(path, numel, dtype) for path in paths], self.axis, OSError
-            )
+            parts = attempt(lambda: mapped(paths), self.axis, OSError)
         own = parts[self.axis.index]
         # The PeerMemory gets an alias of this rank's tensor: holding the tensor itself would keep
         # the shard alive, and its finaliser, which drops this memory, would never run.
-        return own, PeerMemory(
-            [own.detach() if part is own else part for part in parts], None, num_bytes
-        )
+        aliases = [own.detach() if part is own else part for part in parts]
+        memory = PeerMemory(aliases, None, num_bytes)
+        self._alive.add(memory)
+        return own, memory
 
     def barrier(self, channel: int) -> None:
         # not a collective of its own in the ledger: the gather or reduction around it is logged
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self.axis.group)
-
-    def _map(self, path: pathlib.Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_file(str(path), shared=True, size=numel, dtype=dtype, device=self.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +203,23 @@ class PeerGroups:
         if axis.size == 1 or wanted == "collective" or (on_cpu and wanted == "auto"):
             return None
         obstacle = _obstacle(axis, self.device)
-        peers = None
+        peers: Peers | None = None
         if obstacle is None:
-            peers, obstacle = self._meet(axis)
+            problem: str | None = None
+            try:
+                if on_cpu:
+                    peers = FilePeers(axis, self.device)
+                else:
+                    peers = DevicePeers(axis, self.device, self._world.timeout)
+            # some limits of drivers and containers show only on use
+            except RuntimeError as error:
+                first = str(error).strip().splitlines()[0]
+                problem = f"rank {self._world.rank} cannot share memory ({first})"
+            problems = collectives.gather_objects(problem, axis, "shared memory")
+            problem = next(filter(None, problems), None)
+            if problem is not None:
+                peers = None
+                obstacle = Obstacle(problem, "see what the driver or the container forbids")
         if obstacle is not None and wanted == "copy_engine":
             raise ConfigurationError(
                 f"transport='copy_engine' cannot be had: {obstacle.what}; use 'auto' or "
@@ -216,29 +228,6 @@ class PeerGroups:
         if obstacle is not None:
             self._tell(obstacle)
         return peers
-
-    def _meet(self, axis: Axis) -> tuple[Peers | None, Obstacle | None]:
-        """The peers, or the obstacle: some limits of drivers and containers show only on use."""
-        peers: Peers | None = None
-        problem: str | None = None
-        try:
-            if self.device.type == "cpu":
-                peers = FilePeers(axis, self.device)
-            else:
-                peers = DevicePeers(axis, self.device, self._world.timeout)
-        except RuntimeError as error:
-            problem = (
-                f"rank {self._world.rank} cannot share memory "
-                f"({str(error).strip().splitlines()[0]})"
-            )
-        problem = next(
-            filter(None, collectives.gather_objects(problem, axis, "shared memory")), None
-        )
-        return (
-            (peers, None)
-            if problem is None
-            else (None, Obstacle(problem, "see what the driver or the container forbids"))
-        )
 
     def _tell(self, obstacle: Obstacle) -> None:
         """Say once per run, on rank 0, why peer copies are off; warn only if there is a remedy."""
@@ -280,15 +269,13 @@ def _obstacle(axis: Axis, device: torch.device) -> Obstacle | None:
         )
     if len(hosts) > 1:
         return Obstacle(f"{axis.size} ranks are on {len(hosts)} hosts")
-    return None if device.type == "cpu" else _obstacle_between_gpus(axis, device)
-
-
-def _obstacle_between_gpus(axis: Axis, device: torch.device) -> Obstacle | None:
+    if device.type == "cpu":
+        return None
     places = collectives.gather_objects(device.index, axis, "GPUs")
     if len(set(places)) < axis.size:
         return Obstacle(
-            "the processes do not see each other's GPUs (CUDA_VISIBLE_DEVICES differs "
-            "between them)",
+            "the processes do not see each other's GPUs (CUDA_VISIBLE_DEVICES differs between "
+            "them)",
             "let every process see all GPUs of the host",
         )
     missing = [
@@ -296,8 +283,7 @@ def _obstacle_between_gpus(axis: Axis, device: torch.device) -> Obstacle | None:
         for place in places
         if place != device.index and not torch.cuda.can_device_access_peer(device, place)
     ]
-    told = collectives.gather_objects((device.index, missing), axis, "access of GPUs")
-    return next(
-        (Obstacle(f"GPU {own} has no access to GPU {others[0]}") for own, others in told if others),
-        None,
-    )
+    for own, others in collectives.gather_objects((device.index, missing), axis, "access of GPUs"):
+        if others:
+            return Obstacle(f"GPU {own} has no access to GPU {others[0]}")
+    return None

@@ -8,14 +8,13 @@ check the collective would hang or mix up data.
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from bmtrain.distributed import collectives
-from bmtrain.distributed.agreement import is_same
+from bmtrain.distributed.agreement import told_apart
 from bmtrain.distributed.overlap import Overlap
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
@@ -34,11 +33,9 @@ def check_alike(what: str, facts: str) -> None:
 
     A checksum travels on the CPU; the facts themselves, for the message, only if it differs.
     """
-    own = zlib.crc32(f"{what}: {facts}".encode())
-    if is_same([own], axis(), _CALL):
+    each = told_apart(f"{what}: {facts}", axis(), _CALL)
+    if each is None:
         return
-    said = collectives.gather_objects(f"{what}: {facts}", axis(), _CALL)
-    each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(axis().ranks, said, strict=True))
     raise ConfigurationError(
         f"the tensor-parallel ranks do not match ({each}): expected the same call with "
         "equal shapes and dtypes on all of them; "
@@ -58,14 +55,18 @@ def check_rows(what: str, rows: int) -> None:
 
 
 def _agree(what: str, **facts: object) -> None:
-    check_alike(what, ", ".join(f"{name} {_told(fact)}" for name, fact in facts.items()))
+    """`check_alike` for the arguments of an operation.
 
-
-def _told(fact: object) -> str:
-    if not isinstance(fact, torch.Tensor):
-        return str(fact)
-    # Whether a gradient is needed decides which collectives backward issues.
-    return f"{tuple(fact.shape)} {fact.dtype}{' with gradient' if fact.requires_grad else ''}"
+    Whether a gradient is needed is among them: it decides which collectives backward issues.
+    """
+    told = []
+    for name, fact in facts.items():
+        if isinstance(fact, torch.Tensor):
+            gradient = " with gradient" if fact.requires_grad else ""
+            told.append(f"{name} {tuple(fact.shape)} {fact.dtype}{gradient}")
+        else:
+            told.append(f"{name} {fact}")
+    check_alike(what, ", ".join(told))
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -25,76 +24,46 @@ from bmtrain.torch_internals import all_gather_flat, reduce_scatter_flat
 SMALLEST_SHARED_BYTES = 2**16
 
 
-class Streams(ABC):
+class Streams:
     """A gather stream and a reduce stream beside the compute stream of one device.
 
-    Events order work between them.
+    Events order work between them. These are a CPU's: operations run in program order, so nothing
+    has to wait.
     """
 
-    @abstractmethod
     def mark_compute(self) -> torch.Event | None:
         """An event after all work issued so far on the compute stream."""
+        return None
 
-    @abstractmethod
     def compute_waits(self, event: torch.Event | None) -> None:
         """Make later work on the compute stream wait for `event`."""
 
-    @abstractmethod
     def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
         """Issue the body on the gather stream, after the event `after`."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def reducing(self) -> contextlib.AbstractContextManager[object]:
         """Issue the body on the reduce stream, after all work issued on the compute stream."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def mark_current(self) -> torch.Event | None:
         """An event after all work issued so far on the current stream."""
+        return None
 
-    @abstractmethod
     def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
         """Issue jobs that may run concurrently.
 
         They start after all earlier work on the current stream; later work there waits for all of
         them.
         """
-
-    @abstractmethod
-    def join(self) -> None:
-        """Make the compute stream wait for all work issued so far on the side streams."""
-
-    @abstractmethod
-    def renew(self) -> None:
-        """Turn waits for earlier events into no-ops: their work is done, or was only captured."""
-
-
-class NullStreams(Streams):
-    """The CPU: operations run in program order, so nothing has to wait."""
-
-    def mark_compute(self) -> torch.Event | None:
-        return None
-
-    def compute_waits(self, event: torch.Event | None) -> None:
-        return None
-
-    def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def reducing(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def mark_current(self) -> torch.Event | None:
-        return None
-
-    def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
         for job in jobs:
             job()
 
     def join(self) -> None:
-        return None
+        """Make the compute stream wait for all work issued so far on the side streams."""
 
     def renew(self) -> None:
-        return None
+        """Turn waits for earlier events into no-ops: their work is done, or was only captured."""
 
 
 class Mark(torch.cuda.Event):
@@ -178,7 +147,7 @@ class CudaStreams(Streams):
 
 def make_streams(device: torch.device) -> Streams:
     """The streams of a device: CUDA streams, or none on a CPU."""
-    return NullStreams() if device.type == "cpu" else CudaStreams(device)
+    return Streams() if device.type == "cpu" else CudaStreams(device)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bmtrain.runtime import world
-from bmtrain.runtime.toolchain import C_COMPILERS
+from bmtrain.runtime.process import C_COMPILERS
 from bmtrain.version import __version__
 
 PACKAGES = (

@@ -77,26 +77,15 @@ def device_of_state_dicts() -> torch.device:
 
 
 class _Streams:
-    """Side streams and one event for the program's own use. One set per run."""
+    """Side streams and one event for the program's own use; None on a CPU. One set per run."""
 
     def __init__(self, current: World) -> None:
-        self._device = current.device
-        self.load, self.tensor_parallel, self.pipeline = (
-            self._stream(priority=-1) for _ in range(3)
+        is_gpu = current.device.type != "cpu"
+        self.load, self.tensor_parallel, self.pipeline, self.barrier = (
+            torch.cuda.Stream(current.device, priority=priority) if is_gpu else None
+            for priority in (-1, -1, -1, 0)
         )
-        self.barrier = self._stream(priority=0)
-        self.event = None if current.device.type == "cpu" else torch.cuda.Event()
-
-    def _stream(self, priority: int) -> torch.cuda.Stream | None:
-        return (
-            None
-            if self._device.type == "cpu"
-            else torch.cuda.Stream(self._device, priority=priority)
-        )
-
-
-def _calc_stream(current: World) -> torch.cuda.Stream | None:
-    return None if current.device.type == "cpu" else torch.cuda.current_stream(current.device)
+        self.event = torch.cuda.Event() if is_gpu else None
 
 
 _VALUES: dict[str, Callable[[World], Any]] = {
@@ -122,7 +111,9 @@ _VALUES: dict[str, Callable[[World], Any]] = {
     "pipe_comm": lambda current: current.mesh.pipe,
     "pp_zero_comm": lambda current: current.mesh.pp_zero,
     "pp_tp_zero_comm": lambda current: current.mesh.pp_tp_zero,
-    "calc_stream": _calc_stream,
+    "calc_stream": lambda current: (
+        None if current.device.type == "cpu" else torch.cuda.current_stream(current.device)
+    ),
     "load_stream": lambda current: current.service(_Streams).load,
     "tp_comm_stream": lambda current: current.service(_Streams).tensor_parallel,
     "pp_comm_stream": lambda current: current.service(_Streams).pipeline,
@@ -137,21 +128,10 @@ _VALUES: dict[str, Callable[[World], Any]] = {
 
 # The values of a single process before `init_distributed`; keys not listed are None.
 _BEFORE: dict[str, Any] = {
-    "rank": 0,
-    "local_rank": 0,
-    "world_size": 1,
-    "local_size": 1,
-    "initialized": False,
-    "pipe_size": 1,
-    "pipe_enabled": False,
-    "tp_size": 1,
-    "tp_rank": 0,
-    "tp_zero_rank": 0,
-    "tp_zero_size": 1,
-    "zero_rank": 0,
-    "zero_size": 1,
-    "micros": 1,
-    "num_micro_batches": 1,
+    **dict.fromkeys(("rank", "local_rank", "tp_rank", "tp_zero_rank", "zero_rank"), 0),
+    **dict.fromkeys(("world_size", "local_size", "pipe_size", "tp_size", "tp_zero_size"), 1),
+    **dict.fromkeys(("zero_size", "micros", "num_micro_batches"), 1),
+    **dict.fromkeys(("initialized", "pipe_enabled"), False),
     "zero_level": 3,
     "save_param_to_cpu": True,
     "loss_scale_factor": 2,

@@ -1,7 +1,8 @@
 """What launchers say in the environment: the rank of this process, of how many, where they meet.
 
-Pure functions of a mapping. Sources: the manual pages of torchrun, srun (Slurm), mpirun (Open MPI)
-and mpiexec (MPICH, Intel MPI, MVAPICH).
+Pure functions of a mapping. torchrun is read, with all that is built on it (Ray Train, Kubernetes'
+training operators), `srun` of Slurm, and MPI with MASTER_ADDR. Sources: the manual pages of
+torchrun, srun, mpirun (Open MPI) and mpiexec (MPICH, Intel MPI).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from bmtrain.errors import ConfigurationError
 Environment = Mapping[str, str]
 
 TORCHRUN: Final = "TORCHELASTIC_RUN_ID"  # set by torchrun, and by what is built on it
-LOOPBACK: Final = "127.0.0.1"
 _SRUN: Final = "srun"
 _PORT: Final = 29500  # torch's, where nothing tells one run from another
 # Below the ports that systems hand out to clients (from 32768 on Linux).
@@ -51,68 +51,43 @@ class Launch:
         if not 0 <= self.rank < self.size:
             raise ConfigurationError(
                 f"{self.launcher} says rank {self.rank} of {self.size}: expected a rank from 0 to "
-                "the number of ranks - 1."
+                "the number of ranks - 1; start the program with torchrun, srun or mpirun."
             )
-        if self.local_rank is not None and (
-            self.local_rank < 0
-            or (self.local_size is not None and not self.local_rank < self.local_size)
-        ):
+        most = self.size if self.local_size is None else self.local_size
+        if self.local_rank is not None and not 0 <= self.local_rank < most:
             raise ConfigurationError(
-                f"{self.launcher} says local rank {self.local_rank} of {self.local_size} on this "
-                "host: expected one from 0 to their number - 1."
+                f"{self.launcher} says local rank {self.local_rank} of {most} on this host: "
+                "expected one from 0 to their number - 1."
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Names:
-    """The variables in which a launcher says it."""
-
-    launcher: str
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-
-
-_TORCH: Final = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_MPI: Final = (
-    _Names(
-        "Open MPI",
+# The variables of launchers that number processes alike: rank, size, local rank, local size.
+_TORCH: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MPI: Final = {
+    "Open MPI": (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Names(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Names("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-# In which mpirun names its run.
-_MPI_RUNS: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
 # Set where several processes are meant, by what starts no program with a rank of its own.
-_SEVERAL: Final = (
-    ("LOCAL_WORLD_SIZE", "start the program with torchrun"),
-    ("PET_NNODES", "start the program with torchrun, which reads it"),
-    ("PET_NPROC_PER_NODE", "start the program with torchrun, which reads it"),
-    (
-        "SKYPILOT_NUM_NODES",
-        "start the program with torchrun --nnodes $SKYPILOT_NUM_NODES --node-rank "
-        "$SKYPILOT_NODE_RANK",
-    ),
-    ("SLURM_NTASKS", "start the program with srun"),
-    ("SLURM_JOB_NUM_NODES", "start the program with srun"),
-)
+_SEVERAL: Final = {
+    "LOCAL_WORLD_SIZE": "start the program with torchrun",
+    "PET_NNODES": "start the program with torchrun, which reads it",
+    "PET_NPROC_PER_NODE": "start the program with torchrun, which reads it",
+    "SKYPILOT_NUM_NODES": "start the program with torchrun --nnodes $SKYPILOT_NUM_NODES "
+    "--node-rank $SKYPILOT_NODE_RANK",
+    "SLURM_NTASKS": "start the program with srun",
+    "SLURM_JOB_NUM_NODES": "start the program with srun",
+}
 _ALONE: Final = "for one process alone, set RANK=0 and WORLD_SIZE=1"
 
 # What this module reads of launchers other than torch's.
 FOREIGN: Final = (
-    *(name for names in _MPI for name in dataclasses.astuple(names)[1:]),
-    *(name for name, _ in _SEVERAL if name != "LOCAL_WORLD_SIZE"),
+    *(name for names in _MPI.values() for name in names),
+    *(name for name in _SEVERAL if name != "LOCAL_WORLD_SIZE"),
     "PMIX_RANK",
     "SLURM_PROCID",
     "SLURM_LOCALID",
@@ -131,41 +106,76 @@ def read_launch(environment: Environment) -> Launch:
         ConfigurationError: for variables that are malformed, contradict each other or speak of
             several processes without a rank for this one.
     """
-    slurm = _slurm(environment)
-    mpi = next((found for names in _MPI if (found := _mpi(names, environment))), None)
-    if mpi is not None and slurm is not None and mpi.local_rank is None:
-        # srun with Slurm's own PMI: both speak of the same ranks, Slurm says more of them
-        mpi = None if (mpi.rank, mpi.size) == (slurm.rank, slurm.size) else mpi
-    outer = mpi or slurm
-    own = _torch(environment, outer)
-    if own is not None:
+    outer = _slurm(environment)
+    for launcher, names in _MPI.items():
+        found = _read(launcher, names, environment)
+        # srun with Slurm's own PMI: both speak of the same ranks, and Slurm says more of them
+        is_slurms = (
+            found is not None
+            and outer is not None
+            and found.local_rank is None
+            and (found.rank, found.size) == (outer.rank, outer.size)
+        )
+        if found is not None:
+            outer = outer if is_slurms else found
+            break
+    own = _read("torchrun", _TORCH, environment)
+    if own is None:
+        if outer is not None:
+            return outer
+        _check_alone(environment)
+        return Launch()
+    if outer is None or outer.size == 1:
         return own
-    if outer is not None:
-        return outer
-    _check_alone(environment)
-    return Launch()
+    if TORCHRUN not in environment:
+        is_other = own.size == outer.size and own.rank != outer.rank
+        if own.size < outer.size or is_other:
+            raise ConfigurationError(
+                f"RANK={own.rank} and WORLD_SIZE={own.size} contradict {outer.launcher}, which "
+                f"has started this process as rank {outer.rank} of {outer.size}: unset RANK and "
+                "WORLD_SIZE, or start the program with torchrun."
+            )
+    elif environment.get("GROUP_WORLD_SIZE") == "1":
+        warning = (
+            f"{outer.launcher} has started {outer.size} tasks, and the torchrun in each of them a "
+            f"run of its own, of {own.size} rank(s): if they are meant to be one run, start "
+            f"torchrun with --nnodes {outer.size}."
+        )
+        return dataclasses.replace(own, warning=warning)
+    return own
 
 
 def meeting_place(launch: Launch, environment: Environment) -> str:
     """Where the ranks meet, as a URL for torch.distributed; "env://" with torch's variables.
 
-    MASTER_ADDR and MASTER_PORT count before what the launcher says.
+    MASTER_ADDR and MASTER_PORT count before what Slurm says. MPI says nothing of it.
 
     Raises:
         ConfigurationError: if that is not known.
     """
-    if launch.size == 1 or launch.launcher == _TORCH.launcher:
+    if launch.size == 1 or launch.launcher == "torchrun":
         return "env://"
-    return (
-        _of_slurm(launch, environment) if launch.launcher == _SRUN else _of_mpi(launch, environment)
-    )
+    address, port = environment.get("MASTER_ADDR"), _PORT
+    if launch.launcher == _SRUN:
+        address, port = _meeting_place_of_slurm(launch, environment)
+    elif not address:
+        raise ConfigurationError(
+            f"{launch.launcher} has started {launch.size} ranks and does not say where the first "
+            "one is: set MASTER_ADDR to its host on all of them (Open MPI: mpirun -x "
+            "MASTER_ADDR=host; MPICH: mpiexec -env MASTER_ADDR host), and MASTER_PORT where "
+            "several runs share a host."
+        )
+    if environment.get("MASTER_PORT"):
+        port = check_port(environment)
+    return f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
 
 
 def local_rank_hint(environment: Environment) -> int:
     """This process's local rank as any launcher says it; 0 if none does. Checks nothing else."""
-    names = (_TORCH.local_rank, *(names.local_rank for names in _MPI), "SLURM_LOCALID")
-    found = next((name for name in names if name in environment), None)
-    return 0 if found is None else number(environment, found)
+    for name in ("LOCAL_RANK", *(names[2] for names in _MPI.values()), "SLURM_LOCALID"):
+        if name in environment:
+            return number(environment, name)
+    return 0
 
 
 def number(environment: Environment, name: str) -> int:
@@ -194,157 +204,6 @@ def check_port(environment: Environment) -> int:
     return port
 
 
-# torch
-# --------------------------------------------------------------------------------------------------
-
-
-def _torch(environment: Environment, outer: Launch | None) -> Launch | None:
-    found = _read(_TORCH, environment)
-    if found is None:
-        if outer is None and environment.get(_TORCH.local_rank, "0").strip() != "0":
-            raise ConfigurationError(
-                f"LOCAL_RANK is {environment[_TORCH.local_rank]} but RANK and WORLD_SIZE are not "
-                "set: start the program with torchrun, which sets all of them."
-            )
-        return None
-    if outer is not None and outer.size > 1:
-        if TORCHRUN not in environment:
-            _check_against(found, outer)
-        elif environment.get("GROUP_WORLD_SIZE") == "1":
-            return dataclasses.replace(found, warning=_lonely(found, outer))
-    return found
-
-
-def _check_against(found: Launch, outer: Launch) -> None:
-    """ConfigurationError if RANK and WORLD_SIZE cannot be meant for the outer launcher's tasks."""
-    is_same = found.size == outer.size and found.rank != outer.rank
-    if found.size < outer.size or is_same:
-        raise ConfigurationError(
-            f"RANK={found.rank} and WORLD_SIZE={found.size} contradict {outer.launcher}, which "
-            f"has started this process as rank {outer.rank} of {outer.size}: unset RANK and "
-            "WORLD_SIZE, or start the program with torchrun."
-        )
-
-
-def _lonely(found: Launch, outer: Launch) -> str:
-    return (
-        f"{outer.launcher} has started {outer.size} tasks, and the torchrun in each of them a run "
-        f"of its own, of {found.size} rank(s): if they are meant to be one run, start torchrun "
-        f"with --nnodes {outer.size}."
-    )
-
-
-# MPI
-# --------------------------------------------------------------------------------------------------
-
-
-def _mpi(names: _Names, environment: Environment) -> Launch | None:
-    found = _read(names, environment)
-    if found is None:
-        return None
-    run = next((environment[name] for name in _MPI_RUNS if name in environment), "")
-    return dataclasses.replace(found, run=run and f"{names.launcher} {run}")
-
-
-def _of_mpi(found: Launch, environment: Environment) -> str:
-    address = environment.get("MASTER_ADDR")
-    if not address:
-        if found.local_size != found.size:
-            raise ConfigurationError(
-                f"{found.launcher} has started {found.size} ranks and does not say where the first "
-                "one is: set MASTER_ADDR to its host on all of them (Open MPI: mpirun -x "
-                "MASTER_ADDR=host; MPICH: mpiexec -env MASTER_ADDR host)."
-            )
-        address = LOOPBACK
-    port = _derived_port(zlib.crc32(found.run.encode())) if found.run else _PORT
-    return _url(address, port, environment)
-
-
-# Slurm
-# --------------------------------------------------------------------------------------------------
-
-
-def _slurm(environment: Environment) -> Launch | None:
-    """The task of srun that this process is; None for a shell or script inside of a job."""
-    if "SLURM_PROCID" not in environment or _is_shell(environment):
-        return None
-    size = next(
-        (
-            number(environment, name)
-            for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-            if name in environment
-        ),
-        None,
-    )
-    rank = number(environment, "SLURM_PROCID")
-    if size is None:
-        if rank == 0:
-            return None  # `_check_alone` looks for others
-        raise ConfigurationError(
-            f"SLURM_PROCID is {rank} but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set: "
-            "start the program with srun, and leave its variables in the environment."
-        )
-    local_rank = number(environment, "SLURM_LOCALID") if "SLURM_LOCALID" in environment else None
-    return Launch(
-        launcher=_SRUN,
-        rank=rank,
-        size=size,
-        local_rank=0 if size == 1 else local_rank,
-        local_size=1 if size == 1 else _tasks_on_this_host(environment, size),
-        run=f"srun {environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '0')}",
-    )
-
-
-def _is_shell(environment: Environment) -> bool:
-    """Whether this is the batch script or an interactive shell, not a task of srun.
-
-    Slurm gives those a SLURM_PROCID of 0, too. Tasks of srun have the number of their step.
-    """
-    if "SLURM_STEP_ID" in environment:
-        return environment["SLURM_STEP_ID"] in _SHELLS
-    if "SLURM_STEP_NUM_TASKS" in environment or environment["SLURM_PROCID"].strip() != "0":
-        return False
-    # A script has all that Slurm sets; an environment that was filtered or made by hand has not.
-    return environment.get("ENVIRONMENT") == "BATCH" or "SLURM_TASK_PID" in environment
-
-
-def _tasks_on_this_host(environment: Environment, size: int) -> int | None:
-    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE")
-    if per_node is not None:
-        counts = expand_counts(per_node)
-        node = number(environment, "SLURM_NODEID") if "SLURM_NODEID" in environment else 0
-        if len(counts) == 1 or ("SLURM_NODEID" in environment and 0 <= node < len(counts)):
-            return counts[node if len(counts) > 1 else 0]
-    elif environment.get("SLURM_NTASKS_PER_NODE", "").isdigit():
-        # the last node may have fewer
-        return min(int(environment["SLURM_NTASKS_PER_NODE"]), size)
-    return size if _num_nodes(environment) == 1 else None
-
-
-def _num_nodes(environment: Environment) -> int | None:
-    for name in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
-        if name in environment:
-            return number(environment, name)
-    return None
-
-
-def expand_counts(text: str) -> list[int]:
-    """Slurm's counts for each host, such as "2(x3),1": [2, 2, 2, 1].
-
-    Raises:
-        ConfigurationError: for any other form.
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
-        if found is None:
-            raise ConfigurationError(
-                f"SLURM_STEP_TASKS_PER_NODE is {text!r}: expected counts such as '2(x3),1'."
-            )
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
-
-
 def first_host(text: str) -> str:
     """The first of Slurm's list of hosts: "gpu[03-05,9],login" gives "gpu03".
 
@@ -361,87 +220,113 @@ def first_host(text: str) -> str:
     return host
 
 
-def _of_slurm(found: Launch, environment: Environment) -> str:
+def _read(launcher: str, names: tuple[str, ...], environment: Environment) -> Launch | None:
+    """What the variables say; None if neither rank nor size is set."""
+    given = {name: number(environment, name) for name in names if name in environment}
+    rank, size, local_rank, local_size = (given.get(name) for name in names)
+    if rank is None and size in (None, 1):  # one process needs no number
+        return None
+    if rank is None or size is None:
+        known, missing = (names[1], names[0]) if rank is None else names[:2]
+        raise ConfigurationError(
+            f"{known} is {given[known]} but {missing} is not set: a process among several needs "
+            f"both. Start the program with torchrun, srun or mpirun; {_ALONE}."
+        )
+    if size == 1:
+        local_rank, local_size = local_rank or 0, local_size or 1
+    return Launch(
+        launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size
+    )
+
+
+def _slurm(environment: Environment) -> Launch | None:
+    """The task of srun that this process is; None for a shell or script inside of a job.
+
+    Slurm gives those a SLURM_PROCID of 0, too. Tasks of srun have the number of their step.
+    """
+    step = environment.get("SLURM_STEP_ID")
+    if "SLURM_PROCID" not in environment or step in _SHELLS:
+        return None
+    rank = number(environment, "SLURM_PROCID")
+    # A script has all that Slurm sets; an environment that was filtered or made by hand has not.
+    is_script = environment.get("ENVIRONMENT") == "BATCH" or "SLURM_TASK_PID" in environment
+    if step is None and "SLURM_STEP_NUM_TASKS" not in environment and rank == 0 and is_script:
+        return None
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"):
+        if name in environment:
+            size = number(environment, name)
+            break
+    else:
+        if rank == 0:
+            return None  # `_check_alone` looks for others
+        raise ConfigurationError(
+            f"SLURM_PROCID is {rank} but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set: "
+            "start the program with srun, and leave its variables in the environment."
+        )
+    local_rank = number(environment, "SLURM_LOCALID") if "SLURM_LOCALID" in environment else None
+    return Launch(
+        launcher=_SRUN,
+        rank=rank,
+        size=size,
+        local_rank=0 if size == 1 else local_rank,
+        local_size=size if _num_nodes(environment) == 1 or size == 1 else None,
+        run=f"srun {environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '0')}",
+    )
+
+
+def _num_nodes(environment: Environment) -> int | None:
+    for name in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+        if name in environment:
+            return number(environment, name)
+    return None
+
+
+def _meeting_place_of_slurm(launch: Launch, environment: Environment) -> tuple[str, int]:
+    """The host of rank 0, and a port that other jobs and steps do not have."""
     if number({"SLURM_HET_SIZE": "1", **environment}, "SLURM_HET_SIZE") > 1:
         raise ConfigurationError(
             "this is one part of a heterogeneous Slurm job, whose parts number their tasks each "
             "for itself: set RANK and WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each task."
         )
-    address = environment.get("MASTER_ADDR") or _address_of_slurm(found, environment)
     job, step = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", "0")
     if not job and not environment.get("MASTER_PORT"):
         raise ConfigurationError(
-            f"srun has started {found.size} ranks, but SLURM_JOB_ID is not set, from which they "
+            f"srun has started {launch.size} ranks, but SLURM_JOB_ID is not set, from which they "
             "take the port where they meet: leave it in the environment, or set MASTER_PORT."
         )
     numbers = [int(part) if part.isdigit() else zlib.crc32(part.encode()) for part in (job, step)]
-    port = _derived_port(numbers[0] * _STEPS_PER_JOB + numbers[1])
-    return _url(address, port, environment)
-
-
-def _address_of_slurm(found: Launch, environment: Environment) -> str:
-    num_nodes = _num_nodes(environment)
-    if num_nodes == 1 or (num_nodes is None and found.local_size == found.size):
-        return LOOPBACK
+    port = _FIRST_PORT + (numbers[0] * _STEPS_PER_JOB + numbers[1]) % _NUM_PORTS
+    if environment.get("MASTER_ADDR"):
+        return environment["MASTER_ADDR"], port
+    if _num_nodes(environment) == 1:
+        return "127.0.0.1", port
     if environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         raise ConfigurationError(
             "srun --distribution=arbitrary does not say on which host rank 0 is: set MASTER_ADDR."
         )
-    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    hosts = next((environment[name] for name in names if environment.get(name)), None)
-    if hosts is None:
-        raise ConfigurationError(
-            f"srun has started {found.size} ranks, but neither SLURM_STEP_NODELIST nor "
-            "SLURM_JOB_NODELIST is set: leave them in the environment, or set MASTER_ADDR to the "
-            "host of rank 0."
-        )
-    return first_host(hosts)
-
-
-# All of them
-# --------------------------------------------------------------------------------------------------
-
-
-def _read(names: _Names, environment: Environment) -> Launch | None:
-    """What the variables say; None if neither rank nor size is set."""
-    given = {
-        name: number(environment, name)
-        for name in (names.rank, names.size, names.local_rank, names.local_size)
-        if name in environment
-    }
-    if names.rank not in given and names.size not in given:
-        return None
-    for name, other in ((names.rank, names.size), (names.size, names.rank)):
-        if name not in given:
-            if other == names.size and given[other] == 1:
-                return None  # one process needs no number
-            raise ConfigurationError(
-                f"{other} is {given[other]} but {name} is not set: a process among several needs "
-                f"both. Start the program with torchrun, srun or mpirun; {_ALONE}."
-            )
-    rank, size = given[names.rank], given[names.size]
-    if not 0 <= rank < size:
-        raise ConfigurationError(
-            f"the environment variable {names.rank} is {rank} and {names.size} is {size}: expected "
-            f"a rank from 0 to {names.size} - 1; start the program with torchrun, srun or mpirun."
-        )
-    return Launch(
-        launcher=names.launcher,
-        rank=rank,
-        size=size,
-        local_rank=given.get(names.local_rank, 0 if size == 1 else None),
-        local_size=given.get(names.local_size, 1 if size == 1 else None),
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environment.get(name):
+            return first_host(environment[name]), port
+    raise ConfigurationError(
+        f"srun has started {launch.size} ranks, but neither SLURM_STEP_NODELIST nor "
+        "SLURM_JOB_NODELIST is set: leave them in the environment, or set MASTER_ADDR to the "
+        "host of rank 0."
     )
 
 
 def _check_alone(environment: Environment) -> None:
     """ConfigurationError where the environment speaks of several processes, but of no rank."""
+    if environment.get("LOCAL_RANK", "0").strip() != "0":
+        raise ConfigurationError(
+            f"LOCAL_RANK is {environment['LOCAL_RANK']} but RANK and WORLD_SIZE are not "
+            "set: start the program with torchrun, which sets all of them."
+        )
     if "PMIX_RANK" in environment and "SLURM_PROCID" not in environment:
         raise ConfigurationError(
             f"PMIX_RANK is {environment['PMIX_RANK']}, but the number of ranks is not set: set "
             f"WORLD_SIZE and RANK, or start the program with torchrun; {_ALONE}."
         )
-    for name, remedy in _SEVERAL:
+    for name, remedy in _SEVERAL.items():
         # torchrun's may be a range of hosts, or a word for all devices
         last = environment.get(name, "1").rpartition(":")[2].strip()
         if last.isdigit() and int(last) > 1:
@@ -449,13 +334,3 @@ def _check_alone(environment: Environment) -> None:
                 f"{name} is {environment[name]}, so several processes are meant, but this one has "
                 f"no rank: {remedy}; {_ALONE}."
             )
-
-
-def _derived_port(identity: int) -> int:
-    return _FIRST_PORT + identity % _NUM_PORTS
-
-
-def _url(address: str, port: int, environment: Environment) -> str:
-    if environment.get("MASTER_PORT"):
-        port = check_port(environment)
-    return f"tcp://{f'[{address}]' if ':' in address else address}:{port}"

@@ -1,4 +1,4 @@
-"""Where the ranks of a run find each other: the store, and a room in it of this run's own.
+"""Where the ranks of a run meet: the store, a room in it of this run's own, and process groups.
 
 A process may run, end the run and begin another, or try again after a failure. What an earlier run
 left in the store would be taken for the later one's, and addresses in it lead nowhere. So rank 0
@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -41,14 +42,13 @@ class Meetings:
         Raises:
             RuntimeError, ValueError, OSError: of torch, if they do not come in time.
         """
-        limit = datetime.timedelta(seconds=timeout)
+        limit, end = datetime.timedelta(seconds=timeout), time.monotonic() + timeout
         key = (url, rank, size)
-        end = time.monotonic() + timeout
         if key not in self._stores:
             self._stores[key], _, _ = next(rendezvous(url, rank, size, timeout=limit))
         store = self._stores[key]
         store.set_timeout(limit)
-        return _own_room(_room(store, f"job {job}") if job else store, rank, size, end)
+        return _own_room(room(store, f"job {job}") if job else store, rank, size, end)
 
 
 def adopt(store: Store, rank: int, size: int, timeout: float) -> Store:
@@ -57,9 +57,9 @@ def adopt(store: Store, rank: int, size: int, timeout: float) -> Store:
     Collective. Theirs keeps its timeout.
     """
     end = time.monotonic() + timeout
-    own = own_connection(store)
+    own = store.clone()
     own.set_timeout(datetime.timedelta(seconds=timeout))
-    return _own_room(_room(own, "bmtrain"), rank, size, end)
+    return _own_room(room(own, "bmtrain"), rank, size, end)
 
 
 def tell_all(store: Store, subject: str, rank: int, size: int, text: str) -> list[str]:
@@ -69,60 +69,91 @@ def tell_all(store: Store, subject: str, rank: int, size: int, text: str) -> lis
     return [bytes(text).decode() for text in found]
 
 
-def _room(store: Store, name: str) -> Store:
+def room(store: Store, name: str) -> Store:
+    """A part of a store, with keys of its own."""
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
-    return _room(store, _host(store, size, end) if rank == 0 else _guest(store, rank))
+    """The room whose name rank 0 draws, once every other rank has come with a card of its own.
 
-
-def _host(store: Store, size: int, end: float) -> str:
-    """Wait for every other rank, then tell all of them a new name."""
+    Raises:
+        RuntimeError: naming all ranks that have not come.
+    """
+    hello = [f"bmtrain has come: {other}" for other in range(size)]
+    if rank:
+        card = f"bmtrain invites {uuid.uuid4()}"
+        store.set(hello[rank], card)
+        try:
+            return room(store, store.get(card).decode())
+        except BaseException:
+            # else rank 0 would take this attempt for the next
+            if store.check([hello[rank]]) and store.get(hello[rank]).decode() == card:
+                store.delete_key(hello[rank])
+            raise
     cards = []
-    for rank in range(1, size):
-        left = datetime.timedelta(seconds=max(0.001, end - time.monotonic()))
-        _await(store, rank, size, left)
-        cards.append(store.get(_hello(rank)).decode())
-        store.delete_key(_hello(rank))
+    for other in range(1, size):
+        try:
+            left = datetime.timedelta(seconds=max(0.001, end - time.monotonic()))
+            store.wait([hello[other]], left)
+        except RuntimeError as error:
+            late = [str(one) for one in range(other, size) if not store.check([hello[one]])]
+            if not late:
+                raise
+            are = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
+            raise RuntimeError(f"{are} not come") from error
+        cards.append(store.get(hello[other]).decode())
+        store.delete_key(hello[other])
     name = f"bmtrain {uuid.uuid4()}"
     for card in cards:
         store.set(card, name)
-    return name
+    return room(store, name)
 
 
-def _await(store: Store, rank: int, size: int, left: datetime.timedelta) -> None:
-    """Wait for a rank; a RuntimeError names all that have not come."""
-    try:
-        store.wait([_hello(rank)], left)
-    except RuntimeError as error:
-        late = [str(one) for one in range(rank, size) if not store.check([_hello(one)])]
-        if not late:
-            raise
-        are = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
-        raise RuntimeError(f"{are} not come") from error
+class Groups:
+    """Opens the process groups of a run, and closes them all.
 
-
-def _guest(store: Store, rank: int) -> str:
-    """Come with a card of one's own, and wait for the name."""
-    card = f"bmtrain invites {uuid.uuid4()}"
-    store.set(_hello(rank), card)
-    try:
-        return store.get(card).decode()
-    except BaseException:
-        # else rank 0 would take this attempt for the next
-        if store.check([_hello(rank)]) and store.get(_hello(rank)).decode() == card:
-            store.delete_key(_hello(rank))
-        raise
-
-
-def _hello(rank: int) -> str:
-    return f"bmtrain has come: {rank}"
-
-
-def own_connection(store: Store) -> Store:
-    """A second connection to a store.
-
-    A thread that waits in the first one would keep the others from using it.
+    Args:
+        backend: of the groups that name none: "gloo", or one for each kind of device; None is that
+            of the default group.
+        timeout: seconds that their collectives wait.
+        is_adopted: whether torch's default group is somebody else's. Then it is left alone.
     """
-    return store.clone()
+
+    def __init__(self, backend: str | None, timeout: float, *, is_adopted: bool) -> None:
+        self._backend, self._limit = backend, datetime.timedelta(seconds=timeout)
+        self._is_adopted = is_adopted
+        self._default: dist.ProcessGroup | None = dist.group.WORLD
+        self._opened: list[dist.ProcessGroup] = []
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether the default group is still that which these stand on.
+
+        Whoever destroys it destroys all others with it.
+        """
+        return dist.is_initialized() and dist.group.WORLD is self._default
+
+    def open(
+        self, ranks: Sequence[int] | None = None, backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """A group of these ranks; None is all. Collective over the world, whoever is in it."""
+        group = dist.new_group(
+            None if ranks is None else list(ranks),
+            timeout=self._limit,
+            backend=backend or self._backend,
+        )
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            self._opened.append(group)
+        return group
+
+    def close(self) -> None:
+        """End what was opened, and the default group where it is ours. Safe to call twice."""
+        are_alive = self.are_alive
+        # Whoever keeps this must not keep their threads.
+        opened, self._opened, self._default = self._opened, [], None
+        if are_alive and not self._is_adopted:
+            dist.destroy_process_group()
+        elif are_alive:
+            for group in reversed(opened):
+                dist.destroy_process_group(group)

@@ -8,7 +8,7 @@ import itertools
 
 import torch.distributed as dist
 
-from bmtrain.runtime.groups import Groups
+from bmtrain.runtime.meeting import Groups
 from bmtrain.runtime.topology import Topology
 
 _GROUPS = {"group", "gather", "reduce"}
@@ -81,17 +81,8 @@ class Mesh:
 
     def close(self) -> None:
         """Drop all process groups."""
-        axes = (
-            self.world,
-            self.pipe,
-            self.tp,
-            self.tp_zero,
-            self.pp_zero,
-            self.pp_tp_zero,
-            self.upstream,
-            self.downstream,
-        )
-        for axis in axes:
+        axes = (self.world, self.pipe, self.tp, self.tp_zero, self.pp_zero, self.pp_tp_zero)
+        for axis in (*axes, self.upstream, self.downstream):
             if axis is not None:
                 axis.communicators.close()
 
@@ -119,24 +110,14 @@ def build_mesh(topology: Topology, opened: Groups) -> Mesh:
     by_partition: dict[tuple[tuple[int, ...], ...], Axis] = {}
     for kind in KINDS:
         partition = tuple(topology.partition(kind))
-        if partition not in by_partition:
-            by_partition[partition] = _build_axis(kind, topology.rank, partition, opened)
+        for ranks in () if partition in by_partition else partition:
+            groups = [opened.open(ranks) for _ in range(3)]
+            if topology.rank in ranks:
+                index = ranks.index(topology.rank)
+                by_partition[partition] = Axis(kind, ranks, index, Communicators(*groups))
         axes[kind] = by_partition[partition]
     upstream, downstream = _build_links(topology, opened)
     return Mesh(topology, **axes, upstream=upstream, downstream=downstream)
-
-
-def _build_axis(
-    name: str, rank: int, partition: tuple[tuple[int, ...], ...], opened: Groups
-) -> Axis:
-    own = None
-    for ranks in partition:
-        groups = [opened.open(ranks) for _ in range(3)]
-        if rank in ranks:
-            own = Axis(name, ranks, ranks.index(rank), Communicators(*groups))
-    if own is None:
-        raise RuntimeError(f"rank {rank} is in no {name} group of {partition}")
-    return own
 
 
 def _build_links(topology: Topology, opened: Groups) -> tuple[Axis | None, Axis | None]:

@@ -1,22 +1,20 @@
-"""Random state: seed a run; read, write and compare generator states."""
+"""Random states: seed a run; read, write and compare the states of generators."""
 
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), random, and numpy if the program has imported it."""
+    """Seed torch (all devices), random and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
 
 
 def get_random_state(device: torch.device) -> dict[str, Any]:
@@ -27,36 +25,49 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore what `get_random_state` returned."""
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restore what `get_random_state` returned; a state of a device that is not there is left."""
     torch.set_rng_state(state["cpu"])
-    if "device" in state:
+    if "device" in state and device.type != "cpu":
         torch.cuda.set_rng_state(state["device"], device)
 
 
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Python's, numpy's and torch's random states, in types that a weights-only load accepts."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states = get_random_state(device)
+    states["python"] = random.getstate()
+    states["numpy"] = (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
+    return states
+
+
+def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `random_states` returned."""
+    set_random_state(states, device)
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+
+
 def default_generators(device: torch.device | None) -> Sequence[Any]:
-    """The default generators: the CPU's, the device's, `random`, and numpy's if it is imported."""
-    found: list[Any] = [torch.default_generator, random]
+    """The default generators: the CPU's, the device's, those of `random` and of numpy."""
+    found: list[Any] = [torch.default_generator, random, np.random]
     if device is not None and device.type != "cpu":
-        found.append(
-            torch.cuda.default_generators[
-                torch.cuda.current_device() if device.index is None else device.index
-            ]
-        )
-    numpy = sys.modules.get("numpy")
-    return found if numpy is None else [*found, numpy.random]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found.insert(2, torch.cuda.default_generators[index])
+    return found
 
 
 def is_generator(value: object) -> bool:
     """Whether `value` is a generator of torch, `random` or numpy whose state can be read."""
-    if isinstance(value, torch.Generator | random.Random):
-        return not isinstance(value, random.SystemRandom)
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return False
-    return isinstance(
-        value, numpy.random.Generator | numpy.random.RandomState | numpy.random.BitGenerator
+    kinds = (
+        torch.Generator,
+        random.Random,
+        np.random.Generator,
+        np.random.RandomState,
+        np.random.BitGenerator,
     )
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
 
 
 def read_generator(generator: Any) -> Any:
@@ -70,7 +81,19 @@ def read_generator(generator: Any) -> Any:
         return generator.get_state()
     # numpy; the legacy form of the state takes twice as long to read
     get_state = getattr(generator, "get_state", None)
-    return _bits_of(generator).state if get_state is None else get_state(legacy=False)
+    if get_state is None:
+        return getattr(generator, "bit_generator", generator).state
+    return get_state(legacy=False)
+
+
+def write_generator(generator: Any, state: Any) -> None:
+    """Restore a state that `read_generator` returned."""
+    if generator is random or isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif getattr(generator, "set_state", None) is not None:
+        generator.set_state(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
 
 
 def is_same_state(a: Any, b: Any) -> bool:
@@ -82,22 +105,9 @@ def is_same_state(a: Any, b: Any) -> bool:
     inner = a.get("state") if isinstance(a, dict) else None
     if not isinstance(inner, dict) or "key" not in inner:  # not the Mersenne Twister
         return False
-    same = (
+    other = b["state"]
+    return (
         all(a.get(name) == b.get(name) for name in ("has_gauss", "gauss"))
-        and inner["pos"] == b["state"]["pos"]
+        and inner["pos"] == other["pos"]
+        and bool((inner["key"] == other["key"]).all())
     )
-    return same and bool((inner["key"] == b["state"]["key"]).all())
-
-
-def write_generator(generator: Any, state: Any) -> None:
-    """Restore a state that `read_generator` returned."""
-    if generator is random or isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif getattr(generator, "set_state", None) is not None:
-        generator.set_state(state)
-    else:
-        _bits_of(generator).state = state
-
-
-def _bits_of(generator: Any) -> Any:
-    return getattr(generator, "bit_generator", generator)

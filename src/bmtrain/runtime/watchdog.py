@@ -1,4 +1,4 @@
-"""The watchdog: a run that stands still is told, rank by rank, and ended."""
+"""The watchdog: a run that stands still is reported, rank by rank, and ended."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
-from bmtrain.runtime import exits, stacks
-from bmtrain.runtime.launcher import say
-from bmtrain.runtime.meeting import FOREVER, Store, own_connection
-from bmtrain.runtime.report import Line, Part, Process, report
+from bmtrain.runtime import process
+from bmtrain.runtime.meeting import FOREVER, Store, room
+from bmtrain.runtime.process import Exit, say
 from bmtrain.torch_internals import flight_record
 
 FLOOR_S = 600.0  # least limit that is guessed
@@ -31,6 +30,13 @@ _PARTING_S = 60.0  # how long threads may stay in the store when the run is over
 _HEARD_S = 1.0  # how long the store stays for those who have not heard
 _LOOKS = 20  # per limit
 _STORE_ENDS = "the store ends: "
+_MOST_STACKS = 20_000  # characters of a rank's stacks that travel
+_STATES = {
+    "T": "is stopped (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "D": "is waiting for a disk or a network file system",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +57,65 @@ class Place:
     is_guest: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """The collectives of a rank on one axis.
+
+    Attributes:
+        ranks: of the axis.
+        number: how many it has begun.
+        digest: of their names, so that ranks that did different things can be told.
+        last: the last of them, at most a few, the newest last.
+    """
+
+    ranks: tuple[int, ...]
+    number: int
+    digest: int
+    last: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a rank says when the run stands still.
+
+    Attributes:
+        idle: seconds since its last progress.
+        is_waiting: whether it waits for others or for its device.
+        place: in the user's program.
+        lines: its collectives.
+        stacks: of its threads.
+        extra: what the backend knows.
+    """
+
+    rank: int
+    idle: float
+    is_waiting: bool
+    place: str
+    lines: tuple[Line, ...]
+    stacks: str
+    extra: str = ""
+
+    @classmethod
+    def loaded(cls, text: str | bytes) -> Report:
+        """From the JSON of `dataclasses.asdict`."""
+        fields = json.loads(text)
+        lines = tuple(
+            Line(tuple(line["ranks"]), line["number"], line["digest"], tuple(line["last"]))
+            for line in fields.pop("lines")
+        )
+        return cls(**fields, lines=lines)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0, 2`."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def own_process() -> tuple[str, int]:
+    """Host and number of this process, for `Watchdog.start`."""
+    return socket.gethostname(), os.getpid()
+
+
 class Watchdog:
     """Notices that a run stands still. One per rank, from `init_distributed` to `shutdown`.
 
@@ -58,7 +123,7 @@ class Watchdog:
     A rank without progress for the limit raises the alarm: all ranks say what they wait in, where
     they are in the program and the stacks of their threads; the lowest that answers prints it all
     in one report, which names who has not come and who does not answer, and all processes end with
-    exits.HUNG. In a process that is somebody else's they report, once, and go on: ranks that wait
+    Exit.HUNG. In a process that is somebody else's they report, once, and go on: ranks that wait
     get an error when their collective's time is up.
 
     The limit is `seconds` if given. Otherwise it is guessed: FACTOR times the longest pause since
@@ -89,9 +154,10 @@ class Watchdog:
         self._store: Store | None = None
         self._ear: Store | None = None  # the listener's connection
         if store is not None:
-            self._store = dist.PrefixStore("watch", own_connection(store))  # type: ignore[attr-defined]
-            self._ear = own_connection(self._store)
-        self._processes: dict[int, Process] = {}
+            # Connections of their own: a thread that waits in one keeps others from using it.
+            self._store = room(store.clone(), "watch")
+            self._ear = self._store.clone()
+        self._processes: Sequence[tuple[str, int]] = ()
         self._ending = threading.Event()
         self._last = place.timeout + AFTER_S
         if place.device.type != "cpu":
@@ -104,11 +170,11 @@ class Watchdog:
         # the one that trains, which is not the main one in a worker of others
         self._thread = threading.current_thread()
 
-    def start(self, processes: dict[int, Process], *, is_on: bool) -> None:
+    def start(self, processes: Sequence[tuple[str, int]], *, is_on: bool) -> None:
         """Begin to watch and, with other ranks, to listen to them.
 
         Args:
-            processes: of all ranks.
+            processes: what all ranks say by `own_process`.
             is_on: whether this rank watches itself. It answers the others in any case.
         """
         self._processes = processes
@@ -132,7 +198,7 @@ class Watchdog:
         """
         self._ending.set()
         self.say_last("has left the run: its program has come to its end")
-        self._patiently(lambda: self._post(self._place.rank, "leave"))
+        self._post("leave", [self._place.rank])
         end = time.monotonic() + _PARTING_S
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -177,7 +243,7 @@ class Watchdog:
         """
         self.say_last(words)
         if self._place.is_host:
-            self._patiently(lambda: self._post_all(_STORE_ENDS + words))
+            self._post(_STORE_ENDS + words, range(self._place.size))
             time.sleep(_HEARD_S)
 
     @property
@@ -199,12 +265,11 @@ class Watchdog:
                     found[rank] = store.get(key).decode(errors="replace")
 
         self._patiently(read)
-        states = {rank: self._processes[rank].state() for rank in {*ranks} - found.keys()}
-        return dict(found) | {
-            rank: state
-            for rank, state in states.items()
-            if state.startswith(("has ended", "is stopped"))
-        }
+        for rank in {*ranks} - found.keys():
+            state = _state(*self._processes[rank])
+            if state.startswith(("has ended", "is stopped")):
+                found[rank] = state
+        return dict(found)
 
     def _patiently(self, deed: Callable[[], object]) -> None:
         """Do what needs the store, unless that takes long or fails: its host may be gone."""
@@ -241,7 +306,7 @@ class Watchdog:
         return self._last if is_settled else float("inf")
 
     def _is_waiting(self) -> bool:
-        if stacks.is_communicating():
+        if process.is_communicating():
             return True
         if self._place.device.type == "cpu":
             return False
@@ -261,7 +326,9 @@ class Watchdog:
                 self._seen, self._since = self.progress, now
             self._idle = now - self._since
             if self._idle > (limit := self._limit()) and self._seen == self.progress:
-                self._raise(limit)
+                # The alarm: all ranks say where they are, and end.
+                self._post(str(limit), range(self._place.size))
+                self._end(limit)
                 return
 
     def _listen(self) -> None:
@@ -279,97 +346,157 @@ class Watchdog:
         elif word != "leave" and not self._ending.is_set():
             self._end(float(word))
 
-    def _post(self, rank: int, word: str) -> None:
-        if self._store is not None:
-            self._store.set(f"to {rank}", word)
-
-    def _post_all(self, word: str) -> None:
-        for rank in range(self._place.size):
-            self._post(rank, word)
-
-    def _raise(self, limit: float) -> None:
-        if self._store is not None:
-            self._patiently(lambda: self._post_all(str(limit)))
-        self._end(limit)
+    def _post(self, word: str, ranks: Collection[int]) -> None:
+        """Leave a word for the listeners of these ranks."""
+        store = self._store
+        if store is not None:
+            self._patiently(lambda: [store.set(f"to {rank}", word) for rank in ranks])
 
     def _end(self, limit: float) -> None:
         """Say what is known, and end the process. Once."""
         if not self._alarm.acquire(blocking=False):
             return
         try:
-            own = self._own_part()
+            own = Report(
+                rank=self._place.rank,
+                idle=time.monotonic() - self._since,
+                is_waiting=self._is_waiting(),
+                place=process.place(self._thread),
+                lines=tuple(self.collectives()),
+                stacks=process.stacks()[-_MOST_STACKS:],
+                extra=flight_record() if self._place.device.type != "cpu" else "",
+            )
             thread = self._start(lambda: self._tell(own, limit), "tell")
             thread.join(_END_S)
             if thread.is_alive():
                 self._print({own.rank: own}, limit)
         finally:
             if not self._place.is_guest:
-                os._exit(exits.HUNG)
+                os._exit(Exit.HUNG)
 
-    def _own_part(self) -> Part:
-        return Part(
-            rank=self._place.rank,
-            idle=time.monotonic() - self._since,
-            is_waiting=self._is_waiting(),
-            place=stacks.place(self._thread),
-            lines=tuple(self.collectives()),
-            stacks=stacks.text(),
-            extra=flight_record() if self._place.device.type != "cpu" else "",
-        )
-
-    def _tell(self, own: Part, limit: float) -> None:
-        """Exchange the parts; the lowest rank that has answered prints them."""
-        parts = {own.rank: own}
+    def _tell(self, own: Report, limit: float) -> None:
+        """Exchange the reports; the lowest rank that has answered prints them."""
+        reports = {own.rank: own}
         store = self._store
         try:
             if store is not None:
-                store = own_connection(store)
-                store.set(f"part {own.rank}", own.dumped())
+                store = store.clone()
+                store.set(f"part {own.rank}", json.dumps(dataclasses.asdict(own)))
                 end = time.monotonic() + ANSWER_S
-                while len(parts) < self._place.size and time.monotonic() < end:
-                    for rank in set(range(self._place.size)) - parts.keys():
+                while len(reports) < self._place.size and time.monotonic() < end:
+                    for rank in set(range(self._place.size)) - reports.keys():
                         if store.check([f"part {rank}"]):
-                            parts[rank] = Part.loaded(store.get(f"part {rank}"))
+                            reports[rank] = Report.loaded(store.get(f"part {rank}"))
                     time.sleep(0.05)
-                if own.rank != min(parts):
+                if own.rank != min(reports):
                     while not store.check(["told"]) and time.monotonic() < end + ANSWER_S:
                         time.sleep(0.05)
                     if store.check(["told"]):
                         return
-        except (
-            RuntimeError,
-            ValueError,
-            KeyError,
-        ):  # the host has ended, or another version's part
-            parts = {own.rank: own}
-        self._print(parts, limit)
+        # the host has ended, or another version's report
+        except (RuntimeError, ValueError, KeyError):
+            reports = {own.rank: own}
+        self._print(reports, limit)
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set("told", "")
             if self._place.is_host:
                 time.sleep(_HEARD_S)
 
-    def _outcome(self) -> str:
-        """What becomes of the run, for the report."""
+    def _print(self, reports: Mapping[int, Report], limit: float) -> None:
+        outcome = f"It ends with exit code {Exit.HUNG}."
         if self._place.is_guest:
-            return (
+            outcome = (
                 "Nothing is ended, because the process is not this program's own; a collective "
                 f"gives up after {self._place.timeout:g} s."
             )
-        return f"It ends with exit code {exits.HUNG}."
-
-    def _print(self, parts: dict[int, Part], limit: float) -> None:
-        missing = [rank for rank in range(self._place.size) if rank not in parts]
-        silent = {rank: self._processes[rank].state() for rank in missing}
-        silent.update(self.whereabouts(missing) if missing else {})
-        say(f"[rank {self._place.rank}] " + report(parts, silent, limit, self._outcome()))
-
-
-def own_process() -> str:
-    """This process, for `processes_of`."""
-    return json.dumps([socket.gethostname(), os.getpid()])
+        missing = [rank for rank in range(self._place.size) if rank not in reports]
+        silent = {rank: _state(*self._processes[rank]) for rank in missing}
+        silent |= self.whereabouts(missing) if missing else {}
+        say(
+            f"[rank {self._place.rank}] the run stands still: nothing has gone on for {limit:.0f} "
+            f"s. {outcome}\n"
+            + "".join(f"rank {rank} {what}.\n" for rank, what in sorted(silent.items()))
+            + _as_text(reports)
+        )
 
 
-def processes_of(texts: list[str]) -> dict[int, Process]:
-    """What the ranks have said by `own_process`, by rank."""
-    return {rank: Process(*json.loads(text)) for rank, text in enumerate(texts)}
+def _state(host: str, number: int) -> str:
+    """What this process can tell of another; the form continues "rank 1 "."""
+    where = f"process {number} on {host}"
+    if host != socket.gethostname():
+        return f"does not answer ({where})"
+    try:
+        fields = pathlib.Path(f"/proc/{number}/stat").read_text(errors="replace")
+    except OSError:
+        has_proc = pathlib.Path("/proc/self/stat").exists()
+        return f"{'has ended' if has_proc else 'does not answer'} ({where})"
+    # the name before it may hold blanks and brackets
+    letter = fields.rpartition(")")[2].split()[0]
+    says = _STATES.get(letter, "runs, but Python does not: a call into C holds its lock")
+    return f"{says} ({where})"
+
+
+def _as_text(reports: Mapping[int, Report]) -> str:
+    """What the ranks that have answered say: first who is behind, then each of them."""
+    found = _behind(reports) or _differing(reports)
+    for rank in sorted(reports):
+        own = reports[rank]
+        doing = "waits for others or its device" if own.is_waiting else "does not wait for others"
+        found.append(
+            f"rank {rank} {doing}, {own.idle:.0f} s after its last progress, at {own.place}"
+        )
+        found += [
+            f"  collectives with {named(line.ranks)}: {line.number}, the last "
+            + " < ".join(reversed(line.last))
+            for line in own.lines
+            if line.last
+        ]
+        found += [f"  {own.extra}"] if own.extra else []
+    by_stacks: dict[str, list[int]] = {}
+    for rank in sorted(reports):
+        by_stacks.setdefault(reports[rank].stacks, []).append(rank)
+    for stacks, ranks in by_stacks.items():
+        found += [f"-- stacks of {named(ranks)}:", stacks]
+    return "\n".join(found) + "\n"
+
+
+def _behind(reports: Mapping[int, Report]) -> list[str]:
+    """Ranks that have not come to what others have begun."""
+    found = []
+    for rank, own in sorted(reports.items()):
+        for line in () if own.is_waiting else own.lines:
+            others = {
+                other: theirs
+                for other in sorted(reports)
+                for theirs in reports[other].lines
+                if theirs.ranks == line.ranks and theirs.number > line.number
+            }
+            if others:
+                number = max(theirs.number for theirs in others.values())
+                ahead = [other for other, theirs in others.items() if theirs.number == number]
+                what = " ".join(others[ahead[0]].last[-1:]) or "the next collective"
+                found.append(
+                    f"rank {rank} has not come to {what} (number {number}), in which "
+                    f"{named(ahead)} {'waits' if len(ahead) == 1 else 'wait'}; it is at {own.place}"
+                )
+                break
+    return found
+
+
+def _differing(reports: Mapping[int, Report]) -> list[str]:
+    """Ranks that wait in different collectives."""
+    found: list[str] = []
+    for axis in dict.fromkeys(line.ranks for own in reports.values() for line in own.lines):
+        by_deed: dict[tuple[int, int, str], list[int]] = {}
+        for rank, own in sorted(reports.items()):
+            for line in own.lines:
+                if line.ranks == axis:
+                    deed = (line.number, line.digest, "".join(line.last[-1:]))
+                    by_deed.setdefault(deed, []).append(rank)
+        if len(by_deed) > 1:
+            found += [
+                f"{named(ranks)} did number {number}: {last}"
+                for (number, _, last), ranks in by_deed.items()
+            ]
+    return found

@@ -26,10 +26,7 @@ import torch
 import torch.distributed as dist
 
 from bmtrain.errors import ConfigurationError, JoinError, NotInitializedError, RanksPartedError
-from bmtrain.runtime import exits, stacks, toolchain
-from bmtrain.runtime.groups import Groups
-from bmtrain.runtime.hosts import local_places, this_host
-from bmtrain.runtime.launcher import Launcher, say
+from bmtrain.runtime import process
 from bmtrain.runtime.launchers import (
     FOREIGN,
     TORCHRUN,
@@ -40,11 +37,12 @@ from bmtrain.runtime.launchers import (
     number,
     read_launch,
 )
-from bmtrain.runtime.meeting import Meetings, Store, adopt, tell_all
+from bmtrain.runtime.meeting import Groups, Meetings, Store, adopt, tell_all
 from bmtrain.runtime.mesh import Mesh, build_mesh
+from bmtrain.runtime.process import Exit, Launcher, say, this_host
 from bmtrain.runtime.seeding import seed_everything
 from bmtrain.runtime.topology import Topology
-from bmtrain.runtime.watchdog import Place, Watchdog, own_process, processes_of
+from bmtrain.runtime.watchdog import Place, Watchdog, own_process
 from bmtrain.torch_internals import default_store
 
 Service = TypeVar("Service")
@@ -103,22 +101,22 @@ class Defaults:
             raise ConfigurationError(
                 f"transport is {self.transport!r}: expected one of {', '.join(TRANSPORTS)}."
             )
-        for name in ("reduce_dtype", "accumulate_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not (
-                isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            ):
+        for name, dtype in (
+            ("reduce_dtype", self.reduce_dtype),
+            ("accumulate_dtype", self.accumulate_dtype),
+        ):
+            is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if dtype is not None and not is_dtype:
                 raise ConfigurationError(
                     f"{name} is {dtype!r}: expected a floating point torch.dtype or None."
                 )
         for name, value in (("compile", self.compile), ("fp8", self.fp8)):
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name} is {value!r}: expected True or False.")
-        if self.memory_limit is not None and not (
-            type(self.memory_limit) is int and self.memory_limit >= 0
-        ):
+        limit = self.memory_limit
+        if limit is not None and not (type(limit) is int and limit >= 0):
             raise ConfigurationError(
-                f"memory_limit is {self.memory_limit!r}: expected a whole number of bytes, or None."
+                f"memory_limit is {limit!r}: expected a whole number of bytes, or None."
             )
 
 
@@ -219,12 +217,12 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
 
 def launched_size() -> int:
     """The world size set by the launcher; 1 without a launcher."""
-    return _launch().size
+    return read_launch(os.environ).size
 
 
 def launched_rank() -> int:
     """The rank set by the launcher; 0 without a launcher."""
-    return _launch().rank
+    return read_launch(os.environ).rank
 
 
 def take_place(rank: int, size: int) -> None:
@@ -301,16 +299,19 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             no GPU of its own.
         JoinError: if the ranks do not find each other within `timeout`.
     """
-    _forget_lost_run()
+    if _PROCESS.world is not None and not _PROCESS.world.groups.are_alive:
+        shutdown()  # a run whose process group its owner has destroyed
     if _PROCESS.world is not None:
         raise RuntimeError(
             "init_distributed was called a second time: call it once, at the start of the program."
         )
-    is_adopted = dist.is_initialized()
-    launcher = None if is_adopted else _find_launcher()
+    is_adopted, is_torchrun = dist.is_initialized(), TORCHRUN in os.environ
+    launcher = None
+    if is_torchrun and not is_adopted:
+        launcher = Launcher(number(os.environ, "RANK") if "RANK" in os.environ else 0)
     try:
         _check_times(timeout, watchdog)
-        launch = _adopted_launch(init_method) if is_adopted else _launch()
+        launch = _adopted_launch(init_method) if is_adopted else read_launch(os.environ)
         defaults = Defaults(
             zero_level=zero_level,
             reduce_dtype=reduce_dtype,
@@ -325,7 +326,11 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         topology = Topology(
             rank=launch.rank, world_size=launch.size, pipe_size=max(pipe_size, 1), tp_size=tp_size
         )
-        micro_batches = _num_micro_batches(num_micro_batches, pipe_size)
+        if num_micro_batches is not None and num_micro_batches < 1:
+            raise ConfigurationError(
+                f"num_micro_batches is {num_micro_batches}: expected at least 1, or None for as "
+                "many as stages."
+            )
         _check_device(device)
         url = init_method
         if url == "env://" and not is_adopted:
@@ -333,16 +338,20 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         with _joining(launch, url, timeout):
             store = _meet(launch, url, timeout, is_adopted)
             (local_rank, local_size), chosen = _settle(launch, store, device, is_adopted)
+            is_main = threading.current_thread() is threading.main_thread()
+            agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             place = Place(
                 launch.rank,
                 launch.size,
                 chosen,
                 timeout,
-                is_host=launch.rank == 0 and not is_adopted and not _agent_hosts(),
-                is_guest=is_adopted or _is_beside_the_program(),
+                is_host=launch.rank == 0 and not is_adopted and not agent_hosts,
+                # a process that torchrun has started is the program's own
+                is_guest=is_adopted or not (is_main or is_torchrun),
             )
             groups = _open(place, store, is_adopted)
             mesh, dog = _join(place, topology, groups, store, watchdog)
+        defaults = dataclasses.replace(defaults, compile=_compiles(compile, chosen))
         _PROCESS.world = World(
             rank=launch.rank,
             world_size=launch.size,
@@ -351,9 +360,9 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             device=chosen,
             seed=seed,
             mesh=mesh,
-            defaults=dataclasses.replace(defaults, compile=_compiles(compile, chosen)),
+            defaults=defaults,
             pipe_enabled=pipe_size > 0,
-            num_micro_batches=micro_batches,
+            num_micro_batches=num_micro_batches or topology.pipe_size,
             timeout=timeout,
             watchdog=dog,
             launcher=launcher,
@@ -362,33 +371,17 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             is_guest=place.is_guest,
         )
         seed_everything(seed)
-        _register()
-        _warn_of(launch)
+        _take_part_in_the_end(_PROCESS.world)
+        if launch.warning and launch.rank == 0:
+            warnings.warn(launch.warning, UserWarning, stacklevel=2)
     except BaseException:
         if launcher is not None:
             launcher.leave()
         raise
 
 
-def _forget_lost_run() -> None:
-    """End a run whose process group its owner has destroyed, without a word to the others."""
-    world = _PROCESS.world
-    if world is not None and not world.groups.are_alive:
-        shutdown()
-
-
-def _is_beside_the_program() -> bool:
-    """Whether the run is in a thread of a process that does something else.
-
-    A process that torchrun has started is the program's own.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    return not is_main and TORCHRUN not in os.environ
-
-
-def _register() -> None:
-    """Take part in the end of this process. Once."""
-    world = current()
+def _take_part_in_the_end(world: World) -> None:
+    """Have the end of this process end the run. Once."""
     if not _PROCESS.registered:
         _PROCESS.registered = True
         atexit.register(shutdown)
@@ -399,11 +392,6 @@ def _register() -> None:
         sys.excepthook = _leave_loudly
     if world.world_size > 1 and not faulthandler.is_enabled():
         faulthandler.enable(2, all_threads=False)  # a crash in C leaves the place
-
-
-def _warn_of(launch: Launch) -> None:
-    if launch.warning and launch.rank == 0:
-        warnings.warn(launch.warning, UserWarning, stacklevel=3)
 
 
 def shutdown() -> None:
@@ -422,11 +410,6 @@ def shutdown() -> None:
     world.mesh.close()
     world.groups.close()
     world.watchdog.see_off()
-
-
-def _launch() -> Launch:
-    """This process's place, as set by the launcher."""
-    return read_launch(os.environ)
 
 
 def _adopted_launch(init_method: str) -> Launch:
@@ -451,7 +434,7 @@ def _compiles(wanted: bool | None, chosen: torch.device) -> bool:
     if chosen.type == "cpu":
         return False
     own = os.environ.get("CC")
-    missing = toolchain.missing_for_gpu((own,) if own else toolchain.C_COMPILERS)
+    missing = process.missing_for_gpu((own,) if own else process.C_COMPILERS)
     if missing is not None:
         warnings.warn(
             f"blocks run uncompiled: torch.compile needs {missing}, which was not found.",
@@ -459,14 +442,6 @@ def _compiles(wanted: bool | None, chosen: torch.device) -> bool:
             stacklevel=3,
         )
     return missing is None
-
-
-def _num_micro_batches(wanted: int | None, pipe_size: int) -> int:
-    if wanted is not None and wanted < 1:
-        raise ConfigurationError(
-            f"num_micro_batches is {wanted}: expected at least 1, or None for as many as stages."
-        )
-    return max(pipe_size, 1) if wanted is None else wanted
 
 
 def environment() -> dict[str, str]:
@@ -513,22 +488,27 @@ def _settle(
     """
     local_rank, local_size = launch.local_rank, launch.local_size
     asked = None if wanted is None else torch.device(wanted)
+
+    def tell(subject: str, words: object) -> list[Any]:
+        texts = tell_all(store, subject, launch.rank, launch.size, json.dumps(words))
+        return [json.loads(text) for text in texts]
+
     if local_rank is None or local_size is None:
         own = _current_gpu() if is_adopted else None
-        told = _tell_all(launch, store, "place", [*this_host(), own])
-        places = local_places([tuple(host) for *host, _ in told])
-        local_size = places[launch.rank][1]
-        local_rank = places[launch.rank][0] if local_rank is None else local_rank
-        here = [gpu for *host, gpu in told if tuple(host) == this_host()]
+        told = tell("place", [*this_host(), own])
+        here = [rank for rank in range(launch.size) if told[rank][:2] == told[launch.rank][:2]]
+        local_size = len(here)
+        local_rank = here.index(launch.rank) if local_rank is None else local_rank
+        gpus = {told[rank][2] for rank in here}
         # One that the owner of the process has made current; all have 0 if nobody has.
-        if own is not None and len(set(here)) == len(here) and asked in (None, _ANY_GPU):
+        if own is not None and len(gpus) == len(here) and asked in (None, _ANY_GPU):
             asked = torch.device("cuda", own)
     problem, chosen = "", torch.device("cpu")
     try:
         chosen = _pick_device(local_rank, asked)
     except ConfigurationError as error:
         problem = str(error)
-    told = _tell_all(launch, store, "device", [problem, _gpu_name(chosen)])
+    told = tell("device", [problem, _gpu_name(chosen)])
     owners: dict[str, int] = {}
     for rank, (text, gpu) in enumerate(told):
         if text:
@@ -556,12 +536,6 @@ def _current_gpu() -> int | None:
     return torch.cuda.current_device() if bound is None else bound.index
 
 
-def _tell_all(launch: Launch, store: Store, subject: str, words: object) -> list[Any]:
-    """What each rank says, in rank order. Collective."""
-    texts = tell_all(store, subject, launch.rank, launch.size, json.dumps(words))
-    return [json.loads(text) for text in texts]
-
-
 def _check_times(timeout: float, watchdog: float | Literal["auto"] | None) -> None:
     if type(timeout) not in (int, float) or not 0 < timeout < float("inf"):
         raise ConfigurationError(f"timeout is {timeout!r}: expected a positive number of seconds.")
@@ -572,17 +546,6 @@ def _check_times(timeout: float, watchdog: float | Literal["auto"] | None) -> No
             f"watchdog is {watchdog!r}: expected a number of seconds up to timeout ({timeout:g}), "
             'after which the ranks wait no longer anyway, "auto", or None for no watchdog.'
         )
-
-
-def _find_launcher() -> Launcher | None:
-    if TORCHRUN not in os.environ:
-        return None
-    return Launcher(number(os.environ, "RANK") if "RANK" in os.environ else 0)
-
-
-def _agent_hosts() -> bool:
-    """Whether the store of the run lives in torchrun, not in rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _check_meeting_place(init_method: str, size: int) -> None:
@@ -674,14 +637,14 @@ def _join(
         mesh = build_mesh(topology, groups)
         seconds = watchdog if isinstance(watchdog, int | float) else None
         dog = Watchdog(place, seconds, None if place.size == 1 else store)
-        texts: list[str] = [own_process()] * place.size
+        processes = [own_process()] * place.size
         if place.size > 1:
-            dist.all_gather_object(texts, own_process(), group=mesh.world.group)
+            dist.all_gather_object(processes, own_process(), group=mesh.world.group)
     except BaseException:
         groups.close()
         raise
     is_on = seconds is not None or (watchdog == "auto" and place.size > 1)
-    dog.start(processes_of(texts), is_on=is_on)
+    dog.start(processes, is_on=is_on)
     return mesh, dog
 
 
@@ -705,7 +668,7 @@ def _leave_loudly(
     others = ""
     if isinstance(error, RanksPartedError):
         # what matters is where the ranks are in the program, not how they found out
-        trace_lines = traceback.format_list(stacks.calls_of_program(traceback.extract_tb(trace)))
+        trace_lines = traceback.format_list(process.calls_of_program(traceback.extract_tb(trace)))
     else:
         gone = world.watchdog.whereabouts({*range(world.world_size)} - {world.rank})
         others = "".join(f" rank {number} {why}." for number, why in sorted(gone.items()))
@@ -714,13 +677,8 @@ def _leave_loudly(
         + "".join(trace_lines)
     )
     world.watchdog.take_store_down(f"has failed: {summary.splitlines()[0]}")
-    os._exit(_exit_code(kind))
-
-
-def _exit_code(kind: type[BaseException]) -> int:
-    if issubclass(kind, KeyboardInterrupt):
-        return exits.INTERRUPTED
-    return exits.PARTED if issubclass(kind, RanksPartedError) else exits.FAILED
+    code = Exit.PARTED if issubclass(kind, RanksPartedError) else Exit.FAILED
+    os._exit(Exit.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else code)
 
 
 def num_cores() -> int:

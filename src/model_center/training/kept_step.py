@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from bmtrain.runtime.random_states import random_states, set_random_states
+import bmtrain as bmt
+from bmtrain.runtime.seeding import random_states, set_random_states
 from bmtrain.torch_internals import tree_map
 from model_center.dataset.loader import DistributedDataLoader
 from model_center.training.batches import grouped
@@ -55,12 +56,12 @@ class KeptStep:
     def _pass(self) -> Iterator[list[Any]]:
         batches = iter(self._loader)
         for group in grouped(self._placed(batches), self._size):
-            states = random_states()
+            states = random_states(bmt.device())
             self._batches = _copies(group)
             yield group
             while self._look is not None:
                 look = self._look
-                set_random_states(states)
+                set_random_states(states, bmt.device())
                 yield _copies(self._batches)
                 if self._look is look:  # the program did not want to compute it again
                     self._look = None

@@ -16,7 +16,7 @@ import bmtrain as bmt
 from bmtrain.checkpoint.files import read_object, read_torch
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
-from bmtrain.runtime.random_states import set_random_states
+from bmtrain.runtime.seeding import set_random_states
 
 MODEL_FILE, RUN_FILE = "model.pt", "run.json"
 OF_THE_CHECKPOINT = ("world_size", "made_with")  # what run.json holds beside the progress
@@ -62,7 +62,7 @@ def load_state(checkpoint: pathlib.Path, optim_manager: bmt.optim.OptimManager) 
     own = checkpoint / f"random-{bmt.rank()}-of-{bmt.world_size()}.pt"
     random = attempt(lambda: _read(own) if own.exists() else None, everyone())
     if random is not None:
-        set_random_states(random)
+        set_random_states(random, bmt.device())
     progress: dict[str, Any] = read_facts(checkpoint)["progress"]
     return progress
 

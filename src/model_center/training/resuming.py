@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import bmtrain as bmt
-from bmtrain.snapshot.manager import facts_of, load_rest
+from bmtrain.checkpoint.manager import facts_of, load_rest
 from model_center.errors import ResumeError
 from model_center.training import old_checkpoints
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
-from bmtrain.checkpoint.entries import entries
-from bmtrain.checkpoint.finite import check_finite
+from bmtrain.checkpoint.entries import check_finite, entries
 from bmtrain.distributed.agreement import attempt, everyone
-from bmtrain.runtime import exits
+from bmtrain.runtime.process import Exit
 from model_center.dataset.loader import DistributedDataLoader
 from model_center.errors import ConfigError, DivergenceError, ResumeError
 from model_center.training.base_weights import BaseWeights
@@ -202,7 +201,7 @@ class Run:
         self._stop.restore()
         if is_requeue:
             bmt.synchronize()  # the first rank to go has the launcher end the others
-            raise SystemExit(exits.REQUEUE)
+            raise SystemExit(Exit.REQUEUE)
         return isinstance(error, Stopped)
 
     def epochs(self) -> Iterator[int]:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 import bmtrain as bmt
-from bmtrain.runtime import exits, world
-from bmtrain.runtime.launcher import say
+from bmtrain.runtime import world
+from bmtrain.runtime.process import Exit, say
 from model_center.errors import ConfigError
 
 REQUEUE = signal.SIGUSR1  # schedulers send it before they take the machine away
@@ -40,7 +40,7 @@ class StopRequest:
 
     Args:
         patience: seconds within which the step at hand and the checkpoint must end after a signal
-            or `request_stop`; then the process says so and ends with exits.OUT_OF_PATIENCE, and the
+            or `request_stop`; then the process says so and ends with Exit.OUT_OF_PATIENCE, and the
             checkpoint before stays. None: as long as it takes. "auto": LAUNCHER_PATIENCE for
             SIGTERM, SIGINT and torchrun's end in a process that torchrun has started, or else None.
 
@@ -151,7 +151,7 @@ class StopRequest:
                 self._launcher.patience = 0.0
         if self._interrupts > 1:
             say(f"[rank {bmt.rank()}] interrupted twice: nothing more is saved.\n")
-            os._exit(exits.INTERRUPTED)
+            os._exit(Exit.INTERRUPTED)
         self._wanted(number)
 
     def _wanted(self, number: signal.Signals | None) -> None:
@@ -179,4 +179,4 @@ class StopRequest:
                 "it was.\n"
             )
             if not self._is_guest:
-                os._exit(exits.OUT_OF_PATIENCE)
+                os._exit(Exit.OUT_OF_PATIENCE)

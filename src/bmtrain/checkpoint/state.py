@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bmtrain.checkpoint.entries import entries, selected
+from bmtrain.checkpoint.image import Part
 from bmtrain.checkpoint.loading import read_of
-from bmtrain.checkpoint.manifest import MODEL, OPTIMIZER
 from bmtrain.checkpoint.reading import Read, read_all
-from bmtrain.checkpoint.shards import ShardedCheckpoint
+from bmtrain.checkpoint.shards import MODEL, OPTIMIZER, ShardedCheckpoint
 from bmtrain.errors import CheckpointError
 from bmtrain.optim.adam import AdamBase
 from bmtrain.optim.clip import parameters_of
@@ -23,9 +23,7 @@ from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import Sharded
 from bmtrain.shard.slices import Slices
-from bmtrain.snapshot.image import Part
 
-States = dict[int, dict[str, Any]]
 _OF_ADAM = {*NAMES, "step"}
 
 
@@ -58,28 +56,20 @@ def optimizer_parts(manager: OptimManager) -> tuple[list[Part], dict[str, Any]]:
         zip(manager.optimizers, rest["optimizers"], strict=True)
     ):
         params = parameters_of(optimizer.param_groups)
+        numbers: dict[int, dict[str, Any]] = {}
         for index, values in state["state"].items():
-            is_writer = _is_writer(params[index])
+            numbers[index] = {}
             for name, value in values.items():
                 full = f"{number}.{index}.{name}"
                 if isinstance(value, Sharded):
                     parts.append(Part(OPTIMIZER, full, value.local, value.cut))
-                elif isinstance(value, torch.Tensor) and is_writer:
+                elif not isinstance(value, torch.Tensor):
+                    numbers[index][name] = value
+                elif _is_writer(params[index]):
                     parts.append(_whole(OPTIMIZER, full, value))
-        state["state"] = {index: _numbers(values) for index, values in state["state"].items()}
-        state["written"] = [index for index in state["state"] if _is_writer(params[index])]
+        state["state"] = numbers
+        state["written"] = [index for index in numbers if _is_writer(params[index])]
     return parts, rest
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
-
-
-def _whole_shape(name: str, param: torch.Tensor) -> torch.Size:
-    """Of a state of this name."""
-    if isinstance(param, DistributedParameter):
-        return cut_of(name, param.cut).whole_shape
-    return param.shape
 
 
 def _whole(section: str, name: str, tensor: torch.Tensor) -> Part:
@@ -113,38 +103,36 @@ def merged(rests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return first
 
 
-def check_optimizers(
+def names_of(model: torch.nn.Module, optim_manager: OptimManager | None) -> list[list[str]]:
+    """The names of each optimizer's parameters, in their order: "another" if not the model's."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    optimizers = [] if optim_manager is None else optim_manager.optimizers
+    params = [parameters_of(optimizer.param_groups) for optimizer in optimizers]
+    return [[names.get(id(param), "another") for param in one] for one in params]
+
+
+def check_names(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> None:
+    """CheckpointError for optimizers that have the saved ones' parameters in another order.
+
+    States are kept by number: each parameter would go on with the state of another.
+    """
+    for number, (before, now) in enumerate(zip(saved, own, strict=False)):
+        if list(before) != list(now) and sorted(before) == sorted(now):
+            at = next(n for n, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
+            raise CheckpointError(
+                f"optimizer {number} was saved with its parameters in another order: number {at} "
+                f"was {before[at]!r} and is {now[at]!r}. Give them to it in the same order."
+            )
+
+
+def fitting(
     manager: OptimManager, source: ShardedCheckpoint, rest: Mapping[str, Any]
-) -> None:
-    """CheckpointError for a state of other optimizers; nothing is changed."""
-    _saved(manager, source, rest)
-
-
-def load_optimizers(
-    manager: OptimManager, source: ShardedCheckpoint, rest: Mapping[str, Any]
-) -> None:
-    """Put back what `optimizer_parts` returned: each rank reads its own slices.
-
-    Adam's state is read into the memory in which it stays.
+) -> list[SavedOptimizer]:
+    """The state of each optimizer.
 
     Raises:
-        CheckpointError: for a state of other optimizers.
+        CheckpointError: for a state of other optimizers; nothing is changed.
     """
-    saved = _saved(manager, source, rest)
-    for optimizer, one in zip(manager.optimizers, saved, strict=True):
-        if isinstance(optimizer, AdamBase):
-            one.read(optimizer.begin_restore(one.with_counts()))
-        else:
-            states = one.new_states(optimizer)
-            one.read(states)
-            optimizer.load_state_dict({**one.state, "state": one.with_numbers(states)})
-    manager.load_rest(rest)
-
-
-def _saved(
-    manager: OptimManager, source: ShardedCheckpoint, rest: Mapping[str, Any]
-) -> list[_Saved]:
-    """The state of each optimizer, which fits it."""
     if len(rest["optimizers"]) != len(manager.optimizers):
         raise CheckpointError(
             f"{source.path} holds the state of {len(rest['optimizers'])} optimizers, this manager "
@@ -153,53 +141,65 @@ def _saved(
     problem = problem_of_schedules(rest["lr_schedulers"], manager.lr_schedulers)
     if problem is not None:
         raise CheckpointError(f"{source.path} holds {problem}.")
-    saved = [_Saved(source, number, state) for number, state in enumerate(rest["optimizers"])]
-    for optimizer, one in zip(manager.optimizers, saved, strict=True):
-        one.check_groups(optimizer)
-    return saved
+    return [
+        SavedOptimizer(source, number, state, optimizer)
+        for number, (state, optimizer) in enumerate(
+            zip(rest["optimizers"], manager.optimizers, strict=True)
+        )
+    ]
 
 
-class _Saved:
-    """One optimizer's state in a checkpoint.
+class SavedOptimizer:
+    """The state in a checkpoint of an optimizer, which it fits.
 
-    Attributes:
+    Args:
+        source: of the tensors.
+        number: of the optimizer.
         state: its state dict without tensors.
+        optimizer: to be filled by `load`.
+
+    Raises:
+        CheckpointError: unless the optimizer has groups of as many parameters, of these shapes.
     """
 
-    def __init__(self, source: ShardedCheckpoint, number: int, state: dict[str, Any]) -> None:
-        self._source, self.state = source, state
+    def __init__(
+        self,
+        source: ShardedCheckpoint,
+        number: int,
+        state: dict[str, Any],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._source, self._state, self._optimizer = source, state, optimizer
+        self._params = parameters_of(optimizer.param_groups)
         self._names: dict[int, dict[str, str]] = {}  # of tensors: by parameter, the full name
         for full in source.headers:
-            owner, index, name = full.split(".", 2)
+            owner, place, name = full.split(".", 2)
             if int(owner) == number:
-                self._names.setdefault(int(index), {})[name] = full
-
-    def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise CheckpointError unless the optimizer has groups of as many parameters, of these
-        shapes.
-        """
-        before = [len(group["params"]) for group in self.state["param_groups"]]
+                self._names.setdefault(int(place), {})[name] = full
+        before = [len(group["params"]) for group in state["param_groups"]]
         now = [len(group["params"]) for group in optimizer.param_groups]
         if before != now:
             raise CheckpointError(
-                f"{self._source.path} holds an optimizer with groups of {before} parameters, this "
-                f"one has {now}: make the optimizer with the same groups."
+                f"{source.path} holds an optimizer with groups of {before} parameters, this one "
+                f"has {now}: make the optimizer with the same groups."
             )
-        params = parameters_of(optimizer.param_groups)
         for index, found in self._names.items():
+            param = self._params[index]
             if isinstance(optimizer, AdamBase):
-                self._check_names(index, set(found), optimizer, params[index])
+                self._check_form(index, optimizer)
             for name, full in found.items():
-                if self._source.is_cut(full):
-                    self._check_shape(index, name, full, _whole_shape(name, params[index]))
+                shape = param.shape
+                if isinstance(param, DistributedParameter):
+                    shape = cut_of(name, param.cut).whole_shape
+                if source.is_cut(full):
+                    self._check_shape(index, name, shape)
 
-    def _check_names(
-        self, index: int, found: Set[str], optimizer: AdamBase, param: torch.Tensor
-    ) -> None:
+    def _check_form(self, index: int, optimizer: AdamBase) -> None:
         """Refuse states of other optimizers, and of Adam in another form: what a state in memory
         finds no name for would begin at zero.
         """
-        needed, allowed = optimizer.state_names(param)
+        found = set(self._names[index])
+        needed, allowed = optimizer.state_names(self._params[index])
         if needed <= found <= {*needed, *allowed, "step"}:
             return
         what = (
@@ -213,15 +213,43 @@ class _Saved:
             )
         raise CheckpointError(f"{what}another optimizer. Load the weights alone (bmtrain.load).")
 
-    def new_states(self, optimizer: torch.optim.Optimizer) -> States:
-        """Empty tensors for one of torch's optimizers: sharded where they were saved so."""
-        params = parameters_of(optimizer.param_groups)
-        return {
-            index: {name: self._empty(params[index], full) for name, full in found.items()}
+    def _check_shape(self, index: int, name: str, whole: torch.Size) -> None:
+        shape = self._source.headers[self._names[index][name]].shape
+        if shape != tuple(whole):
+            raise CheckpointError(
+                f"optimizer state {name!r} of parameter {index} has shape {shape} in "
+                f"{self._source.path}, the parameter {tuple(whole)}: it belongs to another model."
+            )
+
+    def load(self) -> None:
+        """Put it back: each rank reads its own slices, those of Adam into the memory in which they
+        stay.
+        """
+        numbers: dict[int, dict[str, Any]] = self._state["state"]
+        if isinstance(self._optimizer, AdamBase):
+            # torch's optimizers keep counts of steps as tensors
+            counts = {
+                index: {"step": int(self._source.part(found["step"], 0, 1).item())}
+                for index, found in self._names.items()
+                if "step" in found
+            }
+            self._read(
+                self._optimizer.begin_restore({**self._state, "state": {**numbers, **counts}})
+            )
+            return
+        states = {
+            index: {name: self._empty(self._params[index], full) for name, full in found.items()}
             for index, found in self._names.items()
         }
+        self._read(states)
+        both = {
+            index: {**states.get(index, {}), **numbers.get(index, {})}
+            for index in sorted({*states, *numbers})
+        }
+        self._optimizer.load_state_dict({**self._state, "state": both})
 
     def _empty(self, param: torch.nn.Parameter, full: str) -> torch.Tensor:
+        """Memory for a state of one of torch's optimizers: sharded where it was saved so."""
         header = self._source.headers[full]
         if isinstance(param, DistributedParameter) and self._source.is_cut(full):
             return Sharded(torch.empty_like(param.local, dtype=header.dtype), param.cut)
@@ -229,24 +257,7 @@ class _Saved:
         device = param.device if header.shape else torch.device("cpu")
         return torch.empty(header.shape, dtype=header.dtype, device=device)
 
-    def with_numbers(self, states: States) -> States:
-        """The states with what is no tensor."""
-        numbers: Mapping[int, Mapping[str, Any]] = self.state["state"]
-        return {
-            index: {**states.get(index, {}), **numbers.get(index, {})}
-            for index in sorted({*states, *numbers})
-        }
-
-    def with_counts(self) -> dict[str, Any]:
-        """`state`, with counts of steps that torch's optimizers keep as tensors."""
-        counts = {
-            index: {"step": int(self._source.part(found["step"], 0, 1).item())}
-            for index, found in self._names.items()
-            if "step" in found
-        }
-        return {**self.state, "state": {**self.state["state"], **counts}}
-
-    def read(self, states: States) -> None:
+    def _read(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Fill the tensors that are there.
 
         An fp32 model has no master weights, though a checkpoint of a bf16 one has; Adam's counts of
@@ -258,21 +269,13 @@ class _Saved:
             for name, full in found.items()
             if isinstance(states.get(index, {}).get(name), torch.Tensor)
         ]
-        for index, name, full, target in targets:
+        for index, name, _, target in targets:
             shape = target.cut.whole_shape if isinstance(target, Slices) else target.shape
-            self._check_shape(index, name, full, shape)
-        reads = [self._read_of(full, target) for _, _, full, target in targets]
+            self._check_shape(index, name, shape)
+        reads = [
+            read_of(target.local, target.cut, self._source, full)
+            if isinstance(target, Sharded)
+            else Read(target.view(-1), full, 0, target.numel())
+            for _, _, full, target in targets
+        ]
         read_all([read for read in reads if read is not None], self._source)
-
-    def _check_shape(self, index: int, name: str, full: str, whole: torch.Size) -> None:
-        if self._source.headers[full].shape != tuple(whole):
-            raise CheckpointError(
-                f"optimizer state {name!r} of parameter {index} has shape "
-                f"{self._source.headers[full].shape} in {self._source.path}, the parameter "
-                f"{tuple(whole)}: it belongs to another model."
-            )
-
-    def _read_of(self, full: str, target: torch.Tensor) -> Read | None:
-        if isinstance(target, Sharded):
-            return read_of(target.local, target.cut, self._source, full)
-        return Read(target.view(-1), full, 0, target.numel())

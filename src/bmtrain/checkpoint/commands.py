@@ -8,10 +8,10 @@ import pathlib
 import sys
 from collections.abc import Callable
 
-from bmtrain.checkpoint.shards import ShardedCheckpoint
+from bmtrain.checkpoint.folder import complete
+from bmtrain.checkpoint.shards import NAME, ShardedCheckpoint, verify
 from bmtrain.checkpoint.writer import write_file
 from bmtrain.errors import CheckpointError
-from bmtrain.snapshot import folder as folders
 
 # Exit statuses. argparse exits with 2 for bad arguments, as BAD_INPUT does.
 WHOLE, DAMAGED, BAD_INPUT = 0, 1, 2
@@ -34,14 +34,14 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     folder: pathlib.Path = args.folder
-    found = [folder] if folders.is_complete(folder) else folders.complete(folder)
+    found = [folder] if (folder / NAME).exists() else complete(folder)
     if not found:
         print(f"error: {folder} holds no checkpoint with a manifest", file=sys.stderr)
         return BAD_INPUT
     status = WHOLE
     for path in found:
         try:
-            manifest = folders.check(path)
+            manifest = verify(path)
         except CheckpointError as error:
             status = DAMAGED
             print(f"damaged: {error}", flush=True)
@@ -64,7 +64,7 @@ def _add_consolidate(parser: argparse.ArgumentParser) -> None:
 
 def _consolidate(args: argparse.Namespace) -> int:
     try:
-        folders.check(args.checkpoint)
+        verify(args.checkpoint)
         source = ShardedCheckpoint(args.checkpoint)
         write_file(args.file, source.all())
     except (CheckpointError, OSError) as error:

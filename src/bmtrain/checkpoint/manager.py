@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import pathlib
 import secrets
@@ -10,27 +12,46 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bmtrain.checkpoint import folder as folders
+from bmtrain.checkpoint.files import read_torch
+from bmtrain.checkpoint.image import HostMemory, Image, Live, Snapshot
 from bmtrain.checkpoint.loading import load
-from bmtrain.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, read_manifest
-from bmtrain.checkpoint.shards import ShardedCheckpoint
+from bmtrain.checkpoint.shards import (
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    ShardedCheckpoint,
+    read_manifest,
+    verify,
+)
+from bmtrain.checkpoint.state import (
+    SavedOptimizer,
+    check_names,
+    fitting,
+    merged,
+    model_parts,
+    names_of,
+    optimizer_parts,
+)
 from bmtrain.checkpoint.writer import Writer, Writing
+from bmtrain.checkpoint.writing import ShardWriter, as_bytes
 from bmtrain.distributed import collectives
-from bmtrain.distributed.agreement import attempt
-from bmtrain.distributed.board import Board
+from bmtrain.distributed.agreement import attempt, told_apart
+from bmtrain.distributed.collectives import Board
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.optim.manager import OptimManager
 from bmtrain.runtime import log, world
-from bmtrain.runtime.random_states import random_states, set_random_states
+from bmtrain.runtime.arguments import COUNT, check
+from bmtrain.runtime.seeding import random_states, set_random_states
+from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
-from bmtrain.snapshot import folder as folders
-from bmtrain.snapshot.host import HostMemory, Live, Snapshot
-from bmtrain.snapshot.image import Image
-from bmtrain.snapshot.lock import Lock
-from bmtrain.snapshot.order import check_names, check_order, described, names_of
-from bmtrain.snapshot.reading import read_rest
-from bmtrain.snapshot.state import check_optimizers, load_optimizers, model_parts, optimizer_parts
-from bmtrain.snapshot.writing import Draft, FileOfBlocks, as_bytes, finish
+
+_SHOWN = 120  # characters of a value in a message
+_CURE = (
+    "Facts are finite numbers, texts, lists and dicts with texts as keys; tensors, tuples and the "
+    "like are kept in `state`."
+)
 
 
 class Restored(NamedTuple):
@@ -100,19 +121,18 @@ class CheckpointManager:
         self._board = self._world.service(Board)
         self._memory = HostMemory(self._world.device)
         self._snapshot: Snapshot | None = None
-        self._lock = Lock(self.folder)
-        attempt(self._open, self._axis)
+        self._lock = folders.Lock(self.folder)
+        attempt(self._open if self._world.rank == 0 else lambda: None, self._axis)
         attempt(self._see, self._axis)
 
     def _open(self) -> None:
-        if self._world.rank == 0:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot use {self.folder} for checkpoints: {error.strerror or error}."
-                ) from error
-            self._lock.take()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot use {self.folder} for checkpoints: {error.strerror or error}."
+            ) from error
+        self._lock.take()
 
     def _see(self) -> None:
         if not self.folder.is_dir():
@@ -199,67 +219,62 @@ class CheckpointManager:
             CheckpointError: on every rank, if the checkpoint cannot be written, or if ranks ask for
                 different ones; earlier ones are intact.
         """
+        axis, device = self._axis, self._world.device
         self._writer.settle()
         self._snapshot = None
-        order = attempt(lambda: described(step, model, optim_manager, facts, only), self._axis)
-        token, first = collectives.broadcast_object(
-            (secrets.token_hex(4), order), 0, self._axis, "CheckpointManager.save"
-        )
+        asked = attempt(lambda: _asked(step, model, optim_manager, facts or {}, only), axis)
+        for name, value in asked.items():
+            told = told_apart(value, axis, f"{name} of a checkpoint")
+            if told is not None:
+                raise CheckpointError(
+                    f"save got other {name} on each rank ({told}). Nothing was saved. Give all "
+                    "ranks the same; what each has for itself is `state`."
+                )
         step = int(step)
-        path = folders.path_of(self.folder, step)
-        attempt(lambda: self._prepare(path, step, order, first), self._axis)
-        image, ties, rest = attempt(
-            lambda: self._collected(model, optim_manager, state, only), self._axis
+        path = self.folder / f"step-{step:08d}"
+        attempt(lambda: self._make(path, step) if self._world.rank == 0 else None, axis)
+        token = collectives.broadcast_object(
+            secrets.token_hex(4), 0, axis, "CheckpointManager.save"
         )
-        topology = self._world.mesh.topology
-        sizes = {
-            "world_size": self._world.world_size,
-            "tp_size": topology.tp_size,
-            "pipe_size": topology.pipe_size,
-        }
-        draft = Draft(path, token, self._world.rank, step, sizes, dict(facts or {}), ties)
-        blocks = attempt(lambda: self._blocks(image), self._axis)
-        file = attempt(lambda: FileOfBlocks(draft.file("bin"), image, blocks), self._axis)
+
+        def collect() -> tuple[Image, dict[str, str], bytes]:
+            parts, ties = model_parts(model, only)
+            rest: dict[str, Any] = {"random": random_states(device), "state": None}
+            rest["optim_manager"] = None
+            if state is not None:
+                rest["state"] = dict(state)
+            if optim_manager is not None:
+                more, rest["optim_manager"] = optimizer_parts(optim_manager)
+                rest["optim_manager"]["names"] = names_of(model, optim_manager)
+                parts += more
+            return Image(parts), ties, as_bytes(rest)
+
+        image, ties, rest = attempt(collect, axis)
+        manifest = Manifest(step, _sizes(self._world), dict(facts or {}), {}, {}, {MODEL: ties})
+        blocks = attempt(lambda: self._blocks(image), axis)
+        writer = attempt(
+            lambda: ShardWriter(path, token, manifest, image, blocks, rest, self._board), axis
+        )
 
         def write() -> None:
-            finish(draft, image, file, rest, self._board)
-            if draft.rank == 0:
+            writer.finish()
+            if self._world.rank == 0:
                 folders.prune(self.folder, self.keep, self.keep_every, path)
 
-        writing = Writing(path, write, self._axis)
-        return self._writer.begin(writing, background=self.background)
+        return self._writer.begin(Writing(path, write, axis), background=self.background)
 
-    def _prepare(
-        self, path: pathlib.Path, step: int, order: Mapping[str, str], first: Mapping[str, str]
-    ) -> None:
-        """Make the folder of a checkpoint that is asked for alike here and on rank 0."""
-        check_order(order, first)
-        if self._world.rank != 0:
-            return
-        if later := folders.later(self.folder, step):
+    def _make(self, path: pathlib.Path, step: int) -> None:
+        """Make the folder of a checkpoint."""
+        later = [one for one in folders.complete(self.folder) if (folders.step_of(one) or 0) > step]
+        if later:
             log.warn(
                 f"{later[-1]} is of a later step than {step}, which is saved now, and restore "
                 "takes the latest step: remove it if the run goes on from here."
             )
-        _make(path)
-
-    def _collected(
-        self,
-        model: torch.nn.Module,
-        optim_manager: OptimManager | None,
-        state: Mapping[str, Any] | None,
-        only: Collection[str] | None,
-    ) -> tuple[Image, dict[str, dict[str, str]], bytes]:
-        """This rank's tensors, the ties among them, and the file of all that is no tensor."""
-        parts, ties = model_parts(model, only)
-        rest: dict[str, Any] = {"random": random_states(), "state": None, "optim_manager": None}
-        if state is not None:
-            rest["state"] = dict(state)
-        if optim_manager is not None:
-            more, rest["optim_manager"] = optimizer_parts(optim_manager)
-            rest["optim_manager"]["names"] = names_of(model, optim_manager)
-            parts += more
-        return Image(parts), {MODEL: ties}, as_bytes(rest)
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot save to {path}: {error.strerror or error}.") from error
 
     def _blocks(self, image: Image) -> Snapshot | Live:
         if not self.background:
@@ -278,33 +293,26 @@ class CheckpointManager:
             before: look at earlier steps than this alone.
         """
         self._writer.settle()
+        axis, is_first = self._axis, self._world.rank == 0
         damaged: set[str] = set()
         while True:
+            seen = folders.complete(self.folder, before) if is_first else []
+            names = [path.name for path in seen if path.name not in damaged]
             name = collectives.broadcast_object(
-                self._newest(damaged, before), 0, self._axis, "CheckpointManager.latest"
+                names[-1] if names else None, 0, axis, "CheckpointManager.latest"
             )
             if name is None:
                 return None
-            try:
-                self._check(self.folder / name)
+            path = self.folder / name
+            try:  # each rank computes its share of the checksums
+                attempt(functools.partial(verify, path, axis.index, axis.size), axis)
             except CheckpointError as error:
                 damaged.add(name)
-                if self._world.rank == 0:
+                if is_first:
                     log.warn(f"{error} An earlier checkpoint is used, if there is one.")
-                    folders.set_aside(self.folder / name)
+                    folders.set_aside(path)
             else:
-                return self.folder / name
-
-    def _newest(self, damaged: Collection[str], before: int | None) -> str | None:
-        """The last one that has a manifest, as rank 0 sees it."""
-        if self._world.rank != 0:
-            return None
-        names = [path.name for path in folders.complete(self.folder, before)]
-        return next((name for name in reversed(names) if name not in damaged), None)
-
-    def _check(self, path: pathlib.Path) -> None:
-        """Compare all checksums; each rank computes its share."""
-        attempt(lambda: folders.check(path, self._axis.index, self._axis.size), self._axis)
+                return path
 
     def restore(
         self,
@@ -326,20 +334,7 @@ class CheckpointManager:
                 as they were, unless a read failed halfway.
         """
         found = self.latest() if path is None else path
-        if found is None:
-            return None
-        rest = Rest(found)
-        if optim_manager is not None:
-            rest.check(model, optim_manager)
-        load(model, found)
-        return rest.load(optim_manager)
-
-
-def _make(path: pathlib.Path) -> None:
-    try:
-        path.mkdir(exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot save to {path}: {error.strerror or error}.") from error
+        return None if found is None else _restore(found, model, optim_manager)
 
 
 def facts_of(path: pathlib.Path) -> dict[str, Any]:
@@ -353,37 +348,110 @@ def load_rest(path: pathlib.Path, optim_manager: OptimManager | None) -> Restore
     Raises:
         CheckpointError: on every rank, if it does not fit the optimizers.
     """
-    return Rest(path).load(optim_manager)
+    return _restore(path, None, optim_manager)
 
 
-class Rest:
-    """All of a checkpoint but the model. Its construction and its methods are collective."""
+def _restore(
+    path: pathlib.Path, model: torch.nn.Module | None, manager: OptimManager | None
+) -> Restored:
+    current = world.current("CheckpointManager")
+    axis = current.mesh.world
+    manifest = attempt(lambda: read_manifest(path), axis)
+    names = sorted(name for name in manifest.files if name.endswith(".pt"))
+    is_alike = manifest.world == _sizes(current) and len(names) == axis.size
+    if is_alike:
+        rest = attempt(lambda: _read(path / names[axis.index]), axis)
+    else:
+        rest = attempt(lambda: _merged(path, names) if axis.index == 0 else {}, axis)
+        rest = collectives.broadcast_object(rest, 0, axis, "CheckpointManager.restore")
 
-    def __init__(self, path: pathlib.Path) -> None:
-        self._axis = world.current("CheckpointManager").mesh.world
-        self._path = path
-        self._manifest: Manifest = attempt(lambda: read_manifest(path), self._axis)
-        self._own, self._found = read_rest(path, self._manifest, self._axis)
-
-    def check(self, model: torch.nn.Module, manager: OptimManager) -> None:
-        """CheckpointError on every rank unless this is the state of such optimizers."""
-        attempt(lambda: check_optimizers(manager, *self._optimizers()), self._axis)
-        saved = self._optimizers()[1].get("names", [])  # older checkpoints have none
-        attempt(lambda: check_names(saved, names_of(model, manager)), self._axis)
-
-    def load(self, manager: OptimManager | None) -> Restored:
-        """Put it back."""
-        if manager is not None:
-            attempt(lambda: load_optimizers(manager, *self._optimizers()), self._axis)
-        step, facts = self._manifest.step, self._manifest.facts
-        if self._own is None:
-            return Restored(step, facts, None)
-        set_random_states(self._own["random"])
-        return Restored(step, facts, self._own["state"])
-
-    def _optimizers(self) -> tuple[ShardedCheckpoint, dict[str, Any]]:
-        if self._found["optim_manager"] is None:
+    def fits() -> list[SavedOptimizer]:
+        state = rest["optim_manager"]
+        if manager is None:
+            return []
+        if state is None:
             raise CheckpointError(
-                f"{self._path} holds no optimizers: it was saved without an OptimManager."
+                f"{path} holds no optimizers: it was saved without an OptimManager."
             )
-        return ShardedCheckpoint(self._path, OPTIMIZER), self._found["optim_manager"]
+        found = fitting(manager, ShardedCheckpoint(path, OPTIMIZER), state)
+        if model is not None:  # older checkpoints have no names
+            check_names(state.get("names", []), names_of(model, manager))
+        return found
+
+    saved = attempt(fits, axis)
+    if model is not None:
+        load(model, path)
+
+    def put_back() -> None:
+        for one in saved:
+            one.load()
+        if manager is not None:
+            manager.load_rest(rest["optim_manager"])
+
+    attempt(put_back, axis)
+    if not is_alike:
+        return Restored(manifest.step, manifest.facts, None)
+    set_random_states(rest["random"], current.device)
+    return Restored(manifest.step, manifest.facts, rest["state"])
+
+
+def _sizes(current: World) -> dict[str, int]:
+    """The sizes of a run: at others, what each rank has for itself is of no use."""
+    topology = current.mesh.topology
+    return {
+        "world_size": current.world_size,
+        "tp_size": topology.tp_size,
+        "pipe_size": topology.pipe_size,
+    }
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    """What one rank has kept beside tensors."""
+    found: dict[str, Any] = read_torch(path, mmap=False)
+    if not isinstance(found, dict) or not {"random", "state", "optim_manager"} <= set(found):
+        raise CheckpointError(f"cannot load {path}: it holds no state of a rank.")
+    return found
+
+
+def _merged(path: pathlib.Path, names: list[str]) -> dict[str, Any]:
+    """What all ranks together have kept of optimizers."""
+    if not names:
+        raise CheckpointError(f"{path} holds no rank's state.")
+    managers = [_read(path / name)["optim_manager"] for name in names]
+    return {"optim_manager": None if None in managers else merged(managers)}
+
+
+def _asked(
+    step: int,
+    model: torch.nn.Module,
+    manager: OptimManager | None,
+    facts: Mapping[str, Any],
+    only: Collection[str] | None,
+) -> dict[str, str]:
+    """What all ranks must give `save` alike, as texts.
+
+    The parameters of optimizers are among it, in their order: states are kept by number, and each
+    rank writes its part of them.
+
+    Raises:
+        CheckpointError: for facts that JSON does not give back as they are.
+    """
+    check("CheckpointManager.save", CheckpointError, step=(step, COUNT))
+    try:
+        text = json.dumps(dict(facts), allow_nan=False, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"save got facts that JSON cannot hold ({error}). {_CURE}") from error
+    back = json.loads(text)
+    for name, value in facts.items():
+        if name not in back or back[name] != value:
+            raise CheckpointError(
+                f"save got the fact {name!r}: {str(value)[:_SHOWN]}, which JSON would give back as "
+                f"{str(back.get(str(name)))[:_SHOWN]}. {_CURE}"
+            )
+    return {
+        "step": str(step),
+        "facts": text,
+        "only": "None" if only is None else str(sorted(only)),
+        "optim_manager": "None" if manager is None else "an OptimManager",
+        "optimizers": str(names_of(model, manager)),
+    }
