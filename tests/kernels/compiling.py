@@ -1,4 +1,4 @@
-"""A program that compiles kernels of generation for a GPU (sm_90), which is not needed for it.
+"""A program that compiles all kernels for a GPU (sm_90), which is not needed for it.
 
 Triton's interpreter takes what its compiler does not: variables of loops that change their shape, for
 example.
@@ -6,7 +6,6 @@ example.
 
 from __future__ import annotations
 
-import types
 from typing import Any
 from unittest import mock
 
@@ -14,60 +13,50 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
-from bmtrain.kernels import (
-    cached_attention,
-    cached_attention_triton,
-    gated,
-    gated_triton,
-    largest,
-    largest_triton,
-    rotary,
-    rotary_triton,
-    row_products,
-    row_products_triton,
-)
-from bmtrain.kernels.row_products import RowProducts
+from bmtrain.kernels import adam, adam_compact, fp8, gelu, norm, scale, squares, sum_parts
+from bmtrain.kernels import cross_entropy as losses
+from bmtrain.kernels.blockwise import Blocks
+from bmtrain.kernels.chunks import Batch
+from model_center.kernels import cached_attention, gated, largest, rotary, row_products
+from model_center.kernels.row_products import RowProducts
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024  # bytes that a program may have there
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+}
+TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.int8: "i8", torch.uint8: "u8"}
+TYPES |= {torch.float8_e4m3fn: "fp8e4nv"}
 
 
-class Compiled:
-    """A kernel that is compiled for the arguments of each launch, as Triton specialises for them, in
-    place of being launched.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self.compile
-
-    def compile(self, *args: Any, num_warps: int, **kwargs: Any) -> None:
-        names = self.kernel.arg_names
-        given = dict(zip(names, args, strict=False)) | kwargs
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
-        attributes: dict[tuple[int], Any] = {}
-        for place, name in enumerate(names):
-            value = given[name]
-            if isinstance(value, torch.Tensor):
-                signature[name] = "*" + TYPES[value.dtype]
-            elif isinstance(value, float) and not name.isupper():
-                signature[name] = "fp32"
-            elif name.isupper() or value is None or value == 1:
-                signature[name], constants[name] = "constexpr", value
-            else:
-                signature[name] = "i32"
-            is_number = signature[name] == "i32"
-            if isinstance(value, torch.Tensor) or (is_number and value % 16 == 0):
-                attributes[place,] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        made = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
-        assert made.metadata.shared <= SHARED, (self.kernel.__name__, constants)
-        print(self.kernel.__name__, made.metadata.shared)
+def compiled(kernel: Any, *args: Any, num_warps: int = 4, **given: Any) -> None:
+    """Compile a kernel for the arguments of a launch, as Triton specialises for them, in place of it."""
+    given |= dict(zip(kernel.arg_names, args, strict=False))
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for place, name in enumerate(kernel.arg_names):
+        value = given[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        elif isinstance(value, float) and not name.isupper():
+            signature[name] = "fp32"
+        elif name.isupper() or value is None or value == 1:
+            signature[name], constants[name] = "constexpr", value
+        else:
+            signature[name] = "i32"
+        is_number = signature[name] == "i32"
+        if isinstance(value, torch.Tensor) or (is_number and value % 16 == 0):
+            attributes[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    made = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
+    assert made.metadata.shared <= SHARED, (kernel.__name__, constants)
+    print(kernel.__name__, made.metadata.shared)
 
 
 def attend(dtype: torch.dtype, capacity: int, dim: int) -> None:
@@ -94,8 +83,8 @@ def multiply(dtype: torch.dtype) -> None:
         row_products.row_products_by_triton(RowProducts(x=x, weights=weights, **case))
 
 
-def rest(dtype: torch.dtype) -> None:
-    """The smaller kernels."""
+def generate(dtype: torch.dtype) -> None:
+    """The smaller kernels of generation."""
     heads, keys = torch.ones(2, 3, 4, 16, dtype=dtype), torch.ones(2, 3, 20, 16, dtype=dtype)
     angles, new = torch.ones(4, 8), heads[:, :, :1]
     largest.largest_by_triton(torch.ones(1, 128256, dtype=dtype))
@@ -104,28 +93,46 @@ def rest(dtype: torch.dtype) -> None:
     cached_attention.store_tokens_by_triton(keys, keys, new, new, torch.zeros(1).long())
 
 
-def put_in(module: Any, name: str, *kernels: Any) -> None:
-    """Kernels are compiled where they would be launched, in this process."""
-    found = tuple(map(Compiled, kernels))
-    setattr(module, name, mock.Mock(return_value=found if len(found) > 1 else found[0]))
+def train(dtype: torch.dtype) -> None:
+    """Those of training: optimizers, norms, losses, sums."""
+    x, wide = torch.ones(64, 4096, dtype=dtype), torch.ones(64, 4096)
+    flat, of_flat = x.flatten(), wide.flatten()
+    settings = adam.AdamSettings(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, step=2)
+    verdict = torch.ones((), dtype=torch.float64)
+    adam.adamw_triton(Batch([(flat, flat, of_flat, of_flat, of_flat)]), settings, verdict)
+    blocks = (Blocks(flat.to(kind), of_flat[:4096]) for kind in (torch.int8, torch.uint8))
+    for master, moments in ((None, tuple(blocks)), (flat.short(), (of_flat, of_flat))):
+        tensors = adam_compact.CompactTensors(flat, flat, master, *moments, 0, 0)
+        adam_compact.compact_triton([tensors], settings, verdict)
+    scale.scale_triton_(Batch([(flat,)]), verdict.float())
+    scale.scale_to_by_triton(wide, verdict.float(), dtype)
+    squares.sum_of_squares_triton(Batch([(flat,)]), flat.device)
+    sum_parts.sum_parts_triton(flat, flat.expand(2, -1), accumulate=True)
+    gelu.gelu_backward_by_triton(x, x)
+    fp8.transposed_triton(x, verdict.float())
+    fp8.transposed_triton(x.to(torch.float8_e4m3fn))
+    for centered in (False, True):
+        norm.norm_by_triton(norm.Norm([x, x], x[0], x[0] if centered else None, 1e-5, centered))
+        mean, rstd = (wide[:, :1] if centered else None), wide[:, :1]
+        terms = norm.Terms([x, x], [x], x[0], mean, rstd, x, centered, True)
+        norm.norm_backward_by_triton(terms)
+    factors = losses.RowFactors(*wide.T[:3].contiguous(), torch.zeros(64).long())
+    for logits, smoothed in ((x, False), (wide.double(), True)):
+        weight = wide[0].to(losses.arithmetic(logits.dtype)) if smoothed else None
+        sums = losses.row_sums_by_triton(logits, weight, smoothed=smoothed)
+        of_rows = losses.RowFactors(*(y.to(sums[0].dtype) for y in factors[:3]), factors.column)
+        losses.row_gradient_by_triton(logits, sums, of_rows, weight, smoothed=smoothed)
 
 
+@mock.patch.object(JITFunction, "run", compiled)
 def main() -> None:
     """Compile all of them, with the largest blocks that there are."""
-    parts = (largest_triton.largest_of_parts_kernel, largest_triton.largest_of_rows_kernel)
-    put_in(largest, "_triton_kernels", *parts)
-    put_in(row_products, "_triton_kernel", row_products_triton.row_products_kernel)
-    put_in(rotary, "_triton_kernel", rotary_triton.rotate_kernel)
-    put_in(gated, "_triton_kernel", gated_triton.gated_kernel)
-    attention = vars(cached_attention_triton).items()
-    kernels = {name: Compiled(kernel) for name, kernel in attention if name.endswith("kernel")}
-    of_attention = types.SimpleNamespace(**kernels)
-    cached_attention._triton = mock.Mock(return_value=of_attention)
     attend(torch.bfloat16, 384, 64)
     attend(torch.float32, 5000, 256)
     for dtype in (torch.bfloat16, torch.float32):
         multiply(dtype)
-    rest(torch.bfloat16)
+    generate(torch.bfloat16)
+    train(torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import itertools
 
 import torch
 
-from bmtrain.kernels.scale_to import BLOCK, scale_to, scale_to_by_triton
+from bmtrain.kernels.scale import BLOCK_TO as BLOCK
+from bmtrain.kernels.scale import scale_to, scale_to_by_triton
 from bmtrain.torch_internals import has_no_memory, without_memory
 
 

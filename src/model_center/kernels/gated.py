@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bmtrain.kernels.chunks import launching_on
 from bmtrain.kernels.gelu import CUBIC, LINEAR
+from bmtrain.kernels.launch import kernel, tl
 
 BLOCK = 1024
 
@@ -44,18 +43,31 @@ def gated_reference(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Ten
 def gated_by_triton(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
     """`gated` in one kernel."""
     gate, up, out = gate.contiguous(), up.contiguous(), gate.new_empty(gate.shape)
-    count = gate.numel()
-    if count:
-        with launching_on(gate.device):
-            _triton_kernel()[(-(-count // BLOCK),)](
-                gate, up, out, count, ACT=act, LINEAR=LINEAR, CUBIC=CUBIC, BLOCK=BLOCK, num_warps=4
-            )
+    gated_kernel((-(-gate.numel() // BLOCK),), gate, up, out, gate.numel(), ACT=act, num_warps=4)
     return out
 
 
-@functools.cache
-def _triton_kernel() -> Any:
-    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
-    from bmtrain.kernels.gated_triton import gated_kernel
+@kernel
+def activated(x: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
+    """The activation of this name, of fp32."""
+    if ACT == "relu":
+        y = tl.maximum(x, 0.0)
+    elif ACT == "silu":
+        y = x / (1 + tl.exp(-x))
+    elif ACT == "gelu":
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        y = x / (1 + tl.exp(-x * (LINEAR + CUBIC * x * x)))
+    return y
 
-    return gated_kernel
+
+@kernel
+def gated_kernel(
+    gate: tl.tensor, up: tl.tensor, out: tl.tensor, count: tl.tensor, ACT: tl.constexpr
+) -> None:
+    """Each program computes BLOCK elements."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    x = tl.load(gate + i, inside, other=0.0).to(tl.float32)
+    y = activated(x, ACT) * tl.load(up + i, inside, other=0.0).to(tl.float32)
+    tl.store(out + i, y.to(out.dtype.element_ty), inside)
