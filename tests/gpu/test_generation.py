@@ -17,8 +17,8 @@ from tests.models import parity
 from tests.models.test_generation_engine import VOCAB, made
 from tests.models.test_generation_steps import SEARCHES, TOLD, one_by_one
 
-from bmtrain.graphs.repeated import Repeated, Work, recorder_for
 from model_center.generation.engine import generate, stream
+from model_center.generation.recording import Repeated, Work, recorder_for
 from model_center.generation.session import Session
 from model_center.kernels import cached_attention as attention
 from model_center.kernels.gated import ACTIVATIONS, gated_by_triton, gated_reference

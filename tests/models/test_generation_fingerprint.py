@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmtrain.graphs.conditions import Conditions
+from model_center.generation.fingerprint import HostStateFingerprint
 
 CPU = torch.device("cpu")
 
@@ -95,19 +95,19 @@ def test_changes_are_seen(change: str) -> None:
     # whose addresses nothing else gets
     kept = [inner.table, inner.held, inner.act, *(x.data for x in inner.strays[0].parameters())]
     kept.append(inner.strays[1].data)
-    before = Conditions(outer, CPU)
-    assert Conditions(outer, CPU) == before
+    before = HostStateFingerprint(outer, CPU)
+    assert HostStateFingerprint(outer, CPU) == before
     exec(change, {"part": inner, "torch": torch, "functools": functools, "Kind": Kind})
-    after = Conditions(outer, CPU)
+    after = HostStateFingerprint(outer, CPU)
     assert after != before
-    assert Conditions(outer, CPU) == after
+    assert HostStateFingerprint(outer, CPU) == after
     del kept
 
 
 def test_what_differs_and_what_does_not() -> None:
     """A recording reads values in place, and parameters by their addresses."""
     part: Any = Part()
-    before = Conditions(part, CPU)
+    before = HostStateFingerprint(part, CPU)
     with torch.no_grad():
         part.linear.weight.mul_(2)
     part.table.add_(1)
@@ -118,14 +118,16 @@ def test_what_differs_and_what_does_not() -> None:
         torch.device("meta"),
     ):
         with surroundings:
-            assert Conditions(part, CPU) != before
-    assert Conditions(part, CPU) == before
-    assert Conditions(Part(), CPU) != before
-    assert before != "conditions"
+            assert HostStateFingerprint(part, CPU) != before
+    assert HostStateFingerprint(part, CPU) == before
+    assert HostStateFingerprint(Part(), CPU) != before
+    assert before != "fingerprint"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         script = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2))
-    assert Conditions(script, CPU) != Conditions(script, CPU)  # nothing is known of it
+    assert HostStateFingerprint(script, CPU) != HostStateFingerprint(
+        script, CPU
+    )  # nothing is known of it
 
 
 @pytest.mark.parametrize(
@@ -140,10 +142,10 @@ def test_what_differs_and_what_does_not() -> None:
 def test_switches_are_seen(put: Any, value: Any, usual: Any) -> None:
     part = Part()
     put(usual)
-    before = Conditions(part, CPU)
+    before = HostStateFingerprint(part, CPU)
     put(value)
     try:
-        assert Conditions(part, CPU) != before
+        assert HostStateFingerprint(part, CPU) != before
     finally:
         put(usual)
-    assert Conditions(part, CPU) == before
+    assert HostStateFingerprint(part, CPU) == before

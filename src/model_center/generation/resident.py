@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bmtrain.block.binding import Binding, ParameterTable
+from bmtrain.block.binding import Binding
 from bmtrain.block.block import Block, parts_of
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.errors import ParameterError, StaleParameterError
@@ -37,7 +37,7 @@ class Resident:
     """
 
     def __init__(self, bindings: Sequence[Binding]) -> None:
-        self._parts = [_Part(binding) for binding in bindings]
+        self._tables = [(binding, binding.table()) for binding in bindings]
         self._are_copies = any(storage.axis.size > 1 for storage in self._storages())
         self._full: dict[Storage, torch.Tensor] = {}  # of `held`
 
@@ -104,14 +104,24 @@ class Resident:
             StaleParameterError: if modules or parameters of them were replaced on several ranks.
         """
         with contextlib.ExitStack() as stack:
-            for part in self._parts:
-                self._renew(part)
-                views = [
+            for place, (binding, before) in enumerate(self._tables):
+                table = binding.table()
+                if table is not before and self._are_copies:
+                    raise StaleParameterError(
+                        "modules or parameters were replaced while their gathered values were "
+                        "held: change the model between generations."
+                    )
+                if table is not before:
+                    # On one rank: what the program has put in the place of those of before.
+                    self._tables[place] = binding, table
+                    self._find(table.storages)
+                slots = [
                     view
-                    for storage in part.table.storages
+                    for storage in table.storages
                     for view in storage.views(self._full[storage])
                 ]
-                stack.enter_context(part.bound(views))
+                bound = [slots[position] for position in table.positions]
+                stack.enter_context(binding.running(table, bound, is_compiled=False))
             yield
 
     def addresses(self) -> list[object]:
@@ -122,50 +132,14 @@ class Resident:
             for storage in self._storages()
         ]
         layouts = [(storage.layout, storage.dtype) for storage in self._storages()]
-        return [memory, layouts, [part.binding.table().positions for part in self._parts]]
+        return [memory, layouts, [binding.table().positions for binding, _ in self._tables]]
 
     def _storages(self) -> list[Storage]:
-        return list(
-            dict.fromkeys(
-                storage for part in self._parts for storage in part.binding.table().storages
-            )
-        )
+        tables = [binding.table() for binding, _ in self._tables]
+        return list(dict.fromkeys(storage for table in tables for storage in table.storages))
 
     def _find(self, storages: Sequence[Storage]) -> None:
         """Where the full values of storages are, which have been brought."""
         for storage in storages:
             residence = storage.engine.fixed(storage.residence)
             self._full[storage] = residence.acquire(Phase.FORWARD)
-
-    def _renew(self, part: _Part) -> None:
-        """Take what the program has put in the place of the modules and parameters of before."""
-        if part.is_current():
-            return
-        if self._are_copies:
-            raise StaleParameterError(
-                "modules or parameters were replaced while their gathered values were held: change "
-                "the model between generations."
-            )
-        part.renew()
-        self._find(part.table.storages)
-
-
-class _Part:
-    """Parameters that are bound together."""
-
-    def __init__(self, binding: Binding) -> None:
-        self.binding = binding
-        self.renew()
-
-    def renew(self) -> None:
-        """Look at the modules anew."""
-        self.table: ParameterTable = self.binding.table()
-
-    def is_current(self) -> bool:
-        """Whether the modules hold the same parameters."""
-        return self.binding.table() is self.table
-
-    def bound(self, views: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Inside, the modules hold views of all slots of the table's storages."""
-        bound = [views[position] for position in self.table.positions]
-        return self.binding.running(self.table, bound, is_compiled=False)

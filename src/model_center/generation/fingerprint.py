@@ -1,4 +1,4 @@
-"""What a recorded pass has taken from the host, to compare with what it would take now."""
+"""A fingerprint of what a pass takes from the host: equal ones mean that a recording is right."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.recompute.states import all_modules
-from bmtrain.shard.parameter import DistributedParameter
+import bmtrain as bmt
 from bmtrain.torch_internals import function_modes, matmul_switches, version_of
 
 # What the host knows of a module beside its own attributes; hooks are for the caller to ask for.
@@ -39,7 +38,7 @@ _SWITCHES: tuple[Callable[[], Any], ...] = (
 )
 
 
-class Conditions:
+class HostStateFingerprint:
     """What a pass of a model takes from the host, at the time when this is made.
 
     That is all that its modules hold: their children, numbers, texts, containers and objects of the
@@ -65,9 +64,12 @@ class Conditions:
         self._facts = notes.facts
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Conditions) or len(self._facts) != len(other._facts):
+        if not isinstance(other, HostStateFingerprint) or len(self._facts) != len(other._facts):
             return False
-        return all(map(_is_same, self._facts, other._facts))
+        return all(
+            one is now or (type(one) is type(now) and type(one) in _VALUES and bool(one == now))
+            for one, now in zip(self._facts, other._facts, strict=True)
+        )
 
     __hash__ = None  # type: ignore[assignment]  # values are compared, objects need none
 
@@ -82,9 +84,10 @@ class _Notes:
 
     def add_modules(self, model: torch.nn.Module) -> None:
         """A module and those below it that are not known yet."""
-        modules = [module for module in all_modules(model) if id(module) not in self._known]
-        self._known |= {id(module): module for module in modules}
-        for module in modules:
+        found = [x._module if isinstance(x, bmt.Block) else x for x in model.modules()]
+        modules = {id(module): module for module in found if id(module) not in self._known}
+        self._known |= modules
+        for module in modules.values():
             self._add_module(module)
 
     def _add_module(self, module: torch.nn.Module) -> None:
@@ -96,7 +99,7 @@ class _Notes:
         self.facts += (kind, kind.forward, *module._modules, *map(id, module._modules.values()))
         for name, param in module._parameters.items():
             self.facts.append(None if param is None else name)
-            if isinstance(param, DistributedParameter):
+            if isinstance(param, bmt.DistributedParameter):
                 # which of them has which memory of a storage, addresses do not tell
                 self.facts.append(param)
             elif param is not None:
@@ -125,7 +128,9 @@ class _Notes:
             self._add_parts(value, value.items())
         elif isinstance(value, _CONTAINERS):
             self._add_parts(value, (value,))
-        elif _is_plain_parameter(value):
+        elif isinstance(value, torch.nn.Parameter) and not isinstance(
+            value, bmt.DistributedParameter
+        ):
             self._add_tensor(value)
         elif _is_plain(kind):
             self._add_parts(value, _attributes(value))
@@ -157,33 +162,15 @@ class _Notes:
         self.facts.append(None if is_beside else version_of(tensor))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (
-        type(one) is type(other) and type(one) in _VALUES and bool(one == other)
-    )
-
-
-def _is_plain_parameter(value: Any) -> bool:
-    return isinstance(value, torch.nn.Parameter) and not isinstance(value, DistributedParameter)
-
-
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Of a plain object, those in slots too."""
     yield from getattr(value, "__dict__", {}).items()
-    kind = type(value)
-    for name in _slots_of(kind):
-        held = getattr(value, name, _MISSING)
-        if held is not _MISSING:
-            yield name, held
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    return tuple(
-        name
-        for base in kind.__mro__
-        for name, slot in vars(base).items()
-        if isinstance(slot, types.MemberDescriptorType)
-    )
+    for base in type(value).__mro__:
+        for name, slot in vars(base).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                held = getattr(value, name, _MISSING)
+                if held is not _MISSING:
+                    yield name, held
 
 
 def _is_plain(kind: type) -> bool:
