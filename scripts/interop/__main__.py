@@ -1,9 +1,9 @@
 """Compare what OpenDelta and OpenPrompt do on ranks with what they do in one process.
 
-    python -m tests.interop [--only "automatic"] [--ranks 1 2]
+    python -m scripts.interop [--only "automatic"] [--ranks 1 2]
 
-Needs an environment of its own (docs/site/en/reference/interoperability.md). Prints a line for each combination that
-is not equal; exit status 1 if one is neither equal nor refused.
+Needs an environment of its own (docs/site/en/reference/interoperability.md). Prints a line for each
+combination that is not equal; exit status 1 if one is neither equal nor refused.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.interop.comparing import Differs, compare_all
+from scripts.interop.comparing import Differs, compare_all
 from tests.ranks import runner
 
-ROOMS = ("tests.interop.deltas", "tests.interop.prompts")
+ROOMS = ("scripts.interop.deltas", "scripts.interop.prompts")
 
 
 def judge(room: str, numbers: list[int], ranks: int) -> Iterator[tuple[int, str, str]]:
@@ -67,12 +67,12 @@ def verdict_of(error: Exception) -> tuple[str, str]:
 
 def main() -> int:
     """Run the combinations; a line for each that is not equal."""
-    parser = argparse.ArgumentParser(prog="python -m tests.interop", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.interop", description=__doc__)
     parser.add_argument("--only", default="", help="combinations with all these words")
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--verbose", action="store_true", help="a line for each, and whole traces")
     args = parser.parse_args()
-    runner.PRELOADED.extend(["tests.interop.comparing", *ROOMS])
+    runner.PRELOADED.extend(["scripts.interop.comparing", *ROOMS])
     count: Counter[str] = Counter()
     began = time.monotonic()
     for ranks, room in itertools.product(args.ranks, ROOMS):

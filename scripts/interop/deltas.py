@@ -10,8 +10,8 @@ from typing import Any
 import opendelta
 import torch
 import torch.nn.functional as F
-from tests.interop import backbones
-from tests.interop.comparing import Batch, Case, Program, Side
+from scripts.interop import backbones
+from scripts.interop.comparing import Batch, Case, Program, Side
 
 ROWS, LENGTH, STEPS, VOCAB = 4, 6, 3, 40
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers as hf
 
-TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
+TOKENIZERS = Path(__file__).parents[2] / "tests" / "data" / "tokenizers"
 NAMES = ("bert", "roberta", "gpt2", "t5")
 
 

@@ -30,8 +30,8 @@ from openprompt.prompts import (
     SoftVerbalizer,
 )
 from openprompt.utils.calibrate import calibrate
-from tests.interop import backbones
-from tests.interop.comparing import Batch, Case, Program, Side
+from scripts.interop import backbones
+from scripts.interop.comparing import Batch, Case, Program, Side
 
 ROWS, STEPS = 4, 3
 CLASSES = ["bad", "good"]

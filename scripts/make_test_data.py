@@ -1,8 +1,8 @@
-"""What made the synthetic files of this folder: `python tests/data/make.py` writes the same files
-again.
+"""What made the synthetic files of `tests/data`: `python scripts/make_test_data.py` writes the same
+files again.
 
 Synthetic are the BoolQ task, whose answers follow from the words of the passage so that a tiny
-model can learn it, the texts of `corpus/`, and the small tokenizers, trained on all texts of this
+model can learn it, the texts of `corpus/`, and the small tokenizers, trained on all texts of that
 folder. The other files are written by hand, in the formats of the published data sets.
 """
 
@@ -22,9 +22,9 @@ import sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer, GPT2Tokenizer, LlamaTokenizer, T5Tokenizer
 
-HERE = Path(__file__).parent
-SUPERGLUE = HERE / "superglue"
-TOKENIZERS = HERE / "tokenizers"
+DATA = Path(__file__).parents[1] / "tests" / "data"
+SUPERGLUE = DATA / "superglue"
+TOKENIZERS = DATA / "tokenizers"
 
 
 def split(text: str) -> list[str]:
@@ -48,7 +48,7 @@ FIRST = split(
     "Alder Brenn Carrow Dun Elm Farrow Glen Harrow Iver Kings Lang Marl North Oak Pen Rave"
 )
 SECOND = split("mouth ford wick dale ton bury field haven")
-WHERE = lines(
+WDATA = lines(
     """
 on the south coast
 in the north of the county
@@ -177,7 +177,7 @@ def boolq(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
     for index, label in enumerate(labels):
         kind, question, yes, no = rng.choice(TOPICS)
         name = rng.choice(FIRST) + rng.choice(SECOND)
-        sentences = [f"{name} has a well known {kind} {rng.choice(WHERE)}."]
+        sentences = [f"{name} has a well known {kind} {rng.choice(WDATA)}."]
         sentences += [
             filler.format(year=rng.randrange(1600, 1990))
             for filler in rng.sample(FILLERS, rng.randint(1, 2))
@@ -220,7 +220,7 @@ def corpora() -> None:
 
 def write_text(name: str, text: str) -> None:
     """One file of this folder."""
-    path = HERE / name
+    path = DATA / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")
 
@@ -241,8 +241,8 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def texts() -> Iterator[str]:
-    """All training texts of this folder, in a fixed order."""
-    for path in sorted(HERE.glob("**/*")):
+    """All training texts of that folder, in a fixed order."""
+    for path in sorted(DATA.glob("**/*")):
         if path.is_relative_to(TOKENIZERS) or path.suffix not in {
             ".jsonl",
             ".json",
