@@ -18,8 +18,8 @@ ROWS = 6
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-12}
 COLUMNS = (1, 23, 64)  # less than a vector, rows that begin anywhere, several blocks
 PATHS = kernels.row_gradient_by_torch, kernels.row_gradient_by_triton
-IN_PLACE = [functools.partial(path, in_place=True) for path in PATHS]
-GRADIENTS = [*IN_PLACE, *PATHS]
+IN_PLACE: list[Any] = [functools.partial(path, in_place=True) for path in PATHS]
+GRADIENTS: list[Any] = [*IN_PLACE, *PATHS]
 
 
 @pytest.fixture(autouse=True)

@@ -147,8 +147,8 @@ def make_importable() -> None:
             old, _, now = name.partition("=")
             contents.setdefault(f"bmtrain.{path}", {})[old] = found[now or old]
     for path, removed in REMOVED.items():
-        for names, remedy in removed.items():
-            for name in names.split():
+        for several, remedy in removed.items():
+            for name in several.split():
                 facts = {"__qualname__": f"bmtrain.{path}.{name}", "remedy": remedy}
                 placeholder = Removed(name, (), {**facts, "__doc__": f"Not here: {remedy}"})
                 contents.setdefault(f"bmtrain.{path}", {})[name] = placeholder
