@@ -118,9 +118,9 @@ def train(dtype: torch.dtype) -> None:
     gelu.gelu_backward_by_triton(x, x)
     fp8.transposed_triton(x, verdict.float())
     fp8.transposed_triton(x.to(torch.float8_e4m3fn))
-    for mean, bias in ((None, None), (wide[:, :1], x[0])):
-        norm.norm_by_triton(norm.Norm([x, x], x[0], bias, 1e-5, mean is not None))
-        terms = norm.Terms([x, x], [x], x[0], mean, wide[:, :1], x, mean is None, True)
+    for center, bias in ((None, None), (wide[:, :1], x[0])):
+        norm.norm_by_triton(norm.Norm([x, x], x[0], bias, 1e-5, center is not None))
+        terms = norm.Terms([x, x], [x], x[0], center, wide[:, :1], x, center is None, True)
         norm.norm_backward_by_triton(terms)
     for logits, weight in ((x, None), (wide.double(), wide[0].double())):
         smoothed, of_row = weight is not None, torch.zeros(64).long()

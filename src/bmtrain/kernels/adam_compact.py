@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class CompactTensors:
         return moments if self.master is None or self.is_exact else [self.master, *moments]
 
     def part(self, begin: int, end: int) -> CompactTensors:
-        """Elements [begin, end); `begin` is a multiple of 64."""
+        """Elements [begin, end), as views; `begin` is a multiple of 64, `end` may be too large."""
         weight, master = self.weight[begin:end], self.master
         if master is not None:
             master = weight if self.is_exact else master[begin:end]
@@ -68,11 +68,6 @@ class CompactTensors:
         return CompactTensors(
             weight, self.grad[begin:end], master, mean, square, self.number, self.start + begin
         )
-
-    def parts(self, length: int) -> Iterator[CompactTensors]:
-        """Parts of at most `length` elements, a multiple of 64, in order, as views."""
-        for begin in range(0, self.weight.numel(), length):
-            yield self.part(begin, min(begin + length, self.weight.numel()))
 
     def with_weight(self, weight: torch.Tensor, grad: torch.Tensor) -> CompactTensors:
         """With weights and gradients that lie elsewhere."""
@@ -131,8 +126,8 @@ def compact_reference(
         return
     for whole in tensors:
         seed = seed_of(key_of(whole.number), settings.step)
-        for part in whole.parts(CPU_CHUNK):
-            _update(part, settings, seed)
+        for begin in range(0, whole.weight.numel(), CPU_CHUNK):
+            _update(whole.part(begin, begin + CPU_CHUNK), settings, seed)
 
 
 def _update(t: CompactTensors, settings: AdamSettings, seed: int) -> None:
