@@ -49,11 +49,15 @@ def of_room(name: str) -> list[Module]:
 
 
 def test_kernels_stand_beside_the_same_arithmetic() -> None:
-    """Triton's are imported by their twins."""
-    files = {module.path.stem for module in of_room("bmtrain/kernels/")}
-    triton = {name for name in files if name.endswith("_triton")}
-    assert triton
-    assert not {name.removesuffix("_triton") for name in triton} - files
+    """In one file; that of the largest number is torch's own `argmax`."""
+    files = [*of_room("bmtrain/kernels/"), *of_room("model_center/kernels/")]
+    names = {
+        module.path.stem: [x.name for x in module.tree.body if isinstance(x, ast.FunctionDef)]
+        for module in files
+    }
+    launched = {stem for stem, found in names.items() if any(n.endswith("_kernel") for n in found)}
+    twins = {stem for stem, found in names.items() if re.search("_reference|_by_torch", str(found))}
+    assert launched - twins == {"largest"} and len(launched) > 10
 
 
 def test_the_spine_does_not_know_these_rooms() -> None:

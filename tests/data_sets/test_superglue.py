@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.data import make
+from scripts import make_test_data
 from tests.data_sets.common import DATA, FOLDERS, filled, refused, tokenizer, write_rows
 from torch.utils.data import DataLoader
 
@@ -265,8 +265,8 @@ def test_verbalizers() -> None:
 def test_the_stored_boolq_is_that_of_its_program() -> None:
     """As many yes as no; the test split has no labels."""
     rng = random.Random(0)
-    assert rows("BoolQ", "train") == list(make.boolq(rng, 200))
-    assert rows("BoolQ", "val") == list(make.boolq(rng, 60))
+    assert rows("BoolQ", "train") == list(make_test_data.boolq(rng, 200))
+    assert rows("BoolQ", "val") == list(make_test_data.boolq(rng, 60))
     assert sum(row["label"] for row in rows("BoolQ", "train")) == 100
     assert not any("label" in row for row in rows("BoolQ", "test"))
 

@@ -112,7 +112,7 @@ def _module(name: str, words: list[str]) -> None:
         _stop_behind_the_parser(importlib.import_module(f"{name}.__main__").main, words)
     elif name == "torch.distributed.run":
         _torchrun(words)
-    elif name not in ("venv", "pip", "http.server", "tests.programs", "tests.interop"):
+    elif name not in ("venv", "pip", "http.server", "tests.programs", "scripts.interop"):
         raise BadCommand(f"python -m {name}: not a program of ours")
 
 

@@ -17,14 +17,18 @@ from tests.models import parity
 from tests.models.test_generation_engine import VOCAB, made
 from tests.models.test_generation_steps import SEARCHES, TOLD, one_by_one
 
-from bmtrain.graphs.repeated import Repeated, Work, recorder_for
-from bmtrain.kernels import cached_attention as attention
-from bmtrain.kernels.gated import ACTIVATIONS, gated_by_triton, gated_reference
-from bmtrain.kernels.largest import largest_by_triton
-from bmtrain.kernels.rotary import rotate_by_triton, rotate_reference
-from bmtrain.kernels.row_products import RowProducts, row_products_by_triton, row_products_reference
 from model_center.generation.engine import generate, stream
+from model_center.generation.recording import Repeated, Work, recorder_for
 from model_center.generation.session import Session
+from model_center.kernels import cached_attention as attention
+from model_center.kernels.gated import ACTIVATIONS, gated_by_triton, gated_reference
+from model_center.kernels.largest import largest_by_triton
+from model_center.kernels.rotary import rotate_by_triton, rotate_reference
+from model_center.kernels.row_products import (
+    RowProducts,
+    row_products_by_triton,
+    row_products_reference,
+)
 from model_center.model.llama import Llama, LlamaConfig
 
 pytestmark = pytest.mark.gpu

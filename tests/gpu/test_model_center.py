@@ -21,10 +21,10 @@ from tests.ranks.runner import run_ranks
 from tests.tensors import own_slice
 
 import bmtrain as bmt
-from bmtrain.block.resident import Resident
 from bmtrain.distributed import transport
-from bmtrain.graphs.repeated import Repeated
 from model_center.generation.engine import generate
+from model_center.generation.recording import Repeated
+from model_center.generation.resident import Resident
 from model_center.generation.session import Session
 from model_center.layer.dense_attention import Attention
 from model_center.layer.mask import AttentionMask

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from bmtrain.kernels import cached_attention as room
-from bmtrain.kernels.cached_attention import (
+from model_center.kernels import cached_attention as room
+from model_center.kernels.cached_attention import (
     NewToken,
     cached_attention,
     cached_attention_by_triton,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -16,8 +17,9 @@ ROWS = 6
 # Triton's interpreter cuts bf16 off where the device rounds (tests/gpu asks for half of this).
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-12}
 COLUMNS = (1, 23, 64)  # less than a vector, rows that begin anywhere, several blocks
-IN_PLACE = kernels.row_gradient_by_torch_, kernels.row_gradient_by_triton_
-GRADIENTS = *IN_PLACE, kernels.row_gradient_by_torch, kernels.row_gradient_by_triton
+PATHS = kernels.row_gradient_by_torch, kernels.row_gradient_by_triton
+IN_PLACE: list[Any] = [functools.partial(path, in_place=True) for path in PATHS]
+GRADIENTS: list[Any] = [*IN_PLACE, *PATHS]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +95,7 @@ def test_no_row_and_one(num_rows: int) -> None:
     sums = kernels.row_sums_by_triton(logits, None, smoothed=True)
     rest = (sums, factors, None)
     want = kernels.row_gradient_by_torch(logits, *rest, smoothed=False)
-    for function in (kernels.row_gradient_by_triton, kernels.row_gradient_by_triton_):
+    for function in (PATHS[1], IN_PLACE[1]):
         gradient = function(logits, *rest, smoothed=False)
         assert gradient.shape == (num_rows, 23)
         assert_close(gradient, want)
@@ -114,7 +116,7 @@ def test_any_strides() -> None:
             assert_close(part, want_part)
         rest = (want, factors, None)
         expected = kernels.row_gradient_by_torch(plain, *rest, smoothed=False)
-        for function in GRADIENTS[2:]:
+        for function in PATHS:
             gradient = function(logits, *rest, smoothed=False)
             assert gradient.shape == plain.shape and gradient.stride(1) == 1
             assert_close(gradient, expected)
@@ -146,5 +148,5 @@ def test_autograd_is_told_of_the_change() -> None:
     """Else a backward pass that needs the logits would read the gradient in their place."""
     logits = random(ROWS, 23)
     sums, before = kernels.row_sums_by_torch(logits, None, smoothed=False), logits._version
-    kernels.row_gradient_by_triton_(logits, sums, factors_of(23), None, smoothed=False)
+    IN_PLACE[1](logits, sums, factors_of(23), None, smoothed=False)
     assert logits._version > before

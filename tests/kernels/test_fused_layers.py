@@ -15,15 +15,15 @@ from tests.models import parity
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
-from bmtrain.kernels import row_products as room
-from bmtrain.kernels.cached_attention import cached_attention_by_triton
-from bmtrain.kernels.gated import gated_by_triton
-from bmtrain.kernels.largest import largest_by_triton
 from bmtrain.kernels.norm import norm_by_triton
-from bmtrain.kernels.rotary import rotate_by_triton
-from bmtrain.kernels.row_products import row_products_by_triton
 from model_center.generation import search
 from model_center.generation.engine import generate
+from model_center.kernels import row_products as room
+from model_center.kernels.cached_attention import cached_attention_by_triton
+from model_center.kernels.gated import gated_by_triton
+from model_center.kernels.largest import largest_by_triton
+from model_center.kernels.rotary import rotate_by_triton
+from model_center.kernels.row_products import row_products_by_triton
 from model_center.layer import feedforward, fusion, layernorm, one_row, scaled_dot_product
 from model_center.layer.linear import Linear
 from model_center.layer.position_embedding import rotary

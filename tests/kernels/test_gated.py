@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bmtrain.kernels.gated import ACTIVATIONS, gated, gated_by_triton
+from model_center.kernels.gated import ACTIVATIONS, gated, gated_by_triton
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3}
 

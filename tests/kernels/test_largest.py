@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from bmtrain.kernels import largest as room
-from bmtrain.kernels.largest import DTYPES, largest, largest_by_triton
+from model_center.kernels import largest as room
+from model_center.kernels.largest import DTYPES, largest, largest_by_triton
 
 
 @pytest.fixture(autouse=True)

@@ -55,26 +55,19 @@ class Case:
         rows: int,
         n: int,
     ) -> None:
-        self.grads, self.inputs = (
+        grads, inputs, others = (
             [drawn(2, rows, n, dtype=dtype, seed=first + place) for place in range(count)]
-            for first, count in ((0, num_grads), (10, num_inputs))
+            for first, count in ((0, num_grads), (10, num_inputs), (21, 1))
         )
-        self.weight = drawn(n, dtype=dtype, seed=20)
-        self.residual = drawn(2, rows, n, dtype=dtype, seed=21) if residual else None
-        x = torch.stack(self.inputs).double().sum(0).requires_grad_()
-        out, mean, rstd, _ = true_norm([x], self.weight, torch.zeros(n), EPS, centered)
-        grad = torch.stack(self.grads).double().sum(0)
-        of_x = torch.autograd.grad(out, x, grad)[0]
-        x, mean, rstd = x.detach(), mean.detach(), rstd.detach()
-        normed = (x - mean if centered else x) * rstd
-        of_x = of_x if self.residual is None else of_x + self.residual.double()
+        weight, added = drawn(n, dtype=dtype, seed=20), others[0] if residual else None
+        x = torch.stack(inputs).double().sum(0).requires_grad_()
+        out, mean, rstd, _ = true_norm([x], weight, torch.zeros(n), EPS, centered)
+        grad = torch.stack(grads).double().sum(0)
+        of_x = torch.autograd.grad(out, x, grad)[0] + (0 if added is None else added.double())
+        normed = ((x - mean if centered else x) * rstd).detach()
         self.want = [of_x, (grad * normed).sum((0, 1)), grad.sum((0, 1))]
-        self.mean, self.rstd = mean.float() if centered else None, rstd.float()
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        own = (self.grads, self.inputs, self.weight, self.mean, self.rstd, self.residual)
-        return *own, True, self.residual is not None
+        mean, rstd = mean.detach().float() if centered else None, rstd.detach().float()
+        self.arguments: tuple[Any, ...] = (grads, inputs, weight, mean, rstd, added, True, residual)
 
 
 def named(names: str, *rows: tuple[int | bool, ...]) -> list[dict[str, Any]]:
@@ -103,7 +96,8 @@ def test_gradients(case: dict[str, Any]) -> None:
         assert grad_x.dtype == dtype and sums.dtype == more.dtype == torch.float32
         assert sums.shape == (2, parts, n) and more.shape == (1 + case["residual"], parts, n)
         assert_close(grad_x.double(), made.want[0], rtol=eps, atol=2e-5)
-        columns = [grad_x] if made.residual is None else [grad_x, made.residual]
+        residual = made.arguments[5]
+        columns = [grad_x] if residual is None else [grad_x, residual]
         totals = [*made.want[1:], *(tensor.double().sum((0, 1)) for tensor in columns)]
         for found, exact in zip([*sums, *more], totals, strict=True):  # fp32 throughout
             assert_close(found.double().sum(0), exact, rtol=1e-4, atol=1e-3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bmtrain.kernels.rotary import rotate, rotate_by_triton
+from model_center.kernels.rotary import rotate, rotate_by_triton
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bmtrain.kernels import row_products as room
-from bmtrain.kernels.gated import ACTIVATIONS
-from bmtrain.kernels.row_products import RowProducts, row_products, row_products_by_triton
+from model_center.kernels import row_products as room
+from model_center.kernels.gated import ACTIVATIONS
+from model_center.kernels.row_products import RowProducts, row_products, row_products_by_triton
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 # columns, outputs of each weight

@@ -13,7 +13,7 @@ import torch
 from tests.garbage import without_collector
 from tests.ranks.graphs import Recording
 
-from bmtrain.graphs.repeated import Recorder
+from model_center.generation.recording import Recorder
 from model_center.layer.cache import KeyValueCache
 
 

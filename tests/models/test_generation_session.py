@@ -18,10 +18,10 @@ from tests.models.recording import OperationRecorder, alive, recorded, watched_c
 from tests.models.test_generation_engine import made
 from tests.models.test_generation_steps import SEARCHES, assert_same
 
-from bmtrain.graphs.conditions import Conditions
 from model_center.errors import ConfigError
 from model_center.generation import passes
 from model_center.generation.engine import generate, stream
+from model_center.generation.fingerprint import HostStateFingerprint
 from model_center.generation.output import GenerationOutput
 from model_center.generation.session import Session, roomy
 from model_center.layer.cache import KeyValueCache
@@ -337,8 +337,8 @@ def test_what_is_not_recorded_shares_nothing() -> None:
 def test_on_the_cpu_a_session_does_nothing() -> None:
     """Not even a look at the model, once a generation, costs more than one."""
     model = made("llama")
-    seen = mock.patch.object(passes, "Conditions", wraps=Conditions)
-    with watched_caches() as caches, seen as conditions, Session() as session:
+    seen = mock.patch.object(passes, "HostStateFingerprint", wraps=HostStateFingerprint)
+    with watched_caches() as caches, seen as fingerprints, Session() as session:
         for _ in range(2):
             assert rows_of(model, session=session) == rows_of(model)
-        assert not any(alive(caches)) and conditions.call_count == 2
+        assert not any(alive(caches)) and fingerprints.call_count == 2

@@ -20,12 +20,12 @@ from tests.ranks.test_memory import tensors
 from tests.tensors import storage_of
 
 import bmtrain as bmt
-from bmtrain.block.resident import Resident
 from bmtrain.distributed.transport import Gather
 from bmtrain.shard.engine import Engine
 from model_center.errors import ConfigError, InputError
 from model_center.generation.engine import generate, stream
 from model_center.generation.peers import Peers
+from model_center.generation.resident import Resident
 from model_center.generation.session import Session
 from model_center.model.base import BaseModel
 from model_center.model.gpt2 import GPT2, GPT2Config

@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bmtrain as bmt
-from bmtrain.block.resident import Resident
 from bmtrain.distributed.transport import ShardSource
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 from model_center.generation.ahead import Questions
 from model_center.generation.engine import generate, stream
+from model_center.generation.resident import Resident
 from model_center.generation.session import Session
 
 Result = tuple[list[Any], Tensor]

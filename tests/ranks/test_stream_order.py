@@ -26,12 +26,12 @@ from tests.ranks.stream_order import (
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.block.resident import Resident
 from bmtrain.distributed import exchange, transport
 from bmtrain.distributed.exchange import joined
 from bmtrain.distributed.transport import Transport
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.offload import Host
+from model_center.generation.resident import Resident
 
 DIM, ROWS, NUM_BLOCKS = 8, 3, 4  # one block more than a ring has buffers
 long = pytest.mark.long

@@ -38,11 +38,6 @@ def has_methods_of_whole_models(module: torch.nn.Module) -> bool:
     return bool(_methods_of_whole_models(type(module)))
 
 
-@functools.cache
-def _distributed(kind: Any) -> Any:
-    return _made_distributed(kind)
-
-
 def _made_distributed(kind: Any) -> Any:
     def fill(namespace: dict[str, Any]) -> None:
         namespace["__doc__"] = kind.__doc__
@@ -55,6 +50,9 @@ def _made_distributed(kind: Any) -> Any:
 
     # transformers looks up conversions of a model's tensors by the name of its type.
     return types.new_class(kind.__name__, (DistributedModule, kind), exec_body=fill)
+
+
+_distributed = functools.cache(_made_distributed)
 
 
 def _methods_of_whole_models(kind: Any) -> dict[str, Method]:
@@ -130,34 +128,22 @@ def _refuse_to_compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None
     )
 
 
-class _Call:
-    """A call of a method one of whose arguments is looked at and set, named there or handed on."""
+def _call_with(
+    method: Method, given: tuple[Any, ...], kwargs: dict[str, Any], name: str, change: Method
+) -> Any:
+    """Call a method with `change(*what the program gives for an argument)` in the place of that.
 
-    def __init__(
-        self, method: Method, self_: torch.nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> None:
-        self._method = method
-        self._bound = inspect.signature(method).bind(self_, *args, **kwargs)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """What the program gives."""
-        return self._place(name).get(name, default)
-
-    def set(self, name: str, value: Any) -> None:
-        """Give this instead."""
-        self._place(name)[name] = value
-
-    def run(self) -> Any:
-        """Call the method."""
-        return self._method(*self._bound.args, **self._bound.kwargs)
-
-    def _place(self, name: str) -> dict[str, Any]:
-        params = self._bound.signature.parameters
-        if name in params:
-            return self._bound.arguments
+    Args:
+        given: the positional arguments, the model first.
+        name: of the argument, named by the method or handed on among other keywords.
+    """
+    bound = inspect.signature(method).bind(*given, **kwargs)
+    params, place = bound.signature.parameters, bound.arguments
+    if name not in params:
         (more,) = (p.name for p in params.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
-        found: dict[str, Any] = self._bound.arguments.setdefault(more, {})
-        return found
+        place = bound.arguments.setdefault(more, {})
+    place[name] = change(*([place[name]] if name in place else []))
+    return method(*bound.args, **bound.kwargs)
 
 
 def _saving(method: Method) -> Method:
@@ -171,12 +157,14 @@ def _saving(method: Method) -> Method:
     @functools.wraps(method)
     def save_pretrained(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = world.current("save_pretrained")
-        call = _Call(method, self, args, kwargs)
-        call.set("is_main_process", call.get("is_main_process", True) and current.rank == 0)
         result, failure = None, None
+
+        def writes(wanted: Any = True) -> bool:
+            return bool(wanted) and current.rank == 0
+
         try:
             with in_whole(self):
-                result = call.run()
+                result = _call_with(method, (self, *args), kwargs, "is_main_process", writes)
         except Exception as error:
             failure = error
         told = collectives.gather_objects(
@@ -201,10 +189,10 @@ def _generating(method: Method) -> Method:
 
     @functools.wraps(method)
     def generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = _Call(method, self, args, kwargs)
-        if call.get("synced_gpus") is None and world.world_size() > 1:
-            call.set("synced_gpus", True)
-        return call.run()
+        def syncs(wanted: Any = None) -> Any:
+            return True if wanted is None and world.world_size() > 1 else wanted
+
+        return _call_with(method, (self, *args), kwargs, "synced_gpus", syncs)
 
     return generate
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from bmtrain.compile.fusions import Wanted, is_on_gpu
 from bmtrain.compile.graph import can_wait
-from bmtrain.loss.columns import columns_of
 from bmtrain.loss.linear_cross_entropy import FusedLinearCrossEntropy, chunk_rows
+from bmtrain.loss.row_loss import columns_of
 from bmtrain.torch_internals import size_at_hand
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from bmtrain.kernels.chunks import Batch, launching_on
+from bmtrain.kernels.chunks import Batch, tensor_at
+from bmtrain.kernels.launch import kernel, tl
 from bmtrain.torch_internals import fused_adamw
 
 BLOCK, NUM_WARPS = 1024, 4
@@ -170,29 +170,91 @@ def adamw_triton(
     tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
     """`adamw_update` with one kernel for all tensors of equal dtypes."""
-    from bmtrain.kernels.chunks_triton import DTYPES
-
     for dtypes, chunks in tensors.tables(BLOCK):
-        with launching_on(chunks.rows.device):
-            _triton_kernel()[(chunks.count,)](
-                chunks.rows,
-                chunks.row_of,
-                verdict,
-                *settings.factors,
-                WEIGHT=DTYPES[dtypes[0]],
-                GRAD=DTYPES[dtypes[1]],
-                IS_ALIGNED=chunks.is_aligned,
-                BLOCK=BLOCK,
-                num_warps=NUM_WARPS,
-            )
+        adamw_kernel(
+            (chunks.count,),
+            chunks.rows,
+            chunks.row_of,
+            verdict,
+            *settings.factors,
+            WEIGHT=dtypes[0],
+            GRAD=dtypes[1],
+            IS_ALIGNED=chunks.is_aligned,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
     torch.autograd.graph.increment_version(
         x for weight, _, *state in tensors.rows for x in (weight, *state)
     )
 
 
-@functools.cache
-def _triton_kernel() -> Any:
-    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
-    from bmtrain.kernels.adam_triton import adamw_kernel
+@kernel
+def adamw(  # noqa: PLR0913 (as below)
+    w: tl.tensor,
+    m: tl.tensor,
+    v: tl.tensor,
+    g: tl.tensor,
+    keep: tl.tensor,
+    rate: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    eps: tl.tensor,
+    correction2: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The next master weight, mean and square, all fp32."""
+    # Each sum names the product that is not rounded: the compiler would choose one in each kernel,
+    # and kernels of other forms of the state would give other values.
+    m = tl.fma(m, beta1, rest1 * g)
+    v = tl.fma(v, beta2, rest2 * g * g)
+    change = rate * tl.div_rn(m, tl.sqrt_rn(v / correction2) + eps)
+    return tl.fma(w, keep, -change), m, v
 
-    return adamw_kernel
+
+@kernel
+def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    rows: tl.tensor,
+    row_of: tl.tensor,
+    verdict: tl.tensor,
+    keep: tl.tensor,
+    rate: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    eps: tl.tensor,
+    factor: tl.tensor,
+    correction2: tl.tensor,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One pass over rows of (weight, gradient, master, mean, square), with fp32 arithmetic.
+
+    Reads the gradient and updates the others; leaves them unchanged if `verdict` is NaN or
+    infinite.
+    """
+    chunk = tl.program_id(0)
+    row = rows + tl.load(row_of + chunk).to(tl.int64) * 7
+    n = tl.load(row + 5)
+    if verdict is not None:
+        number = tl.load(verdict)
+        n = tl.where(tl.abs(number) < float("inf"), n, 0)
+    n = tl.multiple_of(n, 16) if IS_ALIGNED else n
+    i = (chunk - tl.load(row + 6)) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    master = tensor_at(row, 2, tl.float32, IS_ALIGNED)
+    mean = tensor_at(row, 3, tl.float32, IS_ALIGNED)
+    square = tensor_at(row, 4, tl.float32, IS_ALIGNED)
+    g = tl.load(tensor_at(row, 1, GRAD, IS_ALIGNED) + i, mask=inside).to(tl.float32) * factor
+    w = tl.load(master + i, mask=inside)
+    m = tl.load(mean + i, mask=inside)
+    v = tl.load(square + i, mask=inside)
+    w, m, v = adamw(w, m, v, g, keep, rate, beta1, rest1, beta2, rest2, eps, correction2)
+    tl.store(mean + i, m, mask=inside)
+    tl.store(square + i, v, mask=inside)
+    tl.store(master + i, w, mask=inside)
+    if tl.float32 != WEIGHT:  # fp32 weights are the master itself, written above
+        tl.store(tensor_at(row, 0, WEIGHT, IS_ALIGNED) + i, w.to(WEIGHT), mask=inside)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_update
+from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw, adamw_update
 from bmtrain.kernels.bf16 import joined, round_stochastically, split
-from bmtrain.kernels.blockwise import BLOCK, Blocks
-from bmtrain.kernels.chunks import Batch, launching_on, table_of
-from bmtrain.kernels.random_bits import key_of, random_bits, seed_of
+from bmtrain.kernels.blockwise import BLOCK, PART_OF_MEAN, PART_OF_SQUARE, Blocks
+from bmtrain.kernels.chunks import Batch, table_of, tensor_at
+from bmtrain.kernels.launch import kernel, kernel_with, tl
+from bmtrain.kernels.random_bits import FIRST, bits_of, key_of, mixed, random_bits, seed_of
 
 # Elements that a program of the kernel updates, and that torch's operators update at a time: few
 # enough for the CPU's caches.
@@ -57,7 +57,7 @@ class CompactTensors:
         return moments if self.master is None or self.is_exact else [self.master, *moments]
 
     def part(self, begin: int, end: int) -> CompactTensors:
-        """Elements [begin, end); `begin` is a multiple of 64."""
+        """Elements [begin, end), as views; `begin` is a multiple of 64, `end` may be too large."""
         weight, master = self.weight[begin:end], self.master
         if master is not None:
             master = weight if self.is_exact else master[begin:end]
@@ -68,11 +68,6 @@ class CompactTensors:
         return CompactTensors(
             weight, self.grad[begin:end], master, mean, square, self.number, self.start + begin
         )
-
-    def parts(self, length: int) -> Iterator[CompactTensors]:
-        """Parts of at most `length` elements, a multiple of 64, in order, as views."""
-        for begin in range(0, self.weight.numel(), length):
-            yield self.part(begin, min(begin + length, self.weight.numel()))
 
     def with_weight(self, weight: torch.Tensor, grad: torch.Tensor) -> CompactTensors:
         """With weights and gradients that lie elsewhere."""
@@ -131,8 +126,8 @@ def compact_reference(
         return
     for whole in tensors:
         seed = seed_of(key_of(whole.number), settings.step)
-        for part in whole.parts(CPU_CHUNK):
-            _update(part, settings, seed)
+        for begin in range(0, whole.weight.numel(), CPU_CHUNK):
+            _update(whole.part(begin, begin + CPU_CHUNK), settings, seed)
 
 
 def _update(t: CompactTensors, settings: AdamSettings, seed: int) -> None:
@@ -166,65 +161,209 @@ def compact_triton(
     tensors: Sequence[CompactTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
     """`compact_update` with one kernel for all tensors of equal kinds."""
-    from bmtrain.kernels.chunks_triton import DTYPES
-
-    kinds: dict[tuple[Any, ...], list[CompactTensors]] = {}
+    # What the kernel reads of each, the same at each step; whether the widest loads are allowed.
+    kinds: dict[tuple[Any, ...], list[tuple[tuple[int, ...], bool]]] = {}
     for t in tensors:
-        if t.weight.numel():
-            kinds.setdefault(_kind(t), []).append(t)
+        master = "none" if t.master is None else "fp32"
+        if t.master is not None and t.master.dtype == torch.int16:
+            master = "remainder"
+        (mean, mean_scales), (square, square_scales) = (
+            x if isinstance(x, Blocks) else (x, None) for x in (t.mean, t.square)
+        )
+        columns = (t.weight, t.grad, t.master, mean, square, mean_scales, square_scales)
+        addresses = [0 if x is None else x.data_ptr() for x in columns]
+        count = t.weight.numel()
+        is_aligned = not any(number % 16 for number in (count, *addresses[:5]))
+        kind = t.weight.dtype, t.grad.dtype, master, isinstance(t.mean, Blocks)
+        if count:
+            row = (*addresses, key_of(t.number), t.start, count)
+            kinds.setdefault(kind, []).append((row, is_aligned))
     for (weight, grad, master, is_quantised), members in kinds.items():
-        device = members[0].weight.device
-        with launching_on(device):
-            chunks = table_of(
-                map(_row, members), CHUNK, device, is_aligned=all(map(_is_aligned, members))
-            )
-            _triton_kernel()[(chunks.count,)](
-                chunks.rows,
-                chunks.row_of,
-                verdict,
-                *settings.factors,
-                settings.step,
-                WEIGHT=DTYPES[weight],
-                GRAD=DTYPES[grad],
-                MASTER=master,
-                IS_QUANTISED=is_quantised,
-                IS_ALIGNED=chunks.is_aligned,
-                CHUNK=CHUNK,
-                BLOCK=BLOCK,
-                num_warps=NUM_WARPS,
-            )
+        rows, are_aligned = zip(*members, strict=True)
+        chunks = table_of(rows, CHUNK, tensors[0].weight.device, is_aligned=all(are_aligned))
+        compact_kernel(
+            (chunks.count,),
+            chunks.rows,
+            chunks.row_of,
+            verdict,
+            *settings.factors,
+            settings.step,
+            WEIGHT=weight,
+            GRAD=grad,
+            MASTER=master,
+            IS_QUANTISED=is_quantised,
+            IS_ALIGNED=chunks.is_aligned,
+            CHUNK=CHUNK,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
     torch.autograd.graph.increment_version(x for t in tensors for x in (t.weight, *t.state))
 
 
-def _kind(t: CompactTensors) -> tuple[torch.dtype, torch.dtype, str, bool]:
-    if t.master is None:
-        master = "none"
-    elif t.master.dtype == torch.int16:
-        master = "remainder"
+@kernel
+def _master(
+    row: tl.tensor, i: tl.tensor, inside: tl.tensor, MASTER: tl.constexpr, IS_ALIGNED: tl.constexpr
+) -> tl.tensor:
+    """The fp32 weights: see CompactTensors.master."""
+    if MASTER == "fp32":
+        w = tl.load(tensor_at(row, 2, tl.float32, IS_ALIGNED) + i, mask=inside, other=0.0)
     else:
-        master = "fp32"
-    return t.weight.dtype, t.grad.dtype, master, isinstance(t.mean, Blocks)
+        first = tl.load(tensor_at(row, 0, tl.int16, IS_ALIGNED) + i, mask=inside, other=0)
+        bits = first.to(tl.int32) << 16
+        if MASTER == "remainder":
+            rest = tl.load(tensor_at(row, 2, tl.int16, IS_ALIGNED) + i, mask=inside, other=0)
+            rest = rest.to(tl.int32)
+            bits += tl.where(((bits & 0x7FFFFFFF) != 0) | (rest > 0), rest, 0)
+        w = bits.to(tl.float32, bitcast=True)
+    return w
 
 
-def _addresses(t: CompactTensors) -> list[int]:
-    """Of the kernel's columns; 0 for what a kind does not have."""
-    mean, square = (x if isinstance(x, Blocks) else (x, None) for x in (t.mean, t.square))
-    columns = (t.weight, t.grad, t.master, mean[0], square[0], mean[1], square[1])
-    return [0 if x is None else x.data_ptr() for x in columns]
+@kernel
+def _keep_weight(
+    w: tl.tensor,
+    random: tl.tensor,
+    row: tl.tensor,
+    i: tl.tensor,
+    inside: tl.tensor,
+    WEIGHT: tl.constexpr,
+    MASTER: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+) -> None:
+    """Write the weights, and what is left of their masters."""
+    if MASTER == "fp32":
+        tl.store(tensor_at(row, 2, tl.float32, IS_ALIGNED) + i, w, mask=inside)
+        if tl.float32 != WEIGHT:  # fp32 weights are the master itself, written above
+            tl.store(tensor_at(row, 0, WEIGHT, IS_ALIGNED) + i, w.to(WEIGHT), mask=inside)
+    else:
+        bits = w.to(tl.int32, bitcast=True)
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+        if MASTER == "remainder":
+            first = (bits + 0x8000) >> 16
+            rest = (bits - (first << 16)).to(tl.int16)
+            tl.store(tensor_at(row, 2, tl.int16, IS_ALIGNED) + i, rest, mask=inside)
+        else:
+            first = (bits + (random & 0xFFFF).to(tl.int32)) >> 16
+        tl.store(tensor_at(row, 0, tl.int16, IS_ALIGNED) + i, first.to(tl.int16), mask=inside)
 
 
-def _is_aligned(t: CompactTensors) -> bool:
-    return t.weight.numel() % 16 == 0 and not any(address % 16 for address in _addresses(t)[:5])
+@kernel
+def _moments(
+    row: tl.tensor,
+    i: tl.tensor,
+    inside: tl.tensor,
+    block: tl.tensor,
+    has_block: tl.tensor,
+    IS_QUANTISED: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Mean and square in fp32."""
+    if IS_QUANTISED:
+        m = tl.load(tensor_at(row, 3, tl.int8, IS_ALIGNED) + i, mask=inside, other=0)
+        scales = tl.load(tensor_at(row, 5, tl.float32, False) + block, mask=has_block, other=0.0)
+        m = m.to(tl.float32) * PART_OF_MEAN
+        m = m * tl.abs(m) * scales[:, None]
+        v = tl.load(tensor_at(row, 4, tl.uint8, IS_ALIGNED) + i, mask=inside, other=0)
+        scales = tl.load(tensor_at(row, 6, tl.float32, False) + block, mask=has_block, other=0.0)
+        v = v.to(tl.float32) * PART_OF_SQUARE
+        v = v * v
+        v = v * v * scales[:, None]
+    else:
+        m = tl.load(tensor_at(row, 3, tl.float32, IS_ALIGNED) + i, mask=inside, other=0.0)
+        v = tl.load(tensor_at(row, 4, tl.float32, IS_ALIGNED) + i, mask=inside, other=0.0)
+    return m, v
 
 
-def _row(t: CompactTensors) -> tuple[int, ...]:
-    """What the kernel reads of one; the same at each step."""
-    return (*_addresses(t), key_of(t.number), t.start, t.weight.numel())
+@kernel
+def _codes(
+    values: tl.tensor, scales: tl.tensor, random: tl.tensor, MOST: tl.constexpr, ROOTS: tl.constexpr
+) -> tl.tensor:
+    """Roots of the values' shares of their blocks' scales, rounded stochastically to int32."""
+    share = tl.div_rn(tl.abs(values), tl.maximum(scales, 1.1754943508222875e-38)[:, None])
+    for _ in tl.static_range(ROOTS):
+        share = tl.sqrt_rn(share)
+    # A sum in fp32 could be one operation with the product, which rounds once: other codes.
+    return ((share * MOST * 65536).to(tl.int32) + random.to(tl.int32)) >> 16
 
 
-@functools.cache
-def _triton_kernel() -> Any:
-    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
-    from bmtrain.kernels.adam_compact_triton import compact_kernel
+@kernel
+def _keep_moments(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    m: tl.tensor,
+    v: tl.tensor,
+    random: tl.tensor,
+    row: tl.tensor,
+    i: tl.tensor,
+    inside: tl.tensor,
+    block: tl.tensor,
+    has_block: tl.tensor,
+    IS_QUANTISED: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+) -> None:
+    """Write them."""
+    if IS_QUANTISED:
+        scales = tl.max(tl.abs(m), 1)
+        codes = _codes(m, scales, random & 0xFFFF, 127.0, 1)
+        codes = tl.where(m < 0, -codes, codes).to(tl.int8)
+        tl.store(tensor_at(row, 3, tl.int8, IS_ALIGNED) + i, codes, mask=inside)
+        tl.store(tensor_at(row, 5, tl.float32, False) + block, scales, mask=has_block)
+        scales = tl.max(v, 1)
+        codes = tl.maximum(_codes(v, scales, random >> 16, 255.0, 2), 1)
+        codes = tl.where(v > 0, codes, 0).to(tl.uint8)
+        tl.store(tensor_at(row, 4, tl.uint8, IS_ALIGNED) + i, codes, mask=inside)
+        tl.store(tensor_at(row, 6, tl.float32, False) + block, scales, mask=has_block)
+    else:
+        tl.store(tensor_at(row, 3, tl.float32, IS_ALIGNED) + i, m, mask=inside)
+        tl.store(tensor_at(row, 4, tl.float32, IS_ALIGNED) + i, v, mask=inside)
 
-    return compact_kernel
+
+# Not for each kind of step a kernel of its own: 1, and multiples of 16, are kinds to Triton.
+@kernel_with(do_not_specialize=["step"])
+def compact_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    rows: tl.tensor,
+    row_of: tl.tensor,
+    verdict: tl.tensor,
+    keep: tl.tensor,
+    rate: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    eps: tl.tensor,
+    factor: tl.tensor,
+    correction2: tl.tensor,
+    step: tl.tensor,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
+    MASTER: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One pass over rows of (weight, gradient, master, mean, square, the scales of both), with fp32
+    arithmetic.
+
+    Reads the gradient and updates the others; leaves them unchanged if `verdict` is NaN or
+    infinite.
+    """
+    chunk = tl.program_id(0)
+    row = rows + tl.load(row_of + chunk).to(tl.int64) * 11
+    n = tl.load(row + 9)
+    if verdict is not None:
+        n = tl.where(tl.abs(tl.load(verdict)) < float("inf"), n, 0)
+    n = tl.multiple_of(n, 16) if IS_ALIGNED else n
+    begin = (chunk - tl.load(row + 10)) * CHUNK
+    i = begin + (tl.arange(0, CHUNK // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
+    inside = i < n
+    block = begin // BLOCK + tl.arange(0, CHUNK // BLOCK)
+    has_block = block * BLOCK < n
+    place = (tl.load(row + 8) + i + FIRST).to(tl.uint32)
+    seed = mixed(tl.load(row + 7).to(tl.uint32) ^ step.to(tl.uint32)) & 0x7FFFFFFF
+    g = tl.load(tensor_at(row, 1, GRAD, IS_ALIGNED) + i, mask=inside, other=0.0)
+    g = g.to(tl.float32) * factor
+    w = _master(row, i, inside, MASTER, IS_ALIGNED)
+    m, v = _moments(row, i, inside, block, has_block, IS_QUANTISED, IS_ALIGNED)
+    w, m, v = adamw(w, m, v, g, keep, rate, beta1, rest1, beta2, rest2, eps, correction2)
+    random = bits_of(place, seed)
+    _keep_moments(m, v, random, row, i, inside, block, has_block, IS_QUANTISED, IS_ALIGNED)
+    random = bits_of(place, seed ^ 1)
+    _keep_weight(w, random, row, i, inside, WEIGHT, MASTER, IS_ALIGNED)

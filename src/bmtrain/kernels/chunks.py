@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
+
+from bmtrain.kernels.launch import kernel, tl
 
 # Multiples of this allow the widest loads and stores.
 ALIGNMENT = 16
@@ -187,6 +188,10 @@ def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
-def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context that makes `device` current: Triton launches there, wherever the tensors are."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+@kernel
+def tensor_at(
+    row: tl.tensor, column: tl.constexpr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr
+) -> tl.tensor:
+    """The pointer in one column of a row."""
+    pointer = tl.load(row + column).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer

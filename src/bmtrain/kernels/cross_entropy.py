@@ -19,13 +19,12 @@ Source of the one-pass sums: Milakov and Gimelshein, "Online normalizer calculat
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from bmtrain.kernels.chunks import launching_on
+from bmtrain.kernels.launch import Kernel, kernel, kernel_with, tl
 
 # Elements of the plain-torch path's fp32 scratch: 1 MiB stays in a CPU's cache.
 CHUNK_NUMEL = 2**18
@@ -63,10 +62,6 @@ class RowFactors(NamedTuple):
     hit: torch.Tensor
     column: torch.Tensor
 
-    def of(self, rows: slice) -> RowFactors:
-        """The coefficients of some of the rows."""
-        return RowFactors(*(each[rows] for each in self))
-
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     """The arithmetic dtype for logits of `dtype`: fp32, or fp64 for fp64."""
@@ -92,6 +87,7 @@ def row_gradient(
     weight: torch.Tensor | None,
     *,
     smoothed: bool,
+    in_place: bool = False,
 ) -> torch.Tensor:
     """The gradient (rows, columns) of logits, in their dtype.
 
@@ -100,22 +96,10 @@ def row_gradient(
         sums: over all columns of each row, including any that are not in `logits`.
         factors: see RowFactors.
         smoothed: whether `smooth` is used.
+        in_place: whether to overwrite the logits, whose rows must be contiguous then.
     """
     by = row_gradient_by_torch if _is_plain(logits) else row_gradient_by_triton
-    return by(logits, sums, factors, weight, smoothed=smoothed)
-
-
-def row_gradient_(
-    logits: torch.Tensor,
-    sums: RowSums,
-    factors: RowFactors,
-    weight: torch.Tensor | None,
-    *,
-    smoothed: bool,
-) -> torch.Tensor:
-    """`row_gradient` in place: overwrites the logits, whose rows must be contiguous."""
-    by = row_gradient_by_torch_ if _is_plain(logits) else row_gradient_by_triton_
-    return by(logits, sums, factors, weight, smoothed=smoothed)
+    return by(logits, sums, factors, weight, smoothed=smoothed, in_place=in_place)
 
 
 def _is_plain(logits: torch.Tensor) -> bool:
@@ -149,35 +133,12 @@ def row_gradient_by_torch(
     weight: torch.Tensor | None,
     *,
     smoothed: bool,
+    in_place: bool = False,
 ) -> torch.Tensor:
     """`row_gradient` in chunks of rows."""
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _write_gradient(grad, logits, sums, factors, weight, smoothed=smoothed)
-    return grad
-
-
-def row_gradient_by_torch_(
-    logits: torch.Tensor,
-    sums: RowSums,
-    factors: RowFactors,
-    weight: torch.Tensor | None,
-    *,
-    smoothed: bool,
-) -> torch.Tensor:
-    """`row_gradient_` in chunks of rows."""
-    _write_gradient(logits, logits, sums, factors, weight, smoothed=smoothed)
-    return logits
-
-
-def _write_gradient(
-    out: torch.Tensor,
-    logits: torch.Tensor,
-    sums: RowSums,
-    factors: RowFactors,
-    weight: torch.Tensor | None,
-    *,
-    smoothed: bool,
-) -> None:
+    out = logits
+    if not in_place:
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     mass, smooth, hit, column = factors
     spread = mass / sums.sum_exp
     # Masked, not multiplied by zero: that would turn an infinite logit into NaN.
@@ -195,7 +156,7 @@ def _write_gradient(
             part -= smooth[rows, None] if weight is None else smooth[rows, None] * weight
         out[rows] = part.masked_fill_(unwanted[rows, None], 0.0)
     at_target = torch.where(here & ~unwanted, at_target, score(out, place))
-    out.scatter_(1, place[:, None], at_target.to(out.dtype)[:, None])
+    return out.scatter_(1, place[:, None], at_target.to(out.dtype)[:, None])
 
 
 def score(logits: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -217,13 +178,28 @@ def _row_chunks(logits: torch.Tensor) -> Iterator[slice]:
 # Triton
 
 
+# Vectorised loads and stores need offsets that are multiples of the vector length, and masks that
+# do not cut a vector. With an odd vocabulary, a row begins and ends anywhere. So offsets are
+# counted from the last multiple before the row, which is [first, last) of them. The main loop
+# covers the whole vectors inside the row; one small extra block covers the rest at both ends, its
+# edges.
+# Arithmetic is in the dtype of the sums, fp32 or fp64. Offsets are 64-bit.
+ALIGNMENT = 16  # elements
+WIDTH = 8  # adjacent elements per lane: 16 bytes in half precision
+
+# Not specialised: no kernel gains from divisibility of these arguments, and each chunk of rows
+# would compile its own variants.
+SIZES = ["stride", "count"]
+PER_ROW = ["highest", "sum_exp", "below", "mass", "smooth", "hit", "column"]
+
+
 def row_sums_by_triton(
     logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: bool
 ) -> RowSums:
     """`row_sums` in one kernel that reads each logit once."""
-    logits = _in_rows(logits)
-    sums = _empty_sums(logits)
-    _launch("row_sums_kernel", logits, (*sums,), weight, smoothed=smoothed)
+    logits, dtype = _in_rows(logits), arithmetic(logits.dtype)
+    sums = RowSums(*torch.empty(3, logits.shape[0], dtype=dtype, device=logits.device).unbind(0))
+    _launch(row_sums_kernel, logits, (*sums,), weight, smoothed=smoothed)
     return sums
 
 
@@ -234,62 +210,30 @@ def row_gradient_by_triton(
     weight: torch.Tensor | None,
     *,
     smoothed: bool,
+    in_place: bool = False,
 ) -> torch.Tensor:
     """`row_gradient` in one kernel that reads and writes each element once."""
-    logits = _in_rows(logits)
-    grad = torch.empty_strided(
-        logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device
-    )
-    _launch(
-        "row_gradient_kernel",
-        logits,
-        (grad, sums.highest, sums.sum_exp, *factors),
-        weight,
-        smoothed=smoothed,
-    )
+    grad = logits
+    if not in_place:
+        logits = _in_rows(logits)
+        shape, strides = logits.shape, logits.stride()
+        grad = torch.empty_strided(shape, strides, dtype=logits.dtype, device=logits.device)
+    tensors = (grad, sums.highest, sums.sum_exp, *factors)
+    _launch(row_gradient_kernel, logits, tensors, weight, smoothed=smoothed)
+    if in_place:
+        torch.autograd.graph.increment_version(logits)
     return grad
-
-
-def row_gradient_by_triton_(
-    logits: torch.Tensor,
-    sums: RowSums,
-    factors: RowFactors,
-    weight: torch.Tensor | None,
-    *,
-    smoothed: bool,
-) -> torch.Tensor:
-    """`row_gradient_` in the kernel of `row_gradient`."""
-    _launch(
-        "row_gradient_kernel",
-        logits,
-        (logits, sums.highest, sums.sum_exp, *factors),
-        weight,
-        smoothed=smoothed,
-    )
-    torch.autograd.graph.increment_version(logits)
-    return logits
 
 
 def _in_rows(logits: torch.Tensor) -> torch.Tensor:
     """Logits with contiguous rows and little space between them: the same tensor, or a copy."""
     stride, num_columns = logits.stride(0), logits.shape[1]
-    return (
-        logits
-        if logits.stride(1) == 1 and num_columns <= stride < 2 * num_columns
-        else logits.contiguous()
-    )
-
-
-def _empty_sums(logits: torch.Tensor) -> RowSums:
-    return RowSums(
-        *torch.empty(
-            3, logits.shape[0], dtype=arithmetic(logits.dtype), device=logits.device
-        ).unbind(0)
-    )
+    is_dense = logits.stride(1) == 1 and num_columns <= stride < 2 * num_columns
+    return logits if is_dense else logits.contiguous()
 
 
 def _launch(
-    name: str,
+    launched: Kernel,
     logits: torch.Tensor,
     tensors: tuple[torch.Tensor, ...],
     weight: torch.Tensor | None,
@@ -297,27 +241,213 @@ def _launch(
     smoothed: bool,
 ) -> None:
     """Launch one program per row."""
-    num_rows, num_columns = logits.shape
-    if num_rows == 0:
-        return
-    kernel = getattr(_triton_kernels(), name)
-    with launching_on(logits.device):
-        kernel[(num_rows,)](
-            logits,
-            logits.stride(0),
-            num_columns,
-            *tensors,
-            logits if weight is None else weight,
-            WEIGHTED=weight is not None,
-            SMOOTHED=smoothed,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+    launched(
+        (logits.shape[0],),
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        *tensors,
+        logits if weight is None else weight,
+        WEIGHTED=weight is not None,
+        SMOOTHED=smoothed,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+@kernel_with(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
+def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    logits: tl.tensor,
+    stride: tl.tensor,
+    count: tl.tensor,
+    highest: tl.tensor,
+    sum_exp: tl.tensor,
+    below: tl.tensor,
+    weight: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Maximum, sum of exponentials and weighted sum of each row.
+
+    Each lane accumulates its own vectors relative to its own maximum, so that lanes do not
+    synchronise until the end. The weighted sum is relative to the row's first logit until then.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    start, first = _begin(number * stride)
+    DTYPE: tl.constexpr = highest.dtype.element_ty
+    row, last = logits + start, first + count
+    body, end = _body(first, last)
+    lanes = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    most = tl.full((BLOCK // WIDTH,), float("-inf"), DTYPE)
+    total = tl.zeros_like(most)
+    under, seen = tl.zeros((BLOCK // WIDTH, WIDTH), DTYPE), tl.zeros((BLOCK // WIDTH, WIDTH), DTYPE)
+    # A base that follows the maximum would need `seen` inside the loop. There, Triton 3.6
+    # miscompiles a reduction over lanes of an accumulator of loaded values: it reads the
+    # accumulator's first value.
+    base = tl.load(row + first).to(DTYPE)
+    base = tl.where(tl.abs(base) < float("inf"), base, 0.0)
+    for begin in range(0, last, BLOCK):
+        places = begin + lanes
+        inside = (places >= body) & (places < end)
+        x = tl.load(row + places, mask=inside, other=float("-inf")).to(DTYPE)
+        before, most = most, tl.maximum(most, tl.max(x, 1))
+        # 0 if all logits are -inf, which less itself would be NaN
+        shift = tl.where(most == float("-inf"), 0.0, most)
+        total = total * tl.exp(before - shift) + tl.sum(tl.exp(x - shift[:, None]), 1)
+        if SMOOTHED:
+            w = _weights(weight, places - first, inside, DTYPE, WEIGHTED)
+            under += w * tl.where(inside, x - base, 0.0)
+            seen += w
+    places, inside = _edges(first, last)
+    x = tl.load(row + places, mask=inside, other=float("-inf")).to(DTYPE)
+    top = tl.maximum(tl.max(most, 0), tl.max(x, 0))
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    of_edges = tl.sum(tl.exp(x - shift), 0)
+    tl.store(highest + number, top)
+    tl.store(sum_exp + number, tl.sum(total * tl.exp(most - shift), 0) + of_edges)
+    if SMOOTHED:
+        w = _weights(weight, places - first, inside, DTYPE, WEIGHTED)
+        of_edges = tl.sum(w * tl.where(inside, x - shift, 0.0), 0)
+        of_body = tl.sum(tl.sum(under + seen * (base - shift), 1), 0)
+        tl.store(below + number, of_body + of_edges)
+    else:
+        tl.store(below + number, tl.zeros_like(top))
+
+
+@kernel_with(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
+def row_gradient_kernel(  # noqa: PLR0913 (as above)
+    logits: tl.tensor,
+    stride: tl.tensor,
+    count: tl.tensor,
+    grad: tl.tensor,
+    highest: tl.tensor,
+    sum_exp: tl.tensor,
+    mass: tl.tensor,
+    smooth: tl.tensor,
+    hit: tl.tensor,
+    column: tl.tensor,
+    weight: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The gradient of each row from its sums.
+
+    `grad` has the strides of the logits, and may be the logits.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    start, first = _begin(number * stride)
+    row, out, last = logits + start, grad + start, first + count
+    body, end = _body(first, last)
+    mass, smooth, hit = tl.load(mass + number), tl.load(smooth + number), tl.load(hit + number)
+    highest, column = tl.load(highest + number), tl.load(column + number)
+    if (mass == 0) & (smooth == 0) & (hit == 0):  # whatever its logits are, they are not read
+        zero = tl.zeros((), out.dtype.element_ty)
+        for begin in range(0, last, BLOCK):
+            places = begin + tl.arange(0, BLOCK)
+            tl.store(out + places, zero, mask=(places >= body) & (places < end))
+        places, inside = _edges(first, last)
+        tl.store(out + places, zero, mask=inside)
+    else:
+        spread = mass / tl.load(sum_exp + number)
+        for begin in range(0, last, BLOCK):
+            places = begin + tl.arange(0, BLOCK)
+            inside = (places >= body) & (places < end)
+            _write(
+                out,
+                row,
+                places,
+                first,
+                inside,
+                highest,
+                spread,
+                smooth,
+                hit,
+                column,
+                weight,
+                WEIGHTED,
+                SMOOTHED,
+            )
+        places, inside = _edges(first, last)
+        _write(
+            out,
+            row,
+            places,
+            first,
+            inside,
+            highest,
+            spread,
+            smooth,
+            hit,
+            column,
+            weight,
+            WEIGHTED,
+            SMOOTHED,
         )
 
 
-@functools.cache
-def _triton_kernels() -> Any:
-    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
-    from bmtrain.kernels import cross_entropy_triton
+@kernel
+def _write(  # noqa: PLR0913 (as above)
+    out: tl.tensor,
+    row: tl.tensor,
+    places: tl.tensor,
+    first: tl.tensor,
+    inside: tl.tensor,
+    highest: tl.tensor,
+    spread: tl.tensor,
+    smooth: tl.tensor,
+    hit: tl.tensor,
+    column: tl.tensor,
+    weight: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+) -> None:
+    """Write `spread exp(x - highest) - smooth w - [c = column] hit`, rounded once."""
+    x = tl.load(row + places, mask=inside, other=float("-inf")).to(highest.dtype)
+    grad = spread * tl.exp(x - highest)
+    if SMOOTHED:
+        grad -= smooth * _weights(weight, places - first, inside, highest.dtype, WEIGHTED)
+    grad -= tl.where(places - first == column, hit, 0.0)
+    tl.store(out + places, grad.to(out.dtype.element_ty), mask=inside)
 
-    return cross_entropy_triton
+
+@kernel
+def _begin(place: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Round `place` down to a multiple of ALIGNMENT; returns that and the remainder."""
+    first = place % ALIGNMENT
+    return tl.multiple_of(place - first, ALIGNMENT), first.to(tl.int32)
+
+
+@kernel
+def _body(first: tl.tensor, last: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Where the first whole vector of a row begins, and where its last one ends."""
+    return (first + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, last // ALIGNMENT * ALIGNMENT
+
+
+@kernel
+def _edges(first: tl.tensor, last: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Offsets before a row's first whole vector and after its last; a mask of those inside it."""
+    i = tl.arange(0, 2 * ALIGNMENT)
+    body, end = _body(first, last)
+    head = tl.minimum(body, last)
+    tail = tl.maximum(end, head)
+    is_head = i < ALIGNMENT
+    places = tl.where(is_head, first + i, tail + i - ALIGNMENT)
+    return places, places < tl.where(is_head, head, last)
+
+
+@kernel
+def _weights(
+    weight: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    DTYPE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+) -> tl.tensor:
+    """Class weights; 0 outside the row."""
+    return (
+        tl.load(weight + columns, mask=inside, other=0.0)
+        if WEIGHTED
+        else tl.where(inside, 1.0, 0.0).to(DTYPE)
+    )

@@ -13,17 +13,15 @@ Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 
-from bmtrain.kernels.chunks import launching_on
+from bmtrain.kernels.launch import kernel, tl
 from bmtrain.torch_internals import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: sizes of matrices must be multiples of this
 ALIGNMENT = 16
+TILE = 128  # rows and columns that a program transposes
 _LEAST = 1e-30  # smallest magnitude assumed for a tensor: avoids a zero unit
 
 
@@ -169,26 +167,22 @@ def transposed_triton(x: torch.Tensor, unit: torch.Tensor | None = None) -> torc
     rows, columns = x.shape
     kind = x.dtype if unit is None else E4M3
     out = torch.empty(columns, _rounded_up(rows), dtype=kind, device=x.device)
-    tile = 128
-    grid = (-(-out.shape[1] // tile) * -(-columns // tile),)
-    source, target = (
-        (x.contiguous().view(torch.uint8), out.view(torch.uint8))
-        if unit is None
-        else (x.contiguous(), out)
+    source, target = x.contiguous(), out
+    if unit is None:
+        source, target = source.view(torch.uint8), out.view(torch.uint8)
+    transpose_kernel(
+        (-(-out.shape[1] // TILE) * -(-columns // TILE),),
+        source,
+        target,
+        target if unit is None else unit,
+        rows,
+        columns,
+        out.shape[1],
+        IS_CAST=unit is not None,
+        LIMIT=torch.finfo(kind).max,
+        TILE=TILE,
+        num_warps=8,
     )
-    with launching_on(x.device):
-        _triton_kernel()[grid](
-            source,
-            target,
-            target if unit is None else unit,
-            rows,
-            columns,
-            out.shape[1],
-            IS_CAST=unit is not None,
-            LIMIT=torch.finfo(kind).max,
-            TILE=tile,
-            num_warps=8,
-        )
     return out
 
 
@@ -196,9 +190,30 @@ def _rounded_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-@functools.cache
-def _triton_kernel() -> Any:
-    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
-    from bmtrain.kernels.fp8_triton import transpose_kernel
+@kernel
+def transpose_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    x: tl.tensor,
+    out: tl.tensor,
+    unit: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    padded_rows: tl.tensor,
+    IS_CAST: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """x (num_rows, num_columns) to out (num_columns, padded_rows), one tile per program.
 
-    return transpose_kernel
+    Pads with zeros beyond num_rows.
+    """
+    down = tl.cdiv(padded_rows, TILE)
+    i = (tl.program_id(0) % down) * TILE + tl.arange(0, TILE)
+    j = (tl.program_id(0) // down) * TILE + tl.arange(0, TILE)
+    inside = (i < num_rows)[:, None] & (j < num_columns)[None, :]
+    tile = tl.load(x + i.to(tl.int64)[:, None] * num_columns + j[None, :], mask=inside, other=0)
+    if IS_CAST:
+        number = tile.to(tl.float32) * tl.div_rn(1.0, tl.load(unit))
+        number = tl.clamp(number, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        tile = number.to(out.dtype.element_ty)
+    fits = (j < num_columns)[:, None] & (i < padded_rows)[None, :]
+    tl.store(out + j.to(tl.int64)[:, None] * padded_rows + i[None, :], tl.trans(tile), mask=fits)

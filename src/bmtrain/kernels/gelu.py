@@ -10,13 +10,11 @@ Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016).
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 import torch
 
-from bmtrain.kernels.chunks import launching_on
+from bmtrain.kernels.launch import kernel, tl
 
 # The argument of the sigmoid is x (LINEAR + CUBIC x^2).
 LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -48,11 +46,8 @@ def gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, to
         PART rows of the rounded gradient, in a fixed order.
     """
     grad, x = grad.contiguous(), x.contiguous()
-    return (
-        gelu_backward_reference(grad, x)
-        if x.device.type == "cpu"
-        else gelu_backward_by_triton(grad, x)
-    )
+    by = gelu_backward_reference if x.device.type == "cpu" else gelu_backward_by_triton
+    return by(grad, x)
 
 
 @gelu_backward.register_fake
@@ -83,30 +78,60 @@ def gelu_backward_by_triton(
     """`gelu_backward` in one kernel that reads each element once."""
     rows, columns = x.shape
     grad_x, sums = torch.empty_like(x), x.new_empty((_parts(rows), columns), dtype=torch.float32)
-    if x.numel():
-        grid = (_parts(rows) * -(-columns // BLOCK_COLUMNS),)
-        with launching_on(x.device):
-            _triton_kernel()[grid](
-                grad,
-                x,
-                grad_x,
-                sums,
-                rows,
-                columns,
-                LINEAR=LINEAR,
-                CUBIC=CUBIC,
-                EVEN=rows % PART == columns % BLOCK_COLUMNS == 0,
-                STEPS=STEPS,
-                BLOCK_ROWS=BLOCK_ROWS,
-                BLOCK_COLUMNS=BLOCK_COLUMNS,
-                num_warps=8,
-            )
+    gelu_backward_kernel(
+        (_parts(rows) * -(-columns // BLOCK_COLUMNS),),
+        grad,
+        x,
+        grad_x,
+        sums,
+        rows,
+        columns,
+        EVEN=rows % PART == columns % BLOCK_COLUMNS == 0,
+        num_warps=8,
+    )
     return grad_x, sums
 
 
-@functools.cache
-def _triton_kernel() -> Any:
-    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
-    from bmtrain.kernels.gelu_triton import gelu_backward_kernel
+@kernel
+def gelu_backward_kernel(
+    grad: tl.tensor,
+    x: tl.tensor,
+    grad_x: tl.tensor,
+    sums: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    EVEN: tl.constexpr,
+) -> None:
+    """Each program handles some rows of its columns and writes their sums to a row of `sums`.
 
-    return gelu_backward_kernel
+    EVEN: whether blocks divide the shape, so that nothing is masked. Every instruction counts:
+    beside matrix products the GPU's clock is low.
+    """
+    blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    columns = tl.program_id(0) % blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    part = (tl.program_id(0) // blocks).to(tl.int64)
+    first = part * (STEPS * BLOCK_ROWS)
+    i = tl.arange(0, BLOCK_ROWS)[:, None] * num_columns + columns[None, :]
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for step in range(STEPS):
+        row = first + step * BLOCK_ROWS
+        start = row * num_columns
+        if EVEN:
+            value = tl.load(x + start + i).to(tl.float32)
+            incoming = tl.load(grad + start + i).to(tl.float32)
+        else:
+            inside = (row + tl.arange(0, BLOCK_ROWS) < num_rows)[:, None] & (columns < num_columns)[
+                None, :
+            ]
+            value = tl.load(x + start + i, inside, other=0.0).to(tl.float32)
+            incoming = tl.load(grad + start + i, inside, other=0.0).to(tl.float32)
+        square = value * value
+        share = 1 / (1 + tl.exp(-value * (LINEAR + CUBIC * square)))
+        slope = share + value * share * (1 - share) * (LINEAR + 3 * CUBIC * square)
+        result = (incoming * slope).to(grad_x.dtype.element_ty)
+        if EVEN:
+            tl.store(grad_x + start + i, result)
+        else:
+            tl.store(grad_x + start + i, result, inside)
+        total += result.to(tl.float32)
+    tl.store(sums + part * num_columns + columns, tl.sum(total, 0), columns < num_columns)

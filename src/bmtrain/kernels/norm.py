@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.kernels.chunks import launching_on
+from bmtrain.kernels.launch import kernel, tl
 
 #: most columns that one program can hold
 MOST_COLUMNS = 8192
@@ -116,30 +116,26 @@ def norm_by_triton(case: Norm) -> Normed:
     """`norm` in one kernel."""
     n, (result, mean, rstd, total) = case.weight.shape[0], _normed(case)
     inputs = [tensor.contiguous() for tensor in case.inputs]
-    weight, bias = (
-        None if tensor is None else tensor.contiguous() for tensor in (case.weight, case.bias)
-    )
+    bias = None if case.bias is None else case.bias.contiguous()
     block = 1 << (n - 1).bit_length()
-    num_rows = rstd.numel()
-    if num_rows:
-        with launching_on(result.device):
-            _triton().norm_kernel[(min(num_rows, FORWARD_PARTS),)](
-                *_filled(inputs, MOST_INPUTS),
-                weight,
-                bias,
-                result,
-                total,
-                mean,
-                rstd,
-                num_rows,
-                n,
-                case.eps,
-                NUM_INPUTS=len(inputs),
-                CENTERED=case.centered,
-                HAS_BIAS=bias is not None,
-                BLOCK=block,
-                num_warps=max(1, min(8, block // 256)),
-            )
+    norm_kernel(
+        (min(rstd.numel(), FORWARD_PARTS),),
+        *_filled(inputs, MOST_INPUTS),
+        case.weight.contiguous(),
+        bias,
+        result,
+        total,
+        mean,
+        rstd,
+        rstd.numel(),
+        n,
+        case.eps,
+        NUM_INPUTS=len(inputs),
+        CENTERED=case.centered,
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 256)),
+    )
     return result, mean, rstd, total
 
 
@@ -187,11 +183,8 @@ def norm_backward(
         sums (0 to 2, parts, n) of the gradient and of `residual`.
     """
     terms = Terms(grads, inputs, weight, *rest)
-    return (
-        norm_backward_reference(terms)
-        if weight.device.type == "cpu"
-        else norm_backward_by_triton(terms)
-    )
+    by = norm_backward_reference if weight.device.type == "cpu" else norm_backward_by_triton
+    return by(terms)
 
 
 @norm_backward.register_fake
@@ -260,35 +253,32 @@ def norm_backward_by_triton(terms: Terms) -> Results:
     residual, mean = (
         None if tensor is None else tensor.contiguous() for tensor in (terms.residual, terms.mean)
     )
-    weight, rstd = terms.weight.contiguous(), terms.rstd.contiguous()
     block = 1 << (n - 1).bit_length()
-    read = sum(
-        tensor.element_size()
-        for tensor in (*grads, *inputs, *([] if residual is None else [residual]))
+    read = [*grads, *inputs] if residual is None else [*grads, *inputs, residual]
+    row_bytes = block * sum(tensor.element_size() for tensor in read)
+    norm_backward_kernel(
+        (_parts(n),),
+        *_filled(grads, MOST_GRADS),
+        *_filled(inputs, MOST_INPUTS),
+        residual,
+        terms.weight.contiguous(),
+        mean,
+        terms.rstd.contiguous(),
+        result,
+        sums,
+        more,
+        result.numel() // n,
+        n,
+        NUM_GRADS=len(grads),
+        NUM_INPUTS=len(inputs),
+        CENTERED=mean is not None,
+        HAS_RESIDUAL=residual is not None,
+        SUMS_RESULT=terms.sums_result,
+        SUMS_RESIDUAL=terms.sums_residual,
+        BLOCK=block,
+        STAGES=_stages(row_bytes, result.device),
+        num_warps=max(1, min(16, block // 256)),
     )
-    with launching_on(result.device):
-        _triton().norm_backward_kernel[(_parts(n),)](
-            *_filled(grads, MOST_GRADS),
-            *_filled(inputs, MOST_INPUTS),
-            residual,
-            weight,
-            mean,
-            rstd,
-            result,
-            sums,
-            more,
-            result.numel() // n,
-            n,
-            NUM_GRADS=len(grads),
-            NUM_INPUTS=len(inputs),
-            CENTERED=mean is not None,
-            HAS_RESIDUAL=residual is not None,
-            SUMS_RESULT=terms.sums_result,
-            SUMS_RESIDUAL=terms.sums_residual,
-            BLOCK=block,
-            STAGES=_stages(read * block, result.device),
-            num_warps=max(1, min(16, block // 256)),
-        )
     return result, sums, more
 
 
@@ -308,9 +298,130 @@ def _filled(tensors: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | 
     return [*tensors, *[None] * (count - len(tensors))]
 
 
-@functools.cache
-def _triton() -> Any:
-    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
-    from bmtrain.kernels import norm_triton
+@kernel
+def _sum(
+    first: tl.tensor,
+    second: tl.tensor,
+    third: tl.tensor,
+    i: tl.tensor,
+    inside: tl.tensor,
+    COUNT: tl.constexpr,
+) -> tl.tensor:
+    """The sum over COUNT tensors of their elements `i`, in fp32."""
+    total = tl.load(first + i, inside, other=0.0).to(tl.float32)
+    if COUNT > 1:
+        total += tl.load(second + i, inside, other=0.0).to(tl.float32)
+    if COUNT > 2:
+        total += tl.load(third + i, inside, other=0.0).to(tl.float32)
+    return total
 
-    return norm_triton
+
+@kernel
+def norm_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    input_0: tl.tensor,
+    input_1: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    result: tl.tensor,
+    total: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    num_rows: tl.tensor,
+    n: tl.tensor,
+    eps: tl.tensor,
+    NUM_INPUTS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program handles every num_programs-th row, and holds a whole row at a time."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n
+    scale = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        shift = tl.load(bias + columns, inside, other=0.0).to(tl.float32)
+    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        i = tl.cast(row, tl.int64) * n + columns
+        x = _sum(input_0, input_1, input_1, i, inside, NUM_INPUTS)
+        if NUM_INPUTS > 1:
+            rounded = x.to(total.dtype.element_ty)
+            tl.store(total + i, rounded, inside)
+            x = rounded.to(tl.float32)
+        if CENTERED:
+            center = tl.sum(x, 0) / n
+            tl.store(mean + row, center)
+            x = tl.where(inside, x - center, 0.0)
+        factor = 1 / tl.sqrt_rn(tl.sum(x * x, 0) / n + eps)
+        tl.store(rstd + row, factor)
+        normed = x * factor * scale
+        if HAS_BIAS:
+            normed += shift
+        tl.store(result + i, normed.to(result.dtype.element_ty), inside)
+
+
+@kernel
+def norm_backward_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    grad_0: tl.tensor,
+    grad_1: tl.tensor,
+    grad_2: tl.tensor,
+    input_0: tl.tensor,
+    input_1: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    result: tl.tensor,
+    sums: tl.tensor,
+    more: tl.tensor,
+    num_rows: tl.tensor,
+    n: tl.tensor,
+    NUM_GRADS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SUMS_RESULT: tl.constexpr,
+    SUMS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Each program handles every num_programs-th row, and writes the sums of its rows."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n
+    scale = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    weight_total = tl.zeros([BLOCK], tl.float32)
+    bias_total = tl.zeros([BLOCK], tl.float32)
+    result_total = tl.zeros([BLOCK], tl.float32)
+    residual_total = tl.zeros([BLOCK], tl.float32)
+    for row in tl.range(part, num_rows, parts, num_stages=STAGES):
+        i = tl.cast(row, tl.int64) * n + columns
+        grad = _sum(grad_0, grad_1, grad_2, i, inside, NUM_GRADS)
+        normed = _sum(input_0, input_1, input_1, i, inside, NUM_INPUTS)
+        factor = tl.load(rstd + row).to(tl.float32)
+        if CENTERED:
+            normed -= tl.load(mean + row).to(tl.float32)
+        normed *= factor
+        weighted = grad * scale  # 0 beyond the row
+        slope = weighted - normed * (tl.sum(weighted * normed, 0) / n)
+        if CENTERED:
+            slope -= tl.sum(weighted, 0) / n
+        slope *= factor
+        if HAS_RESIDUAL:
+            added = tl.load(residual + i, inside, other=0.0).to(tl.float32)
+            slope += added
+            if SUMS_RESIDUAL:
+                residual_total += added
+        rounded = slope.to(result.dtype.element_ty)
+        tl.store(result + i, rounded, inside)
+        weight_total += grad * normed
+        bias_total += grad
+        if SUMS_RESULT:
+            result_total += rounded.to(tl.float32)
+    i = part * n + columns
+    tl.store(sums + i, weight_total, inside)
+    tl.store(sums + parts * n + i, bias_total, inside)
+    if SUMS_RESULT:
+        tl.store(more + i, result_total, inside)
+        more += parts * n
+    if SUMS_RESIDUAL:
+        tl.store(more + i, residual_total, inside)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bmtrain.kernels.launch import kernel, tl
+
 # Odd multipliers: products and shifts in turn flip each bit of the result with a probability near
 # 1/2. Source: Wellons, "Prospecting for Hash Functions" (2018), the function "lowbias32".
 MULTIPLIER1, MULTIPLIER2 = 0x7FEB352D, 0x846CA68B
@@ -51,3 +53,17 @@ def _mixed_tensor(x: torch.Tensor) -> torch.Tensor:
 
 def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
     return (x >> count) & (_ALL >> count)
+
+
+@kernel
+def mixed(x: tl.tensor) -> tl.tensor:
+    """`_mixed` of uint32."""
+    x = (x ^ (x >> 16)) * tl.full((), MULTIPLIER1, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.full((), MULTIPLIER2, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@kernel
+def bits_of(places: tl.tensor, seed: tl.tensor) -> tl.tensor:
+    """`random_bits` of uint32 places, to which FIRST has been added."""
+    return mixed(mixed(places) ^ seed)

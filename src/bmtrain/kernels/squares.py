@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 
-from bmtrain.kernels.chunks import Batch, launching_on
+from bmtrain.kernels.chunks import Batch, tensor_at
+from bmtrain.kernels.launch import kernel, tl
 
 BLOCK, NUM_WARPS = 2048, 8
 # Programs per launch. The same on every device: each program then sums the same chunks in the same
@@ -43,29 +41,54 @@ def sum_of_squares_reference(tensors: Batch, device: torch.device) -> torch.Tens
 
 def sum_of_squares_triton(tensors: Batch, device: torch.device) -> torch.Tensor:
     """`sum_of_squares` for contiguous tensors on `device`: one kernel per dtype, then one sum."""
-    from bmtrain.kernels.chunks_triton import DTYPES
-
     launches = tensors.tables(BLOCK)
     found = torch.empty(len(launches), NUM_PROGRAMS, dtype=torch.float64, device=device)
-    with launching_on(device):
-        for ((dtype,), chunks), partial in zip(launches, found, strict=True):
-            _triton_kernel()[(NUM_PROGRAMS,)](
-                chunks.rows,
-                chunks.row_of,
-                partial,
-                chunks.count,
-                DTYPE=DTYPES[dtype],
-                IS_ALIGNED=chunks.is_aligned,
-                NUM_PROGRAMS=NUM_PROGRAMS,
-                BLOCK=BLOCK,
-                num_warps=NUM_WARPS,
-            )
+    for ((dtype,), chunks), partial in zip(launches, found, strict=True):
+        squares_kernel(
+            (NUM_PROGRAMS,),
+            chunks.rows,
+            chunks.row_of,
+            partial,
+            chunks.count,
+            DTYPE=dtype,
+            IS_ALIGNED=chunks.is_aligned,
+            NUM_PROGRAMS=NUM_PROGRAMS,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
     return found.sum()
 
 
-@functools.cache
-def _triton_kernel() -> Any:
-    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
-    from bmtrain.kernels.squares_triton import squares_kernel
+@kernel
+def squares_kernel(
+    rows: tl.tensor,
+    row_of: tl.tensor,
+    found: tl.tensor,
+    num_chunks: tl.tensor,
+    DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program p sums the squares of chunks p, p + NUM_PROGRAMS, ... into `found[p]`, fp64.
 
-    return squares_kernel
+    Squares are accumulated in fp32 twice: as they are, and of elements scaled down. If the first
+    sum overflows, the second is used: squares that underflow in it are negligible in the sum.
+    """
+    program = tl.program_id(0)
+    plain = tl.zeros([BLOCK], tl.float32)
+    small = tl.zeros([BLOCK], tl.float32)
+    for chunk in range(program, num_chunks, NUM_PROGRAMS):
+        row = rows + tl.load(row_of + chunk).to(tl.int64) * 3
+        n = tl.load(row + 1)
+        n = tl.multiple_of(n, 16) if IS_ALIGNED else n
+        i = (chunk - tl.load(row + 2)) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(tensor_at(row, 0, DTYPE, IS_ALIGNED) + i, mask=i < n, other=0.0).to(tl.float32)
+        plain += x * x
+        y = x * 2.0**-80
+        small += y * y
+    exact = tl.sum(plain, 0)
+    total = tl.where(
+        exact < float("inf"), exact.to(tl.float64), tl.sum(small, 0).to(tl.float64) * 2.0**160
+    )
+    tl.store(found + program, total)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 
-from bmtrain.kernels.chunks import launching_on
+from bmtrain.kernels.launch import kernel, tl
 
 BLOCK = 4096
 
@@ -22,8 +19,6 @@ def sum_parts(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bool) -> 
         parts: (ranks, n) of any floating dtype, contiguous.
         accumulate: whether to add the old `total`, as the last term.
     """
-    if total.numel() == 0:
-        return
     if total.device.type == "cpu" or torch.float64 in (total.dtype, parts.dtype):
         sum_parts_reference(total, parts, accumulate=accumulate)
     else:
@@ -43,16 +38,26 @@ def sum_parts_triton(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bo
     """`sum_parts` in one kernel that reads and writes each element once."""
     num_ranks, numel = parts.shape
     grid = (-(-numel // BLOCK),)
-    with launching_on(total.device):
-        _triton_kernel()[grid](
-            total, parts, numel, ACCUMULATE=accumulate, NUM_RANKS=num_ranks, BLOCK=BLOCK
-        )
+    constants = {"ACCUMULATE": accumulate, "NUM_RANKS": num_ranks, "BLOCK": BLOCK}
+    sum_parts_kernel(grid, total, parts, numel, **constants)
     torch.autograd.graph.increment_version(total)
 
 
-@functools.cache
-def _triton_kernel() -> Any:
-    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
-    from bmtrain.kernels.sum_parts_triton import sum_parts_kernel
-
-    return sum_parts_kernel
+@kernel
+def sum_parts_kernel(
+    total: tl.tensor,
+    parts: tl.tensor,
+    n: tl.tensor,
+    ACCUMULATE: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program sums BLOCK elements of all parts in fp32."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    result = tl.load(parts + i, mask=inside).to(tl.float32)
+    for rank in tl.static_range(1, NUM_RANKS):
+        result += tl.load(parts + rank * tl.cast(n, tl.int64) + i, mask=inside).to(tl.float32)
+    if ACCUMULATE:
+        result += tl.load(total + i, mask=inside).to(tl.float32)
+    tl.store(total + i, result.to(total.dtype.element_ty), mask=inside)

@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 from bmtrain.distributed import tensor_parallel
 from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.cross_entropy import RowSums, row_gradient
-from bmtrain.loss.columns import columns_of
 from bmtrain.loss.module import DTYPES, ClassLoss, describe, names
-from bmtrain.loss.row_loss import RowLoss
+from bmtrain.loss.row_loss import RowLoss, columns_of
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import FLAG, check, known_keywords
 
@@ -39,10 +38,7 @@ class CrossEntropyRows(torch.autograd.Function):
 
         `valid` is bool. The target of a row that is not valid must still be in range.
         """
-        own_scores = row_loss.columns.scores(logits, target)
-        sums, scores = row_loss.columns.join(
-            row_loss.sums(logits), own_scores, row_loss.own_weight()
-        )
+        sums, scores = row_loss.sums_and_scores(logits, target)
         ctx.save_for_backward(logits, sums.highest, sums.sum_exp, target, valid)
         ctx.row_loss = row_loss
         return row_loss.losses(sums, scores, target, valid)
@@ -53,13 +49,12 @@ class CrossEntropyRows(torch.autograd.Function):
         """The gradient of the logits (rows, columns) in their dtype, rounded once."""
         logits, highest, sum_exp, target, valid = ctx.saved_tensors
         row_loss: RowLoss = ctx.row_loss
-        factors = row_loss.factors(
-            row_loss.columns.sum(torch.where(valid, grad_rows, 0.0)), target, valid
-        )
-        sums = RowSums(highest, sum_exp, highest)
-        grad = row_gradient(
-            logits, sums, factors, row_loss.of_columns(), smoothed=row_loss.smoothed
-        )
+        grad_rows = torch.where(valid, grad_rows, 0.0)
+        if row_loss.columns.are_split:
+            grad_rows = tensor_parallel.all_reduce(grad_rows, "sum")
+        factors = row_loss.factors(grad_rows, target, valid)
+        sums, weight = RowSums(highest, sum_exp, highest), row_loss.of_columns()
+        grad = row_gradient(logits, sums, factors, weight, smoothed=row_loss.smoothed)
         return grad, None, None, None
 
 
@@ -119,7 +114,7 @@ class FusedCrossEntropy(ClassLoss):
                 CPU only, and under torch.compile only the number of rows is).
         """
         columns = columns_of(input.shape[-1] if input.dim() else 0, parallel=self.parallel)
-        if columns.count < columns.total and not torch.compiler.is_compiling():
+        if columns.are_split and not torch.compiler.is_compiling():
             self._check_together(input, target, columns.total)
         else:
             self._check(input, target, columns.total)
@@ -130,11 +125,9 @@ class FusedCrossEntropy(ClassLoss):
             losses: torch.Tensor = CrossEntropyRows.apply(input, target, valid, row_loss)
         if self.reduction == "none":
             return losses
-        return (
-            losses.sum()
-            if self.reduction == "sum"
-            else self.average(losses.sum(), row_loss, target, valid)
-        )
+        if self.reduction == "sum":
+            return losses.sum()
+        return self.average(losses.sum(), row_loss, target, valid)
 
     def extra_repr(self) -> str:
         """The arguments other than the class weights, for printing."""

@@ -20,12 +20,10 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.kernels.cross_entropy import RowSums, arithmetic, row_gradient_, score
-from bmtrain.kernels.products import add_product, multiply
-from bmtrain.kernels.scale_to import scale_to
-from bmtrain.loss.columns import columns_of
+from bmtrain.kernels.cross_entropy import RowFactors, RowSums, arithmetic, row_gradient, score
+from bmtrain.kernels.scale import scale_to
 from bmtrain.loss.module import DTYPES, ClassLoss, check_device, check_tensor, describe, names
-from bmtrain.loss.row_loss import RowLoss
+from bmtrain.loss.row_loss import RowLoss, columns_of
 from bmtrain.shard.parameter import computed_with
 
 # A chunk has CHUNK_ROWS rows, or more if its logits fit into CHUNK_BYTES. Each chunk reads and
@@ -56,16 +54,6 @@ class Targets(NamedTuple):
     label_smoothing: float
 
 
-def _boost(dtype: torch.dtype, class_weight: torch.Tensor | None) -> float | torch.Tensor:
-    """The factor on gradients of fp16 logits, against underflow; 1 for other dtypes.
-
-    They are computed in the forward pass, when the loss scale is not yet known.
-    """
-    if dtype != torch.float16:
-        return 1.0
-    return 2.0**12 if class_weight is None else 2.0**12 / class_weight.amax().clamp(min=1.0)
-
-
 class LinearCrossEntropySum(torch.autograd.Function):
     """The sum of the losses of all rows, a scalar. Forward computes the gradients as well."""
 
@@ -74,7 +62,11 @@ class LinearCrossEntropySum(torch.autograd.Function):
         """Hidden states, weight and optionally bias; at least one of them requires grad."""
         ctx.wanted = [tensor.requires_grad for tensor in head]
         ctx.dtype = head[0].dtype
-        ctx.boost = _boost(ctx.dtype, targets.class_weight)
+        # A factor on gradients of fp16 logits, against underflow: they are computed here, where the
+        # loss scale is not yet known.
+        weight, ctx.boost = targets.class_weight, 1.0
+        if ctx.dtype == torch.float16:
+            ctx.boost = 2.0**12 if weight is None else 2.0**12 / weight.amax().clamp(min=1.0)
         grad_rows = targets.valid.to(arithmetic(ctx.dtype)) * ctx.boost
         losses, *grads = linear_cross_entropy_gradients(list(head), *targets, grad_rows, ctx.wanted)
         ctx.save_for_backward(*grads)
@@ -84,10 +76,10 @@ class LinearCrossEntropySum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_sum: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scale the saved gradients by the incoming one and round them to the tensors' dtype."""
-        grads = zip(ctx.saved_tensors, ctx.wanted, strict=True)
         factor = grad_sum / ctx.boost
         return None, *(
-            scale_to(grad, factor, ctx.dtype) if wanted else None for grad, wanted in grads
+            scale_to(grad, factor, ctx.dtype) if wanted else None
+            for grad, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
         )
 
 
@@ -180,7 +172,9 @@ def linear_cross_entropy_gradients(
         logits = padded[:, :num_classes]  # logits of padding are 0 and stay: so is their gradient
         scores.append(score(logits, target[rows]))
         parts.append(row_loss.sums(logits))
-        row_gradient_(logits, parts[-1], factors.of(rows), class_weight, smoothed=row_loss.smoothed)
+        of_rows = RowFactors(*(each[rows] for each in factors))
+        smoothed = row_loss.smoothed
+        row_gradient(logits, parts[-1], of_rows, class_weight, smoothed=smoothed, in_place=True)
         _add_gradients(grads, wanted, rows, padded, padded_head)
     losses = _losses(row_loss, parts, scores, target, valid)
     return [losses, grads[0], *(grad[:num_classes] for grad in grads[1:])]
@@ -254,9 +248,9 @@ class FusedLinearCrossEntropy(ClassLoss):
             loss_sum = LinearCrossEntropySum.apply(targets, *head)
         else:
             loss_sum = linear_cross_entropy(head, *targets).sum()
-        return (
-            loss_sum if self.reduction == "sum" else self.average(loss_sum, row_loss, target, valid)
-        )
+        if self.reduction == "sum":
+            return loss_sum
+        return self.average(loss_sum, row_loss, target, valid)
 
     def _check(self, head: Head, target: torch.Tensor) -> None:
         hidden, weight = head[:2]
@@ -374,9 +368,25 @@ def _add_gradients(
     hidden, weight = head[:2]
     is_first = rows.start == 0
     if wanted[0]:
-        multiply(grads[0][rows], grad_logits, weight)
+        _multiply(grads[0][rows], grad_logits, weight, adds=False)
     if wanted[1]:
-        (multiply if is_first else add_product)(grads[1], grad_logits.t(), hidden[rows])
+        _multiply(grads[1], grad_logits.t(), hidden[rows], adds=not is_first)
     if len(head) > 2 and wanted[2]:
         part = grad_logits.sum(0, dtype=grads[2].dtype)
         grads[2].copy_(part if is_first else grads[2] + part)
+
+
+def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, adds: bool) -> None:
+    """`out = a @ b`, or `out += a @ b`, computed and stored in the dtype of `out`.
+
+    Args:
+        out: (m, n), in the dtype of the factors or a wider one.
+        a, b: (m, k) and (k, n) of one dtype.
+    """
+    wider: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if wider and a.device.type == "cpu":  # no such kernel: convert the factors
+        a, b, wider = a.to(out.dtype), b.to(out.dtype), {}
+    if adds:
+        torch.addmm(out, a, b, **wider, out=out)
+    else:
+        torch.mm(a, b, **wider, out=out)

@@ -1,13 +1,16 @@
-"""The base of the cross-entropy modules: arguments, checks and the reduction over rows."""
+"""What losses share: arguments, checks, the reduction over rows and over the tokens of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.cross_entropy import arithmetic
-from bmtrain.loss.columns import Columns
-from bmtrain.loss.row_loss import RowLoss
+from bmtrain.loss.row_loss import Columns, RowLoss
+from bmtrain.runtime import world
 from bmtrain.runtime.arguments import SHARE, WHOLE, check, known_keywords
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -123,18 +126,62 @@ class ClassLoss(torch.nn.Module):
         # Reading values would synchronise with a GPU and break the graph of a compiler. In these
         # cases the gather itself fails.
         if rows.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._check_range(target, num_classes)
+            bad = ((target < 0) | (target >= num_classes)) & (target != self.ignore_index)
+            if bad.any():
+                row = int(bad.nonzero()[0, 0])
+                raise ConfigurationError(
+                    f"target of row {row}: got {int(target[row])}, expected 0 to {num_classes - 1} "
+                    f"or ignore_index={self.ignore_index} ({int(bad.sum())} of {bad.numel()} rows "
+                    "are out of range); check that the vocabulary of the data is that of the model."
+                )
 
-    def _check_range(self, target: torch.Tensor, num_classes: int) -> None:
-        bad = ((target < 0) | (target >= num_classes)) & (target != self.ignore_index)
-        if bad.any():
-            row = int(bad.nonzero()[0, 0])
-            raise ConfigurationError(
-                f"target of row {row}: got {int(target[row])}, expected 0 to {num_classes - 1} or "
-                f"ignore_index={self.ignore_index} ({int(bad.sum())} of {bad.numel()} "
-                "rows are out of range); "
-                "check that the vocabulary of the data is that of the model."
-            )
+
+class TokenMean:
+    """Scales summed losses so that the step's gradient is that of the mean over all valid tokens.
+
+    A mean of micro-batch means gives tokens of a short micro-batch more weight; this one weighs all
+    tokens equally. Construct it once per step from the targets of all micro-batches of this rank,
+    call it with each micro-batch's summed loss, and pass the result to `OptimManager.backward`. The
+    sum of the results, averaged by `sum_loss`, is the mean loss for the log. Construction is
+    collective: it sums the token counts of all ranks.
+
+    Args:
+        targets: this rank's targets of the step, one integer tensor of any shape per micro-batch.
+        ignore_index: the target of tokens to ignore.
+
+    Raises:
+        NotInitializedError: before `init_distributed`.
+        ConfigurationError: for targets that are no integer tensors.
+
+    Example:
+        mean = TokenMean(targets_of_all_micro_batches)
+        loss = FusedCrossEntropy(reduction="sum")
+        for inputs, targets in micro_batches:
+            logits = model(inputs).flatten(0, 1)
+            manager.backward(mean(loss(logits, targets.flatten())))
+    """
+
+    def __init__(self, targets: Iterable[torch.Tensor], ignore_index: int = -100) -> None:
+        current = world.current("TokenMean")
+        self._num_ranks = current.mesh.world.size
+        count = torch.zeros((), dtype=torch.float64, device=current.device)
+        for target in targets:
+            if not isinstance(target, torch.Tensor) or target.is_floating_point():
+                raise ConfigurationError(
+                    "TokenMean got targets that are no integer tensors: expected one "
+                    "tensor per micro-batch."
+                )
+            count += (target != ignore_index).sum()
+        collectives.all_reduce_(count, "sum", current.mesh.world)
+        self.num_tokens = count
+
+    def __call__(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Scale `loss_sum`, a scalar summed over the valid tokens of one micro-batch.
+
+        It is divided by the step's number of tokens and multiplied by the world size, by which
+        `OptimManager.backward` divides. A step without a valid token gives 0.
+        """
+        return loss_sum * (self._num_ranks / self.num_tokens.clamp(min=1)).to(loss_sum.dtype)
 
 
 def check_device(name: str, tensor: torch.Tensor, rows: torch.Tensor) -> None:

@@ -18,9 +18,41 @@ import dataclasses
 
 import torch
 
+from bmtrain.distributed import tensor_parallel
 from bmtrain.kernels import cross_entropy as kernels
-from bmtrain.kernels.cross_entropy import RowFactors, RowSums
-from bmtrain.loss.columns import Columns
+from bmtrain.kernels.cross_entropy import RowFactors, RowSums, score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The classes of the logits' columns: `first` to `first + count - 1` of `total`.
+
+    All of them, or this rank's part of a vocabulary that is split over the tensor-parallel ranks.
+    """
+
+    first: int
+    count: int
+    total: int
+
+    @property
+    def are_split(self) -> bool:
+        """Whether other ranks have the columns of other classes."""
+        return self.count < self.total
+
+    def place(self, target: torch.Tensor) -> torch.Tensor:
+        """The column of each row's target class, (rows,) int64; -1 if it is not among these."""
+        if not self.are_split:
+            return target
+        column = target - self.first
+        return torch.where((column >= 0) & (column < self.count), column, -1)
+
+
+def columns_of(count: int, *, parallel: bool) -> Columns:
+    """The classes of `count` columns: all of them, or with `parallel` this rank's part."""
+    axis = tensor_parallel.axis() if parallel else None
+    if axis is None:
+        return Columns(first=0, count=count, total=count)
+    return Columns(first=axis.index * count, count=count, total=axis.size * count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,11 +80,39 @@ class RowLoss:
 
     def of_columns(self) -> torch.Tensor | None:
         """The class weights of this rank's columns (columns,), or None for 1 each."""
-        return None if self.weight is None else self.columns.own(self.weight)
+        columns = self.columns
+        return None if self.weight is None else self.weight.narrow(0, columns.first, columns.count)
 
     def sums(self, logits: torch.Tensor) -> RowSums:
         """The sums of each row over this rank's columns."""
         return kernels.row_sums(logits, self.of_columns(), smoothed=self.smoothed)
+
+    def sums_and_scores(
+        self, logits: torch.Tensor, target: torch.Tensor
+    ) -> tuple[RowSums, torch.Tensor]:
+        """Sums over all columns, and x_y - m for the target class y of each row, (rows,).
+
+        Collective if the columns are split: at most three numbers per row are communicated at a
+        time, never logits.
+        """
+        sums, column = self.sums(logits), self.columns.place(target)
+        if not self.columns.are_split:
+            return sums, score(logits, target) - sums.highest
+        scores = torch.where(column < 0, 0.0, score(logits, column.clamp(min=0)))
+        highest = tensor_parallel.all_reduce(sums.highest, "max")
+        # Where all of these columns are -inf, `below` is relative to 0 (see RowSums).
+        base = torch.where(sums.highest == -torch.inf, 0.0, sums.highest)
+        weights = self.of_columns()
+        weight = self.columns.count if weights is None else weights.sum()
+        moved = torch.stack(
+            [
+                sums.sum_exp * (sums.highest - highest).exp(),
+                sums.below + weight * (base - highest),
+                scores,
+            ]
+        )
+        sum_exp, below, scores = tensor_parallel.all_reduce(moved, "sum").unbind(0)
+        return RowSums(highest, sum_exp, below), scores - highest
 
     def losses(
         self, sums: RowSums, scores: torch.Tensor, target: torch.Tensor, valid: torch.Tensor
@@ -67,9 +127,8 @@ class RowLoss:
         loss = self.of_targets(target, valid) * (log_sum - scores)
         if self.smoothed:
             spread = self._total_weight() * log_sum - sums.below
-            loss = (
-                1 - self.label_smoothing
-            ) * loss + self.label_smoothing / self.columns.total * spread
+            share = self.label_smoothing / self.columns.total
+            loss = (1 - self.label_smoothing) * loss + share * spread
         # Multiplying by `valid` instead would give NaN for an ignored row with an infinite logit.
         return torch.where(valid, loss, 0.0)
 
@@ -84,15 +143,9 @@ class RowLoss:
         hit, column = grad_rows * self.of_targets(target, valid), self.columns.place(target)
         if not self.smoothed:
             return RowFactors(hit, hit, hit, column)
-        hit, smooth = (
-            hit * (1 - self.label_smoothing),
-            grad_rows * (self.label_smoothing / self.columns.total),
-        )
+        hit = hit * (1 - self.label_smoothing)
+        smooth = grad_rows * (self.label_smoothing / self.columns.total)
         return RowFactors(hit + smooth * self._total_weight(), smooth, hit, column)
-
-    def own_weight(self) -> float | torch.Tensor:
-        """The sum of the class weights of this rank's columns."""
-        return self.columns.count if self.weight is None else self.columns.own(self.weight).sum()
 
     def _total_weight(self) -> float | torch.Tensor:
         """W, the sum of all class weights."""

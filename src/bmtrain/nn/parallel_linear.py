@@ -82,13 +82,15 @@ class OpParallelLinear:
             )
         if world.current("OpParallelLinear").mesh.tp.size == 1:
             return F.linear(input, weight, bias)
-        input, weight, bias = (
-            _autocast(input),
-            _autocast(weight),
-            None if bias is None else _autocast(bias),
-        )
+        input, weight = _autocast(input), _autocast(weight)
+        bias = None if bias is None else _autocast(bias)
         if reduce_output_type is not None:
-            product = _summed(input, weight, split_input, reduce_output_type, async_gather_chunks)
+            if reduce_output_type is ReduceType.REDUCE_SCATTER:
+                product = tensor_parallel.linear_scatter(
+                    input, weight, split_input, async_gather_chunks
+                )
+            else:
+                product = tensor_parallel.linear_reduce(input, weight, split_input)
             product = product if bias is None else product + bias
         elif gather_input:
             product = tensor_parallel.gather_linear(input, weight, bias, async_gather_chunks)
@@ -139,24 +141,19 @@ class ColumnParallelLinear(DistributedModule):
         )
         own = part_of("ColumnParallelLinear", "out_features", out_features, num_ranks)
         self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.gather_input, self.async_gather_chunks = (
-            gather_output,
-            gather_input,
-            async_gather_chunks,
-        )
+        self.gather_output, self.gather_input = gather_output, gather_input
+        self.async_gather_chunks = async_gather_chunks
         self.weight = DistributedParameter(
             torch.empty(own, in_features, dtype=dtype),
             init_method=init_method or fan_in_uniform(in_features),
             tp_mode=True,
             tp_split_dim=0,
         )
-        vector = torch.empty(own, dtype=dtype) if bias else None
-        self.register_parameter(
-            "bias",
-            None
-            if vector is None
-            else DistributedParameter(vector, init_method=zeros(), tp_mode=True, tp_split_dim=0),
-        )
+        vector = None
+        if bias:
+            values = torch.empty(own, dtype=dtype)
+            vector = DistributedParameter(values, init_method=zeros(), tp_mode=True, tp_split_dim=0)
+        self.register_parameter("bias", vector)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(rows, ..., in_features) -> (rows of all ranks, ..., out_features / tp_size).
@@ -265,14 +262,6 @@ class RowParallelLinear(DistributedModule):
             f"bias={self._parameters['bias'] is not None}, "
             f"split_input={self.split_input}, reduce_type={self.reduce_type.name}"
         )
-
-
-def _summed(
-    x: torch.Tensor, weight: torch.Tensor, split_input: bool, kind: ReduceType, num_chunks: int
-) -> torch.Tensor:
-    if kind is ReduceType.REDUCE_SCATTER:
-        return tensor_parallel.linear_scatter(x, weight, split_input, num_chunks)
-    return tensor_parallel.linear_reduce(x, weight, split_input)
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:

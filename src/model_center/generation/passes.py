@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bmtrain.graphs.conditions import Conditions
-from bmtrain.graphs.repeated import Repeated, recorder_for
 from bmtrain.torch_internals import has_global_module_hooks, has_hooks, num_dispatch_modes
+from model_center.generation.fingerprint import HostStateFingerprint
+from model_center.generation.recording import Repeated, recorder_for
 from model_center.generation.session import First, Kept, Session, roomy
 from model_center.generation.weights import Weights, without_plans
 from model_center.model.decoding import Decoding, FixedSteps, Work
@@ -53,7 +53,7 @@ class Passes:
         self._steps: FixedSteps | None = None
         self._places: Sequence[object] = []
         # those of the last time that a step was not replayed; without a session nobody asks
-        self._conditions: Conditions | None = None
+        self._fingerprint: HostStateFingerprint | None = None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class Passes:
         decoding.expand(copies)
         self._steps = decoding.fix(self._do, None if kept is None else kept.steps)
         if kept is not None and self._steps is not None:
-            self._repeated, self._conditions = kept.repeated, kept.conditions
+            self._repeated, self._fingerprint = kept.repeated, kept.fingerprint
         elif kept is not None and self._session is not None:
             self._session.leave(kept)  # it is for other prompts
         elif num_new >= FEWEST_TOKENS and not self.is_watched:
@@ -124,7 +124,7 @@ class Passes:
         if self._session is None:
             return None
         num_rows, length = self._decoding.prefix.shape
-        now = Conditions(self._model, self._device)
+        now = HostStateFingerprint(self._model, self._device)
         return self._session.take(now, num_rows * copies, length + num_new, self._places)
 
     def _first_of(self, kept: Kept, copies: int) -> First | None:
@@ -142,7 +142,7 @@ class Passes:
         """Scores after the first pass, behind which the steps of another generation go on."""
         scores = first.repeated(self._within(first.prompts.work))
         self._decoding.resume(self._do, kept.steps)
-        self._steps, self._repeated, self._conditions = kept.steps, kept.repeated, kept.conditions
+        self._steps, self._repeated, self._fingerprint = kept.steps, kept.repeated, kept.fingerprint
         return scores
 
     def _leave(self) -> None:
@@ -150,11 +150,11 @@ class Passes:
         if (
             self._session is not None
             and self._steps is not None
-            and self._conditions is not None
+            and self._fingerprint is not None
             and self._repeated.is_recorded
         ):
             self._session.leave(
-                Kept(self._steps, self._repeated, self._first, self._places, self._conditions)
+                Kept(self._steps, self._repeated, self._first, self._places, self._fingerprint)
             )
 
     def _do(self, work: Work) -> torch.Tensor:
@@ -163,7 +163,7 @@ class Passes:
     def _noted(self, work: Work) -> torch.Tensor:
         """A step that is done or recorded, not replayed."""
         if self._session is not None and self._repeated.can_record:
-            self._conditions = Conditions(self._model, self._device)
+            self._fingerprint = HostStateFingerprint(self._model, self._device)
         return self._within(work)()
 
     def _within(self, work: Work) -> Work:

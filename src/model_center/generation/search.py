@@ -7,11 +7,11 @@ import dataclasses
 
 import torch
 
-from bmtrain.kernels.largest import largest
 from model_center.generation.config import GenerationConfig
 from model_center.generation.filters import Filters
 from model_center.generation.output import GenerationOutput
 from model_center.generation.stopping import Ending
+from model_center.kernels.largest import largest
 from model_center.layer.fusion import is_fused
 
 

@@ -7,9 +7,9 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bmtrain.graphs.conditions import Conditions
-from bmtrain.graphs.repeated import Repeated
 from model_center.errors import ConfigError
+from model_center.generation.fingerprint import HostStateFingerprint
+from model_center.generation.recording import Repeated
 from model_center.model.decoding import FixedPrompts, FixedSteps
 
 
@@ -31,16 +31,16 @@ class Kept(NamedTuple):
     Attributes:
         steps: with the memory of the cache.
         repeated: their recording.
-        first: the first pass, recorded under the same conditions; None for none.
+        first: the first pass, recorded under the same fingerprint; None for none.
         places: where the weights were, and on which stream.
-        conditions: what else the recording is of.
+        fingerprint: of the host, of which the recording is too.
     """
 
     steps: FixedSteps
     repeated: Repeated
     first: First | None
     places: Sequence[object]
-    conditions: Conditions
+    fingerprint: HostStateFingerprint
 
 
 class Session:
@@ -97,7 +97,7 @@ class Session:
             )
 
     def take(
-        self, now: Conditions, num_rows: int, num_tokens: int, places: Sequence[object]
+        self, now: HostStateFingerprint, num_rows: int, num_tokens: int, places: Sequence[object]
     ) -> Kept | None:
         """What the last generation has left, if one of so many rows and tokens in each can go on
         with it; else None, and it is freed.
@@ -106,7 +106,7 @@ class Session:
         if kept is None:
             return None
         has_room = _has_room(kept, num_rows, num_tokens)
-        is_right = has_room and places == kept.places and now == kept.conditions
+        is_right = has_room and places == kept.places and now == kept.fingerprint
         return kept if is_right else None
 
     def has_room(self, num_rows: int, num_tokens: int) -> bool:

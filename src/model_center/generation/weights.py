@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from bmtrain.block.resident import Resident
+from model_center.generation.resident import Resident
 
 
 class Weights(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bmtrain.kernels.cached_attention import store_tokens
 from model_center.errors import InputError
+from model_center.kernels.cached_attention import store_tokens
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from bmtrain.kernels.gated import gated
 from model_center.config.rules import check_values
 from model_center.errors import ConfigError
+from model_center.kernels.gated import gated
 from model_center.layer.fusion import is_fused
 from model_center.layer.linear import Linear
 from model_center.layer.one_row import does_nothing, is_bare, together

@@ -8,7 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from bmtrain.kernels.cached_attention import NewToken, cached_attention, extended_attention
+from model_center.kernels.cached_attention import NewToken, cached_attention, extended_attention
 from model_center.layer.cache import LayerCache
 from model_center.layer.fusion import DTYPES, is_fused
 from model_center.layer.mask import AttentionMask

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bmtrain.kernels.rotary import rotate
 from model_center.errors import ConfigError, InputError
+from model_center.kernels.rotary import rotate
 from model_center.layer.fusion import is_fused
 
 

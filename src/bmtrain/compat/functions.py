@@ -1,0 +1,261 @@
+"""Functions and classes that only BMTrain's import paths have."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from bmtrain.block.block import Block
+from bmtrain.checkpoint.saving import collect
+from bmtrain.distributed import collectives
+from bmtrain.distributed.autograd import all_gather, all_reduce, broadcast, reduce_scatter
+from bmtrain.errors import ConfigurationError, ParameterError, RemovedError
+from bmtrain.runtime import world
+from bmtrain.runtime.mesh import Axis
+from bmtrain.shard import initialize
+from bmtrain.shard.parameter import DistributedParameter
+
+
+class Removed(type):
+    """The metaclass of placeholders: calling one, or reading an attribute of it, raises.
+
+    `isinstance(x, placeholder)` works and is False.
+    """
+
+    __qualname__: str
+    remedy: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RemovedError(cls.__qualname__, cls.remedy)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python itself probes for such names on any class
+            raise AttributeError(name)
+        raise RemovedError(f"{cls.__qualname__}.{name}", cls.remedy)
+
+
+# bmtrain.debug: a global dict of values that model code stores for debugging. The library itself
+# does not use it.
+
+DEBUG_VARS: dict[Any, Any] = {}
+
+
+def debug_clear(key: Any = None) -> None:
+    """Delete the value of `key`, or all values."""
+    if key is None:
+        DEBUG_VARS.clear()
+    else:
+        DEBUG_VARS.pop(key, None)
+
+
+def debug_set(key: Any, value: Any) -> None:
+    """Store `value`; a tensor is detached and moved to the CPU."""
+    DEBUG_VARS[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def debug_get(key: Any, default: Any = None) -> Any:
+    """The value of `key`, or `default`."""
+    return DEBUG_VARS.get(key, default)
+
+
+def debug_append(key: Any, value: Any) -> None:
+    """Append `value`, as it is, to the list of `key`, which is created if missing."""
+    DEBUG_VARS.setdefault(key, []).append(value)
+
+
+def debug_extend(key: Any, value: Iterable[Any]) -> None:
+    """Append the elements of `value` to the list of `key`, which is created if missing."""
+    DEBUG_VARS.setdefault(key, []).extend(value)
+
+
+# bmtrain.distributed.ops and bmtrain.parameter: functions under their old names
+
+
+class OpAllGather:
+    """`all_gather` under its old name."""
+
+    apply = staticmethod(all_gather)
+
+
+class OpAllReduce:
+    """`all_reduce` under its old name."""
+
+    apply = staticmethod(all_reduce)
+
+
+class OpReduceScatter:
+    """`reduce_scatter` under its old name."""
+
+    apply = staticmethod(reduce_scatter)
+
+
+class OpBroadcast:
+    """`broadcast` under its old name."""
+
+    apply = staticmethod(broadcast)
+
+
+class OpGather:
+    """`DistributedParameter.gather` under its old name."""
+
+    @staticmethod
+    def apply(value: DistributedParameter) -> torch.Tensor:
+        """All-gather the full tensor, differentiably. Collective.
+
+        Raises:
+            ParameterError: for anything but a DistributedParameter.
+        """
+        if not isinstance(value, DistributedParameter):
+            raise ParameterError(
+                f"OpAllGather got {type(value).__name__}: expected a "
+                "DistributedParameter; tensors have "
+                "bmtrain.distributed.all_gather."
+            )
+        return value.gather()
+
+
+# bmtrain.param_init
+
+
+def init_distributed_parameter(params: Iterable[torch.nn.Parameter]) -> None:
+    """Initialise distributed parameters by their `init_method`, if they have one. Collective.
+
+    The method gets the full tensor.
+    """
+    wanted = [
+        param
+        for param in params
+        if isinstance(param, DistributedParameter) and param.init_method is not None
+    ]
+    initialize.initialize(torch.nn.ParameterList(wanted))
+
+
+def iterate_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The module's own parameters without those of its children; none for a Block."""
+    if not isinstance(model, Block):
+        yield from (param for param in model._parameters.values() if param is not None)
+
+
+# bmtrain.store
+
+
+def allgather_objects(obj: Any, comm: Axis | None = None) -> list[Any]:
+    """Gather every rank's `obj`, which must be picklable, in rank order. Collective."""
+    current = world.current("allgather_objects")
+    axis = _checked(comm, "allgather_objects") if comm is not None else current.mesh.world
+    return collectives.gather_objects(obj, axis, "allgather_objects")
+
+
+def broadcast_object(obj: Any, comm: Axis, src: int = 0) -> Any:
+    """Broadcast `obj`, which must be picklable, from rank `src` of `comm`. Collective.
+
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator, or a `src` outside of it.
+    """
+    world.current("broadcast_object")
+    axis = _checked(comm, "broadcast_object")
+    if not 0 <= src < axis.size:
+        raise ConfigurationError(
+            f"broadcast_object got src={src} of a communicator of {axis.size} ranks: "
+            f"expected 0 to {axis.size - 1}."
+        )
+    return collectives.broadcast_object(obj, src, axis, "broadcast_object")
+
+
+def save_to_rank0(
+    model: torch.nn.Module,
+    destination: OrderedDict[str, torch.Tensor] | None = None,
+    prefix: str = "",
+) -> OrderedDict[str, torch.Tensor]:
+    """The full CPU tensors that `save` would write, on rank 0; none elsewhere. Collective.
+
+    Args:
+        model: sharded or not.
+        destination: gets the tensors and is returned; None is a new dict.
+        prefix: put before their names.
+    """
+    is_first = world.current("_save_to_rank0").rank == 0
+    found = collect(model, keep=is_first)
+    out = OrderedDict() if destination is None else destination
+    out.update({prefix + name: tensor for name, tensor in found.items()})
+    return out
+
+
+def _checked(comm: Axis, what: str) -> Axis:
+    if not isinstance(comm, Axis):
+        raise ConfigurationError(
+            f"{what} got the communicator {comm!r}: expected one of bmtrain.config such as "
+            "config['comm']."
+        )
+    return comm
+
+
+# bmtrain.optim.optim_manager and bmtrain.loss._function
+
+
+def check_overflow(param_groups: Iterable[dict[str, Any]]) -> None:
+    """Raise on all ranks if any rank has an infinite or NaN gradient. Collective.
+
+    Unlike BMTrain's, it checks fp32 gradients, too: they overflow as well if activations are in
+    half precision.
+
+    Raises:
+        OverflowError: on all ranks.
+    """
+    current = world.current("check_overflow")
+    bad = torch.zeros((), dtype=torch.int32, device=current.device)
+    for grad in _gradients(param_groups):
+        bad += ~torch.isfinite(grad).all()
+    collectives.all_reduce_(bad, "max", current.mesh.world)
+    if bad.item():
+        raise OverflowError("Gradient overflow")
+
+
+@torch.no_grad()
+def grad_rescale(param_groups: Iterable[dict[str, Any]], scale: float) -> None:
+    """Divide all gradients by `scale`, in place.
+
+    Raises:
+        ConfigurationError: for a scale of 0.
+    """
+    if scale == 0:
+        raise ConfigurationError(
+            "grad_rescale got scale=0: expected the loss scale, which is above 0."
+        )
+    for grad in _gradients(param_groups):
+        grad.div_(scale)
+
+
+def _gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
+    return [
+        param.grad for group in param_groups for param in group["params"] if param.grad is not None
+    ]
+
+
+def has_inf_nan(g_half: torch.Tensor, out: torch.Tensor) -> None:
+    """Set `out` to 1 if any element of `g_half` is infinite or NaN.
+
+    An `out` that is 1 already stays 1. There is no synchronisation with the device.
+
+    Args:
+        g_half: any shape and floating dtype.
+        out: uint8, one element.
+
+    Raises:
+        ConfigurationError: for an `out` of another dtype or size, or a `g_half` that is not
+            floating point.
+    """
+    if out.dtype != torch.uint8 or out.numel() != 1:
+        raise ConfigurationError(
+            f"has_inf_nan got out of {out.dtype} with {out.numel()} elements: expected one "
+            "of torch.uint8."
+        )
+    if not g_half.is_floating_point():
+        raise ConfigurationError(
+            f"has_inf_nan got {g_half.dtype}: expected a floating point tensor."
+        )
+    bad = ~torch.isfinite(g_half.detach()).all()
+    out.bitwise_or_(bad.to(out))

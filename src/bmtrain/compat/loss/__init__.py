@@ -1,1 +1,0 @@
-"""Modules importable as `bmtrain.loss.*`."""

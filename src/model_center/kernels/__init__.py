@@ -1,0 +1,1 @@
+"""Triton kernels of generation, one file per kernel: fast path and plain-torch twin."""
