@@ -189,12 +189,6 @@ def compiled_script(module: torch.jit.ScriptModule) -> Any:
     return module._c
 
 
-def script_attributes(module: torch.jit.ScriptModule) -> Iterable[str]:
-    """Names of all attributes of a ScriptModule, parameters and buffers included."""
-    names: Iterable[str] = module._concrete_type.get_attributes()
-    return names
-
-
 # The compiler
 # --------------------------------------------------------------------------------------------------
 
