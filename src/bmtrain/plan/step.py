@@ -219,12 +219,14 @@ class Memory:
     def _moment(self, name: str, place: int, kept: int, outside: int, gone: int) -> Moment:
         """The parts of a moment; gradients of the blocks before number `gone` are not there."""
         gathered, in_flight = 0, 0
+        # Without blocks the turn is all of both passes.
+        is_forward = name == "forward" or (name == "turn" and place >= 0)
         if self.ranks > 1 and place >= 0 and self.outline.calls:
             gathered = self._gathered(place)
             in_flight = self._in_flight(place) if name == "backward" else 0
         parts = {
             "weights": self.weights,
-            "gradients": self.gradients_behind(gone, is_forward=name in ("forward", "turn")),
+            "gradients": self.gradients_behind(gone, is_forward=is_forward),
             "optimizer states": self.states,
             "gathered weights": gathered,
             "gradients in flight": self.exchanges + in_flight,
