@@ -180,7 +180,7 @@ dtype=bf16 optimizer=offload moments=8bit master_weights=none
 ]
 
 
-def built() -> list[tuple[int, int, int]]:
+def built() -> list[tuple[int, ...]]:
     """Bytes of really sharded models on this rank: shards, gradients, states."""
     found = []
     for form in KEPT:
@@ -283,7 +283,7 @@ def test_models_of_all_sources(tmp_path: pathlib.Path) -> None:
     assert len(traced.calls) == 5 and not traced.notes
     found = bp.forecast(Model, lambda model, *size: model(torch.ones(*size).long()).mean(), EAGER)
     assert found.fits and found.parameters == sum(p.numel() for p in Model().parameters())
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
     config = transformers.LlamaConfig(
         **sizes, num_hidden_layers=2, num_attention_heads=4, architectures=["LlamaForCausalLM"]
     )

@@ -28,7 +28,7 @@ def fold(named: Iterable[tuple[str, Hashable]]) -> list[tuple[str, int, Any]]:
     rows = [(name, 1, settings) for name, settings in named]
     depth = max((name.count(".") + 1 for name, _, _ in rows), default=0)
     for place in reversed(range(depth)):
-        groups: dict[Hashable, list[tuple[list[str], int]]] = {}
+        groups: dict[tuple[Hashable, Hashable], list[tuple[list[str], int]]] = {}
         for name, count, settings in rows:
             words = name.split(".")
             is_number = place < len(words) and words[place].isdecimal()
@@ -253,8 +253,8 @@ def precision_report(
         moments = ", ".join(map(_text, row.moments or ())) or "-"
         moments = "at first step" if row.moments is None else moments
         lines.append((f"{names[0]}{more}{frozen}", f"{elements:,}", *dtypes, *by, moments))
-    columns = ("parameters", "elements", "stored", "computed", "reduced", "accumulated")
-    columns += ("optimizer", "master", "moments")
+    columns = ["parameters", "elements", "stored", "computed", "reduced", "accumulated"]
+    columns += ["optimizer", "master", "moments"]
     print_table(f"Precision of {model.__class__.__name__}", columns, lines, "", file)
     return rows
 

@@ -232,7 +232,8 @@ class Inspector:
             raise KeyError(f"no tensor {wanted!r} was recorded on this rank: {there}.")
         if len(self._parts[key]) == 1:
             return next(iter(self._parts[key].values()))
-        values, values.grad = self._joined(key, torch.atleast_1d)
+        values, grad = self._joined(key, torch.atleast_1d)
+        values.grad = grad
         return values
 
 

@@ -88,12 +88,12 @@ def report(arguments: argparse.Namespace, source: Callable[[], Source]) -> int:
 
     `arguments` are those of `add_run_arguments`.
     """
-    given = vars(arguments)
+    of_machine, of_settings = (
+        {field.name: vars(arguments)[field.name] for field in dataclasses.fields(kind)}
+        for kind in (Machine, Settings)
+    )
     try:
-        machine, settings = (
-            kind(**{field.name: given[field.name] for field in dataclasses.fields(kind)})
-            for kind in (Machine, Settings)
-        )
+        machine, settings = Machine(**of_machine), Settings(**of_settings)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that build the model: none is the user's
             model = source()

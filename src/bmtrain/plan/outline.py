@@ -249,7 +249,8 @@ class _Watch:
             made = {id(x): _like(x) for x in tensors}
             copies = [made.get(id(x), x) for x in leaves]
             own = [] if first is None else [made[id(first)]]
-            self.cases[kind] = Case(block, *tree_unflatten(copies, tree), own)
+            new_args, new_kwargs = tree_unflatten(copies, tree)
+            self.cases[kind] = Case(block, new_args, new_kwargs, own)
         self.calls.append(_Seen(block, kind, self.meter.live))
         return self.calls[-1]
 
