@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from backends import fused_loss
 
 import bmtrain.plan as bp
+from bmtrain.plan.forecast import trace
 from bmtrain.plan.step import Memory
 from models import SHAPES, projected_cross_entropy
 
@@ -56,7 +57,6 @@ class Row:
     record: dict[str, Any]
     measure: str
     gib: float
-    tokens: float
 
 
 def rows() -> list[Row]:
@@ -64,14 +64,15 @@ def rows() -> list[Row]:
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for name in FILES:
         for record in json.loads((RESULTS / name).read_text())["records"]:
-            if record["backend"] == "bmtrain" and "failure" not in record:
+            # A run below a limit of its own plans with peaks that it measures.
+            limited = record.get("memory_limit") or "failure" in record
+            if record["backend"] == "bmtrain" and not limited and not record.get("fp8"):
                 found.setdefault((name, described(record)), []).append(record)
     out = []
     for (name, what), records in found.items():
         measure = "device_gib" if "device_gib" in records[0] else "reserved_gib"
         sizes = statistics.median(record[measure] for record in records)
-        rate = statistics.median(record["tokens_per_second_per_gpu"] for record in records)
-        out.append(Row(name, what, records[0], measure, sizes, rate))
+        out.append(Row(name, what, records[0], measure, sizes))
     return out
 
 
@@ -79,13 +80,11 @@ def described(record: dict[str, Any]) -> str:
     """A setting in words."""
     flags = [
         name.replace("_", " ")
-        for name in ("offload", "fp8", "cuda_graph", "fused_head")
+        for name in ("offload", "cuda_graph", "fused_head")
         if record.get(name)
     ]
     flags += [f"recompute {RECOMPUTE[record['recompute']]}"]
     flags += [f"tp {record['tp']}"] if record.get("tp", 1) > 1 else []
-    limit = record.get("memory_limit")
-    flags += [f"at most {limit:g} GiB"] if limit else []
     size = f"{record['gpus']} x {record['batch']} x {record['seq']}"
     return f"{record['shape']}, {size}: {', '.join(flags)}"
 
@@ -106,12 +105,12 @@ def whole_cross_entropy(
 
 
 @functools.cache
-def forecaster(shape: str, fused: bool, older: bool, whole: bool) -> bp.Forecaster:
-    """Of a model of benchmarks/models.py, sharded as benchmarks/backends.py does.
+def source_of(shape: str, fused: bool, whole: bool) -> bp.Source:
+    """A model of benchmarks/models.py, in blocks as benchmarks/backends.py makes them.
 
     Args:
         fused: by FusedLinearCrossEntropy.
-        older: of OLDER. whole: of WHOLE_HEADS.
+        whole: of WHOLE_HEADS.
     """
     geometry = SHAPES[shape]
 
@@ -121,12 +120,8 @@ def forecaster(shape: str, fused: bool, older: bool, whole: bool) -> bp.Forecast
         return out
 
     head = fused_loss() if fused else whole_cross_entropy if whole else projected_cross_entropy
-    return bp.Forecaster(
-        bp.Source(
-            name=shape, build=functools.partial(geometry.model, head), loss=loss, whole=("head",)
-        ),
-        every_level=False,
-        memory=Kept if older else Memory,
+    return bp.Source(
+        name=shape, build=functools.partial(geometry.model, head), loss=loss, blocks=("head",)
     )
 
 
@@ -141,20 +136,17 @@ def forecast(row: Row) -> dict[str, Any]:
         recompute=RECOMPUTE[record["recompute"]],
         optimizer="offload" if record["offload"] else "adam",
         compiled=record["compile"],
-        fp8=record.get("fp8", False),
-        memory_limit=record.get("memory_limit"),
     )
     machine = bp.Machine(gpu="h200", gpus=record["gpus"])
-    of_shape = forecaster(
-        record["shape"], record.get("fused_head", False), row.file in OLDER, row.file in WHOLE_HEADS
-    )
-    found = of_shape(settings, machine)
+    fused, whole = record.get("fused_head", False), row.file in WHOLE_HEADS
+    traced = trace(source_of(record["shape"], fused, whole), settings)
+    memory = Kept if row.file in OLDER else Memory
+    found = bp.Forecast.of(memory(traced, settings, machine))
     parts = dict(found.peak.parts)
     if row.measure == "reserved_gib":
         # These runs kept shards in torch's allocator: all but what is outside of it.
         parts = {k: v for k, v in parts.items() if k not in ("CUDA context", "communication")}
     gib = sum(parts.values()) / GIB
-    rate = (found.tokens_per_second or 0.0) / record["gpus"]
     return {
         "file": row.file,
         "setting": row.what,
@@ -165,27 +157,21 @@ def forecast(row: Row) -> dict[str, Any]:
         "peak_at": found.peak.name,
         "recompute": found.recompute,
         "parts_gib": {name: round(size / GIB, 2) for name, size in parts.items()},
-        "forecast_tokens_per_second_per_gpu": round(rate),
-        "measured_tokens_per_second_per_gpu": row.tokens,
-        "difference_in_speed": round(rate / row.tokens - 1, 3),
     }
 
 
 def table(found: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| setting | source | measured as | forecast, GiB | measured, GiB | difference | "
-        "tokens/s a GPU: forecast | measured | difference |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| setting | source | measured as | forecast, GiB | measured, GiB | difference |",
+        "|---|---|---|---|---|---|",
     ]
     for row in found:
         name = "GPU in use" if row["measure"] == "device_gib" else "reserved"
         name += ", gradients kept" if row["file"] in OLDER else ""
         lines.append(
             f"| {row['setting']} | `{row['file']}` | {name} | {row['forecast_gib']} | "
-            f"{row['measured_gib']} | {row['difference']:+.1%} | "
-            f"{row['forecast_tokens_per_second_per_gpu']} | "
-            f"{row['measured_tokens_per_second_per_gpu']:.0f} | {row['difference_in_speed']:+.0%} |"
+            f"{row['measured_gib']} | {row['difference']:+.1%} |"
         )
     within = sum(abs(row["difference"]) <= AIM for row in found)
     lines += ["", f"{within} of {len(found)} settings within {AIM:.0%} of the measured memory."]

@@ -43,7 +43,6 @@ PAGES = ROOT / "docs" / "site" / "en" / "recipes"
 TOKENIZERS = ROOT / "tests" / "data" / "tokenizers"
 # At most so many steps are not counted: kernels are chosen, states are made.
 FIRST = 2
-FORECAST = re.compile(r"memory: ([\d.]+) GiB forecast, ([\d.]+) measured")
 LLAMA_3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -446,7 +445,7 @@ def measure(recipe: Recipe, command: Sequence[str], place: Place, logs: pathlib.
     if status:
         errors = [line for line in said.splitlines() if "Error" in line]
         return record | {"failed": errors[:1] or said.splitlines()[-1:], "status": status}
-    return record | figures(logs / recipe.name / "metrics.jsonl") | forecast_in(said)
+    return record | figures(logs / recipe.name / "metrics.jsonl")
 
 
 def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -476,12 +475,6 @@ def figures(path: pathlib.Path) -> Record:
     }
     mfu = [record["mfu"] for record in counted if "mfu" in record]
     return found | ({"mfu": round(statistics.median(mfu), 3)} if mfu else {})
-
-
-def forecast_in(said: str) -> dict[str, float]:
-    """What the program printed of its memory, if it did."""
-    found = FORECAST.search(said)
-    return {"forecast_gib": float(found[1]), "in_use_gib": float(found[2])} if found else {}
 
 
 def prepared(recipe: Recipe, stand_ins: StandIns, logs: pathlib.Path) -> list[str]:

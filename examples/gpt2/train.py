@@ -22,7 +22,6 @@ import torch.utils.deterministic as torch_deterministic
 import bmtrain as bmt
 from bmtrain.checkpoint.entries import check_finite
 from bmtrain.errors import ConfigurationError
-from bmtrain.plan.measured import Foreseen
 from bmtrain.runtime.process import Exit
 from corpus import DataError
 from data import Position, TokenData, TrainingSequences, rank_position
@@ -83,14 +82,13 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
         log_every=options.log_every,
         curves=options.curves,
     )
-    with Foreseen(forecast_words(options)) as foreseen, report.heard_by(on_step):
+    with report.heard_by(on_step):
         greet(report, options, data, model, checkpoint)
         stopping = False
         while position.step < options.steps and not stopping:
             position = train_step(
                 model, optimizer, optim_manager, sequences, position, options, report
             )
-            foreseen.tell(report.say)
             stopping = stop.agreed()
             last = position.step == options.steps
             look_at(model, data, position, options, report)
@@ -286,32 +284,6 @@ def greet(
         if checkpoint is not None
         else f"starting anew; checkpoints go to {options.save_dir}"
     )
-
-
-def forecast_words(options: Options) -> list[str]:
-    """The command that forecasts the memory of such a run."""
-    sizes = {
-        "layers": options.layers,
-        "hidden": options.dim,
-        "heads": options.heads,
-        "ff": options.dim_ff,
-        "vocab": options.vocab_size,
-        "batch": options.batch_size,
-        "seq": options.seq_len,
-        "zero-level": options.zero_level,
-        "tp-size": options.tp,
-        "pipe-size": options.pp,
-        "dtype": options.dtype,
-        "recompute": "block" if options.recompute else "nothing",
-        "optimizer": "offload" if options.offload else "adam",
-        "moments": options.moments,
-        "master-weights": options.master_weights,
-    }
-    flags = ["--no-gated", "--tied"]
-    flags += ["--no-compile"] if options.compile is False else []
-    flags += ["--fp8"] if options.fp8 else []
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    return ["bmtrain", "plan", *words, *flags]
 
 
 def choose_repeatable_kernels() -> None:

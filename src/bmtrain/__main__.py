@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     ),
     "check": (commands.CHECK, "compare the files of checkpoints with their checksums"),
     "consolidate": (commands.CONSOLIDATE, "write the weights of a checkpoint into one file"),
-    "plan": (plan, "forecast memory and time of a run: does it fit, and which settings to take"),
+    "plan": (plan, "forecast the memory of a run: does it fit, where is its peak, what changes it"),
     "env": (environment, "show versions, GPUs, links, limits and variables, for a bug report"),
 }
 

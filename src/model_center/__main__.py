@@ -27,7 +27,7 @@ COMMANDS = {
     ),
     "generate": ("texts that a model continues", "model_center.commands.generate"),
     "chat": ("a conversation with a model", "model_center.commands.chat"),
-    "plan": ("memory and time of training, before it is started", "model_center.commands.plan"),
+    "plan": ("memory of training, before it is started", "model_center.commands.plan"),
     "plot": ("loss, learning rate, memory and speed of runs", "model_center.commands.plot"),
     "preprocess": ("text to token data", "model_center.preprocess"),
     "convert": (

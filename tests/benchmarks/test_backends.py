@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -70,60 +67,3 @@ def test_losses(shape: str, tmp_path: Path) -> None:
         assert reference[-1] < reference[0] - 0.25
         for name, losses in found.items():
             assert losses == pytest.approx(reference, abs=0.004), name
-
-
-class Engine:
-    """What the documentation of DeepSpeed says that its engine does, done by plain PyTorch."""
-
-    def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
-        settings = config["optimizer"]["params"]
-        self.module, self.clip = model, config["gradient_clipping"]
-        decay = settings["weight_decay"]
-        self.optimizer = torch.optim.AdamW(model.parameters(), settings["lr"], weight_decay=decay)
-
-    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
-        return self.module(*args)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def step(self) -> None:
-        nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def test_the_calls_of_deepspeed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made on a stand-in, as a machine need not have it: the loss falls, with everything recomputed. It
-    is not compiled where its loss is wrong.
-    """
-    calls: list[str] = []
-
-    def gathered(params: list[nn.Parameter], modifier_rank: int) -> Any:
-        calls.append(f"{len(params)} of {modifier_rank}")
-        return contextlib.nullcontext()
-
-    def initialize(model: nn.Module, config: dict[str, Any], model_parameters: Any) -> Any:
-        assert config["zero_optimization"]["stage"] == 3
-        assert config["bf16"] == {"enabled": True}
-        assert config["optimizer"]["params"]["torch_adam"]
-        return Engine(model, config), None, None, None
-
-    stand_in = types.SimpleNamespace(
-        zero=types.SimpleNamespace(
-            Init=lambda config_dict_or_path, dtype: torch.device("cpu"), GatheredParameters=gathered
-        ),
-        initialize=initialize,
-        init_distributed=lambda: calls.append("joined"),
-    )
-    monkeypatch.setitem(sys.modules, "deepspeed", stand_in)
-    backend = made(bench, "--backend deepspeed --shape tiny --no-compile --recompute")
-    ids = torch.randint(0, 512, (2, 64))
-    losses = [backend.step(ids, ids).item() for _ in range(3)]
-    assert losses[-1] < losses[0]
-    # token and position embeddings; then the layers'
-    assert calls[:3] == ["joined", "1 of 0", "1 of 0"] and len(calls) == 1 + 2 + 4 * 8 + 2
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    words = r"from torch 2\.13 on, this is 2\.11\.0\+cu130: use --no-compile"
-    with pytest.raises(RuntimeError, match=words):
-        made(bench, "--backend deepspeed --shape tiny")

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 COMPUTE, SIDE = 7, 20
-
-
-def test_intervals_against_counting_points(bench: Any) -> None:
-    """On whole numbers an interval is a set of unit steps."""
-    intervals, draw = bench.intervals, random.Random(0)
-    assert intervals.union([(2, 1), (3, 3)]) == []
-    assert intervals.union([(3, 4), (0, 1), (1, 2)]) == [(0, 2), (3, 4)]
-    assert intervals.intersection([(0, 2), (1, 5)], [(4, 6), (0, 1)]) == [(0, 1), (4, 5)]
-    for _ in range(200):
-        some, others = (
-            [(begin, begin + draw.randrange(6)) for begin in draw.choices(range(40), k=6)]
-            for _ in range(2)
-        )
-        left, right = (
-            {point for begin, end in intervals for point in range(begin, end)}
-            for intervals in (some, others)
-        )
-        assert intervals.covered(some) == len(left)
-        for pair in ((some, others), (others, some)):
-            assert intervals.covered(intervals.intersection(*pair)) == len(left & right)
 
 
 # Names as torch.profiler gave them on an H200, and what is not a kernel of the compute stream.

@@ -6,7 +6,6 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.modules import importable
@@ -49,27 +48,3 @@ def test_both_ways_of_writing_arrive(tmp_path: Path) -> None:
             file.load.zero_()
             read(0)
             assert torch.all(file.load == fill)
-
-
-def small_states() -> list[dict[str, Any]]:
-    """On a rank, as the program's `main` begins."""
-    states = program("small_states")
-    states.WIDTH = 64
-    arguments = "--steps 4 --layers 1 --dim 64 --seq 16 --batch 2 --seeds 3 4 --repeats 1"
-    args = states.parsed(f"{arguments} --matrices 2 --host-matrices 1".split())
-    bmt.init_distributed(seed=0, compile=False)
-    found: list[dict[str, Any]] = states.measured(args)
-    return found
-
-
-@pytest.mark.long
-def test_small_states_are_measured() -> None:
-    """Bytes of states, losses of each seed and form."""
-    (found,) = run_ranks(small_states, 1, join=False, timeout=120)
-    steps = [r["bytes_an_element"] for r in found if r["what"] == "small states step"]
-    assert steps == [12, 6.125, 10, 8, 4.125, 12, 6.125]
-    losses = [r for r in found if r["what"] == "small states losses"]
-    assert [r["seed"] for r in losses] == [3, 4]
-    ends = {kind["losses"][-1] for r in losses for kind in r["kinds"].values()}
-    assert len(ends) >= 6  # split masters are fp32 masters but for rare weights
-    assert all(kind["validation"] < 6 for r in losses for kind in r["kinds"].values())

@@ -35,22 +35,5 @@ def test_figures_are_medians_after_the_first_steps(bench: Any, tmp_path: pathlib
         found = bench.recipes.figures(path)
         assert found["step_s"] == want and found["steps"] == number
         assert found["tokens_a_step"] == 1000 and found["first_step_s"] == 50.0
-    said = "memory: 64.1 GiB forecast, 61.9 measured (-3.4%)"
-    assert bench.recipes.forecast_in(said) == {"forecast_gib": 64.1, "in_use_gib": 61.9}
-    assert bench.recipes.forecast_in("nothing") == {}
     words = ["a", "--save", "x", "--lr", "1", "--save-iters", "5"]
     assert bench.recipes.without(words, ("--save", "--save-iters")) == ["a", "--lr", "1"]
-
-
-def test_tables(bench: Any) -> None:
-    done = {"what": "recipe", "page": "gpt2", "setting": "GPT-2", "gpus": 2, "step_s": 0.0891}
-    done |= {"allocated_gib": 9.5, "host_gib": 10.6, "tokens_a_step": 16384, "first_step_s": 16.6}
-    done["tokens_per_second"] = 184132
-    failed = {name: done[name] for name in ("what", "page", "setting", "gpus")}
-    failed["failed"] = ["Error"]
-    lines = bench.tables.table_of(bench.tables.recipe_cells([done, failed])).splitlines()
-    assert lines[2] == "| [GPT-2](gpt2.md) | 2 | 9.5 | 10.6 | 16,384 | 0.0891 | 184,132 | 17 |"
-    assert lines[3] == "| [GPT-2](gpt2.md) | 2 | failed: Error |  |  |  |  |  |"
-    generated = {"what": "decoding", "method": "static", "failed": "over 90 s"}
-    cells = bench.tables.decoding_cells([generated])
-    assert cells == [{"library": "static", "rows": "failed: over 90 s"}]

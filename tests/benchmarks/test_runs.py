@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -98,26 +96,3 @@ def test_what_does_not_fit_in_time_is_left_out(tmp_path: Path) -> None:
     why = "not tried: the 7 s of --within were over"
     assert [record["failure"] for record in report["records"]] == [why] * 2
     assert "--repeat 2" in report["command"]
-
-
-def num_processes_that_name(text: str) -> int:
-    """How many there are whose words hold it."""
-    number = 0
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            number += text in path.read_text()
-    return number
-
-
-@pytest.mark.long
-def test_who_ends_the_comparison_ends_its_ranks(tmp_path: Path) -> None:
-    """They are in a session of their own, which no signal to the program reaches."""
-    runs = ("--backend bmtrain --no-compile --batch 2 --steps 1000000",)
-    # of the file for records, which torchrun and its ranks are told
-    name = f"--out\0{tmp_path}"
-    given = compare(tmp_path, runs=runs, TMPDIR=str(tmp_path))
-    with subprocess.Popen(**given, stdout=subprocess.DEVNULL) as process:
-        wait_for(lambda: num_processes_that_name(name) > 1, "torchrun and a rank")
-        process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
-    wait_for(lambda: num_processes_that_name(name) == 0, "the end of all ranks")

@@ -70,47 +70,6 @@ def test_modes(bench: Any) -> None:
         assert bench.tables.mode_of(found) == f"bmtrain + {expected}"
 
 
-def test_losses_in_fp8(bench: Any) -> None:
-    """The last training losses, averaged, and the last validation losses."""
-    runs = {
-        kind: [{"step": step, "loss": end + 1.0 / step} for step in range(1, 101)]
-        + [{"step": 100, "validation_loss": end}]
-        for kind, end in (("bf16", 4.0), ("fp8", 4.1))
-    }
-    found = {"what": "fp8 losses", **bench.fp8_losses.compared(runs)}
-    mean = 4.0 + sum(1 / step for step in range(51, 101)) / 50
-    assert found["training"]["bf16"] == pytest.approx(mean)
-    assert lines_of(bench, found)[2:] == [
-        f"| training | {mean:.4f} | {mean + 0.1:.4f} | {0.1 / mean:+.2%} |",
-        "| validation | 4.0000 | 4.1000 | +2.50% |",
-    ]
-    other = {**found, "validation": {"bf16": 4.2, "fp8": 4.2, "more": 0.0}}
-    words = "4.1000 | 4.1500 | +1.25% (standard error 1.25%) |"
-    assert lines_of(bench, found, other)[3] == f"| validation, mean of 2 seeds | {words}"
-
-
-def test_small_states(bench: Any) -> None:
-    """A row for each form: its step, its losses and the difference from the first; and failures."""
-    step = {"elements": 1.5e9, "ms": 4.25, "bytes_an_element": 4.125, "terabytes_a_second": 3.456}
-    records: list[dict[str, Any]] = [
-        {"what": "small states step", "form": "split", "on_host": False, **step},
-        {"what": "small states step", "form": "8-bit", "on_host": True, "failed": "out\nof"},
-    ]
-    for seed, end in enumerate((2.02, 2.04)):
-        kinds = {"fp32": {"training": 3.0, "validation": 2.0}}
-        kinds["split"] = {"training": 3.1, "validation": end}
-        records.append({"what": "small states losses", "seed": seed, "kinds": kinds})
-    lines = lines_of(bench, *records)
-    assert lines[2:4] == [
-        "| split | 1.50e9 | 4.12 | 4.2 | 3.46 |",
-        "| 8-bit, in host memory | failed: out of | | | |",
-    ]
-    assert lines[7:] == [
-        "| fp32, 2 seeds | 3.0000 | 2.0000 | +0.00% (standard error 0.00%) |",
-        "| split, 2 seeds | 3.1000 | 2.0300 | +1.50% (standard error 0.50%) |",
-    ]
-
-
 KERNELS = {"span": 10.04, "kinds": {"matmul": 8.0, "communication": 3.0}, "communication": 3.0}
 KERNELS |= {"exposed": 1.5, "hidden": 0.625, "idle": 0.5}
 ROW = "2.7b, 1024 tokens | 2 | 8"
@@ -178,17 +137,11 @@ fsdp2 400 recompute=all
 fsdp2 600 recompute=selective
 fsdp2 600 batch=24
 """
-WEAK = """
-bmtrain 100 gpus=1
-fsdp2 80 gpus=1
-bmtrain 50 gpus=4
-fsdp2 40 gpus=4
-"""
 
 
 def test_like_is_compared_with_like(bench: Any) -> None:
     """With ours that has the same options, where it was measured, and with our fastest, which is named;
-    FP8 with nothing. In weak scaling each row against the same backend on the fewest GPUs.
+    FP8 with nothing.
     """
     lines = bench.tables.throughput_table(records(ALIKE)).splitlines()[2:]
     rows, best = (
@@ -201,10 +154,6 @@ def test_like_is_compared_with_like(bench: Any) -> None:
         ["", f"2.00 {best}"],
     ]
     assert all(both[1].strip(" |") == "" for both in (*rows[:5], rows[8]))
-    table = bench.tables.throughput_table(records(WEAK))
-    first, _, _, _, ours, theirs = table.splitlines()
-    assert "| efficiency |" in first and "50.0% |" in ours.split("9.88", 1)[1]
-    assert theirs.endswith("| 50.0% | 1.25 x | 1.25 x (compile) |")
 
 
 BESIDE = """

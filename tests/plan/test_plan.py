@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import importlib
 import json
 import pathlib
-import re
 import sys
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tests.modules import importable
 from tests.ranks.runner import run_ranks
 from torch import Tensor, nn
 
@@ -26,32 +21,72 @@ from bmtrain.__main__ import COMMANDS, main
 from bmtrain.errors import ConfigurationError
 from bmtrain.loss import linear_cross_entropy
 from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS
-from bmtrain.plan.blocks import costs
+from bmtrain.plan.blocks import Case, costs
 from bmtrain.plan.environment import collect, masked
-from bmtrain.plan.measured import Comparison, line
-from bmtrain.plan.outline import groups_of, without_values
-from bmtrain.plan.reference import Decoder, Layer, Sizes
-from bmtrain.plan.search import nearest, with_smaller_states
-from bmtrain.plan.settings import DTYPES, Settings
-from bmtrain.plan.sources import of_function, of_sizes, of_transformers
-from bmtrain.plan.step import Memory, shard_of
+from bmtrain.plan.forecast import trace
+from bmtrain.plan.outline import without_values
+from bmtrain.plan.settings import DTYPES, GIB, Settings
+from bmtrain.plan.sources import of_function, of_transformers
+from bmtrain.plan.step import Memory
 from bmtrain.recompute.level import Level, Selective
 from bmtrain.recompute.runner import call
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 from bmtrain.torch_internals import without_memory
 from model_center import arguments
-from model_center.__main__ import main as model_center_main
 from model_center.commands import plan as model_center_plan
-from model_center.commands import train as train_command
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-GIB = 2**30
-SIZES = Sizes(layers=3, hidden=64, heads=4, kv_heads=2, vocab=160, ff=96)
-GPT = Sizes(layers=2, hidden=48, heads=4, vocab=96, gated=False)
-MACHINE = bp.Machine(gpu="h200")
+MACHINE, TWO = bp.Machine(gpu="h200"), bp.Machine(gpu="h200", gpus=2)
 EAGER = Settings(batch=2, seq=16, compiled=False, recompute="nothing")
 with_replaced: Any = dataclasses.replace  # fields by their names
+
+
+class Layer(nn.Module):
+    """Attention and a gated feed-forward network; `scale` is the same for all layers."""
+
+    def __init__(self, width: int = 48, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.norm, self.last = heads, nn.RMSNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        normed = self.last(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Model(nn.Module):
+    """Ids to logits."""
+
+    def __init__(self, layers: int = 5, width: int = 48) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, width), nn.Linear(width, 50)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, scale = self.embedding(ids), torch.ones((), dtype=self.head.weight.dtype)
+        for layer in self.layers:
+            x = layer(x, scale)
+        out: Tensor = self.head(x)
+        return out
+
+
+def wide() -> nn.Module:
+    """Six layers whose activations are large beside their weights."""
+    return Model(6, 1024)
+
+
+def number() -> int:
+    """No module."""
+    return 3
+
+
+MODEL, WIDE = f"{__name__}:Model", f"{__name__}:wide"
 
 
 class Counter(torch.autograd.graph.saved_tensors_hooks):
@@ -63,49 +98,39 @@ class Counter(torch.autograd.graph.saved_tensors_hooks):
         self.num_bytes = 0
 
     def pack(self, x: Tensor) -> Tensor:
-        address = x.untyped_storage().data_ptr()
-        if address not in self.seen:
-            self.seen.add(address)
+        if x.untyped_storage().data_ptr() not in self.seen:
+            self.seen.add(x.untyped_storage().data_ptr())
             self.num_bytes += x.untyped_storage().nbytes()
         return x
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype"), [(SIZES, torch.bfloat16), (GPT, torch.float32)], ids=["gated", "plain"]
-)
-def test_activations_are_those_of_a_real_run(sizes: Sizes, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_are_those_of_a_real_run(dtype: torch.dtype) -> None:
     """At NOTHING what autograd saves, at CHEAP what the engine's own code keeps, to the byte. Compiled,
-    no more than eager, and no less than the products need; forward is cheaper.
+    less than eager, and no less than the products need.
     """
-    layer, shape = Layer(sizes).to(dtype), (2, 16, sizes.hidden)
-    half = sizes.hidden // sizes.heads // 2
-    x, turns = torch.randn(shape, dtype=dtype), torch.randn(2, 16, half)
-    x.requires_grad_()
-    counter = Counter([*layer.parameters(), turns])
+    layer, shape = Layer().to(dtype), (2, 16, 48)
+    x, scale = torch.randn(shape, dtype=dtype).requires_grad_(), torch.ones((), dtype=dtype)
+    counter = Counter([*layer.parameters(), scale])
     with counter:
-        layer(x, turns)
+        layer(x, scale)
     cheap = Selective(call)
     with torch.no_grad():
-        cheap(layer, (x, turns), {})
-    kept = []
+        cheap(layer, (x, scale), {})
     with without_memory():
-        for compiled in (False, True):
-            fake, shared = (
-                torch.empty(shape, dtype=dtype, requires_grad=True),
-                torch.empty(2, 16, half),
-            )
-            other = without_values(Layer(sizes), dtype)
-            found = costs(other, (fake, shared), {}, [shared], compiled=compiled, in_fp8=False)
-            kept.append({level: cost.kept for level, cost in found.levels.items()})
-    eager, compiled_kept = kept
-    assert eager[Level.NOTHING] == counter.num_bytes
-    assert eager[Level.CHEAP] == x.nbytes + cheap.num_bytes()
-    assert eager[Level.BLOCK] == x.nbytes and eager[Level.OFFLOADED] == 0
-    if sizes is SIZES:
-        levels = [compiled_kept[level] for level in (Level.BLOCK, Level.CHEAP, Level.NOTHING)]
-        assert found.reason == "" and levels[0] < levels[1] < levels[2] < eager[Level.NOTHING]
-        # operands of the seven products: norms, attention's, gate, up and their product
-        assert levels[2] >= 2 * 16 * 2 * (64 * 3 + 64 * 2 + 96 * 3)
+        other, fake = without_values(Layer(), dtype), torch.empty(shape, dtype=dtype)
+        case = Case(other, (fake.requires_grad_(), torch.ones((), dtype=dtype)), {}, [fake])
+        eager, compiled = (costs(case, compiled=way) for way in (False, True))
+    kept = {level: cost.kept for level, cost in eager.levels.items()}
+    assert kept[Level.NOTHING] == counter.num_bytes
+    assert kept[Level.CHEAP] == x.nbytes + cheap.num_bytes()
+    assert (kept[Level.BLOCK], kept[Level.OFFLOADED]) == (x.nbytes, 0)
+    low, middle, high = (
+        compiled.levels[level].kept for level in (Level.BLOCK, Level.CHEAP, Level.NOTHING)
+    )
+    assert compiled.reason == "" and low < middle < high < kept[Level.NOTHING]
+    # operands of the products: both norms, q, k, v, what attention gives, gate, up, their product
+    assert high >= 2 * 16 * (48 * 6 + 96 * 2) * dtype.itemsize
 
 
 class Head(nn.Module):
@@ -128,10 +153,8 @@ def test_a_head_in_a_block_runs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
         head = without_values(Head(), torch.bfloat16)
         x = torch.empty(4, 512, 64, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.zeros(4, 512, dtype=torch.long)
-        found, eager = (
-            costs(head, (x, targets), {}, [], compiled=compiled, in_fp8=False).levels
-            for compiled in (True, False)
-        )
+        case = Case(head, (x, targets), {}, [x, targets])
+        found, eager = (costs(case, compiled=compiled).levels for compiled in (True, False))
     all_logits = 2048 * 4096 * 2
     chunk, gradients = all_logits // 8, (4096 * 64 + 2048 * 64) * (4 + 2)
     rows = x.nbytes + targets.nbytes + 8 * 2048 * 4  # and some numbers for each
@@ -142,7 +165,7 @@ def test_a_head_in_a_block_runs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     assert found[Level.BLOCK].kept == x.nbytes + targets.nbytes
 
 
-# Settings that decide what an optimizer keeps. GPT has vectors that are no whole blocks of moments.
+# Settings that decide what an optimizer keeps. Model has vectors that are no whole blocks of moments.
 KEPT = [
     dict(word.split("=") for word in line.split())
     for line in """
@@ -151,260 +174,149 @@ dtype=fp16 moments=8bit
 dtype=fp32 moments=8bit master_weights=split
 dtype=bf16 master_weights=split
 dtype=bf16 master_weights=none
-dtype=bf16 moments=8bit master_weights=split
 dtype=bf16 optimizer=offload
-dtype=fp32 optimizer=offload moments=8bit
 dtype=bf16 optimizer=offload moments=8bit master_weights=none
 """.strip().splitlines()
 ]
 
 
-def built() -> list[dict[str, int]]:
+def built() -> list[tuple[int, ...]]:
     """Bytes of really sharded models on this rank: shards, gradients, states."""
     found = []
-    for dtype, kind, form in ((x["dtype"], x.get("optimizer"), x) for x in KEPT):
-        model = bmt.BMTrainModelWrapper(Decoder(GPT, False).to(DTYPES[dtype]))
-        adam: Any = bmt.optim.AdamOffloadOptimizer if kind else bmt.optim.AdamOptimizer
+    for form in KEPT:
+        model = bmt.BMTrainModelWrapper(Model().to(DTYPES[form["dtype"]]))
+        adam: Any = (
+            bmt.optim.AdamOffloadOptimizer if "optimizer" in form else bmt.optim.AdamOptimizer
+        )
         states = {name: form[name] for name in ("moments", "master_weights") if name in form}
         optimizer, manager = adam(model.parameters(), lr=1e-3, **states), bmt.optim.OptimManager()
         manager.add_optimizer(optimizer)
-        ids = torch.zeros(2, 16, dtype=torch.long)
-        manager.backward(model(ids, ids))
+        manager.backward(model(torch.zeros(2, 16, dtype=torch.long)).float().mean())
         manager.step()
         storages = {p.storage_of for p in model.parameters() if isinstance(p, DistributedParameter)}
-        flat = [storage.gradient.flat for storage in storages]
-        # Views of flat tensors: the states of a run lie in one.
-        memory = {
-            local_of(x).untyped_storage().data_ptr(): local_of(x).untyped_storage().nbytes()
+        grads = [
+            local_of(p.grad).untyped_storage() for p in model.parameters() if p.grad is not None
+        ]
+        kept = [
+            local_of(x).untyped_storage()
             for state in optimizer.state.values()
             for x in state.values()
             if isinstance(x, Tensor)
-        }
-        found.append(
-            {
-                "weights": sum(storage.shard.nbytes for storage in storages),
-                "gradients": sum(x.nbytes for x in flat if x is not None),
-                "states": sum(memory.values()),
-            }
-        )
+        ]
+        # Views of flat tensors: gradients and states of a run lie in one.
+        sizes = [sum({x.data_ptr(): x.nbytes() for x in held}.values()) for held in (grads, kept)]
+        found.append((sum(storage.shard.nbytes for storage in storages), *sizes))
     return found
 
 
 def test_shards_gradients_and_states_are_those_of_a_real_model() -> None:
     """To the byte: those of the first rank."""
-    forecaster, machine = bp.Forecaster(of_sizes(GPT)), bp.Machine(gpu="h200", gpus=2)
+    source = of_function(MODEL)
     for kept, real in zip(KEPT, run_ranks(built, 2)[0], strict=True):
         settings = with_replaced(EAGER, **kept)
-        memory = Memory(forecaster.outline(settings)[0], settings, machine)
-        assert memory.weights == real["weights"], kept
-        assert memory.gradients == real["gradients"], kept
-        places = (0, real["states"]) if "optimizer" in kept else (real["states"], 0)
-        assert (memory.states, memory.host) == places, kept
-
-
-def test_states_are_on_the_gpu_and_in_host_memory() -> None:
-    """As many as are said to be on the GPU; a hidden update takes copies of gradients besides."""
-    away = dataclasses.replace(EAGER, optimizer="offload")
-    traced, _ = bp.Forecaster(of_sizes(GPT)).outline(away)
-
-    def memory(**changes: Any) -> Memory:
-        return Memory(traced, with_replaced(away, **changes), MACHINE)
-
-    whole = memory()
-    part = memory(device_states=whole.host / 2 / GIB)
-    assert part.states == whole.host - part.host == whole.host // 2
-    assert whole.copied == whole.gradients and part.copied == whole.gradients // 2
-    assert memory(overlap=False).copied == 0
-    everything = memory(device_states=1.0)
-    assert (everything.host, everything.staged, everything.copied) == (0, 0, 0)
-    update = {m.name: m for m in whole.moments(whole.whole_levels(Level.BLOCK))}["update"]
-    assert update.parts["states that pass through"] == whole.staged + whole.copied
-
-
-def test_copies_of_gradients_take_the_room_that_is_left() -> None:
-    """Where not all updates can be hidden, those are that have room, and the rest takes its time."""
-    forecaster = bp.Forecaster(of_sizes(Sizes(layers=8, hidden=1024, heads=8, vocab=4000)))
-    away = Settings(optimizer="offload", recompute="block", batch=1, seq=64, compiled=False)
-    whole, least = (
-        forecaster(dataclasses.replace(away, overlap=overlap), MACHINE) for overlap in (True, False)
-    )
-    traced, _ = forecaster.outline(away)
-    assert whole.seconds is not None and least.seconds is not None
-    sizes = range(least.peak.total + 2**20, whole.peak.total, 2**25)
-    assert len(sizes) > 2
-    for size in (*sizes, whole.peak.total + 2**26):
-        machine = bp.Machine(gpu="h200", gpu_memory=size / 0.97 / GIB)
-        own, found = Memory(traced, away, machine), forecaster(away, machine)
-        if size not in sizes:
-            assert own.hidden == 1
-            break
-        assert found.fits and found.seconds is not None
-        assert 0 <= own.copied < own.gradients and own.hidden == own.copied / own.gradients
-        assert size - own.moments(own.whole_levels(Level.BLOCK))[-1].total < 2**25
-        assert whole.seconds.update <= found.seconds.update <= least.seconds.update
+        memory = Memory(trace(source, settings), settings, TWO)
+        states = memory.host if "optimizer" in kept else memory.states
+        assert (memory.weights, memory.gradients, states) == real, kept
+        assert memory.host + memory.states == states, kept
 
 
 def test_auto_takes_what_fits() -> None:
     """With room everything is kept; with less, what is chosen fits as long as anything does: for many
     rooms; the allocator's slack grows with what blocks keep, which no plan counts.
     """
-    forecaster = bp.Forecaster(of_sizes(Sizes(layers=6, hidden=4096, heads=32, vocab=512)))
     settings = Settings(batch=64, seq=4096, compiled=False)
-    traced, _ = forecaster.outline(settings)
+    traced = trace(of_function(WIDE), settings)
     memory = Memory(traced, settings, MACHINE)
-    ends = [memory.peak(memory.levels(room)).total for room in (0, 2**50)]
+    ends = [memory.peak(memory.levels("auto", room)).total for room in (0, 2**50)]
     for part in range(201):
         room = ends[0] + (ends[1] - ends[0]) * part // 200
-        found = memory.peak(memory.levels(room))
+        found = memory.peak(memory.levels("auto", room))
         assert found.total <= room
         assert found.total > room - 2 * (ends[1] - ends[0]) / 6, "much more would have fit"
-    cheap = forecaster(dataclasses.replace(settings, recompute="cheap"), MACHINE).peak.total
-    forecasts = [
-        forecaster(settings, bp.Machine(gpu_memory=size / 0.97 / GIB))
-        for size in (2 * ends[1], (ends[1] + cheap) / 2, ends[0] / 2)
-    ]
-    assert [forecast.fits for forecast in forecasts] == [True, True, False]
-    free, tight, _ = forecasts
+    middle = sum(ends) / 2
+    free, tight, none = (
+        bp.Forecast.of(Memory(traced, settings, bp.Machine(gpu_memory=size / 0.97 / GIB)))
+        for size in (2 * ends[1], middle, ends[0] / 2)
+    )
+    assert (free.fits, tight.fits, none.fits) == (True, True, False)
     assert set(free.recompute) == {"nothing"} and len(tight.recompute) > 1
-    assert tight.tokens_per_second is None  # the speed of a GPU that has only a size is not known
 
 
 def test_memory_grows_with_what_takes_it() -> None:
-    """More rows, less recomputation, fewer ranks: each takes more; ZeRO-2 more than ZeRO-3. Of LoRA
-    only the adapters are trained: rank times the sum of both sides of the seven linear layers.
+    """More rows, less recomputation, fewer ranks: each takes more; ZeRO-2 more than ZeRO-3. Of states
+    as many are on the GPU as are said to be. Of LoRA only the adapters are trained: rank times the sum
+    of both sides of the five linear layers. A model without blocks has gradients too.
     """
-    forecaster, two = bp.Forecaster(of_sizes(SIZES)), bp.Machine(gpu="h200", gpus=2)
+    source, settings = of_function(MODEL), with_replaced(EAGER, batch=32, seq=64)
+    traced = trace(source, settings)
 
-    def total(machine: bp.Machine = two, **changes: Any) -> int:
-        settings = with_replaced(EAGER, **{"batch": 32, "seq": 64, **changes})
-        return forecaster(settings, machine).peak.tensors
+    def total(level: Level, machine: bp.Machine = TWO, **changes: Any) -> int:
+        return Memory(traced, with_replaced(settings, **changes), machine).peak([level] * 5).total
 
-    assert total(batch=64) > total() != total(MACHINE)
-    assert total(recompute="block") < total(recompute="cheap") <= total() <= total(zero_level=2)
-    found = forecaster(dataclasses.replace(EAGER, lora=4), MACHINE)
-    sides = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 96), (64, 96), (96, 64)]
-    assert found.trained == 3 * 4 * sum(a + b for a, b in sides)
+    everything = total(Level.NOTHING)
+    assert total(Level.BLOCK) < total(Level.CHEAP) < everything
+    assert total(Level.NOTHING, zero_level=2) > everything != total(Level.NOTHING, MACHINE)
+    more = Memory(trace(source, with_replaced(settings, batch=64)), settings, TWO)
+    assert more.peak([Level.NOTHING] * 5).total > everything
+    away = with_replaced(settings, optimizer="offload")
+    whole = Memory(traced, away, MACHINE)
+    part = Memory(traced, with_replaced(away, device_states=whole.host / 2 / GIB), MACHINE)
+    assert part.states == whole.host - part.host == whole.host // 2 and whole.staged
+    few = with_replaced(EAGER, lora=4)
+    found = bp.Forecast.of(Memory(trace(source, few), few, MACHINE))
+    sides = [(48, 144), (48, 48), (48, 96), (48, 96), (96, 48)]
+    assert found.trained == 5 * 4 * sum(a + b for a, b in sides)
     assert found.peak.parts["optimizer states"] < 12 * found.parameters
+    bare = bp.forecast(Head, lambda head, *_: head(torch.ones(1, 1, 64).bfloat16(), _ids()), EAGER)
+    assert bare.peak.parts["gradients"] == 2 * bare.parameters and "no member" in bare.notes[0]
 
 
-def test_smaller_states_are_proposed_where_exact_ones_do_not_fit() -> None:
-    """The form with most bits that fits, beside what fits exactly; none where that is as good."""
-    sizes = Sizes(layers=2, hidden=4096, heads=32, vocab=512)
-    forecaster = bp.Forecaster(of_sizes(sizes), every_level=False)
-    settings = Settings(batch=2, seq=16, compiled=False)
-
-    def found(gib: float, host: float = 9.0, **changes: Any) -> Settings | None:
-        machine = bp.Machine(gpu_memory=gib, host_memory=host)
-        wanted = with_replaced(settings, **changes)
-        exact = nearest(forecaster, wanted, machine)
-        proposed = with_smaller_states(forecaster, wanted, machine, exact)
-        assert proposed is None or proposed.fits
-        return None if proposed is None else proposed.settings
-
-    forms = [("fp32", "fp32"), ("fp32", "split"), ("8bit", "fp32"), ("8bit", "split")]
-    needed = []
-    for moments, masters in forms:
-        changes = {"moments": moments, "master_weights": masters, "recompute": "block"}
-        own = forecaster(with_replaced(settings, **changes), MACHINE)
-        needed.append(own.peak.total / 0.97 / GIB + 0.01)
-    assert needed == sorted(needed, reverse=True)
-    assert found(needed[0]) is None  # fits as it is
-    for size, form in zip(needed[1:], forms[1:], strict=True):
-        chosen = found(size)
-        assert chosen is not None and chosen.batch == settings.batch and chosen.optimizer == "adam"
-        assert (chosen.moments, chosen.master_weights) == form
-    assert found(needed[3] - 0.3) is None and found(0.5, host=64.0) is None
-    # The same forms on the host; in fp16 there is no split.
-    few = found(needed[3] - 0.3, host=12.0, optimizer="offload")
-    assert few is not None and (few.moments, few.master_weights) == forms[1]
-    half = found(needed[2], dtype="fp16")
-    assert half is not None and (half.moments, half.master_weights) == forms[2]
-    assert found(needed[2], optimizer="torch") is None
-    # of the optimizer, the plan and the flags of training
-    assert arguments.MOMENTS == MOMENTS and arguments.MASTER_WEIGHTS == MASTER_WEIGHTS
-
-
-class Plain(nn.Module):
-    """A user's model: ids to logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x).relu()
-        out: Tensor = self.head(x)
-        return out
-
-
-def number() -> int:
-    """No module."""
-    return 3
-
-
-PLAIN = f"{__name__}:Plain"
+def _ids() -> Tensor:
+    return torch.zeros(1, 1, dtype=torch.long)
 
 
 def test_models_of_all_sources(tmp_path: pathlib.Path) -> None:
     """A function of the user's: its blocks are the members of the list. A folder of transformers, as
     the model of transformers and as ours: the same elements.
     """
-    traced, notes = bp.Forecaster(of_function(PLAIN)).outline(EAGER)
-    assert len(traced.calls) == 3 and not notes
-    params = list(Plain().layers[0].named_parameters())
-    assert shard_of(groups_of(params)[0], 1).numel >= 32 * 33
-
-    def loss(module: nn.Module, batch: int, seq: int) -> Tensor:
-        out: Tensor = module(torch.zeros(batch, seq, dtype=torch.long))
-        return out.float().mean()
-
-    found = bp.forecast(Plain, loss, EAGER)
-    assert found.fits and found.parameters == sum(p.numel() for p in Plain().parameters())
+    traced = trace(of_function(MODEL), EAGER)
+    assert len(traced.calls) == 5 and not traced.notes
+    found = bp.forecast(Model, lambda model, *size: model(torch.ones(*size).long()).mean(), EAGER)
+    assert found.fits and found.parameters == sum(p.numel() for p in Model().parameters())
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
     config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=96,
-        vocab_size=128,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
+        **sizes, num_hidden_layers=2, num_attention_heads=4, architectures=["LlamaForCausalLM"]
     )
     config.save_pretrained(tmp_path)
     real = sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
     for source in (of_transformers(str(tmp_path)), model_center_plan.source_of(str(tmp_path))):
-        found = bp.Forecaster(source, every_level=False)(EAGER, MACHINE)
+        found = bp.Forecast.of(Memory(trace(source, EAGER), EAGER, MACHINE))
         assert found.parameters == real and found.recompute == {"nothing": 2}
-        assert found.activations["nothing"] > 2 * 2 * 16 * 64 * 2
+        assert found.peak.parts["activations"] > 2 * 2 * 16 * 64 * 2
 
 
 REFUSED = f"""
---gpu h200
-{PLAIN}
-nowhere_at_all:model --gpu h200
-{__name__}:nothing --gpu h200
-{__name__}:number --gpu h200
-./no/such/folder --gpu h200
---layers 3 --gpu h200
---layers=-3 --hidden=64 --heads=4 --vocab=10 --gpu h200
---layers=3 --hidden=64 --heads=5 --vocab=10 --gpu h200
-{PLAIN} --gpu h200 --batch 0
-{PLAIN} --gpu h200 --tokens=-1
-{PLAIN} --gpu h200 --tp-size 2
-{PLAIN} --gpu h200 --optimizer torch --moments 8bit
-{PLAIN} --gpu h200 --optimizer offload --device-states=-1
-{PLAIN} --gpu h200 --dtype fp16 --master-weights none
-{PLAIN} --gpu-memory=-2
+nowhere_at_all:model --gpu h200: cannot be imported
+{__name__}:nothing --gpu h200: has no function 'nothing'
+{__name__}:number --gpu h200: returned int
+./no/such/folder --gpu h200: there is no
+{MODEL}: needs the GPU's kind
+{MODEL} --gpu h200 --batch 0: batch is 0
+{MODEL} --gpu h200 --tp-size 2: does not divide 1 GPUs
+{MODEL} --gpu h200 --optimizer torch --moments 8bit: has no moments 8bit
+{MODEL} --gpu h200 --device-states 10: goes with optimizer offload, got adam
+{MODEL} --gpu h200 --optimizer offload --device-states=-1: from 0 on
+{MODEL} --gpu h200 --dtype fp16 --master-weights none: not for fp16
+{MODEL} --gpu-memory=-2: gpu_memory is -2
 """
 
 
 def test_bad_input_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit status 2, and a line that says what is wrong, and what to give in its place."""
+    """Exit status 2, and a line that says what is wrong, and what to give in its place; flags that went
+    say what to do instead.
+    """
 
     def said(*words: str) -> str:
         assert main(["plan", *words]) == 2, words
@@ -412,66 +324,61 @@ def test_bad_input_ends_in_one_line(
         assert out == "" and err.startswith("error: ") and err.count("\n") == 1, words
         return err
 
-    for line_ in REFUSED.strip().splitlines():
-        said(*line_.split())
+    for line in REFUSED.strip().splitlines():
+        words, _, reason = line.rpartition(": ")
+        assert reason in said(*words.split()), line
+    for flag, instead in (
+        ("--tokens 1e9", "measure the tokens/s"),
+        ("--no-overlap", "leave it out"),
+        ("--layers 3", "name a folder whose config.json"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["plan", MODEL, "--gpu", "h200", *flag.split()])
+        assert instead in capsys.readouterr().err
 
     def refuse(name: str) -> None:
         raise OSError(f"no connection to read {name}")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
-    words = said("somebody/model", "--gpu", "h200")
-    assert "no connection to read somebody/model" in words
-    assert "Name a folder that has one, or give sizes (--layers" in words
+    reason = said("somebody/model", "--gpu", "h200")
+    assert "no connection to read somebody/model" in reason and "Name a folder" in reason
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "needs the package transformers" in said(str(tmp_path), "--gpu", "h200")
-    for error, call_ in (
-        ("nearest: 'h100'", lambda: bp.Machine(gpu="h10")),
-        (
-            "10 goes with optimizer offload, got adam",
-            lambda: with_replaced(EAGER, device_states=10.0),
-        ),
-        ("expected optimizer offload with it", lambda: with_replaced(EAGER, overlap=False)),
-    ):
-        with pytest.raises(ConfigurationError, match=error):
-            call_()
+    with pytest.raises(ConfigurationError, match="nearest: 'h100'"):
+        bp.Machine(gpu="h10")
+    # of the optimizer, the plan and the flags of training
+    assert arguments.MOMENTS == MOMENTS and arguments.MASTER_WEIGHTS == MASTER_WEIGHTS
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Text and JSON, for what fits and what does not, which has another exit status; where the host has
-    no room for all states, the nearest that fits places the rest on the GPU. Time of the update is by
-    the bytes that it reads and writes.
+    """Text and JSON, for what fits and what does not, which has another exit status: with one change
+    each, of which one may fit.
     """
 
     def plan(status: int, text: str) -> str:
         assert main(["plan", "--no-compile", *text.split()]) == status
         return capsys.readouterr().out
 
-    said = plan(0, f"{PLAIN} --tokens 1e9 --gpu h200")
-    assert "fits." in said and "hours for 1,000,000,000 tokens" in said
-    found = json.loads(plan(1, f"{PLAIN} --gpu-memory 0.5 --json"))
+    said = plan(0, f"{MODEL} --gpu h200 --batch 2")
+    assert "\nfits.\n" in said and "at its peak (in the " in said
+    assert "\n--recompute block " in said and "\n--batch 1 " in said and "\n--gpus 2 " in said
+    found = json.loads(plan(1, f"{MODEL} --gpu-memory 0.5 --json"))
     assert found["fits"] is False and found["peak_bytes"] == sum(found["parts"].values())
-    assert found["smaller_states"] is None
-    wide = "--layers=2 --hidden=4096 --heads=32 --vocab=512"
-    said = plan(1, f"{wide} --gpu-memory 6 --host-memory 9 --seq 16")
-    assert "guides/precision): --moments 8bit (" in said and "nothing near fits" not in said
-    away = "--layers=8 --hidden=1024 --heads=8 --vocab=4000 --ff=4096 --gpu-memory=8"
-    away += " --optimizer=offload"
-    plan(0, f"{away} --host-memory=64 --brief")
-    nearby = re.search(
-        r"nearest that does: .*--device-states ([\d.]+)", plan(1, f"{away} --host-memory=9")
-    )
-    assert nearby is not None
-    plan(0, f"{away} --recompute=block --device-states={nearby[1]} --host-memory=9 --brief")
-    small = "--layers=2 --hidden=64 --heads=4 --vocab=96 --gpu=h200 --brief --json"
-    exact, few = (
-        json.loads(plan(0, small + form)) for form in ("", " --moments=8bit --master-weights=split")
-    )
-    for one, bytes_ in ((exact, 12), (few, 4.125)):
-        assert one["parts"]["optimizer states"] / one["parameters"] == pytest.approx(
-            bytes_, rel=1e-3
-        )
-    assert few["step_seconds"] < exact["step_seconds"] and few["settings"]["moments"] == "8bit"
+    assert not any(change["fits"] for change in found["changes"].values())
+    assert "none of them fits" in plan(1, f"{MODEL} --gpu-memory 0.5")
+    found = json.loads(plan(0, f"{WIDE} --gpu h200 --json"))
+    fewer = found["changes"]["--moments 8bit --master-weights split"]
+    limit = (found["peak_bytes"] + fewer["peak_bytes"]) / 2 / 0.97 / GIB
+    said = plan(1, f"{WIDE} --gpu-memory {limit}")
+    rows = {line[:38].strip(): line.split()[-1] for line in said.splitlines() if line}
+    assert rows["--moments 8bit --master-weights split"] == rows["--optimizer offload"] == "yes"
+    assert rows["--recompute block"] == "no" and "GiB too much on each GPU" in said
+    form = "--moments 8bit --master-weights split"
+    exact, few = (json.loads(plan(0, f"{WIDE} --gpu h200 --brief --json {x}")) for x in ("", form))
+    for one, size in ((exact, 12), (few, 4.125)):
+        assert one["parts"]["optimizer states"] / one["parameters"] == pytest.approx(size, rel=1e-3)
+    assert few["settings"]["moments"] == "8bit" and few["changes"] == {}
     # one line for each command; of an unknown one, the nearest
     assert main([]) == 0
     listed = capsys.readouterr().out
@@ -493,59 +400,13 @@ def test_env_masks_secrets_and_survives_what_it_cannot_read(
     shown = capsys.readouterr().out
     assert "geheim" not in shown and json.loads(shown)["packages"]["torch"]
     assert masked({"HF_ENDPOINT": "https://me:pw@host"}) == {"HF_ENDPOINT": "https://***@host"}
+    assert main(["env"]) == 0 and "  HF_TOKEN: ***" in capsys.readouterr().out
 
 
-def waited(words: list[str]) -> str:
-    """What a comparison says; it says so once."""
-    comparison, said = Comparison(words), None
-    while said is None:
-        said = comparison.said(2 * GIB)
-        time.sleep(0.05)
-    assert comparison.said(2 * GIB) is None
-    return said
-
-
-def test_a_run_compares_itself(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what a process of its own prints; if that fails, the reason. It can be ended early."""
-    assert line(int(61.2 * GIB), 62 * GIB) == "memory: 61.2 GiB forecast, 62.0 measured (+1.3%)"
-    (tmp_path / "forecasting.py").write_text("print('{\"peak_bytes\": 1073741824}')")
-    (tmp_path / "endless.py").write_text("import time; time.sleep(600)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert waited(["forecasting"]) == "memory: 1.0 GiB forecast, 2.0 measured (+100.0%)"
-    assert "2.0 GiB in use; no forecast: " in waited(["missing_module_of_this_test"])
-    comparison = Comparison(["endless"])
-    assert comparison.said(1) is None
-    comparison.close()
-
-
-def test_programs_ask_for_their_own_forecast(capsys: pytest.CaptureFixture[str]) -> None:
-    """The words that the GPT-2 example has for it are understood, and describe its model."""
-    flags = "--preset gpt2 --layers 2 --compile --moments 8bit --master-weights split"
-    with importable(ROOT / "examples" / "gpt2"):
-        train, options = (importlib.import_module(name) for name in ("train", "options"))
-        chosen = options.parse_options(flags.split(), "cuda")
-        package, *words = train.forecast_words(chosen)
-    machine = [
-        "--gpu-memory",
-        "80",
-        "--gpus",
-        "2",
-        "--hosts",
-        "1",
-        "--brief",
-        "--json",
-        "--no-compile",
-    ]
-    assert package == "bmtrain" and main([*words, *machine]) == 0
-    width, found = 768, json.loads(capsys.readouterr().out)
-    table = chosen.vocab_size * width  # the reference has none of positions
-    elements = table + 2 * (12 * width**2 + 13 * width) + 2 * width
-    assert found["parameters"] == pytest.approx(elements, rel=0.001)
-    assert found["settings"]["moments"] == "8bit" and found["settings"]["master_weights"] == "split"
-    parser = argparse.ArgumentParser()
-    train_command.add_arguments(parser)
-    args = parser.parse_args(["--model-config", "folder", "--data", "x", "--lora-rank", "8"])
-    package, *words = model_center_plan.words_of(args)
-    assert package == "model_center" and model_center_main([*words, *machine]) != 0
-    said = capsys.readouterr().err
-    assert "unrecognized" not in said and "folder" in said
+def test_the_page_has_the_table_of_the_program() -> None:
+    """Between the marks."""
+    root = pathlib.Path(__file__).parents[2]
+    page = (root / "docs/site/en/guides/memory.md").read_text(encoding="utf-8")
+    written = (root / "benchmarks/results/forecast.md").read_text(encoding="utf-8")
+    found = page.partition("<!-- forecast:start -->")[2].partition("<!-- forecast:end -->")[0]
+    assert found.strip() == written.strip()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
-import functools
 import io
 import math
 from collections.abc import Iterator
@@ -31,30 +30,28 @@ Summary = list[dict[str, Any]]
 VALUES, GRADIENTS = ("std", "mean", "max", "min"), ("grad_std", "grad_mean")
 
 
-def numbers_of(x: torch.Tensor) -> dict[str, float | None]:
-    """What torch says of a tensor, in fp64."""
-    exact = x.detach().double()
-    if exact.numel() == 0:
-        return dict.fromkeys(VALUES)
-    std = exact.std().item() if exact.numel() > 1 else None
-    mean, high, low = (number.item() for number in (exact.mean(), exact.max(), exact.min()))
-    return {"std": std, "mean": mean, "max": high, "min": low}
-
-
 def row_of(name: str, x: torch.Tensor, grad: torch.Tensor | None) -> dict[str, Any]:
-    """The row of a summary, by plain torch."""
-    found = dict.fromkeys(("std", "mean")) if grad is None else numbers_of(grad)
-    gradients = {"grad_std": found["std"], "grad_mean": found["mean"]}
-    return {"name": name, "shape": tuple(x.shape), **numbers_of(x), **gradients}
+    """The row of a summary, by plain torch in fp64."""
+
+    def numbers(of: torch.Tensor | None) -> dict[str, float | None]:
+        if of is None or not of.numel():
+            return dict.fromkeys(VALUES)
+        exact = of.detach().double()
+        found = {key: getattr(exact, key)().item() for key in VALUES if key != "std"}
+        return {"std": exact.std().item() if exact.numel() > 1 else None, **found}
+
+    slopes = numbers(grad)
+    gradients = {"grad_std": slopes["std"], "grad_mean": slopes["mean"]}
+    return {"name": name, "shape": tuple(x.shape), **numbers(x), **gradients}
 
 
-def assert_same_rows(got: Summary, want: Summary, what: str, tolerance: float = 1e-5) -> None:
-    """Equal names and shapes in the same order, numbers that differ by less than `tolerance` of
-    the spread, and bitwise the same on every rank.
+def assert_same_rows(got: Summary, want: Summary, what: str) -> None:
+    """Equal names and shapes in the same order, numbers that differ by rounding of the spread, and
+    bitwise the same on every rank.
     """
     everyone = collectives.gather_objects(got, world.current().mesh.world, "a test")
     assert repr(everyone[0]) == repr(everyone[-1]) == repr(got), what  # NaN is not equal to itself
-    assert [row["name"] for row in got] == [row["name"] for row in want], what
+    assert names_of(got) == names_of(want), what
     for mine, other in zip(got, want, strict=True):
         assert mine.keys() == other.keys() and mine["shape"] == other["shape"], f"{what}: {mine}"
         for keys, scales in ((VALUES, ("max", "min")), (GRADIENTS, GRADIENTS)):
@@ -63,7 +60,7 @@ def assert_same_rows(got: Summary, want: Summary, what: str, tolerance: float = 
                 text = f"{what}: {key} of {mine}, expected {other}"
                 assert (mine[key] is None) == (other[key] is None), text
                 if other[key] is not None:
-                    assert abs(mine[key] - other[key]) <= tolerance * scale + 1e-9, text
+                    assert abs(mine[key] - other[key]) <= 1e-5 * scale + 1e-9, text
 
 
 def my_rows(x: torch.Tensor) -> torch.Tensor:
@@ -75,32 +72,30 @@ def names_of(summary: Summary) -> list[str]:
     return [row["name"] for row in summary]
 
 
-# -- parameters
-
-
 def plain_rows(plain: nn.Module, pattern: str = "*") -> Summary:
     named = plain.named_parameters()
     return [row_of(name, x, x.grad) for name, x in named if fnmatch.fnmatch(name, pattern)]
 
 
+# -- parameters
+
+
 def parameters_of_odd_models() -> None:
-    for level, recompute in ((2, False), (3, True)):
-        what = f"ZeRO-{level}, recompute={recompute}"
-        plain, model = models.make_whole(), models.shard_whole(level, recompute)
-        manager = OptimManager()
-        manager.add_optimizer(AdamOptimizer(model.parameters()))
-        for step in (2, 3):  # a whole block unused, then others
-            plain.zero_grad()
-            manager.zero_grad()
-            assert_same_rows(inspect_model(model, "*"), plain_rows(plain), f"{what}, before")
-            models.loss_of(plain, *models.batch(step), step).backward()
-            tokens, targets = (my_rows(x) for x in models.batch(step))
-            manager.backward(models.loss_of(model, tokens, targets, step))
-            found = inspect_model(model, "*")
-            assert_same_rows(found, plain_rows(plain), what)
-            assert bmt.inspect.format_summary(found).count("\n") == len(found)
-        assert {row["grad_std"] is None for row in found} == {True, False}
-    for pattern in ("*.gain", "body.layers.[1-2].up.*", "*.norm.weight", "nothing", "", "*.?.tiny"):
+    plain, model = models.make_whole(), models.shard_whole(3, True)
+    manager = OptimManager()
+    manager.add_optimizer(AdamOptimizer(model.parameters()))
+    for step in (2, 3):  # a whole block unused, then others
+        plain.zero_grad()
+        manager.zero_grad()
+        assert_same_rows(inspect_model(model, "*"), plain_rows(plain), "before")
+        models.loss_of(plain, *models.batch(step), step).backward()
+        tokens, targets = (my_rows(x) for x in models.batch(step))
+        manager.backward(models.loss_of(model, tokens, targets, step))
+        found = inspect_model(model, "*")
+        assert_same_rows(found, plain_rows(plain), "after")
+        assert bmt.inspect.format_summary(found).count("\n") == len(found)
+    assert {row["grad_std"] is None for row in found} == {True, False}
+    for pattern in ("*.gain", "body.layers.[1-2].up.*", "nothing", "", "*.?.tiny"):
         assert names_of(inspect_model(model, pattern)) == names_of(plain_rows(plain, pattern))
 
 
@@ -119,52 +114,12 @@ class Holder(nn.Module):
 
 
 def names_and_oddities() -> None:
+    """Statistics are reduced in three collectives, whatever the size of parameters."""
     torch.manual_seed(4)
-    plain = Holder()
+    plain, refuse = Holder(), AssertionError("gathered")
     block: Any = bmt.Block(copy.deepcopy(plain))
     for module, scale in ((plain, 1), (block, bmt.world_size())):
         (module(torch.linspace(-1, 1, 6).view(2, 3)).square().sum() / scale).backward()
-    assert_same_rows(inspect_model(block, "*"), plain_rows(plain), "holder")
-    assert names_of(inspect_model(block, "head.weight")) == ["first.weight"]
-    for prefix in ("model", "model."):
-        found = names_of(inspect_model(block, "model.*.bias", prefix))
-        assert found == ["model.first.bias", "model.head.bias"]
-        assert inspect_model(block, "first.*", prefix) == []
-    with pytest.raises(ConfigurationError, match=r"ranks \[1\] see other parameters than rank 0"):
-        inspect_model(block, "*" if bmt.rank() == 1 else "scalar")
-    wrong: Any
-    for wrong, complaint in (
-        (("model", "*"), r"inspect_model got str: expected a torch\.nn\.Module"),
-        ((block, None), "inspect_model got None as pattern: expected a string"),
-        ((block, "*", 3), "inspect_model got 3 as prefix: expected a string"),
-    ):
-        with pytest.raises(ConfigurationError, match=complaint):
-            inspect_model(*wrong)
-    assert_same_rows(inspect_model(block, "*"), plain_rows(plain), "after errors")
-
-
-def bad_values_and_missing_gradients() -> None:
-    """NaN on one rank; as with pipeline stages, `.grad` is None where a rank owns nothing."""
-    torch.manual_seed(5)
-    block = bmt.Block(nn.Linear(64, 7))
-    block(torch.ones(2, 64)).square().sum().backward()
-    weight = sharded_parameter(dict(block.named_parameters())["weight"])
-    grads = collectives.gather_objects(own_slice(grad_of(weight)), world.current().mesh.world, "a")
-    if bmt.rank() == 0:
-        weight.grad = None
-    elif bmt.rank() == 1:
-        weight.local[3] = math.nan
-    (row,) = summary = inspect_model(block, "weight")
-    rest = numbers_of(torch.cat(grads[1:]))
-    assert row["grad_mean"] == pytest.approx(rest["mean"], rel=1e-6)
-    assert row["grad_std"] == pytest.approx(rest["std"], rel=1e-6)
-    assert all(math.isnan(row[key]) for key in VALUES)
-    assert "nan" in bmt.inspect.format_summary(summary)
-
-
-def no_gathers() -> None:
-    """Statistics are reduced, whatever the size of parameters."""
-    block, refuse = bmt.Block(models.OddBlock("tensor")), AssertionError("gathered")
     calls: list[str] = []
     reduce = collectives.all_reduce
 
@@ -178,15 +133,41 @@ def no_gathers() -> None:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(collectives, "all_reduce", counted)
-        inspect_model(block, "*")
+        found = inspect_model(block, "*")
+    assert_same_rows(found, plain_rows(plain), "holder")
     assert calls == ["sum", "sum", "max"]
+    assert names_of(inspect_model(block, "head.weight")) == ["first.weight"]
+    found = inspect_model(block, "model.*.bias", "model.")
+    assert names_of(found) == ["model.first.bias", "model.head.bias"]
+    with pytest.raises(ConfigurationError, match=r"ranks \[1\] see other parameters than rank 0"):
+        inspect_model(block, "*" if bmt.rank() == 1 else "scalar")
+    with pytest.raises(ConfigurationError, match="inspect_model got 3 as prefix: expected a str"):
+        inspect_model(block, "*", 3)  # type: ignore[arg-type]
+    assert_same_rows(inspect_model(block, "*"), plain_rows(plain), "after errors")
+
+
+def bad_values_and_missing_gradients() -> None:
+    """NaN on one rank; as with pipeline stages, `.grad` is None where a rank owns nothing."""
+    block = bmt.Block(nn.Linear(64, 7))
+    block(torch.ones(2, 64)).square().sum().backward()
+    weight = sharded_parameter(dict(block.named_parameters())["weight"])
+    grads = collectives.gather_objects(own_slice(grad_of(weight)), world.current().mesh.world, "a")
+    if bmt.rank() == 0:
+        weight.grad = None
+    elif bmt.rank() == 1:
+        weight.local[3] = math.nan
+    (row,) = summary = inspect_model(block, "weight")
+    rest = torch.cat(grads[1:]).double()
+    slopes = [row["grad_mean"], row["grad_std"]]
+    assert slopes == pytest.approx([rest.mean().item(), rest.std().item()], rel=1e-6)
+    assert all(math.isnan(row[key]) for key in VALUES)
+    assert "nan" in bmt.inspect.format_summary(summary)
 
 
 def parameters() -> None:
     parameters_of_odd_models()
     names_and_oddities()
     bad_values_and_missing_gradients()
-    no_gathers()
 
 
 def test_parameters_and_gradients() -> None:
@@ -236,7 +217,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Some layers, a head, and the first layer again."""
+    """Some layers and a head."""
 
     def __init__(self, layers: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -249,43 +230,30 @@ class Stack(nn.Module):
         return out
 
 
-class Seen:
-    """The plain way: keep what is shown, with its gradient."""
-
-    def __init__(self) -> None:
-        self.tensors: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-
-    def __call__(self, x: torch.Tensor, name: str, group: str | None = None) -> None:
-        if x.requires_grad:
-            x.retain_grad()
-        start = "" if group is None else f"{group}."
-        count = sum(
-            full.startswith(start) and full.endswith(f".{name}") for full, _, _ in self.tensors
-        )
-        self.tensors.append((f"{start}{count}.{name}", x.detach().clone(), x))
-
-    def rows(self) -> Summary:
-        return [row_of(name, values, x.grad) for name, values, x in self.tensors]
-
-
-def plain_stack(num_layers: int = 3) -> Stack:
+def plain_stack(num_layers: int) -> Stack:
     torch.manual_seed(7)
     return Stack(nn.Sequential(*[Layer() for _ in range(num_layers)]), nn.Linear(6, 2))
 
 
-def whole_batch() -> torch.Tensor:
-    return torch.randn(12, 4, 6, generator=torch.Generator().manual_seed(8))
+X = torch.randn(12, 4, 6, generator=torch.Generator().manual_seed(8))
+Seen = list[tuple[str, torch.Tensor, torch.Tensor]]
 
 
-def seen_by(plain: nn.Module) -> Seen:
-    """What a plain model shows of the whole batch."""
-    seen, before = Seen(), Layer.show
-    Layer.show = staticmethod(seen)
-    try:
-        plain(whole_batch()).square().sum().backward()
-    finally:
-        Layer.show = staticmethod(before)
-    return seen
+def seen_by(plain: nn.Module) -> tuple[Seen, Summary]:
+    """What a plain model shows of the whole batch: names, values, the tensors; and their rows."""
+    seen: Seen = []
+
+    def show(x: torch.Tensor, name: str, group: str | None = None) -> None:
+        if x.requires_grad:
+            x.retain_grad()
+        start = "" if group is None else f"{group}."
+        count = sum(full.startswith(start) and full.endswith(f".{name}") for full, _, _ in seen)
+        seen.append((f"{start}{count}.{name}", x.detach().clone(), x))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Layer, "show", staticmethod(show))
+        plain(X).square().sum().backward()
+    return seen, [row_of(name, values, x.grad) for name, values, x in seen]
 
 
 class OwnCheckpoint(nn.Module):
@@ -299,86 +267,72 @@ class OwnCheckpoint(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def shard_stack(kind: str, plain: Stack) -> Stack:
-    model = copy.deepcopy(plain)
-    layers = list(model.layers)  # type: ignore[call-overload]
-    if kind == "wrapper":
-        return bmt.BMTrainModelWrapper(model)
-    if kind == "own":
-        layers = [OwnCheckpoint(bmt.Block(layers[0])), *map(OwnCheckpoint, layers[1:])]
-        return Stack(nn.Sequential(*layers), model.head)
-    kept: dict[str, Any] = {
-        "use_checkpoint": kind != "list",
-        "zero_level": 2 if kind == "list" else 3,
-    }
-    blocks = [bmt.Block(layer, **kept) for layer in layers]
-    joined = bmt.TransformerBlockList(blocks) if kind == "list" else nn.Sequential(*blocks)
-    return Stack(joined, model.head)
-
-
 def activations() -> None:
-    plain, x = plain_stack(), whole_batch()
-    seen = seen_by(plain)
-    want = seen.rows()
+    plain = plain_stack(3)
+    seen, want = seen_by(plain)
     assert names_of(want)[:3] == ["0.input", "layer.0.wide", "0.hidden"]
-    for kind in ("list", "blocks", "wrapper", "own"):
-        model = shard_stack(kind, plain)
+    model = copy.deepcopy(plain)
+    layers: list[nn.Module] = list(model.layers)  # type: ignore[call-overload]
+    own = [OwnCheckpoint(bmt.Block(layers[0])), *map(OwnCheckpoint, layers[1:])]
+    blocks = [bmt.Block(layer, zero_level=2) for layer in copy.deepcopy(layers)]
+    for kind, joined in {
+        "own": nn.Sequential(*own),
+        "list": bmt.TransformerBlockList(blocks),
+    }.items():
+        sharded = Stack(joined, model.head)
         with inspect_tensor() as inspector:
-            out = model(my_rows(x))
+            out = sharded(my_rows(X))
             forward_only = inspector.get_summary()
             out.square().sum().backward()
             assert_same_rows(inspector.get_summary(), want, f"{kind}, inside")
-        model(my_rows(x)).square().sum().backward()  # nobody looks
+        sharded(my_rows(X)).square().sum().backward()  # nobody looks
         assert_same_rows(inspector.get_summary(), want, kind)
         assert {row["grad_std"] for row in forward_only} == {None}
-        for name, values, y in seen.tensors:
+        for name, values, y in seen:
             *group, index, last = name.split(".")
             mine = inspector.get_tensor(last, group[0] if group else None, int(index))
             models.assert_same(mine, my_rows(values), f"{kind}: {name}")
             grad = None if y.grad is None else my_rows(y.grad)
             models.assert_same_dicts({name: mine.grad}, {name: grad}, f"{kind}: gradient")
-        first = inspector.get_tensor("wide", group="layer")
-        assert torch.equal(first, inspector.get_tensor("wide", "layer", 0)) and (first < 0).any()
 
 
 def test_activations_and_their_gradients() -> None:
-    """Blocks, lists and wrapped models, with recomputation, the model's own too: each tensor once,
-    as it was, with its gradient.
+    """Blocks and lists, with recomputation, the model's own too: each tensor once, as it was, with its
+    gradient.
     """
     run_ranks(activations, 3)
 
 
-def compiled_blocks(recompute: bool) -> None:
-    plain, x = plain_stack(2), whole_batch()
-    seen = seen_by(plain)
-    model, backend = shard_stack("blocks", plain), models.Counting()
+def compiled_blocks() -> None:
+    plain = plain_stack(2)
+    _, want = seen_by(plain)
+    layers = copy.deepcopy(list(plain.layers))  # type: ignore[call-overload]
+    model = Stack(nn.Sequential(*map(bmt.Block, layers)), copy.deepcopy(plain.head))
+    backend = models.Counting()
     for layer in model.layers:  # type: ignore[attr-defined]
-        layer.use_checkpoint = recompute
         layer.compile(backend=backend)
     for step in range(3):
         model.zero_grad()
         with inspect_tensor() if step == 1 else contextlib.nullcontext() as inspector:
-            model(my_rows(x)).square().sum().backward()
+            model(my_rows(X)).square().sum().backward()
         assert 1 <= backend.num_graphs <= 2, "the call of record_tensor broke the graph"
-        got, want = models.full_gradients(model.layers), models.plain_gradients(plain.layers)
-        models.assert_same_dicts(got, want, f"step {step}")
+        got, expected = models.full_gradients(model.layers), models.plain_gradients(plain.layers)
+        models.assert_same_dicts(got, expected, f"step {step}")
         if inspector is not None:
-            assert_same_rows(inspector.get_summary(), seen.rows(), "compiled")
+            assert_same_rows(inspector.get_summary(), want, "compiled")
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_compiled_blocks_record_too(recompute: bool) -> None:
+def test_compiled_blocks_record_too() -> None:
     """Recording costs no graph; while an inspector is open, blocks run uncompiled."""
-    run_ranks(compiled_blocks, 2, recompute)
+    run_ranks(compiled_blocks, 2)
 
 
 def contexts() -> None:
     """Closed, empty, failed, nested; gradients add up; values as they were when recorded."""
-    block, x = bmt.Block(Layer()), torch.arange(1.0, 4.0).requires_grad_()
+    x = torch.arange(1.0, 4.0).requires_grad_()
     record_tensor(x, "x")
     assert x._backward_hooks is None
-    block(torch.ones(3, 6)).sum().backward()
     with pytest.raises(ZeroDivisionError), inspect_tensor() as failed:
         z = x * 3
         record_tensor(z, "z")
@@ -396,15 +350,13 @@ def contexts() -> None:
     record_tensor(y, "y")
     for inspector, names in ((failed, ["0.z"]), (inner, ["0.x"]), (outer, ["0.x", "1.x"])):
         assert names_of(inspector.get_summary()) == names, "recorded outside"
-    assert inner.get_tensor("x").grad is None
-    assert outer.get_tensor("x", index=0).grad is None, "no gradient came by"
-    models.assert_same(outer.get_tensor("x", index=1), torch.tensor([2.0, 4.0, 6.0]), "as it was")
-    grad = outer.get_tensor("x", index=1).grad
-    models.assert_same(grad, torch.tensor([8.0, 16.0, 24.0]), "two backward passes add up")
-    assert outer.get_summary()[1]["grad_mean"] == 16.0
+    assert inner.get_tensor("x").grad is None and outer.get_tensor("x", index=0).grad is None
+    kept = outer.get_tensor("x", index=1)
+    models.assert_same(kept, torch.tensor([2.0, 4.0, 6.0]), "as it was")
+    models.assert_same(kept.grad, torch.tensor([8.0, 16.0, 24.0]), "two backward passes add up")
     with inspect_tensor() as empty:
         pass
-    assert empty.get_summary() == [] and bmt.inspect.format_summary(empty.get_summary())
+    assert empty.get_summary() == []
     with pytest.raises(KeyError, match="nothing was recorded on this rank"):
         empty.get_tensor("x")
     with inspect_tensor() as inspector:  # reentrant: its forward pass has no graph
@@ -415,7 +367,9 @@ def contexts() -> None:
 
 
 def tensors_of_every_kind() -> None:
+    """Ragged, missing and empty ones; on some ranks only, with gradients."""
     rank, n = bmt.rank(), bmt.world_size()
+    special = torch.full((1,), 3.0, requires_grad=True)
     tensors: dict[str, torch.Tensor] = {
         "ragged": torch.full((rank + 1, 2), float(rank)),
         "lengths": torch.ones(2, rank + 1),
@@ -423,13 +377,14 @@ def tensors_of_every_kind() -> None:
         "some": torch.ones(3 if rank == 0 else 0, 3),
         "number": torch.tensor(float(rank)),
         "mask": torch.tensor([True, False]),
-        "tokens": torch.arange(5),
         "half": torch.full((70000,), 4.0, dtype=torch.float16),
         "complex": torch.ones(2, dtype=torch.complex64),
+        **({"special": special} if rank == 1 else {}),
     }
     with inspect_tensor() as inspector:
         for name, x in tensors.items():
             record_tensor(x, name)
+        (special * 5).backward()
     summary = inspector.get_summary()
     found = [(row["shape"], row["mean"], row["std"], row["max"]) for row in summary]
     ragged = torch.cat([torch.full((rank + 1, 2), float(rank)) for rank in range(n)])
@@ -440,29 +395,11 @@ def tensors_of_every_kind() -> None:
         ((3, 3), 1.0, 0.0, 1.0),
         ((n,), (n - 1) / 2, 1.0, n - 1),
     ]
-    assert [mean for _, mean, _, _ in found[5:]] == [0.5, 2.0, 4.0, None]
-    assert bmt.inspect.format_summary(summary).count("\n") == len(found)
-
-
-def ranks_that_record_different_tensors() -> None:
-    with inspect_tensor() as inspector:
-        record_tensor(torch.ones(2), "shared")
-        for count in range(bmt.rank()):
-            x = torch.full((1,), float(count), requires_grad=True)
-            record_tensor(x * 1, "own", "g")
-        if bmt.rank() == 1:
-            y = x * 2
-            record_tensor(y, "special")
-            (y * 3).backward()
-    summary = inspector.get_summary()
-    want: list[tuple[Any, ...]] = [("0.shared", (6,), 1.0, None), ("g.0.own", (2,), 0.0, None)]
-    want += [("0.special", (1,), 0.0, 3.0), ("g.1.own", (1,), 1.0, None)]
-    names = ("name", "shape", "mean", "grad_mean")
-    assert [tuple(row[name] for name in names) for row in summary] == want
-    assert_same_rows(summary, summary, "on all ranks")
-    if bmt.rank() == 0:
-        with pytest.raises(KeyError, match=r"no tensor 'g\.0\.own' was recorded on this rank"):
-            inspector.get_tensor("own", "g")
+    assert [mean for _, mean, _, _ in found[5:]] == [0.5, 4.0, None, 3.0]
+    assert (summary[-1]["name"], summary[-1]["grad_mean"]) == ("0.special", 5.0)
+    if rank == 0:
+        with pytest.raises(KeyError, match=r"no tensor '0\.special' was recorded on this rank"):
+            inspector.get_tensor("special")
 
 
 class RecordsItsWeight(nn.Linear):
@@ -479,10 +416,8 @@ def bad_records() -> None:
         ((nn.Parameter(one), "w"), r"parameter of shape \(1,\) as 'w'.*inspect_model"),
         ((bias, "w"), "parameter of shape"),
         (([1.0], "x"), "got list as 'x': expected a tensor"),
-        ((one, 3), "the name 3: expected a string"),
         ((one, ""), "the name ''"),
         ((one, "x", 3), "the group 3 for 'x'"),
-        ((one, "x", ""), "the group '' for 'x'"),
     ):
         for context in (contextlib.nullcontext, inspect_tensor):
             with pytest.raises(ConfigurationError, match=message), context():
@@ -495,7 +430,6 @@ def bad_records() -> None:
     for arguments, message in (
         (("hiden", "encoder"), r"was recorded on this rank: the nearest are 'encoder\.0\.hidden'"),
         (("logit",), r"was recorded on this rank: the nearest are '0\.logits'"),
-        (("hidden", "encoder", 1), r"no tensor 'encoder\.1\.hidden'"),
     ):
         with pytest.raises(KeyError, match=message):
             inspector.get_tensor(*arguments)
@@ -505,7 +439,6 @@ def bad_records() -> None:
 def records() -> None:
     contexts()
     tensors_of_every_kind()
-    ranks_that_record_different_tensors()
     bad_records()
 
 
@@ -514,34 +447,29 @@ def test_records_of_every_kind() -> None:
     run_ranks(records, 3)
 
 
-# -- pipelines
-
-
 def pipelined_list() -> None:
-    plain, x = plain_stack(5), whole_batch()
-    layers = list(plain.layers)  # type: ignore[call-overload]
-    bare = Stack(plain.layers, Layer())
-    seen = seen_by(bare)
-    model = Stack(bmt.PipelineTransformerBlockList(copy.deepcopy(layers)), copy.deepcopy(bare.head))
+    bare = Stack(plain_stack(5).layers, Layer())
+    seen, want = seen_by(bare)
+    layers = copy.deepcopy(list(bare.layers))  # type: ignore[call-overload]
+    model = Stack(bmt.PipelineTransformerBlockList(layers), copy.deepcopy(bare.head))
     stage = world.current().mesh.pipe.index
     for _ in range(2):
-        model(my_rows(x)).sum().backward()  # a pass that nobody looks at
+        model(my_rows(X)).sum().backward()  # a pass that nobody looks at
         model.zero_grad()
         with inspect_tensor() as inspector:
-            model(my_rows(x)).square().sum().backward()
+            model(my_rows(X)).square().sum().backward()
         with pytest.raises(RuntimeError, match=r"depends on other stages: call get_summary\(\)"):
             inspector.get_tensor("hidden", index=0)
         with pytest.raises(ConfigurationError, match="pipelined pass cannot be taken into a loss"):
             _ = inspector.summary
-        assert_same_rows(inspector.get_summary(), seen.rows(), "pipeline")
+        assert_same_rows(inspector.get_summary(), want, "pipeline")
         own, other = (0, 4) if stage == 0 else (4, 0)
-        _, whole, y = next(entry for entry in seen.tensors if entry[0] == f"{own}.hidden")
+        _, whole, y = next(entry for entry in seen if entry[0] == f"{own}.hidden")
         mine = inspector.get_tensor("hidden", index=own)
-        rows = torch.cat(
-            [whole.chunk(bmt.world_size())[r] for r in world.current().mesh.pipe.ranks]
-        )
-        models.assert_same(mine, rows, "a stage's rows")
-        assert mine.grad is not None and grad_of(y).abs().sum() > 0
+        ranks = world.current().mesh.pipe.ranks
+        for got, all_rows in ((mine, whole), (mine.grad, grad_of(y))):
+            rows = torch.cat([all_rows.chunk(bmt.world_size())[rank] for rank in ranks])
+            models.assert_same(got, rows, "a stage's rows")
         with pytest.raises(KeyError, match=rf"no tensor '{other}\.hidden' was recorded on this"):
             inspector.get_tensor("hidden", index=other)
     rows_of_all = inspect_model(model, "layers.*.up.weight")
@@ -577,35 +505,33 @@ def not_finite() -> None:
     model = bmt.BMTrainModelWrapper(Spoilt())
     last, x = bmt.rank() == 1, torch.ones(3, 4)
 
-    def find(spoilt: int = 1) -> list[bmt.inspect.NonFinite]:
+    def find(spoilt: int = -1) -> list[bmt.inspect.NonFinite]:
         def losses() -> Iterator[torch.Tensor]:
             for number in range(3):
-                yield model(
-                    x * (torch.inf if number == spoilt and last and fault == "x" else 1)
-                ).sum()
+                yield model(x * (torch.inf if number == spoilt and last else 1)).sum()
 
         return find_non_finite(model, losses())
 
-    fault = ""
     fine = [bmt.inspect.NonFinite(rank=rank) for rank in range(2)]
     assert find() == fine and not any(found.is_cause for found in fine)
-    fault = "x"
-    first, second = find()
+    first, second = find(spoilt=1)
     assert (second.output, second.micro_batch) == ("up (Linear): NaN", 1)
     assert not first.is_cause and second.is_cause and first.gradient is not None
     assert "first module whose output was not finite is up" in second.text()
-    fault, model.grad_factor = "", math.nan if last else 1.0
+    model.grad_factor = math.nan if last else 1.0
     first, second = find()
     assert (second.output, second.loss, second.micro_batch) == (None, None, 0)
     assert second.output_gradient == "up (Linear): NaN"
     assert not first.is_cause and "first parameter whose gradient" in first.text()
     model.grad_factor = 1.0
+    bias = sharded_parameter(dict(model.named_parameters())["up.bias"])
     with torch.no_grad():
-        sharded_parameter(dict(model.named_parameters())["up.bias"]).fill_(-torch.inf)
-    assert all(found.weight is None or "up.bias: -inf" in found.weight for found in find())
-    assert any(found.weight for found in find())
+        bias.fill_(-torch.inf)
+    found = find()
+    assert any(one.weight for one in found)
+    assert all(one.weight is None or "up.bias: -inf" in one.weight for one in found)
     with torch.no_grad():
-        sharded_parameter(dict(model.named_parameters())["up.bias"]).fill_(0)
+        bias.fill_(0)
     assert find() == fine
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -618,69 +544,49 @@ def test_where_numbers_are_not_finite() -> None:
 # -- tables
 
 
-class Precise(nn.Module):
-    """Layers in bf16, one frozen, and a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [bmt.Block(nn.Linear(8, 8).bfloat16(), reduce_dtype=torch.float32) for _ in range(3)]
-        )
-        self.layers[1].requires_grad_(False)
-        self.exact = bmt.Block(nn.Linear(4, 4), accumulate_dtype=torch.float64)
-        self.plain = nn.Parameter(torch.ones(3))
-
-
 def precision() -> None:
     single, half, double = torch.float32, torch.bfloat16, torch.float64
-    model, out = Precise(), io.StringIO()
-    adam = AdamOptimizer(model.layers.parameters())
-    torch_adam = torch.optim.AdamW(model.exact.parameters())
+    layers = [bmt.Block(nn.Linear(8, 8).bfloat16(), reduce_dtype=single) for _ in range(3)]
+    layers[1].requires_grad_(False)
+    model, out = nn.ModuleDict({"layers": nn.ModuleList(layers)}), io.StringIO()
+    model["exact"] = bmt.Block(nn.Linear(4, 4), accumulate_dtype=double)
+    model["plain"] = nn.Linear(3, 1, bias=False)
+    adam = AdamOptimizer(model["layers"].parameters())
+    torch_adam = torch.optim.AdamW(model["exact"].parameters())
     rows = bmt.inspect.precision_report(model, [adam, torch_adam], file=out)
-    fields = "num_elements num_parameters trainable sharded state_exists stored computed reduced"
+    fields = "num_elements num_parameters trainable sharded stored computed reduced"
     fields += " accumulated optimizer master moments"
     found = [(row.names, *(getattr(row, name) for name in fields.split())) for row in rows]
-    own, theirs, both = (False, single, single), ("AdamW", None, (single,)), (half, half)
-    ours = ("AdamOptimizer", single, (single,))
-    layers = [tuple(f"layers.{n}.{x}" for x in ("weight", "bias")) for n in ("[0,2]", "1")]
+    own, both, ours = (single, single), (half, half), ("AdamOptimizer", single, (single,))
+    names = [tuple(f"layers.{n}.{x}" for x in ("weight", "bias")) for n in ("[0,2]", "1")]
     assert found == [
-        (("plain",), 3, 1, True, False, *own, None, single, None, None, ()),
-        (layers[0], 144, 4, True, True, True, *both, single, half, *ours),
-        (layers[1], 72, 2, False, True, True, *both, None, None, *ours),
-        (("exact.weight", "exact.bias"), 20, 2, True, True, *own, single, double, *theirs),
+        (names[0], 144, 4, True, True, *both, single, half, *ours),
+        (names[1], 72, 2, False, True, *both, None, None, *ours),
+        (
+            ("exact.weight", "exact.bias"),
+            20,
+            2,
+            True,
+            True,
+            *own,
+            single,
+            double,
+            "AdamW",
+            None,
+            None,
+        ),
+        (("plain.weight",), 3, 1, True, False, *own, None, single, None, None, ()),
     ]
     text = out.getvalue()
-    told = [word in text for word in ("AdamOptimizer", "float32*", "(frozen)")]
+    told = [word in text for word in ("AdamOptimizer", "at first step", "(frozen)")]
     assert told == [bmt.rank() == 0] * 3
-    model.exact(torch.ones(1, 4)).sum().backward()
-    torch_adam.step()
-    assert bmt.inspect.precision_report(model, [adam, torch_adam], file=out)[-1].state_exists
     with pytest.raises(ConfigurationError, match="got OptimManager among the optimizers"):
         bmt.inspect.precision_report(model, OptimManager())  # type: ignore[arg-type]
-
-
-class Foreign(torch.optim.Optimizer):
-    """Not torch's: keeps fp64 state from its first step on."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            self.state[param]["sum"] = torch.zeros_like(param, dtype=torch.float64)
-
-
-def precision_of_optimizers() -> None:
-    single, half = torch.float32, torch.bfloat16
-    momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     cases: list[tuple[Any, torch.dtype, Any, Any]] = [
-        (AdamOptimizer, half, (single, (single,)), (single, (single,))),
         (AdamOptimizer, single, (None, (single,)), (None, (single,))),
         (AdamOffloadOptimizer, half, (single, (single,)), (single, (single,))),
-        (torch.optim.AdamW, half, (None, (half,)), (None, (half,))),
+        (torch.optim.AdamW, half, (None, None), (None, (half,))),
         (lambda p: torch.optim.SGD(p, lr=0.1), half, (None, ()), (None, ())),
-        (momentum, half, (None, (half,)), (None, (half,))),
-        (Foreign, half, (None, None), (None, (torch.float64,))),
     ]
     for make, dtype, *wanted in cases:
         block = bmt.Block(nn.Linear(8, 8).to(dtype))
@@ -690,11 +596,10 @@ def precision_of_optimizers() -> None:
             assert (row.master, row.moments) == want, make
             block(torch.ones(1, 8, dtype=dtype)).sum().backward()
             optimizer.step()
-        (row,) = bmt.inspect.precision_report(block, [optimizer], file=io.StringIO())
-        assert row.state_exists == bool(row.moments)
 
 
-def table_of_parameters() -> None:
+def tables() -> None:
+    precision()
     layers = nn.ModuleList([bmt.Block(nn.Linear(16, 16)) for _ in range(12)])
     model = nn.ModuleDict({"layers": layers, "head": nn.Linear(16, 3)})
     out = io.StringIO()
@@ -710,12 +615,6 @@ def table_of_parameters() -> None:
     text = out.getvalue()
     words = ("layers.[0-11].weight", "12 x (16, 16)", "26 parameters of 3,315 elements")
     assert all(word in text for word in words) if bmt.rank() == 0 else not text
-
-
-def tables() -> None:
-    precision()
-    precision_of_optimizers()
-    table_of_parameters()
 
 
 def test_tables() -> None:

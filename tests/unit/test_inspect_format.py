@@ -4,7 +4,6 @@ of one tensor.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 from typing import Any
@@ -17,7 +16,7 @@ import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, NotInitializedError
 from bmtrain.inspect import statistics as of_tensors
 from bmtrain.inspect.tables import fold, ranges
-from bmtrain.inspect.tensors import Key, in_order, number, shape_of_all
+from bmtrain.inspect.tensors import Key, full_name, numbered, shape_of_all
 
 CPU = torch.device("cpu")
 ROW: dict[str, Any] = {"name": "layers.0.weight", "shape": (3, 4), "max": 1.23456, "min": -2.0}
@@ -59,14 +58,14 @@ def test_equal_layers_fold() -> None:
     names = [f"layers.{i}.experts.{j}.weight" for i in range(12) for j in range(3)]
     named = [("embedding", 1), *((name, 2) for name in names)]
     named += [(f"layers.{i}.bias", 4 + (i == 5)) for i in range(12)]
-    assert [(row.name, row.count, row.settings) for row in fold(named)] == [
+    assert fold(named) == [
         ("embedding", 1, 1),
         ("layers.[0-11].experts.[0-2].weight", 36, 2),
         ("layers.[0-4,6-11].bias", 11, 4),
         ("layers.5.bias", 1, 5),
     ]
     names = [f"l.{i}.e.{j}" for i, experts in enumerate((2, 1, 2)) for j in range(experts)]
-    found = [row.name for row in fold((name, None) for name in names)]
+    found = [name for name, _, _ in fold((name, None) for name in names)]
     assert found == ["l.[0,2].e.[0-1]", "l.1.e.0"] and fold([]) == []
 
 
@@ -78,10 +77,10 @@ def test_records_are_numbered_over_stages() -> None:
 
     after = key(2, 0)
     there = [key(1, 0), key(1, 0, 1), key(1, 0, group=None)]
-    keys = in_order([key(0, 0), key(1, 1), after, *there, after])
-    found = [key.text(index) for key, index in number(keys).items()]
-    assert found == ["g.0.h", "g.1.h", "g.2.h", "0.h", "g.3.h", "g.4.h"]
-    assert [key.stage for key in keys] == [0, 0, 0, 0, 1, 0]
+    found = numbered([key(0, 0), key(1, 1), after, *there, after])
+    names = [full_name(key.name, key.group, index) for key, index in found.items()]
+    assert names == ["g.0.h", "g.1.h", "g.2.h", "0.h", "g.3.h", "g.4.h"]
+    assert [key.stage for key in found] == [0, 0, 0, 0, 1, 0]
 
 
 def test_shape_of_all_ranks() -> None:
@@ -98,11 +97,10 @@ def test_shape_of_all_ranks() -> None:
         assert shape_of_all(shapes) == whole
 
 
-def statistics(x: torch.Tensor) -> dict[str, Any]:
-    """By the functions under test."""
-    (found,) = of_tensors.statistics_of(of_tensors.measure([x], CPU))
-    assert found is not None
-    return dataclasses.asdict(found)
+def statistics(x: torch.Tensor | None) -> dict[str, Any]:
+    """By the function under test."""
+    (found,) = of_tensors.statistics_of([x], CPU, None)
+    return found
 
 
 @pytest.mark.parametrize("chunk", [1 << 22, 7])
@@ -126,9 +124,9 @@ def test_statistics_are_those_of_torch(chunk: int, monkeypatch: pytest.MonkeyPat
 
 def test_numbers_that_are_none() -> None:
     """Empty, complex and meta tensors have none; NaN is in everything; infinities as torch has them."""
-    for x in (torch.ones(0, 3), torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta")):
+    complex_, meta = torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta")
+    for x in (torch.ones(0, 3), complex_, meta, None):
         assert set(statistics(x).values()) == {None}
-    assert of_tensors.statistics_of(of_tensors.measure([None], CPU)) == [None]
     assert all(map(math.isnan, statistics(torch.tensor([1.0, math.nan, 3.0])).values()))
     values = statistics(torch.tensor([1.0, math.inf, 3.0]))
     assert (values["max"], values["min"], values["mean"]) == (math.inf, 1.0, math.inf)

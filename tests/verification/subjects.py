@@ -74,18 +74,6 @@ def in_bfloat16() -> Program:
     )
 
 
-def in_double() -> Program:
-    batches = [
-        torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
-        for n in range(2)
-    ]
-    return Program(
-        model=lambda: Layer().double(),
-        batches=batches,
-        loss=lambda model, x: model(x).square().mean(),
-    )
-
-
 def accumulate(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Two micro-batches, the first of which waits."""
     trainer.zero_grad()

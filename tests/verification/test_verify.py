@@ -53,10 +53,8 @@ def report(maker: Maker, ranks: int = 2, **more: Any) -> Report:
         *(
             pytest.param(*row, marks=pytest.mark.long)
             for row in (
-                (subjects.correct, 1, 3),
                 (subjects.correct, 3, 2),
                 (subjects.in_bfloat16, 2, 3),
-                (subjects.in_double, 3, 3),
                 (subjects.with_dropout, 2, 3),
                 (subjects.with_batch_norm, 3, 3),
                 (subjects.gpt2_example, 2, 3),

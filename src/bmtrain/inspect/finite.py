@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,10 +41,8 @@ class NonFinite:
     @property
     def is_cause(self) -> bool:
         """Whether it arose here; sums carry gradients that are not finite to other ranks."""
-        return any(
-            value is not None
-            for value in (self.weight, self.output, self.loss, self.output_gradient)
-        )
+        own = (self.weight, self.output, self.loss, self.output_gradient)
+        return any(value is not None for value in own)
 
     def text(self) -> str:
         """What a user needs to know, in a sentence."""
@@ -86,92 +84,45 @@ def find_non_finite(
         What each rank found, in rank order, the same list on all ranks.
     """
     axis = world.current("find_non_finite").mesh.world
-    weight = _first_parameter(model, lambda param: param)
-    model.zero_grad()
-    with _watching(model) as watch:
-        for number, loss in enumerate(losses):
-            watch.see_loss(number, loss)
-            backward(loss)
-            watch.micro_batch = number + 1
-    found = NonFinite(
-        rank=world.rank(),
-        weight=weight,
-        output=watch.outputs.name,
-        loss=watch.loss,
-        output_gradient=watch.gradients.name,
-        gradient=_first_parameter(model, lambda param: param.grad),
-        micro_batch=watch.first_micro_batch,
-    )
-    return collectives.gather_objects(found, axis, "find_non_finite")
+    # By fields of NonFinite, the first with NaN or inf; and the first that held -inf alone.
+    bad: dict[str, Any] = {"weight": _first_parameter(model, lambda param: param)}
+    masked: dict[str, str] = {}
+    micro_batch = 0
 
-
-class _First:
-    """The first of a sequence of tensors that is not finite."""
-
-    def __init__(self) -> None:
-        self._bad: str | None = None
-        self._masked: str | None = None
-
-    @property
-    def name(self) -> str | None:
-        return self._bad or self._masked
-
-    def look(self, name: str, x: torch.Tensor) -> bool:
-        """Whether this is the first with NaN or inf."""
-        held = _held(x) if self._bad is None else None
+    def look(field: str, label: str, x: torch.Tensor) -> None:
+        held = _held(x.detach()) if field not in bad else None
         if held == "-inf":
-            self._masked = self._masked or f"{name}: {held}"
+            masked.setdefault(field, f"{label}: {held}")
         elif held is not None:
-            self._bad = f"{name}: {held}"
-        return self._bad is not None and held is not None and held != "-inf"
+            bad[field] = f"{label}: {held}"
+            bad.setdefault("micro_batch", micro_batch)
 
+    def hook(name: str, module: torch.nn.Module, args: Any, out: Any) -> None:
+        label = f"{name or 'the model'} ({type(module).__name__})"
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                look("output", label, leaf)
+                if leaf.requires_grad:
+                    leaf.register_hook(functools.partial(look, "output_gradient", label))
 
-class _Watch:
-    """Hooks on the modules of a model, and what they have seen."""
-
-    def __init__(self) -> None:
-        self.outputs, self.gradients = _First(), _First()
-        self.loss: float | None = None
-        self.micro_batch = 0
-        self.first_micro_batch: int | None = None
-
-    def see_loss(self, number: int, loss: torch.Tensor) -> None:
-        if self.loss is None and not bool(loss.detach().isfinite().all()):
-            self.loss = float(loss.detach())
-            self._found()
-
-    def hook(self, name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
-        def look(module: torch.nn.Module, args: Any, out: Any) -> None:
-            label = f"{name or 'the model'} ({type(module).__name__})"
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
-                    if self.outputs.look(label, leaf.detach()):
-                        self._found()
-                    if leaf.requires_grad:
-                        leaf.register_hook(lambda grad: self._see_gradient(label, grad))
-
-        return look
-
-    def _see_gradient(self, label: str, grad: torch.Tensor) -> None:
-        if self.gradients.look(label, grad.detach()):
-            self._found()
-
-    def _found(self) -> None:
-        if self.first_micro_batch is None:
-            self.first_micro_batch = self.micro_batch
-
-
-@contextlib.contextmanager
-def _watching(model: torch.nn.Module) -> Iterator[_Watch]:
-    watch = _Watch()
+    model.zero_grad()
     handles = [
-        module.register_forward_hook(watch.hook(name)) for name, module in model.named_modules()
+        module.register_forward_hook(functools.partial(hook, name))
+        for name, module in model.named_modules()
     ]
     try:
-        yield watch
+        for loss in losses:
+            if "loss" not in bad and not bool(loss.detach().isfinite().all()):
+                bad["loss"] = float(loss.detach())
+                bad.setdefault("micro_batch", micro_batch)
+            backward(loss)
+            micro_batch += 1
     finally:
         for handle in handles:
             handle.remove()
+    gradient = _first_parameter(model, lambda param: param.grad)
+    found = NonFinite(rank=world.rank(), gradient=gradient, **{**masked, **bad})
+    return collectives.gather_objects(found, axis, "find_non_finite")
 
 
 def _first_parameter(

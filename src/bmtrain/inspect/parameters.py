@@ -10,9 +10,8 @@ import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
-from bmtrain.inspect.statistics import add_ranks, entry, measure, statistics_of
+from bmtrain.inspect.statistics import entry, statistics_of
 from bmtrain.runtime import world
-from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
@@ -40,22 +39,31 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
             differ between ranks.
     """
     current = world.current("inspect_model")
+    axis = current.mesh.world
     found = matching_parameters(model, pattern, prefix, what="inspect_model")
-    _agree(found, pattern, current.mesh.world)
+    shapes = {name: whole_shape(param) for name, param in found.items()}
+    # Ranks that match different parameters would add up rows of different ones, or hang.
+    text = "\n".join(f"{name} {shapes[name]} {type(x).__name__}" for name, x in found.items())
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    digests = collectives.gather_objects(digest, axis, "inspect_model")
+    other = [rank for rank, own in zip(axis.ranks, digests, strict=True) if own != digests[0]]
+    if other:
+        raise ConfigurationError(
+            f"inspect_model: ranks {other} see other parameters than rank "
+            f"{axis.ranks[0]} (here {len(found)} match {pattern!r}); "
+            "expected the same everywhere: call it on every rank with the same model and pattern."
+        )
     tensors = [x for param in found.values() for x in (param, param.grad)]
-    rows = measure((None if x is None else local_of(x) for x in tensors), current.device)
     sharded = [
         2 * place + half
         for place, param in enumerate(found.values())
-        if _is_sharded(param)
+        if isinstance(param, DistributedParameter)
         for half in range(2)
     ]
-    rows[sharded] = add_ranks(rows[sharded], current.mesh.world)
-    statistics = statistics_of(rows)
-    return [
-        entry(name, whole_shape(param), statistics[2 * place], statistics[2 * place + 1])
-        for place, (name, param) in enumerate(found.items())
-    ]
+    local = (None if x is None else local_of(x) for x in tensors)
+    statistics = statistics_of(local, current.device, axis, sharded)
+    halves = zip(statistics[::2], statistics[1::2], strict=True)
+    return [entry(name, shapes[name], *both) for name, both in zip(found, halves, strict=True)]
 
 
 def matching_parameters(
@@ -90,27 +98,3 @@ def whole_shape(param: torch.nn.Parameter) -> tuple[int, ...]:
     return tuple(
         param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
     )
-
-
-def _is_sharded(param: torch.nn.Parameter) -> bool:
-    return isinstance(param, DistributedParameter)
-
-
-def _agree(found: dict[str, torch.nn.Parameter], pattern: str, axis: Axis) -> None:
-    """Check that all ranks have matched the same parameters. Collective.
-
-    Without this check, the reductions would mix the rows of different parameters, or deadlock.
-    """
-    text = "\n".join(
-        f"{name} {whole_shape(param)} {type(param).__name__}" for name, param in found.items()
-    )
-    digests = collectives.gather_objects(
-        hashlib.sha256(text.encode()).hexdigest(), axis, "inspect_model"
-    )
-    other = [rank for rank, digest in zip(axis.ranks, digests, strict=True) if digest != digests[0]]
-    if other:
-        raise ConfigurationError(
-            f"inspect_model: ranks {other} see other parameters than rank "
-            f"{axis.ranks[0]} (here {len(found)} match {pattern!r}); "
-            "expected the same everywhere: call it on every rank with the same model and pattern."
-        )

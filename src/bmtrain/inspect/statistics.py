@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,91 +13,66 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime.mesh import Axis
 
 CHUNK = 1 << 22  # elements converted to fp64 at a time: 32 MiB
+# Of a tensor on one rank: the number of its elements, their sum, the number of chunks with a NaN,
+# the sum of squared deviations from the mean, the maximum, the negated minimum.
+COUNT, TOTAL, NANS, SQUARES, TOP, BOTTOM = range(6)
+COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
 
-# The number of ranks that have the tensor, the number of its elements, their sum, the number of
-# chunks with a NaN, the sum of squared deviations from the mean, the maximum, the negated minimum.
-NUM_COLUMNS = 7
-PRESENT, COUNT, TOTAL, NANS, SQUARES, TOP, BOTTOM = range(NUM_COLUMNS)
+Statistics = dict[str, float | None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Statistics:
-    """The statistics of a tensor's elements.
+def statistics_of(
+    tensors: Iterable[torch.Tensor | None],
+    device: torch.device,
+    axis: Axis | None,
+    places: Collection[int] | None = None,
+) -> list[Statistics]:
+    """Mean, std, max and min of the elements of each tensor, in fp64.
 
     A number that is undefined is None: `std` of fewer than two elements, all four of an empty,
-    complex or meta tensor. NaN therefore always comes from the data. `std` divides by count - 1,
-    torch's default.
+    complex, meta or missing tensor. NaN therefore always comes from the data. `std` divides by
+    count - 1, torch's default.
+
+    Args:
+        tensors: of any shape and dtype; None for one that this rank does not have.
+        device: of the collectives.
+        axis: whose ranks have parts of the tensors; three collectives, however many there are.
+            None for this rank's own numbers.
+        places: the tensors that are in parts, others being this rank's own; None for all. As many
+            on all ranks.
     """
-
-    mean: float | None = None
-    std: float | None = None
-    max: float | None = None
-    min: float | None = None
-
-
-def measure(tensors: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Rows (n, 7), fp64 on `device`, of n tensors of any shape and dtype.
-
-    A tensor that this rank does not have is None; its row is neutral when ranks are combined.
-    """
-    rows = [_row(x).to(device) for x in tensors]
-    return (
-        torch.stack(rows)
-        if rows
-        else torch.zeros(0, NUM_COLUMNS, dtype=torch.float64, device=device)
-    )
-
-
-def add_ranks(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Combine the rows (n, 7) of all ranks of the axis to those of the full tensors. Collective.
-
-    Three collectives, however many rows there are. The number of rows must be equal on all ranks.
-    """
-    if len(rows) == 0:
-        return rows
-    sums = collectives.all_reduce(rows[:, :SQUARES], "sum", axis)
-    shift = _mean(rows) - _mean(sums)
-    squares = collectives.all_reduce(
-        rows[:, SQUARES] + rows[:, COUNT] * shift.square(), "sum", axis
-    )
-    extremes = collectives.all_reduce(rows[:, TOP:], "max", axis)
-    return torch.cat([sums, squares[:, None], extremes], dim=1)
-
-
-def statistics_of(rows: torch.Tensor) -> list[Statistics | None]:
-    """The statistics of each of n rows (n, 7); None for a tensor that no rank has."""
-    return [_statistics(row) for row in rows.tolist()]
-
-
-def _statistics(row: list[float]) -> Statistics | None:
-    if row[PRESENT] == 0:
-        return None
-    count = row[COUNT]
-    if count == 0:
-        return Statistics()
-    return Statistics(
-        mean=row[TOTAL] / count,
-        std=math.sqrt(row[SQUARES] / (count - 1)) if count > 1 else None,
-        max=math.nan if row[NANS] else row[TOP],
-        min=math.nan if row[NANS] else -row[BOTTOM],
-    )
-
-
-def _mean(rows: torch.Tensor) -> torch.Tensor:
-    return rows[:, TOTAL] / rows[:, COUNT].clamp(min=1)
+    found = [_row(x).to(device) for x in tensors]
+    if not found:
+        return []
+    rows = torch.stack(found)
+    chosen = list(range(len(found)) if places is None else places)
+    if axis is not None and chosen:
+        own = rows[chosen]
+        sums = collectives.all_reduce(own[:, :SQUARES], "sum", axis)
+        shift = own[:, TOTAL] / own[:, COUNT].clamp(min=1)
+        shift -= sums[:, TOTAL] / sums[:, COUNT].clamp(min=1)
+        squares = own[:, SQUARES] + own[:, COUNT] * shift.square()
+        squares = collectives.all_reduce(squares, "sum", axis)
+        extremes = collectives.all_reduce(own[:, TOP:], "max", axis)
+        rows[chosen] = torch.cat([sums, squares[:, None], extremes], dim=1)
+    out: list[Statistics] = []
+    for count, total, nans, squared, top, bottom in rows.tolist():
+        if not count:
+            out.append(dict.fromkeys(("mean", "std", "max", "min")))
+            continue
+        std = math.sqrt(squared / (count - 1)) if count > 1 else None
+        most, least = (math.nan, math.nan) if nans else (top, -bottom)
+        out.append({"mean": total / count, "std": std, "max": most, "min": least})
+    return out
 
 
 @torch.no_grad()
 def _row(x: torch.Tensor | None) -> torch.Tensor:
     """The row of one tensor, computed on its device without a synchronisation."""
-    row = torch.zeros(
-        NUM_COLUMNS, dtype=torch.float64, device="cpu" if x is None or x.is_meta else x.device
-    )
+    is_empty = x is None or x.is_meta or x.is_complex() or x.numel() == 0
+    row = torch.zeros(6, dtype=torch.float64, device="cpu" if x is None or x.is_meta else x.device)
     row[TOP:] = -math.inf
-    if x is None:
-        return row
-    row[PRESENT] = 1
-    if x.is_meta or x.is_complex() or x.numel() == 0:
+    if x is None or is_empty:
         return row
     flat = (x if x.layout == torch.strided else x.to_dense()).reshape(-1)
     row[COUNT] = flat.numel()
@@ -117,24 +91,13 @@ def _row(x: torch.Tensor | None) -> torch.Tensor:
     return row
 
 
-COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
-
-
 def entry(
-    name: str, shape: tuple[int, ...], values: Statistics | None, grad: Statistics | None
+    name: str, shape: tuple[int, ...], values: Statistics, grad: Statistics
 ) -> dict[str, Any]:
     """The dict of one tensor; numbers are floats, or None if undefined."""
-    values, grad = values or Statistics(), grad or Statistics()
-    return {
-        "name": name,
-        "shape": shape,
-        "std": values.std,
-        "mean": values.mean,
-        "max": values.max,
-        "min": values.min,
-        "grad_std": grad.std,
-        "grad_mean": grad.mean,
-    }
+    numbers = {key: values[key] for key in ("std", "mean", "max", "min")}
+    gradients = {"grad_std": grad["std"], "grad_mean": grad["mean"]}
+    return {"name": name, "shape": shape, **numbers, **gradients}
 
 
 def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
@@ -151,27 +114,21 @@ def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
             f"format_summary got {type(summary).__name__}: expected the list that "
             "inspect_model or get_summary returns."
         )
-    lines = [COLUMNS, *(_cells(row) for row in summary)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(COLUMNS))]
-    return "\n".join(_line(line, widths) for line in lines)
-
-
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    if not isinstance(row, Mapping) or "name" not in row:
-        raise ConfigurationError(
-            f"format_summary got {row!r} in its list: expected the dicts that "
-            "inspect_model returns."
+    lines = [list(COLUMNS)]
+    for row in summary:
+        if not isinstance(row, Mapping) or "name" not in row:
+            raise ConfigurationError(
+                f"format_summary got {row!r} in its list: expected the dicts that "
+                "inspect_model returns."
+            )
+        values = [row.get(column) for column in COLUMNS]
+        texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
+        lines.append([text if text != "None" else "-" for text in texts])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
-    return tuple(_text(row.get(column)) for column in COLUMNS)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    """One line of the table: the name left-aligned, all else right-aligned."""
-    first, *others = zip(cells, widths, strict=True)
-    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+        for line in lines
+    )

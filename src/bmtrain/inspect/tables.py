@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, TextIO
 
 import torch
 
@@ -16,46 +16,31 @@ from bmtrain.runtime.log import rich
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
-Settings = TypeVar("Settings", bound=Hashable)
 _MASTERS = ("master", "remainder")  # names in an optimizer's state
 
 
-@dataclasses.dataclass(frozen=True)
-class Folded(Generic[Settings]):
-    """A folded name, the number of names that it stands for, and their common settings."""
-
-    name: str
-    count: int
-    settings: Settings
-
-
-def fold(named: Iterable[tuple[str, Settings]]) -> list[Folded[Settings]]:
+def fold(named: Iterable[tuple[str, Hashable]]) -> list[tuple[str, int, Any]]:
     """Fold dotted names of equal settings that differ only in numbers, in order of appearance.
 
     Inner numbers are folded before outer ones, so the members of an outer range are equal at all
-    inner levels.
+    inner levels. Returns each folded name, how many names it stands for, and their settings.
     """
-    rows = [Folded(name, 1, settings) for name, settings in named]
-    depth = max((row.name.count(".") + 1 for row in rows), default=0)
+    rows = [(name, 1, settings) for name, settings in named]
+    depth = max((name.count(".") + 1 for name, _, _ in rows), default=0)
     for place in reversed(range(depth)):
-        groups: dict[Hashable, list[Folded[Settings]]] = {}
-        for row in rows:
-            words = row.name.split(".")
+        groups: dict[tuple[Hashable, Hashable], list[tuple[list[str], int]]] = {}
+        for name, count, settings in rows:
+            words = name.split(".")
             is_number = place < len(words) and words[place].isdecimal()
-            key = (*words[:place], None, *words[place + 1 :]) if is_number else row.name
-            groups.setdefault((key, row.settings), []).append(row)
-        rows = [_merged(members, place) for members in groups.values()]
+            key = (*words[:place], None, *words[place + 1 :]) if is_number else name
+            groups.setdefault((key, settings), []).append((words, count))
+        rows = []
+        for (_, settings), members in groups.items():
+            words = members[0][0]
+            if len(members) > 1:
+                words[place] = f"[{ranges(int(own[place]) for own, _ in members)}]"
+            rows.append((".".join(words), sum(count for _, count in members), settings))
     return rows
-
-
-def _merged(members: Sequence[Folded[Settings]], place: int) -> Folded[Settings]:
-    """Merge members that differ only in the number at `place` into one row."""
-    first = members[0]
-    if len(members) == 1:
-        return first
-    words = first.name.split(".")
-    words[place] = f"[{ranges(int(row.name.split('.')[place]) for row in members)}]"
-    return Folded(".".join(words), sum(row.count for row in members), first.settings)
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -139,62 +124,45 @@ def print_inspect(
         ConfigurationError: for arguments of the wrong type.
     """
     found = matching_parameters(model, pattern, what="print_inspect")
-    folded = fold((name, _settings(param)) for name, param in found.items())
-    rows = [dataclasses.replace(line.settings, name=line.name, count=line.count) for line in folded]
-    columns = (
-        "parameter",
-        "shape",
-        "dtype",
-        "elements",
-        f"on rank {world.rank()}",
-        "sharded",
-        "trainable",
-        "group",
-    )
-    print_table(
-        model.__class__.__name__, columns, [_cells(row) for row in rows], _totals(rows), file
-    )
-    return rows
-
-
-def _settings(param: torch.nn.Parameter) -> ParameterRow:
-    """The settings that must be equal for parameters to be folded."""
-    return ParameterRow(
-        shape=whole_shape(param),
-        dtype=param.dtype,
-        num_local=local_of(param).numel(),
-        sharded=isinstance(param, DistributedParameter),
-        trainable=param.requires_grad,
-        group=param.group if isinstance(param, DistributedParameter) else None,
-    )
-
-
-def _cells(row: ParameterRow) -> tuple[str, ...]:
-    times = f"{row.count} x " if row.count > 1 else ""
-    dtype = str(row.dtype).removeprefix("torch.")
-    flags = ("yes" if flag else "no" for flag in (row.sharded, row.trainable))
-    return (
-        row.name,
-        f"{times}{row.shape}",
-        dtype,
-        f"{row.num_elements:,}",
-        f"{row.count * row.num_local:,}",
-        *flags,
-        row.group or "",
-    )
-
-
-def _totals(rows: list[ParameterRow]) -> str:
-    total, local = (
-        sum(row.num_elements for row in rows),
-        sum(row.count * row.num_local for row in rows),
-    )
+    named = [
+        (
+            name,
+            ParameterRow(
+                shape=whole_shape(param),
+                dtype=param.dtype,
+                num_local=local_of(param).numel(),
+                sharded=isinstance(param, DistributedParameter),
+                trainable=param.requires_grad,
+                group=param.group if isinstance(param, DistributedParameter) else None,
+            ),
+        )
+        for name, param in found.items()
+    ]
+    rows = [dataclasses.replace(row, name=name, count=count) for name, count, row in fold(named)]
+    rank = f"on rank {world.rank()}"
+    columns = ("parameter", "shape", "dtype", "elements", rank, "sharded", "trainable", "group")
+    lines = [
+        (
+            row.name,
+            f"{row.count} x {row.shape}" if row.count > 1 else f"{row.shape}",
+            _text(row.dtype),
+            f"{row.num_elements:,}",
+            f"{row.count * row.num_local:,}",
+            "yes" if row.sharded else "no",
+            "yes" if row.trainable else "no",
+            row.group or "",
+        )
+        for row in rows
+    ]
+    total = sum(row.num_elements for row in rows)
+    local = sum(row.count * row.num_local for row in rows)
     trainable = sum(row.num_elements for row in rows if row.trainable)
-    count = sum(row.count for row in rows)
-    return (
-        f"{count:,} parameters of {total:,} elements, {trainable:,} trainable; {local:,} "
-        f"on rank {world.rank()}"
+    caption = (
+        f"{sum(row.count for row in rows):,} parameters of {total:,} elements, "
+        f"{trainable:,} trainable; {local:,} {rank}"
     )
+    print_table(model.__class__.__name__, columns, lines, caption, file)
+    return rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,11 +182,8 @@ class PrecisionRow:
         optimizer: the class of their optimizer; None if none of those given has them.
         master: the dtype of the optimizer's master copy, int16 for remainders beside bf16
             parameters; None if it updates the parameters themselves.
-        moments: the dtypes of the optimizer's other state; empty if it keeps none, None if unknown
-            before its first step.
-        state_exists: whether `moments` was read from the optimizer's state. torch's optimizers have
-            no state before their first step; `moments` is then the dtype of the parameter, in which
-            they will create it.
+        moments: the dtypes of the optimizer's other state; empty if it keeps none, None before it
+            has any, as those of torch before their first step.
     """
 
     names: tuple[str, ...] = ()
@@ -233,16 +198,6 @@ class PrecisionRow:
     optimizer: str | None
     master: torch.dtype | None
     moments: tuple[torch.dtype, ...] | None
-    state_exists: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _Owner:
-    """A parameter's optimizer, its parameter group and its optimizer state."""
-
-    optimizer: torch.optim.Optimizer
-    group: Mapping[str, Any]
-    state: Mapping[str, Any]
 
 
 def precision_report(
@@ -268,41 +223,9 @@ def precision_report(
         ConfigurationError: for arguments of the wrong type.
     """
     found = matching_parameters(model, "*", what="precision_report")
-    owners = _owners([optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers)
-    groups: dict[PrecisionRow, dict[str, torch.nn.Parameter]] = {}
-    for name, param in found.items():
-        groups.setdefault(_precision_of(param, owners.get(param)), {})[name] = param
-    rows = [_row(settings, members) for settings, members in groups.items()]
-    columns = (
-        "parameters",
-        "elements",
-        "stored",
-        "computed",
-        "reduced",
-        "accumulated",
-        "optimizer",
-        "master",
-        "moments",
-    )
-    caption = (
-        "* as torch's optimizers make it at their first step"
-        if any(_is_expected(row) for row in rows)
-        else ""
-    )
-    print_table(
-        f"Precision of {model.__class__.__name__}",
-        columns,
-        [_precision_cells(row) for row in rows],
-        caption,
-        file,
-    )
-    return rows
-
-
-def _owners(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.nn.Parameter, _Owner]:
-    """The optimizer, group and state of each parameter."""
-    owners: dict[torch.nn.Parameter, _Owner] = {}
-    for optimizer in optimizers if isinstance(optimizers, Iterable) else [optimizers]:
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    owners: dict[torch.nn.Parameter, tuple[torch.optim.Optimizer, Mapping[str, Any]]] = {}
+    for optimizer in given if isinstance(given, Iterable) else [given]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
                 f"precision_report got {type(optimizer).__name__} among the "
@@ -310,88 +233,58 @@ def _owners(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.nn.Parame
                 "OptimManager, pass manager.optimizers."
             )
         states = optimizer.state_dict()["state"]
-        members = [(param, group) for group in optimizer.param_groups for param in group["params"]]
-        for index, (param, group) in enumerate(members):
-            owners[param] = _Owner(optimizer, group, states.get(index, {}))
-    return owners
-
-
-def _precision_of(param: torch.nn.Parameter, owner: _Owner | None) -> PrecisionRow:
-    sharded, trainable = isinstance(param, DistributedParameter), param.requires_grad
-    reduced, accumulated = _gradient_dtypes(param, owner) if trainable else (None, None)
-    return PrecisionRow(
-        sharded=sharded,
-        trainable=trainable,
-        stored=param.dtype,
-        computed=param.storage_of.dtype if isinstance(param, DistributedParameter) else param.dtype,
-        reduced=reduced,
-        accumulated=accumulated,
-        optimizer=None if owner is None else type(owner.optimizer).__name__,
-        master=None if owner is None else _master(owner.state),
-        moments=() if owner is None else _moments(param, owner),
-        state_exists=owner is not None and bool(owner.state),
-    )
-
-
-def _gradient_dtypes(
-    param: torch.nn.Parameter, owner: _Owner | None
-) -> tuple[torch.dtype | None, torch.dtype]:
-    """The dtypes of the sum over ranks and of the sum over micro-batches."""
-    if isinstance(param, DistributedParameter):
-        policy = param.storage_of.gradient.policy
-        return policy.reduce_dtype, policy.accumulate_dtype
-    return None if owner is None else param.dtype, param.dtype
-
-
-def _master(state: Mapping[str, Any]) -> torch.dtype | None:
-    return next((state[name].dtype for name in _MASTERS if name in state), None)
-
-
-def _moments(param: torch.nn.Parameter, owner: _Owner) -> tuple[torch.dtype, ...] | None:
-    if owner.state:
-        others = [
-            value
-            for name, value in owner.state.items()
-            if name not in ("step", *_MASTERS) and not name.endswith("_scales")
-        ]
-        return tuple(
-            sorted({value.dtype for value in others if isinstance(value, torch.Tensor)}, key=str)
+        members = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(members):
+            owners[param] = optimizer, states.get(index, {})
+    groups: dict[PrecisionRow, dict[str, torch.nn.Parameter]] = {}
+    for name, param in found.items():
+        groups.setdefault(_precision_of(param, *owners.get(param, (None, {}))), {})[name] = param
+    rows, lines = [], []
+    for row, own in groups.items():
+        names = tuple(name for name, _, _ in fold((name, None) for name in own))
+        elements = sum(math.prod(whole_shape(param)) for param in own.values())
+        rows.append(
+            dataclasses.replace(row, names=names, num_parameters=len(own), num_elements=elements)
         )
-    if not param.requires_grad or (
-        isinstance(owner.optimizer, torch.optim.SGD) and not owner.group["momentum"]
-    ):
-        return ()
-    return (param.dtype,) if type(owner.optimizer).__module__.startswith("torch.optim.") else None
+        more = f" and {len(own) - 1} more" if len(names) > 1 else ""
+        frozen = "" if row.trainable else " (frozen)"
+        dtypes = map(_text, (row.stored, row.computed, row.reduced, row.accumulated))
+        by = (row.optimizer or "-", _text(row.master))
+        moments = ", ".join(map(_text, row.moments or ())) or "-"
+        moments = "at first step" if row.moments is None else moments
+        lines.append((f"{names[0]}{more}{frozen}", f"{elements:,}", *dtypes, *by, moments))
+    columns = ["parameters", "elements", "stored", "computed", "reduced", "accumulated"]
+    columns += ["optimizer", "master", "moments"]
+    print_table(f"Precision of {model.__class__.__name__}", columns, lines, "", file)
+    return rows
 
 
-def _row(settings: PrecisionRow, members: Mapping[str, torch.nn.Parameter]) -> PrecisionRow:
-    return dataclasses.replace(
-        settings,
-        names=tuple(line.name for line in fold((name, None) for name in members)),
-        num_parameters=len(members),
-        num_elements=sum(math.prod(whole_shape(param)) for param in members.values()),
-    )
-
-
-def _is_expected(row: PrecisionRow) -> bool:
-    return bool(row.moments) and not row.state_exists
-
-
-def _precision_cells(row: PrecisionRow) -> tuple[str, ...]:
-    names = (
-        row.names[0] if len(row.names) == 1 else f"{row.names[0]} and {row.num_parameters - 1} more"
-    )
-    moments = "at first step" if row.moments is None else ", ".join(map(_text, row.moments)) or "-"
-    dtypes = (row.stored, row.computed, row.reduced, row.accumulated)
-    marked = f"{moments}*" if _is_expected(row) else moments
-    frozen = "" if row.trainable else " (frozen)"
-    return (
-        names + frozen,
-        f"{row.num_elements:,}",
-        *map(_text, dtypes),
-        row.optimizer or "-",
-        _text(row.master),
-        marked,
+def _precision_of(
+    param: torch.nn.Parameter, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
+) -> PrecisionRow:
+    dtypes = {name: x.dtype for name, x in state.items() if isinstance(x, torch.Tensor)}
+    moments = {
+        dtype
+        for name, dtype in dtypes.items()
+        if name not in ("step", *_MASTERS) and not name.endswith("_scales")
+    }
+    keeps_none = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]
+    is_unknown = bool(optimizer and param.requires_grad and not state and not keeps_none)
+    computed = accumulated = param.dtype
+    reduced = None if optimizer is None else param.dtype
+    if isinstance(param, DistributedParameter):
+        computed, policy = param.storage_of.dtype, param.storage_of.gradient.policy
+        reduced, accumulated = policy.reduce_dtype, policy.accumulate_dtype
+    return PrecisionRow(
+        sharded=isinstance(param, DistributedParameter),
+        trainable=param.requires_grad,
+        stored=param.dtype,
+        computed=computed,
+        reduced=reduced if param.requires_grad else None,
+        accumulated=accumulated if param.requires_grad else None,
+        optimizer=None if optimizer is None else type(optimizer).__name__,
+        master=next((dtypes[name] for name in _MASTERS if name in dtypes), None),
+        moments=None if is_unknown else tuple(sorted(moments, key=str)),
     )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NoReturn
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
-from bmtrain.inspect.statistics import add_ranks, entry, measure, statistics_of
+from bmtrain.inspect.statistics import entry, statistics_of
 from bmtrain.runtime import world
 from bmtrain.shard.recording import Position, Recorder
 from bmtrain.shard.unshard import Unshard
@@ -39,28 +40,19 @@ class Key:
         """Whether it was recorded in a pipelined pass: odd segments are passes."""
         return self.segment % 2 == 1
 
-    def text(self, index: int) -> str:
-        """`[group.]index.name`."""
-        return full_name(self.name, self.group, index)
-
 
 def full_name(name: str, group: str | None, index: int) -> str:
     """`[group.]index.name`."""
     return f"{index}.{name}" if group is None else f"{group}.{index}.{name}"
 
 
-def in_order(keys: Iterable[Key]) -> list[Key]:
-    """Each key once, sorted by segment and stage and otherwise in the order given."""
-    return sorted(dict.fromkeys(keys), key=lambda key: (key.segment, key.stage))
-
-
-def number(keys: Iterable[Key]) -> dict[Key, int]:
-    """Number the keys of each name and group from 0, in the order given."""
-    counts: dict[tuple[str | None, str], int] = {}
+def numbered(keys: Iterable[Key]) -> dict[Key, int]:
+    """Each key once, by segment and stage and else as given, with its number in its group."""
+    counts: Counter[tuple[str | None, str]] = Counter()
     numbers: dict[Key, int] = {}
-    for key in keys:
-        numbers[key] = counts.get((key.group, key.name), 0)
-        counts[key.group, key.name] = numbers[key] + 1
+    for key in sorted(dict.fromkeys(keys), key=lambda key: (key.segment, key.stage)):
+        numbers[key] = counts[key.group, key.name]
+        counts[key.group, key.name] += 1
     return numbers
 
 
@@ -76,84 +68,34 @@ def shape_of_all(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
     return (sum(first), *(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in others))
 
 
-class Part:
-    """A copy of a tensor at the time of recording, and the gradient that backward computes."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.values = x.detach().clone()
-        self._hook = x.register_hook(self._add) if x.requires_grad else None
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The gradient, summed over all backward passes so far."""
-        return self.values.grad
-
-    def close(self) -> None:
-        """Remove the gradient hook."""
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _add(self, grad: torch.Tensor) -> None:
-        before = self.values.grad
-        self.values.grad = grad.detach().clone() if before is None else before + grad
-
-
-class Record:
-    """One recorded tensor on this rank, with one part per micro-batch in a pipelined pass."""
-
-    def __init__(self) -> None:
-        self._parts: dict[int, Part] = {}
-
-    def add(self, x: torch.Tensor, micro_batch: int) -> None:
-        """Keep a copy of `x` and hook its gradient."""
-        self._parts[micro_batch] = Part(x)
-
-    def close(self) -> None:
-        """Remove the gradient hooks."""
-        for part in self._parts.values():
-            part.close()
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of all parts."""
-        return [tuple(part.values.shape) for part in self._parts.values()]
-
-    def flat(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The values of all parts, 1-D, and their gradients likewise; None if there are none."""
-        parts = list(self._parts.values())
-        values = _joined([part.values.reshape(-1) for part in parts])
-        if all(part.grad is None for part in parts):
-            return values, None
-        return values, _joined([_grad_or_zeros(part).reshape(-1) for part in parts])
-
-    def tensor(self) -> torch.Tensor:
-        """The values of all parts, concatenated along dim 0 by micro-batch, with `.grad`."""
-        parts = [part for _, part in sorted(self._parts.items())]
-        values = _joined([part.values for part in parts])
-        if len(parts) > 1 and any(part.grad is not None for part in parts):
-            values.grad = _joined([_grad_or_zeros(part) for part in parts])
-        return values
-
-
 class Inspector:
     """The tensors recorded on this rank while it is open; created by `inspect_tensor`."""
 
     def __init__(self, position: Position) -> None:
         self._begin = position.segment - position.segment % 2
-        self._records: dict[Key, Record] = {}
-        self._counts: dict[tuple[str | None, str, Position], int] = {}
-        self._agreed: dict[Key, int] = {}  # indices across ranks, as of the last get_summary
+        # Copies with their gradients, by micro-batch; outside of pipelined passes there is one.
+        self._parts: dict[Key, dict[int, torch.Tensor]] = {}
         # the recorded tensors themselves, outside of pipelined passes
         self._in_graph: dict[Key, torch.Tensor] = {}
+        self._counts: Counter[tuple[str | None, str, Position]] = Counter()
+        self._agreed: dict[Key, int] = {}  # indices across ranks, as of the last get_summary
+        self._hooks: list[Any] = []
 
     def record(self, x: torch.Tensor, name: str, group: str | None, position: Position) -> None:
-        """Keep a copy of `x` and hook its gradient."""
-        count = self._counts.get((group, name, position), 0)
-        self._counts[group, name, position] = count + 1
+        """Keep a copy of `x`, and the gradient that backward passes compute, summed."""
+        count = self._counts[group, name, position]
+        self._counts[group, name, position] += 1
         # Count segments from the opening of this inspector. Ranks may have run different numbers of
         # pipelined passes before, and their keys for the same tensor would not match.
         key = Key(group, name, position.segment - self._begin, position.stage, count)
-        self._records.setdefault(key, Record()).add(x, position.micro_batch)
+        copy = x.detach().clone()
+        self._parts.setdefault(key, {})[position.micro_batch] = copy
+
+        def add(grad: torch.Tensor) -> None:
+            copy.grad = grad.detach().clone() if copy.grad is None else copy.grad + grad
+
+        if x.requires_grad:
+            self._hooks.append(x.register_hook(add))
         if not key.is_pipelined:
             self._in_graph[key] = x
             if x.requires_grad:
@@ -161,8 +103,22 @@ class Inspector:
 
     def close(self) -> None:
         """Remove the gradient hooks; records and gradients so far are kept."""
-        for record in self._records.values():
-            record.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _joined(
+        self, key: Key, rows: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The values of all parts, by micro-batch, and their gradients; None if there are none."""
+        parts = [part for _, part in sorted(self._parts[key].items())]
+        grads = [torch.zeros_like(part) if part.grad is None else part.grad for part in parts]
+
+        def join(tensors: list[torch.Tensor]) -> torch.Tensor:
+            several = list(map(rows, tensors))
+            return torch.cat(several) if len(several) > 1 else several[0]
+
+        has_grad = any(part.grad is not None for part in parts)
+        return join(parts), join(grads) if has_grad else None
 
     @property
     def summary(self) -> list[dict[str, Any]]:
@@ -176,7 +132,7 @@ class Inspector:
             ConfigurationError: if anything was recorded in a pipelined pass, whose graph belongs to
                 the pipeline.
         """
-        if any(key.is_pipelined for key in self._records):
+        if any(key.is_pipelined for key in self._parts):
             raise ConfigurationError(
                 "Inspector.summary: tensors of a pipelined pass cannot be taken into a "
                 "loss; expected records of layers outside "
@@ -186,11 +142,11 @@ class Inspector:
         unknown = dict.fromkeys(
             ("min", "max", "mean", "std", "grad_mean", "grad_std", "inside_pipe")
         )
-        names = {key: key.text(index) for key, index in number(in_order(self._in_graph)).items()}
+        numbers = numbered(self._in_graph)
         return [
             {
                 "name": key.name,
-                "summary_name": names[key],
+                "summary_name": full_name(key.name, key.group, numbers[key]),
                 "group": key.group,
                 "tensor": x,
                 "shape": x.shape,
@@ -213,28 +169,22 @@ class Inspector:
         """
         current = world.current("get_summary")
         axis = current.mesh.world
-        everyone = collectives.gather_objects(
-            {key: record.shapes for key, record in self._records.items()}, axis, "get_summary"
-        )
+        own = {key: [tuple(x.shape) for x in parts.values()] for key, parts in self._parts.items()}
         shapes: dict[Key, list[tuple[int, ...]]] = {}
-        for key, found in (pair for own in everyone for pair in own.items()):
-            shapes.setdefault(key, []).extend(found)
-        keys = in_order(shapes)
-        self._agreed = number(keys)
+        for theirs in collectives.gather_objects(own, axis, "get_summary"):
+            for key, found in theirs.items():
+                shapes.setdefault(key, []).extend(found)
+        self._agreed = numbered(shapes)
         tensors = (
             x
-            for key in keys
-            for x in (self._records[key].flat() if key in self._records else (None, None))
+            for key in self._agreed
+            for x in (self._joined(key, torch.ravel) if key in self._parts else (None, None))
         )
-        statistics = statistics_of(add_ranks(measure(tensors, current.device), axis))
+        statistics = statistics_of(tensors, current.device, axis)
+        halves = zip(statistics[::2], statistics[1::2], strict=True)
         return [
-            entry(
-                key.text(self._agreed[key]),
-                shape_of_all(shapes[key]),
-                statistics[2 * place],
-                statistics[2 * place + 1],
-            )
-            for place, key in enumerate(keys)
+            entry(full_name(key.name, key.group, index), shape_of_all(shapes[key]), *both)
+            for (key, index), both in zip(self._agreed.items(), halves, strict=True)
         ]
 
     def get_tensor(
@@ -258,30 +208,33 @@ class Inspector:
             RuntimeError: in a pipeline, `get_summary` has not been called since the last record. It
                 numbers the records across stages.
         """
-        numbers = self._numbers()
-        known = {(key.group, key.name, numbers[key]): key for key in self._records}
-        wanted = (
-            min((i for g, n, i in known if (g, n) == (group, name)), default=0)
-            if index is None
-            else index
-        )
-        key = known.get((group, name, wanted))
+        numbers = self._agreed
+        if any(key not in numbers for key in self._parts):
+            if any(key.is_pipelined for key in self._parts):
+                raise RuntimeError(
+                    "get_tensor: in a pipeline the index of a tensor depends on other "
+                    "stages: call get_summary() on every rank first."
+                )
+            numbers = numbered(self._parts)
+        known = {(key.group, key.name, numbers[key]): key for key in self._parts}
+        if index is None:
+            index = min((i for g, n, i in known if (g, n) == (group, name)), default=0)
+        key = known.get((group, name, index))
         if key is None:
-            _raise_unknown(
-                full_name(name, group, wanted), [key.text(numbers[key]) for key in self._records]
+            wanted = full_name(name, group, index)
+            names = [full_name(n, g, i) for g, n, i in known]
+            near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.0)
+            there = (
+                f"the nearest are {', '.join(map(repr, near))} of {len(known)}"
+                if near
+                else "nothing was recorded on this rank"
             )
-        return self._records[key].tensor()
-
-    def _numbers(self) -> dict[Key, int]:
-        """The index of every record of this rank."""
-        if all(key in self._agreed for key in self._records):
-            return self._agreed
-        if any(key.is_pipelined for key in self._records):
-            raise RuntimeError(
-                "get_tensor: in a pipeline the index of a tensor depends on other "
-                "stages: call get_summary() on every rank first."
-            )
-        return number(in_order(self._records))
+            raise KeyError(f"no tensor {wanted!r} was recorded on this rank: {there}.")
+        if len(self._parts[key]) == 1:
+            return next(iter(self._parts[key].values()))
+        values, grad = self._joined(key, torch.atleast_1d)
+        values.grad = grad
+        return values
 
 
 @contextlib.contextmanager
@@ -321,21 +274,6 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
     """
     if torch.compiler.is_compiling():  # a copy kept by Python would cause a graph break
         return
-    _check(x, name, group)
-    if world.is_initialized():
-        world.current("record_tensor").service(Recorder).record(x, name, group)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate along dim 0, 0-dim parts as one row each; a single part stays as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat([torch.atleast_1d(part) for part in parts])
-
-
-def _grad_or_zeros(part: Part) -> torch.Tensor:
-    return torch.zeros_like(part.values) if part.grad is None else part.grad
-
-
-def _check(x: torch.Tensor, name: str, group: str | None) -> None:
     if not isinstance(name, str) or not name:
         raise ConfigurationError(
             f"record_tensor got the name {name!r}: expected a string such as 'hidden'."
@@ -355,13 +293,5 @@ def _check(x: torch.Tensor, name: str, group: str | None) -> None:
             "expected an activation; "
             "inspect_model(model, pattern) shows parameters and their gradients."
         )
-
-
-def _raise_unknown(wanted: str, known: list[str]) -> NoReturn:
-    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.0)
-    there = (
-        f"the nearest are {', '.join(map(repr, near))} of {len(known)}"
-        if near
-        else "nothing was recorded on this rank"
-    )
-    raise KeyError(f"no tensor {wanted!r} was recorded on this rank: {there}.")
+    if world.is_initialized():
+        world.current("record_tensor").service(Recorder).record(x, name, group)

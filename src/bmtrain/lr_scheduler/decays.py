@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -42,27 +41,19 @@ class _EndingScheduler(WarmupLRScheduler):
 
     def _progress(self, num_iter: int) -> float:
         """`(n - w) / (e - w)`: 0 at the end of the warm-up, 1 at `end_iter`."""
-        return (num_iter - self.warmup_iter) / (self._end - self.warmup_iter)
-
-    @property
-    def _end(self) -> int:
-        """`end_iter`, which must not be None here."""
-        if self.end_iter is None:
-            raise self._refused()
-        return self.end_iter
+        end = self.end_iter or 0  # `_check` has refused None
+        return (num_iter - self.warmup_iter) / (end - self.warmup_iter)
 
     def _check(self) -> None:
         super()._check()
-        if not NUMBER.holds(self._end) or self._end <= self.warmup_iter:
-            raise self._refused()
-
-    def _refused(self) -> ConfigurationError:
-        return ConfigurationError(
-            f"end_iter of {type(self).__name__}: got {self.end_iter!r}, expected more than "
-            f"warmup_iter={self.warmup_iter}; give the iteration at which the decay "
-            "ends, or take NoDecay or Noam, "
-            "which have no end."
-        )
+        end = self.end_iter
+        if end is None or not NUMBER.holds(end) or end <= self.warmup_iter:
+            raise ConfigurationError(
+                f"end_iter of {type(self).__name__}: got {self.end_iter!r}, expected more than "
+                f"warmup_iter={self.warmup_iter}; give the iteration at which the decay "
+                "ends, or take NoDecay or Noam, "
+                "which have no end."
+            )
 
 
 class Linear(_EndingScheduler):
@@ -92,8 +83,10 @@ class Exponential(WarmupLRScheduler):
     Args:
         optimizer, start_lr, warmup_iter, num_iter: as for `WarmupLRScheduler`.
         end_iter: not used.
-        gamma: the factor per iteration; 0 or more.
+        gamma: the factor per iteration; 0 or more. States of BMTrain lack it: it is then kept.
     """
+
+    _more = ("gamma",)
 
     def __init__(
         self,
@@ -110,14 +103,6 @@ class Exponential(WarmupLRScheduler):
     def get_lr_decay(self, num_iter: int) -> float:
         """`s gamma**(n - w)`."""
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The base's state and `gamma`."""
-        return {**super().state_dict(), "gamma": self.gamma}
-
-    def _keys(self) -> tuple[str, ...]:
-        """`gamma` too, which states of BMTrain lack: it is then kept."""
-        return (*super()._keys(), "gamma")
 
     def _check(self) -> None:
         super()._check()

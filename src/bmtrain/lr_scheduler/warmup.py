@@ -11,6 +11,8 @@ import torch
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime.arguments import NUMBER, Rule, check
 
+_KEYS = ("start_lr", "warmup_iter", "end_iter", "num_iter")
+
 
 class WarmupLRScheduler(abc.ABC):
     """Schedule of `get_lr_warmup(n)` for `warmup_iter` iterations, then `get_lr_decay(n)`.
@@ -29,6 +31,9 @@ class WarmupLRScheduler(abc.ABC):
     Raises:
         ConfigurationError: for a negative number or an end that the decay cannot have.
     """
+
+    #: attributes that a state has beside _KEYS
+    _more: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -83,12 +88,7 @@ class WarmupLRScheduler(abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule as plain numbers, from which `load_state_dict` resumes it."""
-        return {
-            "start_lr": self.start_lr,
-            "warmup_iter": self.warmup_iter,
-            "end_iter": self.end_iter,
-            "num_iter": self.num_iter,
-        }
+        return {key: vars(self)[key] for key in (*_KEYS, *self._more)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a complete saved schedule and write its learning rate to the optimizer.
@@ -97,11 +97,7 @@ class WarmupLRScheduler(abc.ABC):
             ConfigurationError: for a missing key, or a value that the constructor would refuse. The
                 schedule is then as it was.
         """
-        missing = [
-            key
-            for key in ("start_lr", "warmup_iter", "end_iter", "num_iter")
-            if key not in state_dict
-        ]
+        missing = [key for key in _KEYS if key not in state_dict]
         if missing:
             raise ConfigurationError(
                 f"state_dict of {type(self).__name__}: got the keys "
@@ -109,17 +105,14 @@ class WarmupLRScheduler(abc.ABC):
                 "pass what state_dict() of a learning-rate scheduler returned."
             )
         before = dict(vars(self))
-        vars(self).update({key: state_dict[key] for key in self._keys() if key in state_dict})
+        known = (*_KEYS, *self._more)
+        vars(self).update({key: state_dict[key] for key in known if key in state_dict})
         try:
             self._check()
         except ConfigurationError:
             vars(self).update(before)
             raise
         self.step(self.num_iter)
-
-    def _keys(self) -> tuple[str, ...]:
-        """Attributes that a state may have."""
-        return ("start_lr", "warmup_iter", "end_iter", "num_iter")
 
     def _check(self) -> None:
         """Check the arguments; decays with further conditions override this."""

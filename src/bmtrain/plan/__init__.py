@@ -1,7 +1,6 @@
-"""Before a run: does it fit, how long will it take, and what is the machine."""
+"""Before a run: does it fit, where does its memory peak, and what is the machine."""
 
-from bmtrain.plan.forecast import Forecast, Forecaster, Source, forecast
-from bmtrain.plan.machine import GPUS, Machine
-from bmtrain.plan.settings import Settings
+from bmtrain.plan.forecast import Forecast, Source, forecast
+from bmtrain.plan.settings import GPUS, Machine, Settings
 
-__all__ = ["GPUS", "Forecast", "Forecaster", "Machine", "Settings", "Source", "forecast"]
+__all__ = ["GPUS", "Forecast", "Machine", "Settings", "Source", "forecast"]

@@ -1,25 +1,47 @@
-"""`python -m bmtrain plan MODEL`: memory and time of a run before it is started."""
+"""`python -m bmtrain plan MODEL`: memory of a run before it is started, and what changes it."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS
-from bmtrain.plan import search, text
-from bmtrain.plan.forecast import Forecaster, Source
-from bmtrain.plan.machine import GPUS, Machine
-from bmtrain.plan.reference import Sizes
-from bmtrain.plan.settings import DTYPES, OPTIMIZERS, RECOMPUTE, Settings
-from bmtrain.plan.sources import of_function, of_sizes, of_transformers
+from bmtrain.plan.forecast import Forecast, Source, trace
+from bmtrain.plan.settings import GIB, RECOMPUTE, Machine, Settings
+from bmtrain.plan.sources import of_function, of_transformers
+from bmtrain.plan.step import Memory
 
 # Exit statuses. argparse exits with 2 for bad arguments, as BAD_INPUT does.
 FITS, TOO_LARGE, BAD_INPUT = 0, 1, 2
 EPILOG = "Exit status: 0 it fits, 1 it does not, 2 bad arguments."
+# Flags that there were, and what to do instead.
+_COPIES = "leave it out: copies of gradients take only room that is left, and none is planned"
+_SIZES = "name a folder whose config.json has these sizes, or a function: module:function"
+GONE = {
+    "--tokens": "plan no longer forecasts time: measure the tokens/s of some steps (guides/speed)",
+    "--fp8": "leave it out: FP8 takes a little less than what is said",
+    **dict.fromkeys(("--overlap", "--no-overlap"), _COPIES),
+    **dict.fromkeys(("--layers", "--hidden", "--heads", "--vocab", "--ff", "--kv-heads"), _SIZES),
+    **dict.fromkeys(("--gated", "--no-gated", "--tied", "--fused-head"), _SIZES),
+}
+MOMENTS_OF_A_STEP = {
+    "forward": "the forward pass",
+    "turn": "the head and the loss",
+    "backward": "the backward pass",
+    "update": "the optimizer's step",
+}
+
+
+class _Gone(argparse.Action):
+    """A flag that is refused."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        parser.error(f"{given[-1]}: {GONE[str(given[-1])]}.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,81 +49,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
         "model",
-        nargs="?",
         metavar="MODEL",
         help="a folder with a config.json or a name that transformers knows, or module:function "
-        "that returns a torch.nn.Module; left out where sizes are given",
+        "that returns a torch.nn.Module",
     )
-    sizes = parser.add_argument_group("sizes in place of MODEL")
-    for name, about in (
-        ("layers", "number of layers"),
-        ("hidden", "features"),
-        ("heads", "attention heads"),
-        ("vocab", "tokens known"),
-        ("ff", "width of the feed-forward network"),
-        ("kv-heads", "heads of keys and values"),
-    ):
-        sizes.add_argument(f"--{name}", type=int, help=about)
-    sizes.add_argument(
-        "--gated",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="as LLaMA (the default) or as GPT-2",
-    )
-    sizes.add_argument("--tied", action="store_true", help="the head has the embedding's weight")
-    sizes.add_argument("--fused-head", action="store_true", help="never hold all logits")
     add_run_arguments(parser)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that describe machine and settings."""
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--gpus", type=int, default=1, help="of each host (1)")
-    machine.add_argument("--hosts", type=int, default=1, help="(1)")
-    machine.add_argument("--gpu", choices=sorted(GPUS), help="kind of GPU")
-    machine.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU")
-    machine.add_argument("--host-memory", type=float, metavar="GIB", help="of each host")
-    run = parser.add_argument_group("settings")
-    run.add_argument("--batch", type=int, default=1, help="rows on each GPU (1)")
-    run.add_argument("--seq", type=int, default=1024, help="tokens of a row (1024)")
-    run.add_argument("--recompute", choices=RECOMPUTE, default="auto", help="(auto)")
-    run.add_argument("--zero-level", type=int, default=3, choices=(2, 3), help="(3)")
-    run.add_argument("--tp-size", type=int, default=1, help="ranks that share each layer (1)")
-    run.add_argument("--pipe-size", type=int, default=1, help="pipeline stages (1)")
-    run.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="(bf16)")
-    run.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="(adam)")
-    run.add_argument("--moments", choices=MOMENTS, default="fp32", help="of adam, offload (fp32)")
-    run.add_argument(
-        "--master-weights", choices=MASTER_WEIGHTS, default="fp32", help="of adam, offload (fp32)"
-    )
-    run.add_argument(
-        "--device-states", type=float, default=0.0, metavar="GIB", help="of a GPU, with offload (0)"
-    )
-    run.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="update beside the forward pass, with offload (on)",
-    )
-    run.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks (on)"
-    )
-    run.add_argument(
-        "--lora", type=int, default=0, metavar="RANK", help="adapters, all else frozen"
-    )
-    run.add_argument("--fp8", action="store_true", help="linear layers of blocks in FP8")
-    run.add_argument("--tokens", type=float, help="to train on, for the hours")
+    for kind, title in ((Machine, "machine"), (Settings, "settings")):
+        group = parser.add_argument_group(title)
+        for field in dataclasses.fields(kind):
+            how = {"default": field.default, "dest": field.name, **field.metadata}
+            if how["type"] is bool:
+                how = {**how, "action": argparse.BooleanOptionalAction}
+                del how["type"], how["choices"]
+            else:
+                how["help"] += "" if field.default is None else f" ({field.default})"
+            name = "compile" if field.name == "compiled" else field.name
+            group.add_argument(f"--{name.replace('_', '-')}", **how)
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument(
-        "--brief", action="store_true", help="these settings only: no other levels, no advice"
-    )
+    parser.add_argument("--brief", action="store_true", help="these settings only")
+    for name in GONE:
+        parser.add_argument(name, action=_Gone, nargs="?", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Forecast, print, return the exit status."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules in the current folder, however this was started
-    return report(arguments, lambda: _source(arguments))
+    name: str = arguments.model
+    return report(arguments, lambda: (of_function if ":" in name else of_transformers)(name))
 
 
 def report(arguments: argparse.Namespace, source: Callable[[], Source]) -> int:
@@ -109,102 +88,89 @@ def report(arguments: argparse.Namespace, source: Callable[[], Source]) -> int:
 
     `arguments` are those of `add_run_arguments`.
     """
+    of_machine, of_settings = (
+        {field.name: vars(arguments)[field.name] for field in dataclasses.fields(kind)}
+        for kind in (Machine, Settings)
+    )
     try:
-        machine, settings = _machine(arguments), _settings(arguments)
-        if arguments.tokens is not None and not arguments.tokens > 0:
-            raise ConfigurationError(f"plan: tokens is {arguments.tokens:g}: expected more than 0.")
+        machine, settings = Machine(**of_machine), Settings(**of_settings)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that build the model: none is the user's
-            return _print(source(), machine, settings, arguments)
+            model = source()
+            wanted, changed = _forecasts(model, settings, machine, only=arguments.brief)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-
-
-def _print(
-    source: Source, machine: Machine, settings: Settings, arguments: argparse.Namespace
-) -> int:
-    forecaster = Forecaster(source, every_level=not arguments.brief)
-    wanted = forecaster(settings, machine)
-    levels = [] if arguments.brief else search.levels(forecaster, settings, machine)
-    advice, smaller, needed = None, None, None
-    if wanted.fits and not arguments.brief:
-        advice = search.advice(forecaster, settings, machine)
-    elif not arguments.brief:
-        advice = search.nearest(forecaster, settings, machine)
-        smaller = search.with_smaller_states(forecaster, settings, machine, advice)
-        needed = search.gpus_needed(forecaster, settings, machine)
     if arguments.json:
-        found = {
-            "model": source.name,
-            **wanted.as_dict(),
-            "levels": {one.settings.recompute: one.as_dict() for one in levels},
-            "advice": None if advice is None else advice.as_dict(),
-            "smaller_states": None if smaller is None else smaller.as_dict(),
-            "gpus_needed": needed,
-        }
-        rate = wanted.tokens_per_second
-        if arguments.tokens is not None and rate is not None:
-            found["hours"] = arguments.tokens / rate / 3600
-        print(json.dumps(found, indent=1))
+        changes = {flags: one.as_dict() for flags, one in changed.items()}
+        print(json.dumps({"model": model.name, **wanted.as_dict(), "changes": changes}, indent=1))
     else:
-        found_by = text.Advice(advice, smaller, needed)
-        print(text.report(source.name, wanted, levels, found_by, arguments.tokens))
+        print("\n".join(_lines(model.name, wanted, changed)))
     return FITS if wanted.fits else TOO_LARGE
 
 
-def _machine(arguments: argparse.Namespace) -> Machine:
-    return Machine(
-        gpus=arguments.gpus,
-        hosts=arguments.hosts,
-        gpu=arguments.gpu,
-        gpu_memory=arguments.gpu_memory,
-        host_memory=arguments.host_memory,
+def _forecasts(
+    source: Source, settings: Settings, machine: Machine, *, only: bool
+) -> tuple[Forecast, dict[str, Forecast]]:
+    """Of the settings, and of those that differ from them in one, by the flags of that one."""
+    traced = {settings.batch: trace(source, settings)}
+    wanted = Forecast.of(Memory(traced[settings.batch], settings, machine))
+    changed = {}
+    for change in () if only else _changes(settings, machine):
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+        of_machine = {name: change.pop(name) for name in ("gpus", "hosts") if name in change}
+        own = dataclasses.replace(settings, **change)
+        if own.batch not in traced:
+            traced[own.batch] = trace(source, own)
+        other = dataclasses.replace(machine, **of_machine)
+        changed[flags] = Forecast.of(Memory(traced[own.batch], own, other))
+    return wanted, changed
+
+
+def _changes(settings: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+    """What to try, one at a time: recomputation, ZeRO level, batch, where and in how many bits the
+    optimizer's states are; and more GPUs.
+    """
+    yield from ({"recompute": level} for level in RECOMPUTE if level != settings.recompute)
+    if machine.world_size > 1:
+        yield {"zero_level": 5 - settings.zero_level}
+    if settings.batch > 1:
+        yield {"batch": settings.batch // 2}
+    if settings.optimizer != "offload":
+        yield {"optimizer": "offload"}
+    if settings.optimizer != "torch" and not settings.form.is_compact:
+        split = {} if settings.dtype == "fp16" else {"master_weights": "split"}
+        yield {"moments": "8bit", **split}
+    yield {"gpus": 2 * machine.gpus} if machine.gpus < 8 else {"hosts": 2 * machine.hosts}
+
+
+def _lines(name: str, wanted: Forecast, changed: dict[str, Forecast]) -> Iterator[str]:
+    """All that the command says."""
+    machine, settings, peak = wanted.machine, wanted.settings, wanted.peak
+    yield f"{name}: {wanted.parameters:,} parameters, {wanted.trained:,} of them trained"
+    yield (
+        f"{machine.hosts} x {machine.gpus} x {machine.gpu or 'GPU'} with "
+        f"{machine.memory / GIB:.1f} GiB; {settings.batch} x {settings.seq} tokens a GPU, "
+        f"{settings.dtype}, ZeRO-{settings.zero_level}, optimizer {settings.optimizer} with "
+        f"{settings.moments} moments and {settings.master_weights} master weights"
     )
-
-
-def _settings(arguments: argparse.Namespace) -> Settings:
-    return Settings(
-        batch=arguments.batch,
-        seq=arguments.seq,
-        zero_level=arguments.zero_level,
-        tp_size=arguments.tp_size,
-        pipe_size=arguments.pipe_size,
-        recompute=arguments.recompute,
-        dtype=arguments.dtype,
-        optimizer=arguments.optimizer,
-        moments=arguments.moments,
-        master_weights=arguments.master_weights,
-        device_states=arguments.device_states,
-        overlap=arguments.overlap,
-        compiled=arguments.compile,
-        lora=arguments.lora,
-        fp8=arguments.fp8,
-    )
-
-
-def _source(arguments: argparse.Namespace) -> Source:
-    needed = ("layers", "hidden", "heads", "vocab")
-    given = [name for name in (*needed, "ff", "kv_heads") if vars(arguments)[name] is not None]
-    if arguments.model is not None:
-        extra = [*given, *(["fused_head"] if arguments.fused_head else [])]
-        if extra:
-            raise ConfigurationError(
-                f"plan: --{extra[0].replace('_', '-')} goes with sizes alone, and a MODEL is given."
-            )
-        name: str = arguments.model
-        return of_function(name) if ":" in name else of_transformers(name)
-    missing = [f"--{name}" for name in needed if name not in given]
-    if missing:
-        raise ConfigurationError(f"plan needs a MODEL, or sizes: {' '.join(missing)} missing.")
-    sizes = Sizes(
-        layers=arguments.layers,
-        hidden=arguments.hidden,
-        heads=arguments.heads,
-        vocab=arguments.vocab,
-        ff=arguments.ff,
-        kv_heads=arguments.kv_heads,
-        gated=arguments.gated,
-        tied=arguments.tied,
-    )
-    return of_sizes(sizes, arguments.fused_head)
+    levels = ", ".join(f"{count} {level}" for level, count in wanted.recompute.items())
+    yield f"blocks recompute: {levels or 'there are none'}"
+    yield from ("", f"memory of a GPU at its peak (in {MOMENTS_OF_A_STEP[peak.name]}):")
+    rows = {part: f"{size / GIB:8.2f} GiB" for part, size in peak.parts.items() if size}
+    room = f" of {machine.room / GIB:.1f} that can be used"
+    rows["all"] = f"{peak.total / GIB:8.2f} GiB{room}"
+    limit = "" if machine.host_memory is None else f" of {machine.host_memory:.1f}"
+    rows["memory of a host"] = f"{wanted.host / GIB:8.2f} GiB{limit}"
+    yield from (f"  {part:<26}{text}" for part, text in rows.items())
+    over = (peak.total - machine.room) / GIB
+    where = f"{over:.1f} GiB too much on each GPU" if over > 0 else "too much on the host"
+    yield from ("", "fits." if wanted.fits else f"does not fit: {where}.")
+    if changed:
+        yield from ("", f"{'with one change':<38}       peak    of a host  fits")
+    for flags, one in changed.items():
+        sizes = f"{one.peak.total / GIB:>7.1f} GiB{one.host / GIB:>9.1f} GiB"
+        yield f"{flags:<38}{sizes}  {'yes' if one.fits else 'no'}"
+    if changed and not any(one.fits for one in (wanted, *changed.values())):
+        yield "none of them fits: change several, or train adapters (--lora 16)."
+    yield from (f"note: {note}" for note in wanted.notes)

@@ -8,8 +8,8 @@ is what inductor does as a rule; where it splits a fusion, its peak is higher by
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -17,60 +17,14 @@ from torch.fx import Node
 from bmtrain.plan.meter import tensors_in, workspace
 from bmtrain.torch_internals import overloads
 
-_VIEWS = frozenset(
-    {
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "permute",
-        "transpose",
-        "t",
-        "expand",
-        "slice",
-        "select",
-        "squeeze",
-        "unsqueeze",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "alias",
-        "detach",
-        "as_strided",
-        "_reshape_alias",
-        "diagonal",
-    }
-)
+# Operators that are fused though torch does not tag them as element-wise.
 _FUSED = frozenset(
-    {
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "var_mean",
-        "var",
-        "max",
-        "min",
-        "any",
-        "all",
-        "prod",
-        "cat",
-        "clone",
-        "convert_element_type",
-        "_to_copy",
-        "full",
-        "full_like",
-        "iota",
-        "arange",
-        "scalar_tensor",
-        "gather",
-        "constant_pad_nd",
-        "inductor_lookup_seed",
-        "inductor_random",
-        "flip",
-        "_softmax",
-        "_log_softmax",
-        "prepare_softmax_online",
-    }
+    re.findall(
+        r"\w+",
+        """sum mean amax amin var_mean var max min any all prod cat clone convert_element_type
+        _to_copy full full_like iota arange scalar_tensor gather constant_pad_nd flip _softmax
+        inductor_lookup_seed inductor_random _log_softmax prepare_softmax_online""",
+    )
 )
 
 
@@ -88,22 +42,20 @@ def peak(graph: torch.fx.Graph, is_counted: Callable[[Node], bool]) -> int:
         if node in written or node.op == "output":
             for source in _sources(node, written):
                 last[source] = place
-    live = most = sum(
-        _bytes(node) for node in nodes if node.op == "placeholder" and is_counted(node)
-    )
     ends: dict[int, list[Node]] = {}
     for source, place in last.items():
-        ends.setdefault(place, []).append(source)
+        if source in written or is_counted(source):
+            ends.setdefault(place, []).append(source)
+    live = most = sum(_bytes(x) for x in nodes if x.op == "placeholder" and is_counted(x))
     for place, node in enumerate(nodes):
         if node not in written:
             continue
-        done = [x for x in ends.get(place, ()) if x in written or is_counted(x)]
-        own, reused = _bytes(node), 0
+        done, own, reused = ends.get(place, []), _bytes(node), 0
         if _is_fused(node):
             # A fused kernel writes over an intermediate result of the same size that it reads last.
-            reused = max((_bytes(x) for x in done if x in written and _bytes(x) == own), default=0)
+            reused = own if any(x in written and _bytes(x) == own for x in done) else 0
         live += own
-        inside = workspace(node.target, torch.fx.map_arg(node.args, _value))
+        inside = workspace(node.target, torch.fx.map_arg(node.args, lambda x: x.meta.get("val")))
         most = max(most, live - reused + inside)
         live -= sum(map(_bytes, done))
     return most
@@ -125,47 +77,36 @@ def _sources(node: Node, written: set[Node]) -> set[Node]:
     return found
 
 
-def _name(node: Node) -> str:
-    target: Any = node.target
-    return str(target).rsplit("::", 1)[-1].split(".")[1] if "." in str(target) else str(target)
-
-
 def _is_view(node: Node) -> bool:
-    return node.op == "call_function" and (node.target is operator.getitem or _name(node) in _VIEWS)
+    if node.op != "call_function":
+        return False
+    forms = overloads(node.target)
+    return node.target is operator.getitem or any(
+        form.is_view or "_unsafe_view" in str(form) for form in forms[:1]
+    )
 
 
 def _is_fused(node: Node) -> bool:
-    target: Any = node.target
-    if node.op != "call_function" or target is operator.getitem:
-        return False
-    forms = overloads(target)
-    return bool(forms) and (torch.Tag.pointwise in forms[0].tags or _name(node) in _FUSED)
+    forms = overloads(node.target) if node.op == "call_function" else []
+    name = str(forms[0]).split(".")[1] if forms else ""
+    return bool(forms) and (torch.Tag.pointwise in forms[0].tags or name in _FUSED)
 
 
 def _is_written(node: Node) -> bool:
     """Whether a value gets memory: made by a library's kernel, or read by one or by the caller."""
     if node.op != "call_function" or _is_view(node):
         return False
-    return not _is_fused(node) or any(
-        user.op == "output" or (not _is_fused(user) and not _is_view(user)) for user in _users(node)
-    )
-
-
-def _users(node: Node) -> list[Node]:
-    """All that read the value, through views too."""
-    found: list[Node] = []
-    for user in node.users:
-        found += _users(user) if _is_view(user) else [user]
-        if _is_view(user):
-            found += [end for end in user.users if end.op == "output"]
-    return found
-
-
-def _value(node: Node) -> Any:
-    return node.meta.get("val")
+    if not _is_fused(node):
+        return True
+    readers = list(node.users)
+    for reader in readers:  # grows: what reads a view reads the value
+        if _is_view(reader):
+            readers += reader.users
+        elif not _is_fused(reader):
+            return True
+    return False
 
 
 def _bytes(node: Node) -> int:
     """Of the storages of the node's value."""
-    value = node.meta.get("val")
-    return sum(x.numel() * x.element_size() for x in tensors_in(value))
+    return sum(x.numel() * x.element_size() for x in tensors_in(node.meta.get("val")))

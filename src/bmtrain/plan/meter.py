@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from bmtrain.loss.linear_cross_entropy import chunk_rows
-from bmtrain.torch_internals import TorchDispatchMode, argument_names, tree_leaves
+from bmtrain.torch_internals import TorchDispatchMode, tree_leaves
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -19,12 +18,25 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
+    """Their storages by id. Held, so that no storage made later gets the id of one of them."""
+    return {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
+
+
+def workspace(func: Any, args: Any) -> int:
+    """Bytes that an operator takes and frees inside, which no result shows: a chunk of logits."""
+    if not str(func).startswith("bmtrain.linear_cross_entropy"):
+        return 0
+    hidden, weight = args[0][:2]
+    row: int = weight.shape[0] * hidden.element_size()
+    return chunk_rows(hidden.shape[0], row) * row
+
+
 class Meter(TorchDispatchMode):
     """Counts the storages that operators make under it, from their making until they are freed.
 
     Attributes:
         live, peak: bytes.
-        flops: of matrix products; attention: of attention, half of the square if it is causal.
 
     Args:
         spare: tensors that do not count, nor do views of them.
@@ -32,23 +44,19 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, spare: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        # Held, so that no storage made later gets the id of one of them.
-        self._spare = {id(s): s for s in (tensor.untyped_storage() for tensor in spare)}
+        self._spare = storages_of(spare)
         self.live = self.peak = 0
-        self.flops = self.attention = 0.0
         self._known: set[int] = set()
         self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) == _READING:
+        if str(func) == "aten._local_scalar_dense.default":
             return 0  # there is no value: checks of values, such as of the range of targets, pass
         out = func(*args, **(kwargs or {}))
-        if self._is_paused:
-            return out
-        for tensor in tensors_in(out):
-            self.add(tensor)
-        self.peak = max(self.peak, self.live + workspace(func, args))
-        self._count_flops(func, args, kwargs or {}, out)
+        if not self._is_paused:
+            for tensor in tensors_in(out):
+                self.add(tensor)
+            self.peak = max(self.peak, self.live + workspace(func, args))
         return out
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -61,9 +69,10 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._freed, id(storage), storage.nbytes())
 
-    def restart_peak(self) -> None:
-        """Look for the peak from here on."""
-        self.peak = self.live
+    def take_peak(self) -> int:
+        """The peak since the last call."""
+        peak, self.peak = self.peak, self.live
+        return peak
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -78,37 +87,6 @@ class Meter(TorchDispatchMode):
         self._known.discard(key)
         self.live -= num_bytes
 
-    def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        name = str(func)
-        if name.startswith(_PRODUCTS):
-            first = args[1] if "addmm" in name or "baddbmm" in name else args[0]
-            self.flops += 2.0 * tensors_in(out)[0].numel() * first.shape[-1]
-        elif _is_fused_head(func):
-            hidden, weight = args[0][:2]
-            self.flops += 2.0 * hidden.numel() * weight.shape[0]
-        elif name.startswith("aten._scaled_dot_product"):
-            given = dict(zip(argument_names(func), args, strict=False)) | kwargs
-            query, key = given["query"], given["key"]
-            square = 4.0 * math.prod(query.shape) * key.shape[-2]
-            self.attention += square / 2 if given.get("is_causal") else square
-
-
-_READING = "aten._local_scalar_dense.default"  # the value of a tensor, for Python
-_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._scaled_mm.")
-
-
-def _is_fused_head(func: Any) -> bool:
-    return str(func).startswith("bmtrain.linear_cross_entropy")
-
-
-def workspace(func: Any, args: Any) -> int:
-    """Bytes that an operator takes and frees inside, which no result shows."""
-    if not _is_fused_head(func):
-        return 0
-    hidden, weight = args[0][:2]
-    row = weight.shape[0] * hidden.element_size()
-    return chunk_rows(hidden.shape[0], row) * row
-
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):
     """Counts what autograd saves in its body: each storage once.
@@ -122,8 +100,7 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, spare: Iterable[torch.Tensor]) -> None:
         super().__init__(self._pack, lambda saved: saved)
-        # Held, so that no storage made later gets the id of one of them.
-        self._seen = {id(s): s for s in (tensor.untyped_storage() for tensor in spare)}
+        self._seen = storages_of(spare)
         self.num_bytes = 0
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,20 @@
-"""What a user can choose for a run, as far as memory and time depend on it."""
+"""What a user chooses for a run, and its machine, as far as memory depends on them."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS, StateForm
 from bmtrain.recompute.level import AUTO, Level
-from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, POSITIVE, SIZE, check, unknown
+from bmtrain.recompute.memory import MARGIN
+from bmtrain.runtime.arguments import AMOUNT, COUNT, POSITIVE, SIZE, check, unknown
 
+GIB = 2**30
 LEVELS = {
     "nothing": Level.NOTHING,
     "cheap": Level.CHEAP,
@@ -19,87 +23,85 @@ LEVELS = {
 }
 RECOMPUTE = (*LEVELS, AUTO)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-OPTIMIZERS = ("adam", "offload", "torch")
+# GiB that the driver of each kind of GPU leaves to programs.
+GPUS = {
+    "a10g": 22.0,
+    "a100-40": 39.4,
+    "a100": 79.2,
+    "a800": 79.2,
+    "b200": 178.0,
+    "h20": 95.0,
+    "h100-pcie": 79.2,
+    "h100": 79.2,
+    "h800": 79.2,
+    "h200": 139.8,
+    "l40s": 44.4,
+    "rtx3090": 23.7,
+    "rtx4090": 23.6,
+}
+
+
+def _option(
+    default: Any, about: str, choices: Sequence[Any] | None = None, kind: Any = None
+) -> Any:
+    """A field that is also a flag of the command: its help, what it may be, its type."""
+    meta = {"help": about, "choices": choices, "type": kind or type(default)}
+    return dataclasses.field(default=default, metadata=meta)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a run.
+    """Settings of a run. Each field is a flag of `python -m bmtrain plan` too.
 
     Args:
         batch: rows on each GPU in a micro-batch.
         seq: tokens of a row.
-        zero_level: 2 or 3.
-        tp_size, pipe_size: ranks that share each layer, and stages.
         recompute: "nothing", "cheap", "block" or "offloaded", the levels of a Block's
             use_checkpoint; "auto" for what fits.
+        zero_level: 2 or 3.
+        tp_size, pipe_size: ranks that share each layer, and stages.
         dtype: "bf16", "fp16" or "fp32", of parameters.
         optimizer: "adam" (AdamOptimizer), "offload" (AdamOffloadOptimizer) or "torch" (AdamW of
             torch.optim).
         moments, master_weights: of "adam" and "offload", as their arguments.
         device_states: GiB of each GPU for states of "offload", as its `device_bytes`.
-        overlap: of "offload", as its argument.
-        compiled: whether blocks are compiled.
-        fused_head: whether the head never holds all logits; for models given by sizes.
+        compiled: whether blocks are compiled (`--compile`).
         lora: rank of adapters on the linear layers of blocks, all else frozen; 0 for none.
-        fp8: linear layers of blocks in FP8.
-        memory_limit: GiB that tensors may take under "auto", as in `init_distributed`; None for the
-            GPU's.
-        num_buffers: of the ring of gathered parameters, as in `init_distributed`.
 
     Raises:
         ConfigurationError: for values that are none of these, or that the optimizer would refuse.
     """
 
-    batch: int = 1
-    seq: int = 1024
-    zero_level: int = 3
-    tp_size: int = 1
-    pipe_size: int = 1
-    recompute: str = AUTO
-    dtype: str = "bf16"
-    optimizer: str = "adam"
-    moments: str = "fp32"
-    master_weights: str = "fp32"
-    device_states: float = 0.0
-    overlap: bool = True
-    compiled: bool = True
-    fused_head: bool = False
-    lora: int = 0
-    fp8: bool = False
-    memory_limit: float | None = None
-    num_buffers: int = 3
+    batch: int = _option(1, "rows on each GPU")
+    seq: int = _option(1024, "tokens of a row")
+    recompute: str = _option(AUTO, "what blocks compute again in backward", RECOMPUTE)
+    zero_level: int = _option(3, "ZeRO level", (2, 3))
+    tp_size: int = _option(1, "ranks that share each layer")
+    pipe_size: int = _option(1, "pipeline stages")
+    dtype: str = _option("bf16", "of parameters", tuple(DTYPES))
+    optimizer: str = _option("adam", "whose states", ("adam", "offload", "torch"))
+    moments: str = _option("fp32", "of adam, offload", MOMENTS)
+    master_weights: str = _option("fp32", "of adam, offload", MASTER_WEIGHTS)
+    device_states: float = _option(0.0, "GiB of states on each GPU, with offload")
+    compiled: bool = _option(True, "blocks")
+    lora: int = _option(0, "rank of adapters, all else frozen")
 
     def __post_init__(self) -> None:
-        sizes = ("batch", "seq", "tp_size", "pipe_size", "num_buffers")
-        check("plan", **{name: (vars(self)[name], SIZE) for name in sizes}, lora=(self.lora, COUNT))
-        check("plan", device_states=(self.device_states, AMOUNT), overlap=(self.overlap, FLAG))
-        if self.memory_limit is not None:
-            check("plan", memory_limit=(self.memory_limit, POSITIVE))
-        named = {
-            "recompute": RECOMPUTE,
-            "dtype": tuple(DTYPES),
-            "optimizer": OPTIMIZERS,
-            "moments": MOMENTS,
-            "master_weights": MASTER_WEIGHTS,
-        }
-        for name, known in named.items():
-            wrong = unknown(f"plan's {name}", [vars(self)[name]], known)
-            if wrong is not None:
-                raise ConfigurationError(f"{wrong} Expected one of {', '.join(known)}.")
-        if self.zero_level not in (2, 3):
-            raise ConfigurationError(f"plan: zero_level is {self.zero_level!r}: expected 2 or 3.")
+        sizes = ("batch", "seq", "tp_size", "pipe_size")
+        check("plan", **{name: (vars(self)[name], SIZE) for name in sizes})
+        check("plan", lora=(self.lora, COUNT), device_states=(self.device_states, AMOUNT))
+        for field in dataclasses.fields(self):
+            value, known = vars(self)[field.name], field.metadata["choices"]
+            if known and value not in known:
+                wrong = unknown(f"plan's {field.name}", [str(value)], map(str, known))
+                raise ConfigurationError(f"{wrong} Expected one of {', '.join(map(str, known))}.")
         if self.device_states and self.optimizer != "offload":
             raise ConfigurationError(
                 f"plan: device_states {self.device_states:g} goes with optimizer offload, got "
                 f"{self.optimizer}, whose states are all on the GPU."
             )
-        if not self.overlap and self.optimizer != "offload":
-            raise ConfigurationError(
-                "plan: overlap is False: expected optimizer offload with it, got "
-                f"{self.optimizer}, whose updates are never beside the program."
-            )
-        if not has_form(self.optimizer, self.dtype, self.form):
+        split = self.master_weights != "fp32" and self.dtype == "fp16"
+        if self.form.is_compact and (self.optimizer == "torch" or split):
             raise ConfigurationError(
                 f"plan: optimizer {self.optimizer} with {self.dtype} has no moments "
                 f"{self.moments} with master weights {self.master_weights}: adam and offload have "
@@ -111,17 +113,56 @@ class Settings:
         """Of the optimizer's states."""
         return StateForm(self.moments, self.master_weights)
 
-    def check_world(self, size: int) -> None:
-        """Refuse sizes of parallelism that do not divide the number of ranks."""
-        if size % (self.tp_size * self.pipe_size):
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Hosts with GPUs, all of one kind.
+
+    Args:
+        gpus: of each host.
+        hosts: how many.
+        gpu: a name of GPUS; None where only the memory is known.
+        gpu_memory: GiB of each GPU; None for that of the kind.
+        host_memory: GiB of each host; None if unknown.
+
+    Raises:
+        ConfigurationError: for an unknown GPU, no memory, or numbers that are not positive.
+    """
+
+    gpus: int = _option(1, "of each host")
+    hosts: int = _option(1, "how many")
+    gpu: str | None = _option(None, "kind of GPU", sorted(GPUS), str)
+    gpu_memory: float | None = _option(None, "GiB of each GPU", None, float)
+    host_memory: float | None = _option(None, "GiB of each host", None, float)
+
+    def __post_init__(self) -> None:
+        check("plan", gpus=(self.gpus, SIZE), hosts=(self.hosts, SIZE))
+        for name in ("gpu_memory", "host_memory"):
+            if vars(self)[name] is not None:
+                check("plan", **{name: (vars(self)[name], POSITIVE)})
+        if self.gpu is not None and self.gpu not in GPUS:
             raise ConfigurationError(
-                f"plan: tp_size {self.tp_size} x pipe_size {self.pipe_size} does not divide "
-                f"{size} GPUs."
+                f"{unknown('plan', [self.gpu], GPUS)} Expected one of {', '.join(GPUS)}, or "
+                "the memory of a GPU alone (gpu_memory, --gpu-memory)."
+            )
+        if self.gpu is None and self.gpu_memory is None:
+            raise ConfigurationError(
+                "plan needs the GPU's kind (gpu, --gpu h200) or its memory (gpu_memory, "
+                "--gpu-memory 80)."
             )
 
+    @property
+    def world_size(self) -> int:
+        """Processes: one for each GPU."""
+        return self.gpus * self.hosts
 
-def has_form(optimizer: str, dtype: str, form: StateForm) -> bool:
-    """Whether an optimizer keeps states of parameters of this dtype so."""
-    if optimizer == "torch":
-        return not form.is_compact
-    return form.master_weights == "fp32" or dtype != "fp16"
+    @property
+    def memory(self) -> int:
+        """Bytes of a GPU."""
+        given = self.gpu_memory
+        return int((GPUS[self.gpu or ""] if given is None else given) * GIB)
+
+    @property
+    def room(self) -> int:
+        """Bytes of a GPU that a run may take: what `use_checkpoint="auto"` would."""
+        return int(self.memory * (1 - MARGIN))

@@ -1,13 +1,11 @@
-"""What MODEL of `python -m bmtrain plan` stands for: a function, a folder or a name, sizes."""
+"""What MODEL of `python -m bmtrain plan` stands for: a function, a folder or a name."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import json
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +13,8 @@ import torch.nn.functional as F
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.plan.forecast import Source
-from bmtrain.plan.reference import Sizes
 
 CONFIG = "config.json"
-
-
-def of_sizes(sizes: Sizes, fused_head: bool = False) -> Source:
-    """A built-in decoder of these sizes."""
-    kind = "gated decoder" if sizes.gated else "decoder"
-    name = f"{kind} of {sizes.layers} layers, {sizes.hidden} wide"
-    return Source(name=name, build=functools.partial(sizes.build, fused_head), loss=loss_of)
 
 
 def of_function(name: str) -> Source:
@@ -40,8 +30,17 @@ def of_function(name: str) -> Source:
         raise ConfigurationError(f"plan: {name} cannot be imported: {error}.") from error
     if not callable(function):
         raise ConfigurationError(f"plan: {path} has no function {attribute!r}.")
+
+    def build() -> Any:
+        try:
+            return function()
+        except Exception as error:  # whatever the user's code raises
+            raise ConfigurationError(
+                f"plan: {name} failed on the meta device: {type(error).__name__}: {error}"
+            ) from error
+
     with torch.device("meta"):
-        made = _called(name, function)
+        made = build()
     if isinstance(made, Source):
         return made
     if not isinstance(made, torch.nn.Module):
@@ -49,16 +48,7 @@ def of_function(name: str) -> Source:
             f"plan: {name} returned {type(made).__name__}: expected a torch.nn.Module or a "
             "bmtrain.plan.Source."
         )
-    return Source(name=name, build=functools.partial(_called, name, function), loss=loss_of)
-
-
-def _called(name: str, function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except Exception as error:
-        raise ConfigurationError(
-            f"plan: {name} failed on the meta device: {type(error).__name__}: {error}"
-        ) from error
+    return Source(name=name, build=build, loss=loss_of)
 
 
 def of_transformers(name: str) -> Source:
@@ -76,7 +66,7 @@ def of_transformers(name: str) -> Source:
     except ImportError as error:
         raise ConfigurationError(
             f"plan {name} needs the package transformers ({error}): pip install transformers, or "
-            "give sizes (--layers, --hidden, --heads, --vocab) or module:function."
+            "give module:function."
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(name)
@@ -84,7 +74,7 @@ def of_transformers(name: str) -> Source:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
             f"plan: transformers has read no config.json of {name}: {reason} Name a folder that "
-            "has one, or give sizes (--layers, --hidden, --heads, --vocab)."
+            "has one, or give module:function."
         ) from error
 
     def build() -> torch.nn.Module:
@@ -101,7 +91,7 @@ def loss_of(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
     """The loss of a language model on rows of token ids, as far as its forward says how to get it.
 
     With an argument `labels` or `targets` it gets both; otherwise a result that is no scalar is
-    taken for logits. transformers' `use_cache` is off, as in training.
+    taken for logits (..., classes). transformers' `use_cache` is off, as in training.
 
     Raises:
         ConfigurationError: if the model cannot be called so.
@@ -120,16 +110,10 @@ def loss_of(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
             f"{type(error).__name__}: {error}. Let module:function return a bmtrain.plan.Source "
             "with a loss of its own."
         ) from error
-    return scalar_of(out, labels)
-
-
-def scalar_of(out: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The loss in what a model returns, or that of its logits (..., classes)."""
-    first = getattr(out, "loss", None)
-    if first is None:
-        first = getattr(out, "logits", None)
-    if first is None:
-        first = out[0] if isinstance(out, tuple | list) else out
+    first = out[0] if isinstance(out, tuple | list) else out
+    for name in ("logits", "loss"):
+        found = getattr(out, name, None)
+        first = first if found is None else found
     if not isinstance(first, torch.Tensor) or not first.is_floating_point():
         raise ConfigurationError(
             f"plan: the model returned {type(out).__name__}: expected a loss or logits."

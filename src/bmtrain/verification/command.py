@@ -25,28 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="a function that returns a bmtrain.verify.Program",
     )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=2,
-        help="processes to start (2); under torchrun those that there are",
-    )
-    parser.add_argument("--steps", type=int, default=3, help="steps of training (3)")
-    parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
-    parser.add_argument("--seed", type=int, default=0, help="of all generators (0)")
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds for each of the two runs (300)"
-    )
-    parser.add_argument(
-        "--zero-level",
-        type=int,
-        default=3,
-        choices=(2, 3),
-        help="2 keeps gathered parameters until backward (3)",
-    )
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
-    parser.add_argument("--pp", type=int, default=-1, help="pipeline stages (none)")
-    parser.add_argument("--slack", type=float, default=1.0, help="factor for all tolerances (1)")
+    ranks = "processes to start (2); under torchrun those that there are"
+    for flag, name, default, about in (
+        ("--ranks", "ranks", 2, ranks),
+        ("--steps", "steps", 3, "steps of training (3)"),
+        ("--device", "device", "cpu", "cpu (the default) or cuda"),
+        ("--seed", "seed", 0, "of all generators (0)"),
+        ("--timeout", "timeout", 300.0, "seconds for each of the two runs (300)"),
+        ("--zero-level", "zero_level", 3, "2 keeps gathered parameters until backward (3)"),
+        ("--tp", "tp_size", 1, "tensor-parallel ranks (1)"),
+        ("--pp", "pipe_size", -1, "pipeline stages (none)"),
+        ("--slack", "slack", 1.0, "factor for all tolerances (1)"),
+    ):
+        choices = (2, 3) if name == "zero_level" else None
+        parser.add_argument(
+            flag, dest=name, type=type(default), default=default, choices=choices, help=about
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,19 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     if "" not in sys.path:
         # `python -m` does this; other launchers would not find modules in the current folder
         sys.path.insert(0, "")
+    given = dict(vars(arguments))
+    given.pop("run")
     try:
-        report = verify(
-            arguments.program,
-            ranks=arguments.ranks,
-            steps=arguments.steps,
-            device=arguments.device,
-            seed=arguments.seed,
-            timeout=arguments.timeout,
-            zero_level=arguments.zero_level,
-            tp_size=arguments.tp,
-            pipe_size=arguments.pp,
-            slack=arguments.slack,
-        )
+        report = verify(given.pop("program"), **given)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

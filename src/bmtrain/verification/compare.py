@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -68,20 +69,46 @@ class Report:
 def compare(
     reference: Record, ranks: Sequence[Record], device: str = "cpu", slack: float = 1.0
 ) -> Report:
-    """Compare the ranks' records with the reference; stops at the first difference."""
+    """Compare the ranks' records with the reference; stops at the first difference.
+
+    Every tensor of every rank, by step and then by `ORDER`; those that the reference lacks last.
+    """
     counts: Counter[str] = Counter()
-    closest = 0.0
-    for key, found in _each(reference, ranks, device, slack):
-        counts[key.kind.value] += 1
-        if found.first is not None:
-            return Report(
-                verdict="different",
-                text=str(found.first),
-                first=found.first,
-                compared=dict(counts),
-                closest=float("inf"),
-            )
-        closest = max(closest, found.share)
+    closest, allowance = 0.0, Allowance(reference, device, slack)
+
+    def different(key: Key, rank: int, what: str, *sizes: float) -> Report:
+        error, allowed = sizes or (math.nan, math.nan)
+        first = Difference(key=key, rank=rank, what=what, error=error, allowed=allowed)
+        found = dict(counts)
+        return Report(
+            verdict="different", text=str(first), first=first, compared=found, closest=math.inf
+        )
+
+    for key in _ordered(reference):
+        want = reference.values[key]
+        allowed = None if want is None else allowance.of(key, want)
+        for rank, record in enumerate(ranks):
+            counts[key.kind.value] += 1
+            got = record.values.get(key)
+            if key not in record.values:
+                return different(key, rank, "there is none; one process has it")
+            if got is None or want is None or allowed is None:
+                if got is want:
+                    continue
+                has, lacks = ("none", "one") if got is None else ("one", "none")
+                return different(key, rank, f"there is {has}; one process has {lacks}")
+            if got.shape != want.shape or got.dtype != want.dtype:
+                own, other = (f"{x.dtype} of shape {tuple(x.shape)}" for x in (got, want))
+                return different(key, rank, f"{own} instead of {other}")
+            share, what, *sizes = _beside(key.kind, got, want, allowed)
+            if share > 1.0:
+                return different(key, rank, what, *sizes)
+            closest = max(closest, share)
+    for rank, record in enumerate(ranks):
+        for key in _ordered(record):
+            if key not in reference.values:
+                counts[key.kind.value] += 1
+                return different(key, rank, "one process has none")
     steps = max((key.step for key in reference.values), default=0)
     listed = ", ".join(f"{number} of kind {kind}" for kind, number in counts.items())
     text = (
@@ -91,112 +118,32 @@ def compare(
     return Report(verdict="same", text=text, compared=dict(counts), closest=closest)
 
 
-def first_difference(
-    reference: Record, ranks: Sequence[Record], device: str = "cpu", slack: float = 1.0
-) -> Difference | None:
-    """The first difference that `compare` finds; None if there is none."""
-    return compare(reference, ranks, device, slack).first
-
-
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    share: float = 0.0
-    first: Difference | None = None
-
-
-def _each(
-    reference: Record, ranks: Sequence[Record], device: str, slack: float
-) -> Iterator[tuple[Key, _Found]]:
-    """Compare every tensor of every rank with the reference, by step and then by `ORDER`.
-
-    Tensors that the reference lacks come last.
-    """
-    allowance = Allowance(reference, device, slack)
-    for key in _ordered(reference):
-        want = reference.values[key]
-        allowed = None if want is None else allowance.of(key.step, key.kind, key.name, want)
-        for rank, record in enumerate(ranks):
-            if key not in record.values:
-                yield (
-                    key,
-                    _Found(
-                        first=Difference(
-                            key=key, rank=rank, what="there is none; one process has it"
-                        )
-                    ),
-                )
-            else:
-                yield key, _beside(key, rank, record.values[key], want, allowed)
-    for rank, record in enumerate(ranks):
-        for key in _ordered(record):
-            if key not in reference.values:
-                yield key, _Found(first=Difference(key=key, rank=rank, what="one process has none"))
-
-
 def _ordered(record: Record) -> list[Key]:
     # The sort is stable: within a kind, names stay in the order of recording.
     return sorted(record.values, key=lambda key: (key.step, ORDER.index(key.kind)))
 
 
 def _beside(
-    key: Key,
-    rank: int,
-    got: torch.Tensor | None,
-    want: torch.Tensor | None,
-    allowed: torch.Tensor | None,
-) -> _Found:
-    if got is None or want is None or allowed is None:
-        if got is want:
-            return _Found()
-        what = (
-            "there is none; one process has one"
-            if got is None
-            else "there is one; one process has none"
-        )
-        return _Found(first=Difference(key=key, rank=rank, what=what))
-    if got.shape != want.shape or got.dtype != want.dtype:
-        what = (
-            f"{got.dtype} of shape {tuple(got.shape)} instead of {want.dtype} of shape "
-            f"{tuple(want.shape)}"
-        )
-        return _Found(first=Difference(key=key, rank=rank, what=what))
-    if torch.equal(got, want) or not want.numel():
-        return _Found()
-    return _measured(key, rank, got, want, allowed)
+    kind: Kind, got: torch.Tensor, want: torch.Tensor, allowed: torch.Tensor
+) -> tuple[float, str, float, float]:
+    """Of the worst element the share of its tolerance, what it is, its error and its tolerance.
 
-
-def _measured(
-    key: Key, rank: int, got: torch.Tensor, want: torch.Tensor, allowed: torch.Tensor
-) -> _Found:
-    """Compare elements: NaN and infinities must match, others must be within the tolerance."""
-    mine, theirs = got.double(), want.double()
-    error = (mine - theirs).abs()
+    NaN and infinities must match, others must be within the tolerance.
+    """
+    if not want.numel():
+        return 0.0, "", 0.0, 0.0
+    mine, theirs = got.double().reshape(-1), want.double().reshape(-1)
+    bounds = allowed.expand(want.shape).reshape(-1)
     alike = (mine == theirs) | (mine.isnan() & theirs.isnan())
-    error = torch.where(alike, 0.0, error).nan_to_num(float("inf"), float("inf"))
-    share = torch.where(alike, 0.0, error / allowed.clamp(min=1e-300)).expand(error.shape)
-    worst = int(share.reshape(-1).argmax())
-    if not float(share.reshape(-1)[worst]) > 1.0:
-        return _Found(share=float(share.reshape(-1)[worst]))
-    off, bound = (
-        float(error.reshape(-1)[worst]),
-        float(allowed.expand(error.shape).reshape(-1)[worst]),
-    )
-    if key.kind is Kind.RANDOM:
-        return _Found(
-            first=Difference(
-                key=key, rank=rank, what="the generator stands elsewhere than in one process"
-            )
-        )
-    place = (
-        tuple(int(x) for x in torch.unravel_index(torch.tensor(worst), error.shape))
-        if error.dim()
-        else ()
-    )
-    values = (
-        f"{float(mine.reshape(-1)[worst]):.9g} instead of {float(theirs.reshape(-1)[worst]):.9g}"
-    )
+    errors = torch.where(alike, 0.0, (mine - theirs).abs()).nan_to_num(math.inf, math.inf)
+    shares = torch.where(alike, 0.0, errors / bounds.clamp(min=1e-300))
+    worst = int(shares.argmax())
+    share, error, bound = (float(x[worst]) for x in (shares, errors, bounds))
+    place = tuple(int(x) for x in torch.unravel_index(torch.tensor(worst), want.shape))
     what = (
-        f"{values} at {place}, off by {off:.3g}, allowed {bound:.3g}; the largest element "
-        f"is {float(theirs.abs().max()):.3g}"
+        f"{float(mine[worst]):.9g} instead of {float(theirs[worst]):.9g} at {place}, off by "
+        f"{error:.3g}, allowed {bound:.3g}; the largest element is {float(theirs.abs().max()):.3g}"
     )
-    return _Found(first=Difference(key=key, rank=rank, what=what, error=off, allowed=bound))
+    if kind is Kind.RANDOM:
+        return share, "the generator stands elsewhere than in one process", math.nan, math.nan
+    return share, what, error, bound

@@ -12,7 +12,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -51,28 +51,13 @@ class Outcome:
     when: float = float("inf")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """The arguments of a process.
-
-    Attributes:
-        rank: None for the plain process.
-        meeting: URI of the rendezvous file of the ranks.
-    """
-
-    source: Source
-    settings: Settings
-    rank: int | None = None
-    meeting: str = ""
-
-
 def reference_of(source: Source, settings: Settings) -> Record:
     """Run the program in one new process and return its record.
 
     Raises:
         ConfigurationError: for a program that cannot be verified, or that fails in one process.
     """
-    (outcome,) = _run([_Job(source, settings)], settings)
+    (outcome,) = _run(source, settings, [None], "")
     if outcome.record is None:
         raise ConfigurationError(
             outcome.refusal or f"the program fails in one plain process already:\n{outcome.failure}"
@@ -84,18 +69,20 @@ def on_ranks(source: Source, settings: Settings) -> list[Outcome]:
     """Run the program on `settings.ranks` new processes; their outcomes in rank order."""
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         meeting = pathlib.Path(folder, "meeting").as_uri()
-        return _run(
-            [_Job(source, settings, rank, meeting) for rank in range(settings.ranks)], settings
-        )
+        return _run(source, settings, range(settings.ranks), meeting)
 
 
-def _run(jobs: Sequence[_Job], settings: Settings) -> list[Outcome]:
+def _run(
+    source: Source, settings: Settings, ranks: Iterable[int | None], meeting: str
+) -> list[Outcome]:
+    """Outcomes of a new process for each rank; None is the plain one. `meeting`: of the ranks."""
     context = multiprocessing.get_context("spawn")
     running: list[tuple[SpawnProcess, connection.Connection]] = []
     try:
-        for job in jobs:
+        for rank in ranks:
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(job, there), daemon=True)
+            given = (there, source, settings, rank, meeting)
+            process = context.Process(target=_child, args=given, daemon=True)
             process.start()
             # Without this, the write end stays open here, a child that dies sends no end of file,
             # and the wait for its outcome lasts until the timeout.
@@ -124,8 +111,17 @@ def _collect(
     while waiting and (left := deadline - time.monotonic()) > 0:
         for pipe in connection.wait(list(waiting), timeout=left):
             rank = waiting.pop(pipe)
-            found[rank] = _received(running[rank])
-            if found[rank].record is None:
+            process, own = running[rank]
+            try:
+                outcome = pickle.loads(own.recv_bytes())
+            except (EOFError, OSError):  # it died before it sent, or while it did
+                process.join(GRACE_S)
+                outcome = Outcome(
+                    failure=f"the process ended with exit code {process.exitcode}",
+                    when=time.monotonic(),
+                )
+            found[rank] = outcome
+            if outcome.record is None:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     late = Outcome(
         failure="it did not end in time: it waits for another rank, or the timeout is too short"
@@ -133,53 +129,28 @@ def _collect(
     return [found.get(rank, late) for rank in range(len(running))]
 
 
-def _received(member: tuple[SpawnProcess, connection.Connection]) -> Outcome:
-    process, pipe = member
-    try:
-        outcome = pickle.loads(pipe.recv_bytes())
-    except (EOFError, OSError):  # it died before it sent, or while it did
-        process.join(GRACE_S)
-        return Outcome(
-            failure=f"the process ended with exit code {process.exitcode}", when=time.monotonic()
-        )
-    return (
-        outcome
-        if isinstance(outcome, Outcome)
-        else Outcome(failure=f"the process sent {outcome!r}")
-    )
-
-
-def _child(job: _Job, pipe: connection.Connection) -> None:
+def _child(
+    pipe: connection.Connection, source: Source, settings: Settings, rank: int | None, meeting: str
+) -> None:
     """The main function of a spawned process."""
-    rank, ranks = (job.rank, job.settings.ranks) if job.rank is not None else (0, 1)
-    world.take_place(rank, ranks)
+    ranks = 1 if rank is None else settings.ranks
+    world.take_place(rank or 0, ranks)
     torch.set_num_threads(max(1, world.num_cores() // ranks))
     try:
-        outcome = Outcome(record=_work(job))
+        program = load_program(source)
+        if rank is None:
+            record = run_reference(program, settings)
+        else:
+            given = {name: vars(settings)[name] for name in ("seed", "device", "timeout")}
+            world.init_distributed(**{"init_method": meeting, **given, **settings.init})
+            record = run_on_ranks(program, settings)
+        outcome = Outcome(record=record)
     except REFUSALS as error:
-        outcome = Outcome(
-            refusal=f"{type(error).__name__}: {error}" if job.rank is not None else str(error)
-        )
+        kind = "" if rank is None else f"{type(error).__name__}: "
+        outcome = Outcome(refusal=f"{kind}{error}")
     except Exception:  # of any kind: the parent reports it
         outcome = Outcome(failure=traceback.format_exc(), when=time.monotonic())
     # Pickled by value. Connection.send would share the tensors' memory, which this process frees
     # when it exits, possibly before the parent has mapped it.
     with pipe:
         pipe.send_bytes(pickle.dumps(outcome))
-
-
-def _work(job: _Job) -> Record:
-    program = load_program(job.source)
-    if job.rank is None:
-        return run_reference(program, job.settings)
-    settings = job.settings
-    world.init_distributed(
-        **{
-            "init_method": job.meeting,
-            "seed": settings.seed,
-            "device": settings.device,
-            "timeout": settings.timeout,
-            **settings.init,
-        }
-    )
-    return run_on_ranks(program, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +12,78 @@ import torch
 
 from bmtrain.block.wrapper import BMTrainModelWrapper
 from bmtrain.errors import ConfigurationError
+from bmtrain.optim.manager import OptimManager
 from bmtrain.torch_internals import tree_leaves, tree_map
-from bmtrain.verification.trainer import Trainer
+from bmtrain.verification.record import Kind, Record
 
-BATCH_MODES = ("split", "same")
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
-def _adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-3)
+class Trainer:
+    """The operations of a training step, the same in one plain process and on ranks.
+
+    They also record the gradients and gradient norms of the step.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer of its parameters.
+        record: where to.
+        on_ranks: whether an OptimManager does it.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        record: Record,
+        *,
+        on_ranks: bool,
+    ) -> None:
+        self.model, self.optimizer, self.record = model, optimizer, record
+        self.number = 0  # of the step, from 1
+        self.manager = OptimManager() if on_ranks else None
+        if self.manager is not None:
+            self.manager.add_optimizer(optimizer)
+
+    def zero_grad(self) -> None:
+        """Clear all gradients, those not yet reduced included."""
+        (self.manager or self.optimizer).zero_grad()
+
+    def backward(self, loss: torch.Tensor, *, reduce_gradients: bool = True) -> None:
+        """Run backward; gradients are averaged over ranks.
+
+        `reduce_gradients=False` defers that to a later call.
+        """
+        if self.manager is None:
+            loss.backward()
+        else:
+            self.manager.backward(loss, reduce_gradients=reduce_gradients)
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients to `max_norm`; returns their norm before clipping, 0-dim."""
+        groups = self.optimizer.param_groups
+        if self.manager is None:
+            params = [param for group in groups for param in group["params"]]
+            norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+        else:
+            norm = self.manager.clip_grad_norm(groups, max_norm)
+        self.record.add(self.number, Kind.NORM, "", norm)
+        return norm
+
+    def step(self) -> None:
+        """Update all parameters."""
+        self.record.add_gradients(self.number, self.model)
+        (self.manager or self.optimizer).step()
+
+    def state(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The optimizer's state as full tensors, by parameter index. Collective."""
+        whole = (
+            self.optimizer.state_dict()
+            if self.manager is None
+            else self.manager.state_dict(gather_opt=True)["optimizers"][0]
+        )
+        state: dict[int, dict[str, torch.Tensor]] = whole["state"]
+        return state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +116,7 @@ class Program:
     model: Callable[[], torch.nn.Module]
     batches: Sequence[Any]
     loss: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None
-    optimizer: Callable[[Any], torch.optim.Optimizer] = _adamw
+    optimizer: Callable[[Any], torch.optim.Optimizer] = ADAMW
     step: Callable[[Trainer, torch.nn.Module, Any], torch.Tensor] | None = None
     shard: Callable[[torch.nn.Module], torch.nn.Module] = BMTrainModelWrapper
     batch: str | Callable[[Any, int, int], Any] = "split"
@@ -79,9 +144,9 @@ class Program:
             raise ConfigurationError(
                 "the batches of a Program must be a sequence with at least one batch."
             )
-        if not callable(self.batch) and self.batch not in BATCH_MODES:
+        if not callable(self.batch) and self.batch not in ("split", "same"):
             raise ConfigurationError(
-                f"batch is {self.batch!r}: expected one of {', '.join(BATCH_MODES)}, or a function."
+                f"batch is {self.batch!r}: expected one of split, same, or a function."
             )
 
     def run_step(self, trainer: Trainer, model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -100,28 +165,24 @@ class Program:
 
     def batch_of(self, step: int, rank: int, ranks: int, device: torch.device) -> Any:
         """The part of a step's batch that `rank` of `ranks` trains on, on `device`."""
-        whole = self.batches[step % len(self.batches)]
-        own = _part(whole, self.batch, rank, ranks)
-        return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, own)
+        batch = self.batches[step % len(self.batches)]
+        if callable(self.batch):
+            batch = self.batch(batch, rank, ranks)
+        elif self.batch == "split" and ranks > 1:
+            rows = {x.shape[0] for x in tree_leaves(batch) if _has_rows(x)}
+            if len(rows) != 1 or next(iter(rows)) % ranks:
+                raise ConfigurationError(
+                    f"a batch whose tensors have {sorted(rows)} rows cannot be split over "
+                    f"{ranks} ranks: expected one number that they "
+                    'divide; or give batch="same", or a function (batch, rank, ranks) that '
+                    "returns a rank's part."
+                )
+            batch = tree_map(lambda x: x.chunk(ranks)[rank] if _has_rows(x) else x, batch)
+        return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, batch)
 
 
-def _part(batch: Any, mode: str | Callable[[Any, int, int], Any], rank: int, ranks: int) -> Any:
-    if callable(mode):
-        return mode(batch, rank, ranks)
-    if mode == "same" or ranks == 1:
-        return batch
-    leaves = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
-    rows = {x.shape[0] for x in leaves}
-    if len(rows) != 1 or next(iter(rows)) % ranks:
-        raise ConfigurationError(
-            f"a batch whose tensors have {sorted(rows)} rows cannot be split over "
-            f"{ranks} ranks: expected one number that they "
-            'divide; or give batch="same", or a function (batch, rank, ranks) that '
-            "returns a rank's part."
-        )
-    return tree_map(
-        lambda x: x.chunk(ranks)[rank] if isinstance(x, torch.Tensor) and x.dim() else x, batch
-    )
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0
 
 
 def load_program(source: str | Callable[[], Program]) -> Program:
@@ -130,35 +191,32 @@ def load_program(source: str | Callable[[], Program]) -> Program:
     Raises:
         ConfigurationError: if there is no such function, or if it returns anything else.
     """
-    function = source if callable(source) else _find(source)
+    function: Any = source
+    if isinstance(source, str):
+        module, colon, path = source.partition(":")
+        if not colon or not module or not path:
+            raise ConfigurationError(
+                f"{source!r} names no function: expected module:function, such as "
+                "my_package.checks:program."
+            )
+        try:
+            function = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(
+                f"{source!r}: there is no module {error.name!r}; modules are looked for from "
+                "the current folder and on PYTHONPATH."
+            ) from error
+        for part in path.split("."):
+            function = getattr(function, part, None)
+        if not callable(function):
+            raise ConfigurationError(f"the module {module!r} has no function {path!r}.")
     program = function()
     if not isinstance(program, Program):
         raise ConfigurationError(
-            f"{_name(source)} returned an object of type {type(program).__name__}: "
+            f"{source} returned an object of type {type(program).__name__}: "
             "expected a bmtrain.verify.Program."
         )
     return program
-
-
-def _find(text: str) -> Callable[[], Program]:
-    module_name, colon, path = text.partition(":")
-    if not colon or not module_name or not path:
-        raise ConfigurationError(
-            f"{text!r} names no function: expected module:function, such as "
-            "my_package.checks:program."
-        )
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"{text!r}: there is no module {error.name!r}; modules are looked for from "
-            "the current folder and on PYTHONPATH."
-        ) from error
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        raise ConfigurationError(f"the module {module_name!r} has no function {path!r}.")
-    return found
 
 
 def check_source(source: Any) -> None:
@@ -167,16 +225,10 @@ def check_source(source: Any) -> None:
     Raises:
         ConfigurationError: if it cannot.
     """
-    if isinstance(source, str):
-        return
     name = getattr(source, "__qualname__", "")
-    if not callable(source) or not name or "<" in name:
+    if not isinstance(source, str) and (not callable(source) or not name or "<" in name):
         raise ConfigurationError(
-            f"verify got {_name(source)}: expected a function at the top of a module, "
+            f"verify got {name or source!r}: expected a function at the top of a module, "
             "or its name as module:function: each process "
             "that it starts has to import it."
         )
-
-
-def _name(source: Any) -> str:
-    return source if isinstance(source, str) else str(getattr(source, "__qualname__", repr(source)))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from bmtrain.inspect.parameters import whole_shape
 from bmtrain.runtime import seeding
-from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import Slices
 
 
@@ -75,20 +75,21 @@ class Record:
             self.add(step, Kind.BUFFER, name, value)
 
     def add_gradients(self, step: int, model: torch.nn.Module) -> None:
-        """Add the gradients of all parameters. Collective."""
-        for name, grad in whole_gradients(model):
-            self.add(step, Kind.GRADIENT, name, grad)
+        """Add the gradients of all parameters. Collective.
+
+        Ranks must have gradients of the same parameters, or the gathers deadlock.
+        """
+        for name, param in model.named_parameters():
+            grad = param.grad
+            whole = grad.whole_of_parts() if isinstance(grad, Slices) else grad
+            self.add(step, Kind.GRADIENT, name, whole)
 
     def add_random(self, step: int, device: torch.device) -> None:
         """Add the states of torch's and Python's generators."""
         for name, state in seeding.get_random_state(device).items():
             self.add(step, Kind.RANDOM, name, state)
-        self.add(
-            step,
-            Kind.RANDOM,
-            "python",
-            torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu"),
-        )
+        python = torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu")
+        self.add(step, Kind.RANDOM, "python", python)
 
     def add_states(
         self,
@@ -104,10 +105,16 @@ class Record:
         names = {id(param): name for name, param in model.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for index, param in enumerate(params):
+            shape = whole_shape(param)
             for entry, value in state.get(index, {}).items():
-                if isinstance(value, torch.Tensor | int | float):
-                    name = f"{names.get(id(param), f'parameter {index}')}: {entry}"
-                    self.add(step, Kind.STATE, name, _in_shape(value, whole_shape(param)))
+                if not isinstance(value, torch.Tensor | int | float):
+                    continue
+                shaped = value
+                if isinstance(value, torch.Tensor) and value.dim() == 1:
+                    # this library's Adam keeps those of plain parameters 1-D
+                    shaped = value.reshape(shape) if value.numel() == math.prod(shape) else value
+                name = names.get(id(param), f"parameter {index}")
+                self.add(step, Kind.STATE, f"{name}: {entry}", shaped)
 
     def drawn(self) -> Key | None:
         """The first random state that differs from step 0's; None if no step draws."""
@@ -117,25 +124,3 @@ class Record:
                 if value is not None and before is not None and not torch.equal(value, before):
                     return key
         return None
-
-
-def _in_shape(value: torch.Tensor | float, shape: torch.Size) -> torch.Tensor | float:
-    """A state in its parameter's shape: this library's Adam keeps those of plain parameters 1-D."""
-    is_flat = (
-        isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == shape.numel()
-    )
-    return value.reshape(shape) if isinstance(value, torch.Tensor) and is_flat else value
-
-
-def whole_shape(param: torch.nn.Parameter) -> torch.Size:
-    """The shape of the full tensor, before sharding and the tensor-parallel split."""
-    return param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
-
-
-def whole_gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(name, full gradient or None) of every parameter.
-
-    Collective: ranks must have gradients of the same parameters, or the gathers deadlock.
-    """
-    for name, param in model.named_parameters():
-        yield name, param.grad.whole_of_parts() if isinstance(param.grad, Slices) else param.grad

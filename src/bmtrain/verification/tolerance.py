@@ -9,9 +9,11 @@ Each step starts from the result of the last one, so errors add up over steps.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from bmtrain.verification.record import Kind, Record
+from bmtrain.verification.record import Key, Kind, Record
 
 FACTOR = 8.0
 FACTOR_OF_GPU = 4.0
@@ -41,41 +43,55 @@ class Allowance:
 
     def __init__(self, reference: Record, device: str, slack: float) -> None:
         self._reference, self._device, self._slack = reference, device, slack
+        # Largest elements of gradients and states of a kind, and of moves of parameters, by step.
         self._largest: dict[tuple[int, Kind, str], float] = {}
+        self._fastest: dict[int, float] = {}
         for key, value in reference.values.items():
-            if value is not None and key.kind in (Kind.GRADIENT, Kind.STATE):
-                alike = (key.step, key.kind, _entry(key.name) if key.kind is Kind.STATE else "")
-                self._largest[alike] = max(self._largest.get(alike, 0.0), _largest(value))
-        self._fastest = _largest_moves(reference)
+            if value is None:
+                continue
+            alike = _alike(key)
+            self._largest[alike] = max(self._largest.get(alike, 0.0), _largest(value))
+            before = reference.values.get(dataclasses.replace(key, step=key.step - 1))
+            if key.kind is not Kind.PARAMETER or before is None:
+                continue
+            if before.shape == value.shape:
+                move = _largest(value.double() - before.double())
+                self._fastest[key.step] = max(self._fastest.get(key.step, 0.0), move)
         self._moved: dict[str, torch.Tensor] = {}
         self._farthest = 0.0
         self._noise: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
 
-    def of(self, step: int, kind: Kind, name: str, value: torch.Tensor) -> torch.Tensor:
+    def of(self, key: Key, value: torch.Tensor) -> torch.Tensor:
         """The tolerance as an fp64 tensor that broadcasts to `value`."""
-        tolerance = self._slack * relative_tolerance(
-            self._reference, value.dtype, step, self._device
-        )
+        kind, name = key.kind, key.name
         if kind is Kind.RANDOM or not value.numel():
             return torch.zeros((), dtype=torch.float64)
+        tolerance = self._slack * relative_tolerance(
+            self._reference, value.dtype, key.step, self._device
+        )
         allowed = torch.tensor(tolerance * _largest(value), dtype=torch.float64)
         if kind in (Kind.GRADIENT, Kind.STATE):
             # A gradient that is zero in exact arithmetic (of the bias of attention keys, for
             # example) consists of rounding errors of terms as large as other gradients.
-            alike = (step, kind, _entry(name) if kind is Kind.STATE else "")
-            allowed = allowed + tolerance / FACTOR * self._largest[alike]
+            allowed = allowed + tolerance / FACTOR * self._largest[_alike(key)]
         if kind is Kind.GRADIENT:
             noise = (allowed / value.double().abs().clamp(min=1e-300)).clamp(max=1.0)
             self._noise[name] = torch.maximum(self._noise.get(name, torch.zeros(())), noise)
         if kind is Kind.PARAMETER:
-            allowed = allowed + self._of_steps(step, name, value)
+            allowed = allowed + self._of_steps(key.step, name, value)
         if kind is Kind.BUFFER and value.dtype.is_floating_point:
             # Buffers depend on parameters: the running mean of a BatchNorm on the preceding bias,
             # whose gradient is only rounding error.
             allowed = allowed + self._farthest
-        if kind is Kind.STATE and self._is_master(name, value):
-            allowed = allowed + self._moved[_parameter(name)]
+        if kind is Kind.STATE:
+            owner = name.rpartition(": ")[0]
+            param = self._before.get(owner)
+            if param is not None and param.shape == value.shape:
+                # A master copy of its parameter moves with it.
+                error = (param - value.double()).abs().max()
+                if bool(error <= self._reference.coarsest * param.abs().max()):
+                    allowed = allowed + self._moved[owner]
         return allowed
 
     def _of_steps(self, step: int, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -96,38 +112,10 @@ class Allowance:
         self._farthest = max(self._farthest, _largest(moved))
         return moved
 
-    def _is_master(self, name: str, value: torch.Tensor) -> bool:
-        """Whether an optimizer state is a master copy of its parameter."""
-        param = self._before.get(_parameter(name))
-        if param is None or param.shape != value.shape:
-            return False
-        return bool(
-            (param - value.double()).abs().max() <= self._reference.coarsest * param.abs().max()
-        )
 
-
-def _largest_moves(reference: Record) -> dict[int, float]:
-    """The largest update of any element of any parameter, by step."""
-    values = {
-        (key.step, key.name): value
-        for key, value in reference.values.items()
-        if key.kind is Kind.PARAMETER
-    }
-    moves: dict[int, float] = {}
-    for (step, name), value in values.items():
-        before = values.get((step - 1, name))
-        if value is not None and before is not None and before.shape == value.shape:
-            moves[step] = max(moves.get(step, 0.0), _largest(value.double() - before.double()))
-    return moves
-
-
-def _parameter(name: str) -> str:
-    """The parameter's name in the name of an optimizer state."""
-    return name.rpartition(": ")[0]
-
-
-def _entry(name: str) -> str:
-    return name.rpartition(": ")[2]
+def _alike(key: Key) -> tuple[int, Kind, str]:
+    """What tensors are measured with: all gradients of a step, all states of one name."""
+    return key.step, key.kind, key.name.rpartition(": ")[2] if key.kind is Kind.STATE else ""
 
 
 def _largest(value: torch.Tensor) -> float:

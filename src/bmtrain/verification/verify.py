@@ -7,7 +7,7 @@ from typing import Any
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
-from bmtrain.verification import compare, processes, program, record, running, trainer
+from bmtrain.verification import compare, processes, program, record, running
 from bmtrain.verification.processes import Outcome, Source
 
 
@@ -17,7 +17,7 @@ class Verify:
     Program = program.Program
     Report = compare.Report
     Difference = compare.Difference
-    Trainer = trainer.Trainer
+    Trainer = program.Trainer
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""`python -m model_center plan MODEL`: memory and time of training a model of this package."""
+"""`python -m model_center plan MODEL`: memory of training a model of this package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model_center.training.setup import class_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
-    parser.description = "Forecast memory and time of training a decoder, without its weights."
+    parser.description = "Forecast the memory of training a decoder, without its weights."
     parser.epilog = command.EPILOG
     parser.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name")
     command.add_run_arguments(parser)
@@ -48,17 +48,3 @@ def loss_of(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
     out = model(ids, output_logits=False)
     logits = model.logits(out.last_hidden_state.flatten(0, 1))
     return bmt.loss.FusedCrossEntropy()(logits, ids.flatten())
-
-
-def words_of(args: argparse.Namespace) -> list[str]:
-    """The command that forecasts a run of `train` with these arguments."""
-    level = {True: "block", False: "nothing"}.get(args.use_checkpoint, "auto")
-    return [
-        *("model_center", "plan", args.model_config),
-        *("--batch", str(args.batch_size), "--seq", str(args.max_length)),
-        *("--recompute", level, "--zero-level", str(args.zero_level), "--dtype", args.dtype),
-        *("--optimizer", "offload" if args.optimizer == "adam-offload" else "adam"),
-        *("--moments", args.moments, "--master-weights", args.master_weights),
-        *(() if args.device_states == "auto" else ("--device-states", f"{args.device_states:g}")),
-        *("--lora", str(args.lora_rank)),
-    ]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
-from bmtrain.plan.measured import Foreseen
 from model_center.arguments import (
     add_model_config_args,
     add_run_args,
@@ -20,7 +19,6 @@ from model_center.arguments import (
     problem_of,
     share,
 )
-from model_center.commands.plan import words_of
 from model_center.dataset.chat import PLAIN, Writer
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
@@ -164,12 +162,11 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     lora = _lora(model, args)
     judge = Judge(model, tokenizer, measured, args) if measured else None
     flops = flops_per_token(model, args.max_length)
-    with Foreseen(words_of(args)) as foreseen, Run(model, rows, args, flops, on_step) as training:
+    with Run(model, rows, args, flops, on_step) as training:
         for _ in training.epochs():
             for batches in training.steps():
                 mean = bmt.loss.TokenMean(batch["targets"] for batch in batches)
                 training.update(mean(loss_sum(model, batch)) for batch in batches)
-                foreseen.tell(training.log.say)
                 if judge is not None and args.eval_iters and training.step % args.eval_iters == 0:
                     judge.report(training)
             if judge is not None and not args.eval_iters:
