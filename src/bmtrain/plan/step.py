@@ -4,7 +4,7 @@ Sizes of shards come from the layout that storages use, and peaks from the plan 
 moment lists what lies in memory by part. What is alive in each:
 
 * always: shards of the weights, the optimizer's states, memory that other ranks write gradients to;
-* gathered weights: ZeRO-3 keeps NUM_BUFFERS for blocks of one size, ZeRO-2 every block
+* gathered weights: ZeRO-3 has NUM_BUFFERS for blocks of one size, ZeRO-2 every block
   from its forward to its backward pass, one rank none, because its shard is the whole;
 * gradients: a block's shard from its backward pass to the next step's forward pass, and full ones
   of two blocks in backward, one being computed and one on its way (by NCCL two more, flattened);
@@ -28,7 +28,7 @@ from bmtrain.recompute.level import AUTO, Level
 from bmtrain.shard.gradient import LEAST_FREED
 from bmtrain.shard.layout import Layout
 
-NUM_BUFFERS = 3  # that ZeRO-3 keeps of each size: the default of `init_distributed`
+NUM_BUFFERS = 2  # of each size that ZeRO-3 gathers at a time: the block in use and the next
 _PAGE = 2**21  # granularity of memory that other ranks map
 # Bytes beside torch's allocator, the same for every model. CONTEXT: the CUDA context with the code
 # of loaded libraries. COMMUNICATION: buffers of NCCL's communicators, and the mappings of other
