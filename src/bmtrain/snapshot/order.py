@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import CheckpointError
-from bmtrain.optim.clip import parameters_of
+from bmtrain.optim.flat import parameters_of
 from bmtrain.optim.manager import OptimManager
 from bmtrain.runtime.arguments import COUNT, check
 
