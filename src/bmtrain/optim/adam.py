@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
-Updates = list[tuple[ParamBatch, list[UpdatePart]]]
+Steps = list[tuple[AdamSettings, list[UpdatePart]]]
 BETAS = Rule(
     "two numbers from 0 to below 1",
     lambda betas: (
@@ -144,11 +144,10 @@ class AdamBase(torch.optim.Optimizer):
                 loss = closure()
         layout = self._lay_out_for_step()
         layout.follow()
-        updates = self._updates_of(layout)
+        batches = self._updates_of(layout)
         steps = []
-        for batch, parts in updates:
-            batch.count_step()
-            group, step = self.param_groups[batch.group], batch.num_steps
+        for batch in batches:
+            group, step = self.param_groups[batch.group], batch.count_step()
             beta1, beta2 = group["betas"]
             settings = AdamSettings(
                 lr=0.0 if step <= group["hold_steps"] else float(group["lr"]),
@@ -160,8 +159,8 @@ class AdamBase(torch.optim.Optimizer):
                 scale=scale,
                 maximize=group["maximize"],
             )
-            steps.append((settings, parts))
-        self._stepped = [state for batch, _ in updates for state in batch.states]
+            steps.append((settings, batch.parts))
+        self._stepped = [state for batch in batches for state in batch.states]
         self._apply(steps, verdict)
         layout.close()
         return loss
@@ -172,37 +171,27 @@ class AdamBase(torch.optim.Optimizer):
             state["step"] -= 1
         self._stepped = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AdamBase:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with its own state, for the parameters that `memo` maps to copies.
 
         Copy the model in the same call.
         """
         self.dynamic_scale.wait()
         self._lay_out().follow()
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        given = self._uncopied()
-        # torch's schedules put a `step` of this object into its attributes: in the copy it would
-        # step the original.
-        for name in vars(self).keys() - {"step"}:
-            value = vars(self)[name]
-            vars(new)[name] = given[name] if name in given else copy.deepcopy(value, memo)
-        return new
+        return copy_of(self, memo, **self._uncopied())
 
     def _uncopied(self) -> dict[str, Any]:
-        """Attributes of a copy that are not copied."""
+        """What a copy has for itself, or shares."""
         return {"_engine": self._engine, "_layout": None, "_scaled": None, "_stepped": []}
 
     def wait(self) -> None:
         """Wait for an update that is under way: weights and states are then those of the step."""
 
-    def _updates_of(self, layout: AdamLayout) -> Updates:
+    def _updates_of(self, layout: AdamLayout) -> list[ParamBatch]:
         """What a step does, with all that it needs: nothing has changed if there is no memory."""
         return layout.updates()
 
-    def _apply(
-        self, steps: Sequence[tuple[AdamSettings, list[UpdatePart]]], verdict: torch.Tensor | None
-    ) -> None:
+    def _apply(self, steps: Steps, verdict: torch.Tensor | None) -> None:
         """Update the parts, or none of them if `verdict` is NaN or infinite."""
         for settings, parts in steps:
             update_tensors([part.tensors for part in parts], settings, verdict)
@@ -326,6 +315,16 @@ class AdamBase(torch.optim.Optimizer):
     def _load_groups(self, saved: Iterable[dict[str, Any]]) -> None:
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update({name: value for name, value in old.items() if name != "params"})
+
+
+def copy_of(one: Any, memo: dict[int, Any], **own: Any) -> Any:
+    """A deep copy, but for attributes that are given."""
+    memo[id(one)] = new = type(one).__new__(type(one))
+    # torch's schedules put a `step` of the object into its attributes: in the copy it would step
+    # the original.
+    for name in vars(one).keys() - {"step"}:
+        vars(new)[name] = own[name] if name in own else copy.deepcopy(vars(one)[name], memo)
+    return new
 
 
 class AdamOptimizer(AdamBase):

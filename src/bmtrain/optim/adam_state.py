@@ -13,7 +13,7 @@ from bmtrain.kernels.adam import AdamTensors
 from bmtrain.kernels.adam_compact import CompactTensors
 from bmtrain.kernels.bf16 import remainders_of
 from bmtrain.kernels.blockwise import Blocks
-from bmtrain.optim.flat import FlatSpan, GradientParts, Gradients, Place, parameters_of, spans_of
+from bmtrain.optim.flat import FlatSpan, Gradients, parameters_of, spans_of
 from bmtrain.optim.form import CODES, MOMENT_NAMES, NAMES, SCALES, StateForm, cut_of
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.parameter import DistributedParameter
@@ -155,41 +155,23 @@ class ParamBatch:
     Attributes:
         group: index of the group.
         states: the states of the parameters.
-        members: number of a gradient's part, a piece of it, and the state of its span.
+        parts: what the step updates.
     """
 
     group: int
     states: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    members: list[tuple[int, FlatSpan, SpanState]] = dataclasses.field(default_factory=list)
+    parts: list[UpdatePart] = dataclasses.field(default_factory=list)
 
-    @property
-    def num_steps(self) -> int:
-        """Steps taken, the same for all."""
-        num_steps: int = self.states[0]["step"]
-        return num_steps
-
-    @property
-    def is_one(self) -> bool:
-        """Whether its step counts are the same: the program may have set one."""
-        return len({state["step"] for state in self.states}) == 1
-
-    def count_step(self) -> None:
-        """Count a step, and a write to each sharded parameter."""
+    def count_step(self) -> int:
+        """Count a step, and a write to each sharded parameter; the number of the step."""
         for state in self.states:
             state["step"] += 1
-        for _, piece, _ in self.members:
-            for param in piece.params:
+        for part in self.parts:
+            for param in part.piece.params:
                 if isinstance(param, DistributedParameter):
                     param.count_write()
-
-    def parts(self, gradients: GradientParts) -> list[UpdatePart]:
-        """What the next step updates, with these gradients."""
-        found = []
-        for place, piece, state in self.members:
-            part = gradients.parts[place]
-            grad = part.piece.cut(part.grad.reshape(-1), piece)
-            found.append(UpdatePart(part.span, piece, state.update_of(piece, grad)))
-        return found
+        step: int = self.states[0]["step"]
+        return step
 
 
 class AdamLayout:
@@ -249,7 +231,6 @@ class AdamLayout:
                 view.count_holders()
         self._num_holders = self._count_holders()
         self.trust_weights()
-        self._plan: tuple[list[Place], list[ParamBatch]] | None = None
 
     def is_current(
         self, groups: Sequence[dict[str, Any]], states: MutableMapping[torch.Tensor, dict[str, Any]]
@@ -352,35 +333,19 @@ class AdamLayout:
         self._versions.clear()  # unknown: masters follow once
         self._seen = self._writes()
 
-    def updates(self) -> list[tuple[ParamBatch, list[UpdatePart]]]:
-        """Updates of all parameters that have a gradient now.
-
-        The plan is reused as long as the same sharded parameters have one, and step counts that are
-        the same are so still.
-        """
-        sharded, ordinary = self._gradients.collect()
-        places = self._gradients.places
-        if (
-            self._plan is None
-            or self._plan[0] is not places
-            or not all(batch.is_one for batch in self._plan[1])
-        ):
-            self._plan = places, self._batches(places)
-        others = self._batches([(part.span, part.piece) for part in ordinary.parts])
-        return [
-            *((batch, batch.parts(sharded)) for batch in self._plan[1]),
-            *((batch, batch.parts(ordinary)) for batch in others),
-        ]
-
-    def _batches(self, places: Sequence[Place]) -> list[ParamBatch]:
+    def updates(self) -> list[ParamBatch]:
+        """Updates of all parameters that have a gradient now."""
         batches: dict[tuple[int, int], ParamBatch] = {}
-        for place, (span, part) in enumerate(places):
-            group, state = self._span_states[id(span)]
-            for piece in part.split(self._step_of):
-                key = group, self._step_of(piece.params[0])
-                batch = batches.setdefault(key, ParamBatch(group))
-                batch.states.extend(self._states[param] for param in piece.params)
-                batch.members.append((place, piece, state))
+        for gradients in self._gradients.collect():
+            for part in gradients.parts:
+                group, state = self._span_states[id(part.span)]
+                flat = part.grad.reshape(-1)
+                for piece in part.piece.split(self._step_of):
+                    key = group, self._step_of(piece.params[0])
+                    batch = batches.setdefault(key, ParamBatch(group))
+                    batch.states.extend(self._states[param] for param in piece.params)
+                    tensors = state.update_of(piece, part.piece.cut(flat, piece))
+                    batch.parts.append(UpdatePart(part.span, piece, tensors))
         return list(batches.values())
 
     def _show(self, param: torch.nn.Parameter, state: SpanState) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import ConfigurationError, NonFiniteError
 from bmtrain.optim import resharding
-from bmtrain.optim.adam import AdamBase
+from bmtrain.optim.adam import AdamBase, copy_of
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares
 from bmtrain.optim.flat import Gradients, gradient_of, parameters_of, spans_of
 from bmtrain.optim.loss_scale import CarriedScale, FiniteCheck, LossScale, NoScaling
@@ -153,20 +152,11 @@ class OptimManager:
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimManager:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with optimizers and schedules of its own. Copy the model in the same call."""
         self._scale.wait()
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        shared: dict[str, Any] = {
-            "_engine": self._engine,
-            "_last_loss": self._last_loss,
-            "_mark": None,
-            "_known": {},
-        }
-        for name, value in vars(self).items():
-            vars(new)[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
-        return new
+        own = {"_engine": self._engine, "_last_loss": self._last_loss, "_mark": None, "_known": {}}
+        return copy_of(self, memo, **own)
 
     def _replicate(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the optimizer's ordinary parameters for summing gradients over ranks.

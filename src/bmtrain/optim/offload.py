@@ -6,7 +6,7 @@ import functools
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,18 +14,10 @@ from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt, largest
 from bmtrain.distributed.memory import DeviceMemory, Peak
 from bmtrain.errors import ConfigurationError
-from bmtrain.kernels.adam import AdamSettings
-from bmtrain.optim.adam import AdamBase, Updates
-from bmtrain.optim.adam_state import AdamLayout, Make, UpdatePart
+from bmtrain.optim.adam import AdamBase, Steps
+from bmtrain.optim.adam_state import AdamLayout, Make, ParamBatch
 from bmtrain.optim.flat import FlatSpan, parameters_of, spans_of
-from bmtrain.optim.streaming import (
-    NUM_SLOTS,
-    PendingUpdate,
-    StateStreamer,
-    file_zeros,
-    host_zeros,
-    update_together,
-)
+from bmtrain.optim.streaming import NUM_SLOTS, PendingUpdate, StateStreamer, file_zeros, host_zeros
 from bmtrain.recompute.memory import memory_of
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import COUNT, FLAG, Rule, check, known_keywords
@@ -38,14 +30,6 @@ LIMIT = Rule("bytes, or None", lambda value: value is None or COUNT.holds(value)
 # Of the GPU's limit, what "auto" leaves to batches that take more than the first.
 MARGIN = 0.05
 GIB = 2**30
-
-
-class Changes(NamedTuple):
-    """What a step has changed: of so many elements, sums and sums of squares, (2,) fp64 each."""
-
-    is_sharded: bool
-    numel: int
-    sums: list[torch.Tensor]
 
 
 class AdamOffloadOptimizer(AdamBase):
@@ -131,7 +115,6 @@ class AdamOffloadOptimizer(AdamBase):
         self._resident: set[int] = set()
         self._filed: set[int] = set()
         self._updates: list[PendingUpdate] = []  # of the last step
-        self._changes: list[Changes] = []  # likewise
         self._held: set[int] = set()  # owners that cannot be updated later on this rank
         self._hidden: set[int] = set()  # those that may be, on all ranks
         self._num_checked = 0  # parameters for which the host has room
@@ -160,10 +143,12 @@ class AdamOffloadOptimizer(AdamBase):
         self.wait()
         # Those of ordinary parameters are the same on all ranks and count once.
         sums = torch.zeros(2, 3, dtype=torch.float64, device="cpu")
-        for change in self._changes:
-            sums[int(change.is_sharded), 0] += change.numel
-            for part in change.sums:
-                sums[int(change.is_sharded), 1:] += part.cpu()
+        for update in self._updates:
+            own = sums[int(update.span.storage is not None)]
+            bounds = map(update.piece.offset, update.piece.params)  # without the padding between
+            own[0] += sum(end - begin for begin, end in bounds)
+            for part in update.deltas:
+                own[1:] += part.cpu()
         collectives.all_reduce_(sums[1], "sum", world.current("record_delta").mesh.world)
         count, total, squares = sums.sum(0).tolist()
         return count, total, squares
@@ -272,27 +257,22 @@ class AdamOffloadOptimizer(AdamBase):
                 found[span.storage] = span.storage.layout.shard_numel * dtype.itemsize
         return found
 
-    def _updates_of(self, layout: AdamLayout) -> Updates:
+    def _updates_of(self, layout: AdamLayout) -> list[ParamBatch]:
         # before there are any views of states and weights for the update
         self._held = layout.held_owners() if self._streamer.is_beside else set()
-        updates = layout.updates()
-        away = [part.span for _, parts in updates for part in parts if not self._is_here(part)]
+        batches = layout.updates()
+        spans = [part.span for batch in batches for part in batch.parts]
+        away = [span for span in spans if span.owner not in self._resident]
         if away:
             self._streamer.make_slots()
         self._hidden = self._hidden_owners(away)
-        copied: list[tuple[Any, list[UpdatePart]]] = []
-        for batch, parts in updates:
-            copied.append((batch, []))
-            for part in parts:
-                tensors = part.tensors
+        for batch in batches:
+            for number, part in enumerate(batch.parts):
                 if part.span.owner in self._hidden - self._held:
                     # the program may write the gradient before it is read
-                    tensors = tensors.with_weight(tensors.weight, tensors.grad.clone())
-                copied[-1][1].append(part._replace(tensors=tensors))
-        return copied
-
-    def _is_here(self, part: UpdatePart) -> bool:
-        return part.span.owner in self._resident
+                    own = part.tensors.with_weight(part.tensors.weight, part.tensors.grad.clone())
+                    batch.parts[number] = part._replace(tensors=own)
+        return batches
 
     def _hidden_owners(self, away: Sequence[FlatSpan]) -> set[int]:
         """Owners that are updated while the program goes on; the same on all ranks, which gather
@@ -314,9 +294,7 @@ class AdamOffloadOptimizer(AdamBase):
         in_turn = sorted(last, key=lambda storage: storage.residence.turn, reverse=True)
         return first_fitting({id(storage): sizes[storage] for storage in in_turn}, self._copy_room)
 
-    def _apply(
-        self, steps: Sequence[tuple[AdamSettings, list[UpdatePart]]], verdict: torch.Tensor | None
-    ) -> None:
+    def _apply(self, steps: Steps, verdict: torch.Tensor | None) -> None:
         if any(isinstance(param, Slices) for param in parameters_of(self.param_groups)):
             # what decides the order of gathers and where states are
             self._engine.transport.ledger.note(
@@ -324,53 +302,40 @@ class AdamOffloadOptimizer(AdamBase):
                 f"{type(self).__name__}(overlap={self._overlap}, device_bytes="
                 f"{self._device_bytes})",
             )
-        items = [(part, settings) for settings, parts in steps for part in parts]
-        here = [(part, settings) for part, settings in items if self._is_here(part)]
-        away = [(part, settings) for part, settings in items if not self._is_here(part)]
-        away.sort(key=lambda item: self._order(item[0]))
-        records = self._record_delta
         self._updates = [
-            PendingUpdate(self._streamer, part.tensors, settings, records=records)
-            for part, settings in away
+            PendingUpdate(self._streamer, part, settings, records=self._record_delta)
+            for settings, parts in steps
+            for part in parts
         ]
+        here = [update for update in self._updates if update.span.owner in self._resident]
+        away = [update for update in self._updates if update.span.owner not in self._resident]
+        # What cannot be done later first; the rest as the next forward pass needs it.
+        away.sort(key=lambda update: (self._can_wait(update.span), _turn(update.span)))
         # Before the first of them is computed: if one fails, values of none pass for those of the
         # step.
-        for (part, _), update in zip(away, self._updates, strict=True):
-            if part.span.storage is not None:
-                is_late = part.span.owner in self._hidden
-                part.span.storage.expect(update, is_late=is_late)
-            if not part.tensors.weight.is_inference():
-                # Now, so that versions do not depend on when the values come.
-                torch.autograd.graph.increment_version(part.tensors.weight)
-        tensors, settings = [part.tensors for part, _ in here], [own for _, own in here]
-        sums = update_together(tensors, settings, verdict, records=records)
-        self._changes = []
-        if records:  # one for each of those here; as many as are issued of the others
-            each = [*([x] for x in sums), *(update.deltas for update in self._updates)]
-            for (part, _), own in zip([*here, *away], each, strict=True):
-                bounds = map(part.piece.offset, part.piece.params)  # without the padding between
-                numel = sum(end - begin for begin, end in bounds)
-                self._changes.append(Changes(part.span.storage is not None, numel, own))
-        self._streamer.stream(self._updates, verdict)
-        for (part, _), update in zip(away, self._updates, strict=True):
-            if part.span.owner not in self._hidden - self._held:
+        for update in away:
+            if update.span.storage is not None:
+                update.span.storage.expect(update, is_late=update.span.owner in self._hidden)
+            update.count_write()
+        self._streamer.update(here, away, verdict)
+        for update in away:
+            if update.span.owner not in self._hidden - self._held:
                 update.finish()
-        if not all(self._can_wait(part) for part, _ in away):
+        if not all(self._can_wait(update.span) for update in away):
             self._streamer.wait()  # the program may read and write these states without asking
 
-    def _order(self, part: UpdatePart) -> tuple[bool, int]:
-        """What cannot be done later first; the rest as the next forward pass needs it."""
-        storage = part.span.storage
-        return self._can_wait(part), 0 if storage is None else storage.residence.turn
-
-    def _can_wait(self, part: UpdatePart) -> bool:
-        return part.span.storage is not None and part.span.owner not in self._held
+    def _can_wait(self, span: FlatSpan) -> bool:
+        return span.storage is not None and span.owner not in self._held
 
     def _uncopied(self) -> dict[str, Any]:
-        changes = [one._replace(sums=[x.clone() for x in one.sums]) for one in self._changes]
-        own: dict[str, Any] = {"_updates": [], "_changes": changes, "_held": set()}
-        own |= {"_hidden": set(), "_streamer": self._streamer, "_peak": self._peak}
-        return {**super()._uncopied(), **own}
+        # The updates are over: what they have changed is true of the copy too.
+        own: dict[str, Any] = {"_updates": [*self._updates], "_held": set(), "_hidden": set()}
+        return {**super()._uncopied(), **own, "_streamer": self._streamer, "_peak": self._peak}
+
+
+def _turn(span: FlatSpan) -> int:
+    """The place of a span's storage in the last forward pass."""
+    return 0 if span.storage is None else span.storage.residence.turn
 
 
 def first_fitting(sizes: Mapping[int, int], room: int) -> set[int]:

@@ -17,7 +17,7 @@ from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.kernels.blockwise import BLOCK
-from bmtrain.optim.adam_state import AnyTensors
+from bmtrain.optim.adam_state import AnyTensors, UpdatePart
 from bmtrain.runtime.world import World
 from bmtrain.shard.residence import alias
 
@@ -30,19 +30,19 @@ ALIGNMENT = 256
 
 
 class PendingUpdate:
-    """The update of adjacent parameters whose state is in host memory.
+    """The update of adjacent parameters, in host memory or on the device.
 
     A storage waits for it before its shard is read (`Storage.expect`).
 
     Args:
-        streamer: that runs it.
-        tensors: what it reads and writes. The gradient must not be written before `finish`.
+        streamer: that runs it, if its state is in host memory.
+        part: what it updates. The gradient must not be written before `finish`.
         settings: of it.
         records: whether `deltas` are wanted.
 
     Attributes:
-        tensors: None when the program's stream has waited; before, the memory of the gradient
-            would be given to later work.
+        tensors: what it reads and writes; None when the program's stream has waited. Before, the
+            memory of the gradient would be given to later work.
         is_issued: whether all chunks of it are; False for ever if the step was broken off.
         failure: what has ended it.
         done: the event after the last chunk of it.
@@ -50,16 +50,23 @@ class PendingUpdate:
     """
 
     def __init__(
-        self, streamer: StateStreamer, tensors: AnyTensors, settings: AdamSettings, *, records: bool
+        self, streamer: StateStreamer, part: UpdatePart, settings: AdamSettings, *, records: bool
     ) -> None:
         self._streamer, self.settings, self.records = streamer, settings, records
-        # With a version of its own: the write is counted when the step is taken.
-        weight = alias(tensors.weight)
-        self.tensors: AnyTensors | None = tensors.with_weight(weight, tensors.grad)
+        self.span, self.piece = part.span, part.piece
+        self.tensors: AnyTensors | None = part.tensors
         self.is_issued = False
         self.failure: BaseException | None = None
         self.done: torch.Event | None = None
         self.deltas: list[torch.Tensor] = []
+
+    def count_write(self) -> None:
+        """Count the write now: versions do not depend on when the values come."""
+        if self.tensors is not None:
+            weight = self.tensors.weight
+            self.tensors = self.tensors.with_weight(alias(weight), self.tensors.grad)
+            if not weight.is_inference():
+                torch.autograd.graph.increment_version(weight)
 
     def finish(self) -> None:
         """Later work on the current stream finds the weights. May be called again.
@@ -113,8 +120,17 @@ class StateStreamer:
             self._slots = [Slot(self.chunk_bytes, self._device) for _ in range(NUM_SLOTS)]
 
     @torch.no_grad()
-    def stream(self, updates: Sequence[PendingUpdate], verdict: torch.Tensor | None) -> None:
-        """Issue the updates of a step in their order; none is made if `verdict` is not finite.
+    def update(
+        self,
+        here: Sequence[PendingUpdate],
+        away: Sequence[PendingUpdate],
+        verdict: torch.Tensor | None,
+    ) -> None:
+        """Issue the updates of a step; none is made if `verdict` is not finite.
+
+        Args:
+            here: whose states are on the device; together, on the current stream.
+            away: whose states are in host memory; in this order.
 
         Raises:
             BaseException: what ends it, an interrupt for example; every update of which a chunk has
@@ -122,20 +138,24 @@ class StateStreamer:
         """
         # The same slots for the same chunks at each step, so that tables of addresses are known.
         slots = itertools.cycle(self._slots)
-        if self._slots:
-            # The memory of new slots may be in use by earlier work; and states of the step before
-            # must be down before they are read.
-            self._up.wait_stream(torch.cuda.current_stream())
-            self._up.wait_stream(self._down)
         try:
-            for chunk in chunks_of(updates, self.chunk_bytes):
+            chunk = [ChunkPart(x, x.tensors, True) for x in here if x.tensors is not None]
+            compute(chunk, [part.tensors for part in chunk], verdict)
+            for update in here:
+                update.is_issued, update.tensors = True, None
+            if self._slots:
+                # The memory of new slots may be in use by earlier work; and states of the step
+                # before must be down before they are read.
+                self._up.wait_stream(torch.cuda.current_stream())
+                self._up.wait_stream(self._down)
+            for chunk in chunks_of(away, self.chunk_bytes):
                 done = self.run(chunk, verdict, next(slots, None))
                 for part in chunk:
                     part.update.done, part.update.is_issued = done, part.is_last
-            for update in updates:  # those without elements too
+            for update in away:  # those without elements too
                 update.is_issued = True
         except BaseException as error:
-            for update in updates:
+            for update in (*here, *away):
                 update.failure = error
             raise
 
@@ -258,37 +278,23 @@ def chunks_of(updates: Sequence[PendingUpdate], num_bytes: int) -> Iterator[Chun
 
 
 def compute(chunk: Chunk, tensors: list[AnyTensors], verdict: torch.Tensor | None) -> None:
-    """Update a chunk whose states are in `tensors`."""
-    settings = [part.update.settings for part in chunk]
-    deltas = update_together(tensors, settings, verdict, records=chunk[0].update.records)
-    for part, delta in zip(chunk, deltas, strict=False):  # no deltas, or one for each
-        part.update.deltas.append(delta)
+    """Update a chunk, of which the states are in `tensors`, with few kernels.
 
-
-def update_together(
-    tensors: Sequence[AnyTensors],
-    settings: Sequence[AdamSettings],
-    verdict: torch.Tensor | None,
-    *,
-    records: bool,
-) -> list[torch.Tensor]:
-    """Update each with its settings, with few kernels.
-
-    Returns, if wanted, sum and sum of squares of the changes of each: (2,) fp64. They are those of
-    the weights in as many bits as there are in one tensor.
+    What is recorded are changes of the weights in as many bits as there are in one tensor.
     """
-    watched = []
-    for one in tensors if records else ():
-        is_wide = one.master is not None and one.master.is_floating_point()
-        watched.append(one.master if is_wide and one.master is not None else one.weight)
-    before = [values.clone() for values in watched]
-    by_settings: dict[AdamSettings, list[AnyTensors]] = {}
-    for one, own in zip(tensors, settings, strict=True):
-        by_settings.setdefault(own, []).append(one)
-    for own, members in by_settings.items():
-        update_tensors(members, own, verdict)
-    changes = [(new - old).double() for new, old in zip(watched, before, strict=True)]
-    return [torch.stack([change.sum(), change.square().sum()]) for change in changes]
+    watched, by_settings = [], dict[AdamSettings, list[AnyTensors]]()
+    for part, own in zip(chunk, tensors, strict=True):
+        by_settings.setdefault(part.update.settings, []).append(own)
+        if part.update.records:
+            master = own.master
+            is_wide = master is not None and master.is_floating_point()
+            values = master if is_wide and master is not None else own.weight
+            watched.append((part.update, values, values.clone()))
+    for settings, members in by_settings.items():
+        update_tensors(members, settings, verdict)
+    for update, values, before in watched:
+        change = (values - before).double()
+        update.deltas.append(torch.stack([change.sum(), change.square().sum()]))
 
 
 def padded(num_bytes: int) -> int:
