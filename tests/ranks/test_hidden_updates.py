@@ -65,7 +65,12 @@ class LateStreamer(StateStreamer):
             self.ran(chunk)
             return event
         run = super().run
-        self._waiting.append(lambda: (run(chunk, verdict, None), self.ran(chunk)))
+
+        def late() -> None:
+            run(chunk, verdict, None)
+            self.ran(chunk)
+
+        self._waiting.append(late)
         return self._num_begun + len(self._waiting)
 
     def ran(self, chunk: Chunk) -> None:
@@ -563,6 +568,7 @@ def in_order() -> None:
     streamer = use_streamer(LateStreamer())  # whose chunks are shorter than a block
     torch.manual_seed(1)
     done: list[int] = []
+    run: Run
     # made in another order than they are called in
     parts = nn.ModuleList(Layer() for _ in range(5))
     for part in parts:

@@ -319,7 +319,8 @@ class AdamBase(torch.optim.Optimizer):
 
 def copy_of(one: Any, memo: dict[int, Any], **own: Any) -> Any:
     """A deep copy, but for attributes that are given."""
-    memo[id(one)] = new = type(one).__new__(type(one))
+    kind: Any = type(one)
+    memo[id(one)] = new = kind.__new__(kind)
     # torch's schedules put a `step` of the object into its attributes: in the copy it would step
     # the original.
     for name in vars(one).keys() - {"step"}:

@@ -13,7 +13,7 @@ from bmtrain.kernels.adam import AdamTensors
 from bmtrain.kernels.adam_compact import CompactTensors
 from bmtrain.kernels.bf16 import remainders_of
 from bmtrain.kernels.blockwise import Blocks
-from bmtrain.optim.flat import FlatSpan, Gradients, parameters_of, spans_of
+from bmtrain.optim.flat import FlatSpan, gradients_of, parameters_of, spans_of
 from bmtrain.optim.form import CODES, MOMENT_NAMES, NAMES, SCALES, StateForm, cut_of
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.parameter import DistributedParameter
@@ -72,19 +72,15 @@ class SpanState:
         """The tensors that an update of `piece`, a part of the span, reads and writes."""
         weight, cut = piece.values, self.span.cut
         if not self._is_compact:
-            master = cut(self.tensors["master"], piece) if "master" in self.tensors else weight
-            mean, square = (cut(self.tensors[name], piece) for name in MOMENT_NAMES)
-            return AdamTensors(weight, grad, master, mean, square)
-        param = self.span.params[0]
-        own = self.tensors.get("master", self.tensors.get("remainder"))
-        return CompactTensors(
-            weight,
-            grad,
-            weight if self._is_exact else own,
-            *self._moments(),
-            self._number,
-            param.cut.piece.start if isinstance(param, DistributedParameter) else 0,
-        )
+            own = {name: cut(x, piece) for name, x in self.tensors.items()}
+            moments = (own[name] for name in MOMENT_NAMES)
+            return AdamTensors(weight, grad, own.get("master", weight), *moments)
+        master = self.tensors.get("master", self.tensors.get("remainder"))
+        if self._is_exact:
+            master = weight
+        param, (mean, square) = self.span.params[0], self._moments()
+        start = param.cut.piece.start if isinstance(param, DistributedParameter) else 0
+        return CompactTensors(weight, grad, master, mean, square, self._number, start)
 
     def views(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The state of a parameter of the span, by name."""
@@ -203,7 +199,7 @@ class AdamLayout:
         self._bound: list[FlatSpan] = []
         self._seen: dict[int, tuple[int, int, int]] = {}
         numbers = {param: number for number, param in enumerate(parameters_of(groups))}
-        spans = []
+        self._spans: list[FlatSpan] = []
         for group, own in enumerate(groups):
             for whole in spans_of(own["params"]):
                 for span in whole.split(id) if form.is_compact else [whole]:
@@ -215,7 +211,7 @@ class AdamLayout:
                         self._bound.append(span)
                     for param in span.params:
                         self._show(param, state)
-                    spans.append(span)
+                    self._spans.append(span)
         self._ids = _ids(groups)
         self._shown = [(param, states[param]) for param in parameters_of(groups)]
         # of tensors: a step count is another object after each step
@@ -225,7 +221,7 @@ class AdamLayout:
             for name, x in shown.items()
             if name != "step"
         ]
-        self._gradients = Gradients(spans)
+        self._sharded = [span for span in self._spans if span.storage is not None]
         for _, _, view in self._views:
             if isinstance(view, ShardedState):
                 view.count_holders()
@@ -276,7 +272,7 @@ class AdamLayout:
         now = self._count_holders()
         return {
             span.owner
-            for span in self._gradients.sharded
+            for span in self._sharded
             if now[id(span)] > self._num_holders[id(span)]
             or any(x.is_held for x in self._sharded_states(span))
             or (span.storage is not None and span.storage.is_held)
@@ -286,7 +282,7 @@ class AdamLayout:
         """By span, how many tensors and other objects share the memory of its state."""
         return {
             id(span): sum(map(num_references, self._span_states[id(span)][1].tensors.values()))
-            for span in self._gradients.sharded
+            for span in self._sharded
         }
 
     def _sharded_states(self, span: FlatSpan) -> Iterator[ShardedState]:
@@ -336,16 +332,16 @@ class AdamLayout:
     def updates(self) -> list[ParamBatch]:
         """Updates of all parameters that have a gradient now."""
         batches: dict[tuple[int, int], ParamBatch] = {}
-        for gradients in self._gradients.collect():
-            for part in gradients.parts:
-                group, state = self._span_states[id(part.span)]
-                flat = part.grad.reshape(-1)
-                for piece in part.piece.split(self._step_of):
-                    key = group, self._step_of(piece.params[0])
-                    batch = batches.setdefault(key, ParamBatch(group))
-                    batch.states.extend(self._states[param] for param in piece.params)
-                    tensors = state.update_of(piece, part.piece.cut(flat, piece))
-                    batch.parts.append(UpdatePart(part.span, piece, tensors))
+        sharded, ordinary = gradients_of(self._spans)
+        for part in (*sharded, *ordinary):
+            group, state = self._span_states[id(part.span)]
+            flat = part.grad.reshape(-1)
+            for piece in part.piece.split(self._step_of):
+                key = group, self._step_of(piece.params[0])
+                batch = batches.setdefault(key, ParamBatch(group))
+                batch.states.extend(self._states[param] for param in piece.params)
+                tensors = state.update_of(piece, part.piece.cut(flat, piece))
+                batch.parts.append(UpdatePart(part.span, piece, tensors))
         return list(batches.values())
 
     def _show(self, param: torch.nn.Parameter, state: SpanState) -> None:

@@ -164,9 +164,6 @@ def gradient_kind(param: torch.nn.Parameter) -> object:
     return "shown" if is_shown else id(param)
 
 
-Place = tuple[FlatSpan, FlatSpan]  # a span, and a part of it that has a gradient
-
-
 class GradientPart(NamedTuple):
     """A part of a span and its gradient: (numel,), or strided if the program assigned it."""
 
@@ -175,54 +172,22 @@ class GradientPart(NamedTuple):
     grad: torch.Tensor
 
 
-class GradientParts:
-    """The gradients at the time of the call.
+def gradients_of(spans: Iterable[FlatSpan]) -> tuple[list[GradientPart], list[GradientPart]]:
+    """The gradients of sharded parameters, and those of ordinary ones, as few tensors.
 
-    Do not keep this object: it would hold the memory of gradients that the program has freed.
+    Looked up at each step: which parameters have one seldom changes, but where they are in memory
+    does. Do not keep them: they hold memory that the program has freed.
     """
-
-    def __init__(self, places: Iterable[Place]) -> None:
-        self.parts = [GradientPart(span, piece, piece.gradient()) for span, piece in places]
-        self.batch = Batch([(part.grad,) for part in self.parts])
-
-
-class Gradients:
-    """Collects the gradients of spans as few tensors.
-
-    Which parameters have one seldom changes, so the parts are cached; where gradients are in memory
-    may change at every step, so tensors are not.
-
-    Attributes:
-        places: the parts of sharded spans that had a gradient at the last `collect`. The same
-            object as long as the same parameters have one, each still in its storage's memory or
-            still outside of it.
-    """
-
-    def __init__(self, spans: Iterable[FlatSpan]) -> None:
-        spans = list(spans)
-        self.sharded = [span for span in spans if span.storage is not None]
-        self.ordinary = [span for span in spans if span.storage is None]
-        self.places: list[Place] = []
-        self._params = [(param, span.storage) for span in self.sharded for param in span.params]
-        self._kinds: list[object] = []  # of each sharded parameter at the last `collect`
-
-    def collect(self) -> tuple[GradientParts, GradientParts]:
-        """The gradients of sharded parameters, at `places`, and those of ordinary ones."""
-        kinds = [gradient_kind(param) for param, _ in self._params]
-        if kinds != self._kinds:
-            self.places, self._kinds = _places(self.sharded), kinds
-        return GradientParts(self.places), GradientParts(_places(self.ordinary))
-
-    @property
-    def are_current(self) -> bool:
-        """Whether the parameters are still in the storages they were in at construction."""
-        return all(param.storage_of is storage for param, storage in self._params)
+    sharded: list[GradientPart] = []
+    ordinary: list[GradientPart] = []
+    for span in spans:
+        for piece in span.split(gradient_kind):
+            if gradient_of(piece.params[0]) is not None:
+                found = ordinary if span.storage is None else sharded
+                found.append(GradientPart(span, piece, piece.gradient()))
+    return sharded, ordinary
 
 
-def _places(spans: Iterable[FlatSpan]) -> list[Place]:
-    return [
-        (span, piece)
-        for span in spans
-        for piece in span.split(gradient_kind)
-        if gradient_of(piece.params[0]) is not None
-    ]
+def batch_of(parts: Iterable[GradientPart]) -> Batch:
+    """The gradients for a kernel."""
+    return Batch([(part.grad,) for part in parts])

@@ -9,7 +9,7 @@ import torch
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.scale import scale_
-from bmtrain.optim.flat import Gradients, spans_of
+from bmtrain.optim.flat import batch_of, gradients_of, spans_of
 from bmtrain.runtime.arguments import BOUND, NUMBER, POSITIVE, SIZE, check
 from bmtrain.runtime.log import print_rank, warn
 from bmtrain.shard.engine import Engine
@@ -198,5 +198,5 @@ class CarriedScale:
         if engine.backward.has_deferred:
             engine.backward.flush()
         factor = torch.full((), ratio, dtype=torch.float64, device=engine.device)
-        for parts in Gradients(spans_of(params)).collect():
-            scale_(parts.batch, factor)
+        for parts in gradients_of(spans_of(params)):
+            scale_(batch_of(parts), factor)

@@ -19,7 +19,7 @@ from bmtrain.errors import ConfigurationError, NonFiniteError
 from bmtrain.optim import resharding
 from bmtrain.optim.adam import AdamBase, copy_of
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares
-from bmtrain.optim.flat import Gradients, gradient_of, parameters_of, spans_of
+from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
 from bmtrain.optim.loss_scale import CarriedScale, FiniteCheck, LossScale, NoScaling
 from bmtrain.optim.saved import check_manager_state
 from bmtrain.optim.schedules import Restorable, check_steps_alone, step_schedules
@@ -89,7 +89,7 @@ class OptimManager:
         # 0-dim on the device: NaN once a loss of the step at hand was not finite, else 0
         self._mark: torch.Tensor | None = None
         # by ids of parameters, which cannot be used again while the spans hold the parameters
-        self._known: dict[tuple[int, ...], Gradients] = {}
+        self._known: dict[tuple[int, ...], list[FlatSpan]] = {}
         self._last_loss = current.service(LastLoss)
 
     @property
@@ -228,17 +228,21 @@ class OptimManager:
         See `optim.clip_grad_norm`.
         """
         self._engine.backward.flush()
-        gradients = self._gradients_of(parameters_of(param_groups))
-        return clip_gradients(gradients, max_norm, self.loss_scale, norm_type, eps)
+        spans = self._spans_of(parameters_of(param_groups))
+        return clip_gradients(spans, max_norm, self.loss_scale, norm_type, eps)
 
-    def _gradients_of(self, params: list[torch.nn.Parameter]) -> Gradients:
+    def _spans_of(self, params: list[torch.nn.Parameter]) -> list[FlatSpan]:
         """Kept by parameter list: a training loop asks for the same few at every step."""
         key = tuple(map(id, params))
         found = self._known.get(key)
-        if found is None or not found.are_current:
+        if found is None or any(
+            span.storage is not None and param.storage_of is not span.storage
+            for span in found
+            for param in span.params
+        ):  # unknown, or a block has taken parameters over
             if len(self._known) >= 8:
                 self._known.clear()
-            found = self._known[key] = Gradients(spans_of(params))
+            found = self._known[key] = spans_of(params)
         return found
 
     def step(self) -> None:
@@ -278,7 +282,7 @@ class OptimManager:
         )
         params = [x for one in self.optimizers for x in parameters_of(one.param_groups)]
         mark, self._mark = self._mark, None
-        total = global_sum_of_squares(*self._gradients_of(params).collect(), mark)
+        total = global_sum_of_squares(*gradients_of(self._spans_of(params)), mark)
         is_finite = FiniteCheck(total)
         if self._can_take_back():
             self._scale.judge_later(is_finite, self._advance_if_finite(scale, total))
@@ -309,8 +313,8 @@ class OptimManager:
                 continue
             if scale != 1.0:
                 params = parameters_of(optimizer.param_groups)
-                for found in self._gradients_of(params).collect():
-                    for part in found.parts:
+                for found in gradients_of(self._spans_of(params)):
+                    for part in found:
                         part.grad.div_(scale)
                 carried.value = 1.0
             optimizer.step()
@@ -465,7 +469,7 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
                 "backward pass, use an optimizer of bmtrain.optim, or shard the model "
                 "with BMTrainModelWrapper."
             )
-    total = global_sum_of_squares(*Gradients(spans_of(params)).collect())
+    total = global_sum_of_squares(*gradients_of(spans_of(params)))
     is_finite = FiniteCheck(total).wait()
     has_fp16 = any(param.dtype == torch.float16 for param in params)
     if isinstance(optimizer, AdamBase) and (optimizer.scale != 1 or has_fp16):

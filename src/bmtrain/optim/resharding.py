@@ -97,13 +97,25 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
     its own. Slices are consecutive parts of the flattened tensor in rank order; their bounds may be
     this library's or others, such as BMTrain's.
 
+    Args:
+        groups: of the optimizer.
+        saved: that has been checked (`saved.check_optimizer_state`).
+
     Raises:
         CheckpointError: on every rank, naming the parameter's index, what each rank has of it and
             the remedy; also for states that should be the same on all ranks and are not.
     """
     axis = world.current("load_state_dict").mesh.world
     params = parameters_of(groups)
-    error = _wrong_groups(groups, saved)
+    ours, theirs = (
+        [len(group["params"]) for group in each] for each in (groups, saved["param_groups"])
+    )
+    error = ""
+    if ours != theirs:
+        error = (
+            f"the saved optimizer has groups of {theirs} parameters, this one of {ours}: make the "
+            "optimizer with the same groups."
+        )
     states = {} if error else local_values(saved["state"])
     own = {index: {NAMES.get(n, n): v for n, v in state.items()} for index, state in states.items()}
     # what this rank's file holds, without the values of element-wise tensors
@@ -116,8 +128,12 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
         }
         for index, state in own.items()
     }
-    everyone = collectives.gather_objects(error or outline, axis, _WHAT)
-    _raise_first(*(found for found in everyone if isinstance(found, str)))
+    settings = [
+        {k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]
+    ]
+    found = collectives.gather_objects((error, outline, described(settings)), axis, _WHAT)
+    errors, everyone, texts = zip(*found, strict=True)
+    _raise_first(*errors)
     slots = {
         index: param
         for index, param in enumerate(params)
@@ -126,18 +142,15 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
     problems = [_misfit(index, param, everyone) for index, param in slots.items()]
     problem = next(filter(None, problems), "")
     _raise_first(*collectives.gather_objects(problem, axis, _WHAT), difference(params, everyone))
-    settings = [
-        {k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]
-    ]
-    if len(set(collectives.gather_objects(described(settings), axis, _WHAT))) > 1:
+    if len(set(texts)) > 1:
         _raise_first(
             "the settings of parameter groups (param_groups) differ between ranks: give all of "
             "them the same state."
         )
     local = {index: dict(state) for index, state in own.items() if index not in slots}
     for index, param in slots.items():
-        found = [everyone[rank].get(index, {}) for rank in param.storage_of.axis.ranks]
-        state = _local_state(param, own.get(index, {}), found)
+        on_axis = [everyone[rank].get(index, {}) for rank in param.storage_of.axis.ranks]
+        state = _local_state(param, own.get(index, {}), on_axis)
         if state:
             local[index] = state
     return dict(sorted(local.items()))
@@ -221,21 +234,6 @@ def _local_state(
             mine = storage.slice_of(slot, whole)
         out[name] = Sharded(mine, param.cut)
     return out
-
-
-def _wrong_groups(groups: list[dict[str, Any]], saved: Any) -> str | None:
-    """Why the saved groups do not match the optimizer's, or None."""
-    if not isinstance(saved, dict) or not {"state", "param_groups"} <= set(saved):
-        return "this is no optimizer state: expected a dict with 'state' and 'param_groups'."
-    ours, theirs = (
-        [len(group["params"]) for group in each] for each in (groups, saved["param_groups"])
-    )
-    if ours != theirs:
-        return (
-            f"the saved optimizer has groups of {theirs} parameters, this one of "
-            f"{ours}: make the optimizer with the same groups."
-        )
-    return None
 
 
 def _raise_first(*errors: str) -> None:

@@ -166,7 +166,7 @@ class StateStreamer:
         if slot is None:
             compute(chunk, [part.tensors for part in chunk], verdict)
             return None
-        slot.clear()
+        slot.write_back()
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def take(state: torch.Tensor) -> torch.Tensor:
@@ -222,17 +222,14 @@ class Slot:
         self.free: torch.Event | None = None
 
     def write_back(self) -> None:
-        """Write what belongs into files: their pages, and what has come down for them."""
+        """Write what belongs into files: their pages, and what has come down for them. Then there
+        is place for another chunk.
+        """
         if self._written and self.free is not None:
             self.free.synchronize()  # else the host would read what is still on its way down
         for state, locked in self._written:
             state.copy_(locked)
-        self._written = []
-
-    def clear(self) -> None:
-        """Make place for another chunk."""
-        self.write_back()
-        self._used = 0
+        self._written, self._used = [], 0
 
     def take(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page-locked memory that holds a contiguous state, and device memory for it.
