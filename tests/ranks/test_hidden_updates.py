@@ -16,6 +16,7 @@ import os
 import pathlib
 import random
 import shutil
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -64,10 +65,14 @@ class LateStreamer(StateStreamer):
             event = super().run(chunk, verdict, slot)
             self.ran(chunk)
             return event
-        run = super().run
+        run, reference = super().run, None if verdict is None else weakref.ref(verdict)
 
         def late() -> None:
-            run(chunk, verdict, None)
+            # as on a GPU: what is read late must be alive, else its memory would be in use again
+            assert all(part.update.tensors is not None for part in chunk)
+            number = reference and reference()
+            assert number is not None or reference is None, "freed before it was read"
+            run(chunk, number, None)
             self.ran(chunk)
 
         self._waiting.append(late)

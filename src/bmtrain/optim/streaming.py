@@ -41,8 +41,8 @@ class PendingUpdate:
         records: whether `deltas` are wanted.
 
     Attributes:
-        tensors: what it reads and writes; None when the program's stream has waited. Before, the
-            memory of the gradient would be given to later work.
+        tensors, verdict: what it reads and writes; None when the program's stream has waited.
+            Before, the memory of the gradient and of the verdict would be given to later work.
         is_issued: whether all chunks of it are; False for ever if the step was broken off.
         failure: what has ended it.
         done: the event after the last chunk of it.
@@ -55,6 +55,7 @@ class PendingUpdate:
         self._streamer, self.settings, self.records = streamer, settings, records
         self.span, self.piece = part.span, part.piece
         self.tensors: AnyTensors | None = part.tensors
+        self.verdict: torch.Tensor | None = None
         self.is_issued = False
         self.failure: BaseException | None = None
         self.done: torch.Event | None = None
@@ -82,7 +83,7 @@ class PendingUpdate:
                 "any more. Start anew from a checkpoint."
             ) from self.failure
         self._streamer.wait_for(self.done)
-        self.tensors = None
+        self.tensors = self.verdict = None
 
 
 class ChunkPart(NamedTuple):
@@ -143,6 +144,8 @@ class StateStreamer:
             compute(chunk, [part.tensors for part in chunk], verdict)
             for update in here:
                 update.is_issued, update.tensors = True, None
+            for update in away:
+                update.verdict = verdict
             if self._slots:
                 # The memory of new slots may be in use by earlier work; and states of the step
                 # before must be down before they are read.
