@@ -70,7 +70,7 @@ class LateStreamer(StateStreamer):
         def late() -> None:
             # as on a GPU: what is read late must be alive, else its memory would be in use again
             assert all(part.update.tensors is not None for part in chunk)
-            number = reference and reference()
+            number = None if reference is None else reference()
             assert number is not None or reference is None, "freed before it was read"
             run(chunk, number, None)
             self.ran(chunk)
