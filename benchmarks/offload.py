@@ -62,7 +62,7 @@ def throughput(words: str) -> list[dict[str, Any]]:
 def seconds_of(backend: Ours, shape: Geometry, batch: int) -> dict[str, Any]:
     """Of three more steps: what happened when; of each, how long loads take in all."""
     optimizer: Any = backend.optimizer
-    optimizer.settle()
+    optimizer.wait()
     found = Recorder(backend).record(batch_of(shape, batch), NUM_RECORDED)
     print("\n".join(table(found)), flush=True)
     loads, count = found["loads"], len(found["loads"]) // NUM_RECORDED

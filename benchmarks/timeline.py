@@ -75,13 +75,13 @@ class Recorder:
     def record(self, data: tuple[torch.Tensor, torch.Tensor], count: int) -> dict[str, Any]:
         """What happened in so many steps, in seconds."""
         optimizer: Any = self.backend.optimizer
-        passage = optimizer._passage
-        run, update = passage.run, streaming._compute
+        streamer = optimizer._streamer
+        run, update = streamer.run, streaming.compute
 
-        def ran(load: Any, verdict: Any) -> Any:
-            self.loads.append([self._moment(passage, "_up")])
-            event = run(load, verdict)
-            self.loads[-1].append(self._moment(passage, "_down"))
+        def ran(*arguments: Any) -> Any:
+            self.loads.append([self._moment(streamer, "_up")])
+            event = run(*arguments)
+            self.loads[-1].append(self._moment(streamer, "_down"))
             return event
 
         def updated(*arguments: Any) -> None:
@@ -90,18 +90,18 @@ class Recorder:
             self.loads[-1].append(self.marks.event())
 
         with (
-            mock.patch.object(passage, "run", ran),
-            mock.patch.object(streaming, "_compute", updated),
+            mock.patch.object(streamer, "run", ran),
+            mock.patch.object(streaming, "compute", updated),
         ):
             for _ in range(count):
                 self.step(data)
-            optimizer.settle()
+            optimizer.wait()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return self._result()
 
-    def _moment(self, passage: Any, stream: str) -> Any:
-        return self.marks.event(getattr(passage, stream) if passage.is_beside else None)
+    def _moment(self, streamer: Any, stream: str) -> Any:
+        return self.marks.event(getattr(streamer, stream) if streamer.is_beside else None)
 
     def _result(self) -> dict[str, Any]:
         seconds = self.marks.seconds

@@ -23,7 +23,7 @@ from tests.ranks.test_hidden_updates import (
 
 import bmtrain as bmt
 from bmtrain.optim import AdamOffloadOptimizer, OptimManager
-from bmtrain.optim.host_memory import host_zeros
+from bmtrain.optim.streaming import host_zeros
 
 pytestmark = pytest.mark.gpu
 RANKS = torch.cuda.device_count()

@@ -1,5 +1,7 @@
 """The offloaded update beside the program: whoever reads or writes weights or states waits for it,
 and the values are bit for bit those of an update that nobody passes.
+
+A CPU updates in the step. `LateStreamer` makes it stand for a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import pathlib
 import random
 import shutil
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -28,10 +31,9 @@ import bmtrain as bmt
 from bmtrain.checkpoint import CheckpointManager
 from bmtrain.errors import ConfigurationError, ParameterError, RanksPartedError, StaleParameterError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
-from bmtrain.optim.streaming import Load, Passage, StreamedUpdate
+from bmtrain.optim.streaming import Chunk, PendingUpdate, Slot, StateStreamer
 from bmtrain.recompute.memory import Uncounted, memory_of
 from bmtrain.runtime import world
-from bmtrain.runtime.world import World
 from bmtrain.shard.slices import local_of
 
 DIM, ROWS, NUM_BLOCKS = 10, 4, 3
@@ -40,28 +42,64 @@ HERE = pathlib.Path()
 long = pytest.mark.long
 
 
-class LatePassage(Passage):
-    """On a GPU, begins each load late; on a CPU, loads wait for whoever asks for them anyway.
-
-    Args:
-        world: of the run.
-        cycles: of the GPU, before each load.
+class LateStreamer(StateStreamer):
+    """Updates chunks late: a GPU after so many cycles; on a CPU, which stands for one, each chunk
+    when somebody waits for it or for a later one.
     """
 
-    def __init__(self, world: World, cycles: Callable[[], int] = lambda: 20_000_000) -> None:
-        super().__init__(world)
-        self.load_bytes, self._cycles = 3000, cycles
+    def __init__(self, cycles: Callable[[], int] = lambda: 20_000_000) -> None:
+        super().__init__(world.current())
+        self.chunk_bytes, self._cycles = 3000, cycles
+        self.is_gpu, self.is_beside = self.is_beside, True
+        self._waiting: list[Callable[[], object]] = []
+        self._num_begun = 0
 
-    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
-        if self.is_beside:
+    def make_slots(self) -> None:
+        if self.is_gpu:
+            super().make_slots()
+
+    def run(self, chunk: Chunk, verdict: torch.Tensor | None, slot: Slot | None) -> Any:
+        if self.is_gpu:
             with torch.cuda.stream(self._update):
                 torch.cuda._sleep(self._cycles())
-        return super().run(load, verdict)
+            event = super().run(chunk, verdict, slot)
+            self.ran(chunk)
+            return event
+        run, reference = super().run, None if verdict is None else weakref.ref(verdict)
+
+        def late() -> None:
+            # as on a GPU: what is read late must be alive, else its memory would be in use again
+            assert all(part.update.tensors is not None for part in chunk)
+            number = None if reference is None else reference()
+            assert number is not None or reference is None, "freed before it was read"
+            run(chunk, number, None)
+            self.ran(chunk)
+
+        self._waiting.append(late)
+        return self._num_begun + len(self._waiting)
+
+    def ran(self, chunk: Chunk) -> None:
+        """The update of a chunk has been issued."""
+
+    def wait_for(self, done: Any) -> None:
+        if self.is_gpu:
+            super().wait_for(done)
+        while not self.is_gpu and self._num_begun < (done or 0):
+            self._num_begun += 1
+            self._waiting.pop(0)()
+
+    def wait(self) -> None:
+        self.wait_for(self._num_begun + len(self._waiting)) if not self.is_gpu else super().wait()
+
+    def is_done(self, update: PendingUpdate) -> bool:
+        done: Any = update.done
+        return done is None or (done.query() if self.is_gpu else done <= self._num_begun)
 
 
-def use_passage(passage: Passage) -> None:
+def use_streamer(streamer: Any) -> Any:
     """For optimizers that are made from now on."""
-    world.current().services[Passage] = passage
+    world.current().services[StateStreamer] = streamer
+    return streamer
 
 
 def ones(*shape: int) -> torch.Tensor:
@@ -313,21 +351,17 @@ def check_equal(got: Any, want: Any, place: str = "") -> None:
         assert got == want, place
 
 
-def is_done(update: StreamedUpdate) -> bool:
-    return update.num_left == 0 and (update.done is None or update.done.query())
-
-
 def read(name: str, folder: pathlib.Path) -> None:
     for kind in ("at once", "beside"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
     cycles = [0]
-    use_passage(LatePassage(world.current(), lambda: cycles[0]))
+    streamer = use_streamer(LateStreamer(lambda: cycles[0]))
     want = plain(READERS[name](start(folder / "at once", 2, overlap=False)))
     run = start(folder / "beside", 1)
-    run.optimizer.settle()
-    cycles[0] = 100_000_000  # longer than the host needs from the last load to the next line
+    run.optimizer.wait()
+    cycles[0] = 100_000_000  # longer than the host needs from the last chunk to the next line
     train(run, 1)
-    assert not all(map(is_done, run.optimizer._updates)), "nothing was hidden"
+    assert not all(map(streamer.is_done, run.optimizer._updates)), "nothing was hidden"
     check_equal(plain(READERS[name](run)), want, name)
 
 
@@ -389,7 +423,7 @@ def compare(seeds: list[int]) -> None:
     for seed in seeds:
         draws = random.Random(seed + 1000 * bmt.rank())
         cycles = functools.partial(draws.choice, [0, 0, 4_000_000, 20_000_000])
-        use_passage(LatePassage(world.current(), cycles))
+        use_streamer(LateStreamer(cycles))
         want = plain(program(seed, overlap=False))
         check_equal(plain(program(seed, overlap=True)), want, f"seed {seed}:")
 
@@ -403,29 +437,27 @@ def test_programs_see_the_same_values(first: int, end: int) -> None:
 # ---- states are not touched while they are on their way ----
 
 
-class WatchedPassage(LatePassage):
-    """As a device that goes on copying a load until the host has waited for it."""
+class WatchedStreamer(LateStreamer):
+    """As a device that goes on copying a chunk until the host has waited for it."""
 
     def __init__(self) -> None:
-        super().__init__(world.current())
+        super().__init__()
         self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
-        event = super().run(load, verdict)
-        if self.is_beside:
+    def ran(self, chunk: Chunk) -> None:
+        if self.is_gpu:
             self._down.synchronize()  # for the values to compare with
 
         def keep(state: torch.Tensor) -> torch.Tensor:
             self.sent.append((state, state.clone()))
             return state
 
-        for member in load:
-            member.tensors.placed(keep)
-        return event
+        for part in chunk:
+            part.tensors.placed(keep)
 
     def wait(self) -> None:
-        self.check()
         super().wait()
+        self.check()
         self.sent.clear()
 
     def check(self) -> None:
@@ -469,16 +501,15 @@ STATE_WRITERS: list[Callable[[Run], object]] = [
 def write_states(overlap: bool) -> None:
     for write in STATE_WRITERS:
         for sends_all in (True, False):
-            passage = WatchedPassage()
-            use_passage(passage)
+            streamer = use_streamer(WatchedStreamer())
             run = start(num_steps=2, overlap=overlap)
             if sends_all:
                 loss_of(run.model, 3)
             write(run)
-            passage.check()
+            streamer.check()
             train(run, 5)
-            run.optimizer.settle()
-            assert not passage.sent, write
+            run.optimizer.wait()
+            assert not streamer.sent, write
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=long), True])
@@ -491,15 +522,14 @@ def test_states_are_not_written_while_they_are_on_their_way(overlap: bool) -> No
 
 
 def write_ordinary_states() -> None:
-    passage = WatchedPassage()
-    use_passage(passage)
+    streamer = use_streamer(WatchedStreamer())
     param = nn.Parameter(ones(5).bfloat16())
     optimizer = AdamOffloadOptimizer([param], lr=0.05)
     for _ in range(3):
         param.grad = ones(5).bfloat16()
         optimizer.step()
         optimizer.state[param]["master"].mul_(2.0)
-        passage.check()
+        streamer.check()
 
 
 # ---- what is hidden, and in which order ----
@@ -507,7 +537,7 @@ def write_ordinary_states() -> None:
 
 def hides(zero_level: int, use_checkpoint: bool) -> None:
     """Nothing of the library's own counts as memory that the program holds."""
-    use_passage(LatePassage(world.current()))
+    use_streamer(LateStreamer())
     run = start(model=make_model(DTYPE, zero_level, use_checkpoint))
     optimizer, layouts = run.optimizer, set()
     for step in range(4):
@@ -539,29 +569,17 @@ def test_updates_of_ordinary_programs_are_hidden(zero_level: int, use_checkpoint
     run_ranks(hides, 2, zero_level, use_checkpoint)
 
 
-class Watch(nn.Module):
-    """Tells that a block begins."""
-
-    def __init__(self, inner: nn.Module, tell: Callable[[], None]) -> None:
-        super().__init__()
-        self.inner, self.tell = inner, tell
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.tell()
-        y: torch.Tensor = self.inner(x)
-        return y
-
-
 def in_order() -> None:
-    use_passage(LatePassage(world.current()))  # whose loads are shorter than a block
+    streamer = use_streamer(LateStreamer())  # whose chunks are shorter than a block
     torch.manual_seed(1)
     done: list[int] = []
-
-    def tell() -> None:
-        done.append(sum(map(is_done, run.optimizer._updates)))
-
+    run: Run
     # made in another order than they are called in
-    parts = nn.ModuleList(Watch(Layer(), tell) for _ in range(5))
+    parts = nn.ModuleList(Layer() for _ in range(5))
+    for part in parts:
+        part.register_forward_pre_hook(
+            lambda *_: done.append(sum(map(streamer.is_done, run.optimizer._updates)))
+        )
     blocks = bmt.TransformerBlockList(
         bmt.Block(part, use_checkpoint=False) for part in list(parts)[::-1]
     )
@@ -580,6 +598,7 @@ def late_blocks(run: Run) -> list[bool]:
 
 def hides_what_fits(num_blocks: float) -> None:
     """Ranks have room for different numbers of copies; the least counts."""
+    use_streamer(LateStreamer())
     found = []
     for overlap in (True, False):
         model = make_model(DTYPE, 3)
@@ -597,6 +616,7 @@ def hides_what_fits(num_blocks: float) -> None:
 
 def held_on_one_rank() -> None:
     """Of one block, of all but one, and of all: that rank alone waits, all gather in one order."""
+    use_streamer(LateStreamer())
     for names in (["1.up"], ["1", "2", "4"], [""]):
         found = []
         for overlap in (False, True):
@@ -621,7 +641,20 @@ def places_itself() -> None:
     check_equal(found[0], found[1])
 
 
+def updates_in_the_step() -> None:
+    """On a CPU: memory that the program holds has the new values, and no block is late."""
+    run = start(num_steps=1)
+    kept = [param.local for param in run.model.parameters()]
+    before = [x.clone() for x in kept]
+    run.manager.backward(loss_of(run.model, 1))
+    run.manager.step()
+    after = [x.clone() for x in kept]
+    assert not torch.equal(torch.cat(before), torch.cat(after)) and not any(late_blocks(run))
+    check_equal(after, [param.local for param in run.model.parameters()])
+
+
 def copies_changes() -> None:
+    use_streamer(LateStreamer())
     run = start(num_steps=1, record_delta=True, device_bytes=4000)
     memo: dict[int, Any] = {}
     copy.deepcopy(run.model, memo)
@@ -638,6 +671,7 @@ def copies_changes() -> None:
         functools.partial(hides_what_fits, 1.9),
         held_on_one_rank,
         places_itself,
+        updates_in_the_step,
         copies_changes,
         *(pytest.param(functools.partial(hides_what_fits, x), marks=long) for x in (0, 0.9, 2.9)),
     ],
@@ -652,26 +686,27 @@ def test_what_is_hidden(check: Callable[[], None]) -> None:
 # ---- updates that fail ----
 
 
-class BrokenPassage(Passage):
-    """Fails; or is interrupted when a load has been updated, before the caller knows."""
+class BrokenStreamer(StateStreamer):
+    """Fails at one chunk; an interrupt comes when it has been updated, before the caller knows."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, number: int = 1) -> None:
         super().__init__(world.current())
-        self.error = error
+        self.error, self.chunk_bytes, self.number = error, 3000, number
 
-    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
-        if isinstance(self.error, KeyboardInterrupt):
-            super().run(load, verdict)
-        raise self.error
+    def run(self, chunk: Chunk, verdict: torch.Tensor | None, slot: Slot | None) -> Any:
+        self.number -= 1
+        if self.number or isinstance(self.error, KeyboardInterrupt):
+            super().run(chunk, verdict, slot)
+        if not self.number:
+            raise self.error
 
 
 def fails() -> None:
-    for error in (MemoryError("no memory for a load"), KeyboardInterrupt()):
-        use_passage(BrokenPassage(error))
+    for error in (MemoryError("no memory for a chunk"), KeyboardInterrupt()):
+        use_streamer(BrokenStreamer(error))
         run = start()
         with pytest.raises(type(error)):
             train(run, 0)
-            loss_of(run.model, 2)
         uses: list[Callable[[], object]] = [
             lambda run=run: run.optimizer.state_dict(),  # type: ignore[misc]
             lambda run=run: run.model.state_dict(),  # type: ignore[misc]
@@ -683,39 +718,13 @@ def fails() -> None:
                 use()
 
 
-class ShortPassage(Passage):
-    """Begins loads as soon as they are full, as on a GPU, and fails at the third."""
-
-    def __init__(self) -> None:
-        super().__init__(world.current())
-        self.load_bytes, self.num_loads = 3000, 0
-
-    def begin(self) -> None:
-        self.is_beside = True
-
-    def make_slots(self) -> None:
-        return None
-
-    def wait(self) -> None:
-        return None
-
-    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
-        self.num_loads += 1
-        if self.num_loads == 3:
-            raise torch.OutOfMemoryError("no memory for a load")
-        self.is_beside = False
-        try:
-            return super().run(load, verdict)
-        finally:
-            self.is_beside = True
-
-
-def fails_in_the_step() -> None:
+def fails_in_the_middle() -> None:
     """Values of before the step do not pass for those after it."""
     for overlap, device_bytes in ((False, 2000), (True, 0)):
-        use_passage(ShortPassage())
+        error = torch.OutOfMemoryError("no memory for a chunk")
+        use_streamer(BrokenStreamer(error, 3))
         run = start(overlap=overlap, device_bytes=device_bytes)
-        with pytest.raises(torch.OutOfMemoryError, match="no memory for a load"):
+        with pytest.raises(torch.OutOfMemoryError, match="no memory for a chunk"):
             train(run, 0)
         last: list[Any] = list(run.model.parameters())[-4:]  # of none of them an update has begun
         for param in [x for x in last if id(x.storage_of) not in run.optimizer._resident]:
@@ -730,27 +739,27 @@ def test_an_error_of_an_update_comes_up_wherever_values_are_asked_for() -> None:
     whoever asks next.
     """
     run_ranks(fails, 1)
-    run_ranks(fails_in_the_step, 1)
+    run_ranks(fails_in_the_middle, 1)
 
 
-class FullPassage(Passage):
+class FullStreamer(StateStreamer):
     def make_slots(self) -> None:
-        raise torch.OutOfMemoryError("no memory for loads")
+        raise torch.OutOfMemoryError("no memory for chunks")
 
 
 def refused(error: type[BaseException], words: str, **options: Any) -> None:
     """A step that changes neither weights, states nor step counts, and can be taken later."""
     want = train(start(num_steps=1), 1).values
-    usual: Any = world.current().services.get(Passage)
+    usual: Any = world.current().services.get(StateStreamer)
     run = start()
     before = run.values
     if error is torch.OutOfMemoryError:
-        use_passage(FullPassage(world.current()))
+        use_streamer(FullStreamer(world.current()))
     broken = start(model=run.model, **options)
     with pytest.raises(error, match=words):
         train(broken, 0)
     assert not any(state["step"] for state in broken.optimizer.state.values())
-    use_passage(usual)
+    use_streamer(usual)
     again = start(model=run.model)
     check_equal(again.values, before, "a refused step")
     check_equal(train(again, 0, 1).values, want, "after a refused step")
@@ -759,7 +768,7 @@ def refused(error: type[BaseException], words: str, **options: Any) -> None:
 def no_room(folder: pathlib.Path) -> None:
     count = sum(x.numel() for x in make_model(DTYPE, 3).parameters()) // bmt.world_size()
     for device_bytes in (0, 4000):
-        refused(torch.OutOfMemoryError, "no memory for loads", device_bytes=device_bytes)
+        refused(torch.OutOfMemoryError, "no memory for chunks", device_bytes=device_bytes)
     for moments, size, enough in (("fp32", 12 * count - 1, 12 * 64 * 30), ("8bit", 6 * count, 0)):
         words = "of host memory on each rank, host_bytes allows"
         refused(ConfigurationError, words, moments=moments, host_bytes=size)
@@ -788,6 +797,7 @@ def test_steps_for_which_there_is_no_room_are_refused(tmp_path: pathlib.Path) ->
 
 
 def trains_one_stage() -> None:
+    use_streamer(LateStreamer())
     found = []
     for overlap in (False, True):
         torch.manual_seed(3)

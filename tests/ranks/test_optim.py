@@ -166,17 +166,7 @@ def by_hand() -> None:
         pair.train(range(4, 6))
         pair.write(lambda params: [param.copy_(torch.ones_like(param)) for param in params])
         pair.train(range(6, 8))
-
-
-def test_what_the_program_writes_into_an_adam() -> None:
-    """Rates that are held at first, step counts, moments, weights that masters follow."""
-    run_ranks(by_hand, 3)
-
-
-def small_steps() -> None:
-    """Steps that half precision cannot show are not lost."""
-    for dtype in (torch.bfloat16, torch.float16):
-        for kind in ("adam", "offload"):
+        for dtype in (torch.bfloat16, torch.float16):  # steps that half precision cannot show
             pair = Pair(kind, dtype)
             for group in (*pair.optimizer.param_groups, *pair.reference.param_groups):
                 group["lr"] = 1e-5
@@ -188,8 +178,11 @@ def small_steps() -> None:
                 assert torch.equal(whole, want.to(dtype)), "not the rounded master"
 
 
-def test_masters_are_exact() -> None:
-    run_ranks(small_steps, 2)
+def test_what_the_program_writes_into_an_adam() -> None:
+    """Rates that are held at first, step counts, moments, weights that masters follow; small steps
+    are not lost.
+    """
+    run_ranks(by_hand, 3)
 
 
 def passed_on() -> None:
@@ -316,7 +309,7 @@ def test_states_go_on_at_any_number_of_ranks() -> None:
 
 
 def bounds() -> None:
-    """A scale that falls and rises between its bounds, and warns at the smallest."""
+    """A scale that falls and rises between the bounds that a manager is given."""
     model = sharded()
     manager = OptimManager(8, 4, 2, 1, 16)
     manager.add_optimizer(AdamOptimizer(model.parameters()))
@@ -328,12 +321,6 @@ def bounds() -> None:
         manager.step()
         scales.append(manager.loss_scale)
     assert scales == [2, 1, 1, 4, 4, 16, 16, 16]
-    manager = OptimManager(loss_scale=1)
-    manager.add_optimizer(AdamOptimizer(model.parameters()))
-    manager.backward(model(rows(0)) * math.inf)
-    with pytest.warns(UserWarning, match="smallest loss scale"):
-        manager.step()
-    assert manager.loss_scale == 1
 
 
 def test_a_loss_scale_has_bounds() -> None:
@@ -448,14 +435,14 @@ def test_odd_gradients_are_clipped() -> None:
 
 
 def deltas() -> None:
-    model = sharded().body
+    model = sharded()
     optimizer = AdamOffloadOptimizer(groups(list(model.parameters())), record_delta=True)
     manager = OptimManager()
     manager.add_optimizer(optimizer)
     for step in range(3):
         before = models.cloned_state(model)
         manager.zero_grad()
-        manager.backward(model(rows(step)[:, :7]).square().sum())
+        manager.backward(model(rows(step)))
         manager.step()
         after = model.state_dict()
         change = torch.cat([(after[name] - before[name]).reshape(-1) for name in after]).double()
@@ -466,7 +453,9 @@ def deltas() -> None:
 
 
 def test_record_delta() -> None:
-    """Mean and variance of the last change of every weight, padding not counted."""
+    """Mean and variance of the last change of every weight, padding not counted; of those that all
+    ranks have once.
+    """
     run_ranks(deltas, 3)
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.optim.loss_scale import LossScale
-from bmtrain.optim.verdict import Verdict
+from bmtrain.optim.loss_scale import FiniteCheck, LossScale
 
 
 def test_shrinks_and_grows_within_bounds() -> None:
@@ -58,15 +57,15 @@ def test_a_verdict_is_awaited_once_and_by_whoever_asks(
     """The step is taken back before the scale moves, and only if it was bad. What is loaded comes after
     the verdict.
     """
-    for ask in (LossScale.settle, lambda scale: scale.value, LossScale.state_dict):
+    for ask in (LossScale.wait, lambda scale: scale.value, LossScale.state_dict):
         scale, seen = LossScale(8, growth_steps=3), list[int]()
 
         def look(scale: LossScale = scale, seen: list[int] = seen) -> None:
             seen.append(scale.good_steps)
 
-        verdict = Verdict(torch.tensor(number, dtype=torch.float64))
+        is_finite = FiniteCheck(torch.tensor(number, dtype=torch.float64))
         scale.judge(True)
-        scale.judge_later(verdict, look)
+        scale.judge_later(is_finite, look)
         assert not seen and scale.good_steps == 1
         ask(scale)
         ask(scale)
@@ -74,7 +73,7 @@ def test_a_verdict_is_awaited_once_and_by_whoever_asks(
         assert scale.state_dict() == {"value": value, "good_steps": good_steps}
         is_bad = not math.isfinite(number)
         assert (scale.num_skipped, scale.num_in_a_row) == (is_bad, 0)
-        scale.judge_later(verdict, lambda: None)
+        scale.judge_later(is_finite, lambda: None)
         scale.load_state_dict({"value": 32.0, "good_steps": 5})
         assert scale.state_dict() == {"value": 32, "good_steps": 5}
 

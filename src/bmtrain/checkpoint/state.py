@@ -14,8 +14,8 @@ from bmtrain.checkpoint.reading import Read, read_all
 from bmtrain.checkpoint.shards import MODEL, OPTIMIZER, ShardedCheckpoint
 from bmtrain.errors import CheckpointError
 from bmtrain.optim.adam import AdamBase
-from bmtrain.optim.clip import parameters_of
-from bmtrain.optim.compact_state import NAMES, cut_of
+from bmtrain.optim.flat import parameters_of
+from bmtrain.optim.form import NAMES, cut_of
 from bmtrain.optim.manager import OptimManager
 from bmtrain.optim.saved import problem_of_schedules
 from bmtrain.runtime import world

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bmtrain.compile import cache, fp8, fusions, heads, joining
-from bmtrain.compile.graph import calls, parts
+from bmtrain.compile.graph import calls, parts, value_of
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
     CACHEABLE,
@@ -196,12 +196,11 @@ class AtOnce:
             CommunicationError: the graph has collectives.
             UnsafeError: recomputation in backward would differ from forward.
         """
-        talking = next(_collectives(graph), None)
-        if talking is not None:
-            raise CommunicationError(talking)
-        unsafe = next(_unsafe(graph), None)
-        if unsafe is not None:
-            raise UnsafeError(unsafe)
+        for node in calls(graph):
+            if str(node.target).startswith(_TALKING):
+                raise CommunicationError(str(node.target))
+        for reason in _unsafe(graph):
+            raise UnsafeError(reason)
         # Set permanently: torch reads it again in a backward pass with retain_graph=True, and
         # raises if it is on.
         lowering_config().donated_buffer = False
@@ -219,12 +218,6 @@ def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:
     return config.patch(known)
 
 
-def _collectives(graph: torch.fx.GraphModule) -> Iterator[str]:
-    for node in calls(graph):
-        if str(node.target).startswith(_TALKING):
-            yield str(node.target)
-
-
 def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
     """The reasons why recomputation in backward would differ from forward.
 
@@ -232,39 +225,18 @@ def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
     operator of another library that may draw random numbers without the tag for it: torch replays
     random numbers only for tagged operators.
     """
-    changes_twice = _CHANGES_TWICE and _recomputes(graph)
+    region = torch.ops.higher_order.tag_activation_checkpoint
+    recomputes = any(node.target is region for node in graph.graph.nodes)
     for part in parts(graph):
         for node in part.graph.nodes:
-            if node.op == "placeholder" and _is_read_and_changed(node):
-                yield f"{node.name} is read and changed in place"
-            if node.op == "placeholder" and changes_twice and _is_changed(node):
-                yield f"{node.name} is changed in place and would be again, before torch 2.11"
-            if node.op == "call_function" and _is_foreign(node.target):
+            value = value_of(node)
+            if node.op == "placeholder" and value is not None and value._version > 0:
+                if len(node.users) > 1 or value.requires_grad:
+                    yield f"{node.name} is read and changed in place"
+                if _CHANGES_TWICE and recomputes:
+                    yield f"{node.name} is changed in place and would be again, before torch 2.11"
+            if node.op == "call_function" and any(
+                form.namespace not in _OWN and torch.Tag.nondeterministic_seeded not in form.tags
+                for form in overloads(node.target)
+            ):
                 yield f"{node.target} may draw random numbers"
-
-
-def _recomputes(graph: torch.fx.GraphModule) -> bool:
-    return any(
-        node.target is torch.ops.higher_order.tag_activation_checkpoint
-        for node in graph.graph.nodes
-    )
-
-
-def _is_changed(node: torch.fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value._version > 0
-
-
-def _is_read_and_changed(node: torch.fx.Node) -> bool:
-    return _is_changed(node) and (len(node.users) > 1 or node.meta["example_value"].requires_grad)
-
-
-def _is_foreign(target: Any) -> bool:
-    """Whether an operator of another library lacks the tag of operators that draw random numbers.
-
-    Such an operator may draw them all the same.
-    """
-    return any(
-        form.namespace not in _OWN and torch.Tag.nondeterministic_seeded not in form.tags
-        for form in overloads(target)
-    )

@@ -60,8 +60,7 @@ class CompiledModule:
         """
         if not self._recomputes_inside:
             return None
-        _hush()
-        return partial(self._recompute, Level.BLOCK if level.is_whole() else level)
+        return partial(self._recompute, level)
 
     def repeatable(self, level: Level) -> Repeatable:
         """`plain` for one call, which the caller runs again in backward."""
@@ -71,7 +70,7 @@ class CompiledModule:
         self, level: Level, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
-            return self._recomputing[level](module, args, kwargs)
+            return self._recomputing[_inside(level)](module, args, kwargs)
         except several_graphs_error() as error:
             self._recomputes_inside = False
             reason = str(error).strip().splitlines()[0]
@@ -106,10 +105,7 @@ class CompiledByDefault:
 
     def recomputing(self, level: Level) -> ModuleCall | None:
         """`plain` with recomputation at `level` inside."""
-        _hush()
-        return partial(
-            self._structure.run, _RECOMPUTING[Level.BLOCK if level.is_whole() else level]
-        )
+        return partial(self._structure.run, recomputing(level))
 
     def repeatable(self, level: Level) -> Repeatable:
         """`plain` for one call, which the caller runs again in backward."""
@@ -134,17 +130,6 @@ def _call_recomputed_cheaply(
     return checkpoint(module, *args, use_reentrant=False, context_fn=_CHEAPLY, **kwargs)
 
 
-@cache
-def _hush() -> None:
-    """Silence torch's warning about unchecked in-place operators; this package's tests cover them.
-
-    torch gives it once for each `checkpoint` with a context_fn.
-    """
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(
-        lambda record: "context_fn" not in record.getMessage()
-    )
-
-
 class _Policy(partial[Any]):
     """A `context_fn` with a name for the key of torch's cache: torch caches none without."""
 
@@ -158,9 +143,23 @@ _RECOMPUTING: dict[Level, ModuleCall] = {
 }
 
 
+def _inside(level: Level) -> Level:
+    """The level at which the graph itself recomputes."""
+    _hush()
+    return Level.BLOCK if level.is_whole() else level
+
+
+@cache
+def _hush() -> None:
+    """Silence torch's warning about unchecked in-place operators; this package's tests cover them.
+
+    torch gives it once for each `checkpoint` with a context_fn.
+    """
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+        lambda record: "context_fn" not in record.getMessage()
+    )
+
+
 def recomputing(level: Level) -> ModuleCall:
     """What compiled code runs at a level: a function of module, args and kwargs."""
-    if level is Level.NOTHING:
-        return call
-    _hush()
-    return _RECOMPUTING[Level.BLOCK if level.is_whole() else level]
+    return call if level is Level.NOTHING else _RECOMPUTING[_inside(level)]

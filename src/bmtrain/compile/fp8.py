@@ -52,7 +52,9 @@ def linear(
     """
     if not _is_possible(input, weight):
         return F.linear(input, weight, bias)
-    dtype = _dtype(input)
+    kind = input.device.type
+    # of the result: the same as without fp8
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
     out = Fp8Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias, dtype)
     return out.view(*input.shape[:-1], weight.shape[0])
 
@@ -62,21 +64,10 @@ def _is_possible(x: torch.Tensor, weight: torch.Tensor) -> bool:
         weight.dim() == 2
         and x.dim() > 0
         and x.shape[-1] == weight.shape[1]
-        and weight.shape[0] % fp8.ALIGNMENT == 0
-        and weight.shape[1] % fp8.ALIGNMENT == 0
+        and all(size % fp8.ALIGNMENT == 0 for size in weight.shape)
         and x.numel() > 0
-        and x.dtype in _DTYPES
-        and weight.dtype in _DTYPES
+        and {x.dtype, weight.dtype} <= {torch.bfloat16, torch.float16, torch.float32}
     )
-
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def _dtype(x: torch.Tensor) -> torch.dtype:
-    """The result's dtype, which is the same as without fp8."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class Fp8Linear(torch.autograd.Function):
@@ -106,23 +97,15 @@ class Fp8Linear(torch.autograd.Function):
         codes, unit, weight, weight_unit = ctx.saved_tensors
         x_dtype, bias_dtype = ctx.dtypes
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        grad_codes, grad_unit = fp8.quantise(grad, fp8.E5M2)
-        grad_x = (
-            fp8.input_gradient(grad_codes, grad_unit, weight, weight_unit, x_dtype)
-            if wants_x
-            else None
-        )
-        grad_weight = (
-            fp8.weight_gradient(grad_codes, grad_unit, codes, unit, weight.dtype)
-            if wants_weight
-            else None
-        )
-        return (
-            grad_x,
-            grad_weight,
-            grad.sum(0, dtype=torch.float32).to(bias_dtype) if wants_bias else None,
-            None,
-        )
+        codes_of_grad = fp8.quantise(grad, fp8.E5M2)
+        grad_x = grad_weight = grad_bias = None
+        if wants_x:
+            grad_x = fp8.input_gradient(*codes_of_grad, weight, weight_unit, x_dtype)
+        if wants_weight:
+            grad_weight = fp8.weight_gradient(*codes_of_grad, codes, unit, weight.dtype)
+        if wants_bias:
+            grad_bias = grad.sum(0, dtype=torch.float32).to(bias_dtype)
+        return grad_x, grad_weight, grad_bias, None
 
 
 class Fp8Mode(TorchFunctionMode):

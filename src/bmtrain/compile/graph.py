@@ -1,12 +1,13 @@
-"""Walks over the graph of a block, into the graphs that it holds."""
+"""The graph of a block as Dynamo has traced it, and the graphs that it holds."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from bmtrain.torch_internals import is_mutable, is_region, overloads
 
@@ -22,24 +23,49 @@ def calls(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
         yield from (node for node in part.graph.nodes if node.op == "call_function")
 
 
+def value_of(node: Any) -> torch.Tensor | None:
+    """The example tensor that Dynamo has recorded for a node; None if it is not a tensor."""
+    value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def given(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of a call of a known function, by the names of their parameters."""
+    return dict(zip(_PARAMETERS.get(node.target, ()), node.args, strict=False)) | node.kwargs
+
+
+_NORM = ("input", "normalized_shape", "weight", "bias")
+_PARAMETERS: dict[Any, tuple[str, ...]] = {
+    F.dropout: ("input", "p", "training"),
+    F.linear: ("input", "weight", "bias"),
+    F.layer_norm: _NORM,
+    torch.layer_norm: _NORM,
+    F.rms_norm: _NORM[:3],
+    torch.rms_norm: _NORM[:3],
+    F.cross_entropy: (
+        *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
+        "label_smoothing",
+    ),
+}
+
+
 def can_wait(node: torch.fx.Node, until: torch.fx.Node) -> bool:
     """Whether `node` could be computed where a later node stands, with the same values and
     gradients: no tensor that it reads is written before, and no mode is changed.
     """
-    read = {_memory(each) for each in node.all_input_nodes} - {None}
+    read = _memories(node.all_input_nodes)
     nodes = itertools.dropwhile(lambda each: each is not node, node.graph.nodes)
     between = itertools.takewhile(lambda each: each is not until, itertools.islice(nodes, 1, None))
     return not any(
-        _sets_mode(each)
-        or (_may_write(each) and read & {_memory(other) for other in each.all_input_nodes})
+        _sets_mode(each) or (_may_write(each) and read & _memories(each.all_input_nodes))
         for each in between
     )
 
 
-def _memory(node: torch.fx.Node) -> int | None:
-    """What is the same for tensors that share memory; None for what is no tensor."""
-    value = node.meta.get("example_value")
-    return id(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
+def _memories(nodes: Iterable[torch.fx.Node]) -> set[int]:
+    """The same for tensors that share memory."""
+    values = map(value_of, nodes)
+    return {id(value.untyped_storage()) for value in values if value is not None}
 
 
 def _sets_mode(node: torch.fx.Node) -> bool:
@@ -49,23 +75,21 @@ def _sets_mode(node: torch.fx.Node) -> bool:
 
 def _may_write(node: torch.fx.Node) -> bool:
     """Whether it may write what it is given."""
+    name = _name(node)
+    # `__setitem__` too
+    is_in_place = name.endswith("_") or name in _IN_PLACE
     if node.op == "call_method":
-        return _is_in_place(_name(node))
+        return is_in_place
     return node.op == "call_module" or (
         node.op == "call_function"
         and (
-            _is_in_place(_name(node))
+            is_in_place
             or is_region(node.target)
             or any(map(is_mutable, overloads(node.target)))
             or "out" in node.kwargs
             or any(each is True for each in (*node.args, node.kwargs.get("inplace")))
         )
     )
-
-
-def _is_in_place(name: str) -> bool:
-    """Whether methods and functions of this name write their first argument, `__setitem__` too."""
-    return name.endswith("_") or name in _IN_PLACE
 
 
 def _name(node: torch.fx.Node) -> str:

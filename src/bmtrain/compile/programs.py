@@ -146,15 +146,14 @@ class NoProgramError(RuntimeError):
 
     Attributes:
         is_expected: whether to fall back without a warning.
+        has_too_many: whether the function has reached torch's recompile limit.
     """
 
-    def __init__(self, reason: str, is_expected: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, is_expected: bool = False, has_too_many: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.is_expected = is_expected
-
-
-class TooManyFormsError(NoProgramError):
-    """A function has reached torch's recompile limit."""
+        self.is_expected, self.has_too_many = is_expected, has_too_many
 
 
 class Program:
@@ -173,7 +172,7 @@ class Program:
         self._of_others = torch.compile(
             _copy(run_any_number if patches_compiler() else _run), fullgraph=True, backend=lower
         )
-        self._is_settled = True
+        self._has_first = True
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,14 +182,15 @@ class Program:
         Raises:
             NoProgramError: if there is no compiled code for it.
         """
-        if self._is_settled:
-            shapes = tuple([arg.shape if isinstance(arg, torch.Tensor) else None for arg in args])
-            self._first = self._first or shapes
-            if shapes == self._first:
-                try:
-                    return _run_or_refuse(self._of_first, self._function, module, args, kwargs)
-                except TooManyFormsError:
-                    self._is_settled = False
+        shapes = tuple([arg.shape if isinstance(arg, torch.Tensor) else None for arg in args])
+        self._first = self._first or shapes
+        if self._has_first and shapes == self._first:
+            try:
+                return _run_or_refuse(self._of_first, self._function, module, args, kwargs)
+            except NoProgramError as error:
+                if not error.has_too_many:
+                    raise
+                self._has_first = False
         return _run_or_refuse(self._of_others, self._function, module, args, kwargs)
 
 
@@ -213,25 +213,20 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return compiled(*arguments)
     except too_many_forms_error() as error:
-        raise TooManyFormsError("its arguments or attributes change too often") from error
+        reason = "its arguments or attributes change too often"
+        raise NoProgramError(reason, has_too_many=True) from error
     except Exception as error:
-        if not _is_of_compiler(error):
+        # Most errors of the compiler have a class of their own; the others have it in their
+        # traceback.
+        frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not is_of_compiler(error, frames):
             raise
         cause = getattr(error, "inner_exception", None) or error
         lines = str(cause).strip().splitlines() or [""]
         raise NoProgramError(
-            f"{type(cause).__name__}: {lines[0]}", isinstance(cause, backend.CommunicationError)
+            f"{type(cause).__name__}: {lines[0]}",
+            is_expected=isinstance(cause, backend.CommunicationError),
         ) from error
-
-
-def _is_of_compiler(error: Exception) -> bool:
-    """Whether the compiler raised the error, and not compiled code.
-
-    Most such errors have a class of their own; the others have the compiler in their traceback.
-    """
-    return is_of_compiler(
-        error, [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    )
 
 
 def _changing(arguments: Iterable[Any]) -> Any:
@@ -240,37 +235,21 @@ def _changing(arguments: Iterable[Any]) -> Any:
     Compiled code would be specialised to its current contents.
     """
     for value in arguments:
-        if isinstance(value, tuple | list):
-            found = _changing(value)
-        elif isinstance(value, dict):
-            found = _changing(value.values())
+        if isinstance(value, tuple | list | dict):
+            found = _changing(value.values() if isinstance(value, dict) else value)
         else:
-            found = (
-                None if isinstance(value, _FIXED) or callable(value) or _is_record(value) else value
+            is_record = dataclasses.is_dataclass(value) or type(value).__module__.startswith(
+                "torch."
             )
+            found = None if isinstance(value, _FIXED) or callable(value) or is_record else value
         if found is not None:
             return found
     return None
 
 
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) or type(value).__module__.startswith("torch.")
-
-
 _FIXED = (
-    torch.Tensor,
-    torch.nn.Module,
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    slice,
-    type,
-    enum.Enum,
+    *(torch.Tensor, torch.nn.Module, type(None), bool, int, float, complex, str, bytes, range),
+    *(slice, type, enum.Enum),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,15 +12,11 @@ import torch
 from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import update_tensors
-from bmtrain.optim import gathered, resharding
-from bmtrain.optim.adam_state import AdamLayout, AnyState, Cohort, RunState, Update
-from bmtrain.optim.carried import CarriedScale
-from bmtrain.optim.clip import parameters_of
-from bmtrain.optim.compact_state import NAMES, CompactState, foreign_masters, in_fp32, names_of
-from bmtrain.optim.form import StateForm
-from bmtrain.optim.host_memory import Make
-from bmtrain.optim.loss_scale import LossScale
-from bmtrain.optim.runs import Run
+from bmtrain.optim import resharding
+from bmtrain.optim.adam_state import AdamLayout, Make, ParamBatch, UpdatePart
+from bmtrain.optim.flat import FlatSpan, parameters_of
+from bmtrain.optim.form import NAMES, StateForm, foreign_masters, in_fp32
+from bmtrain.optim.loss_scale import CarriedScale, LossScale
 from bmtrain.optim.saved import check_adam_state, check_masters, check_optimizer_state
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, PART, Rule, check, known_keywords
@@ -28,13 +24,22 @@ from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
-Step = tuple[Update, AdamSettings]
+Steps = list[tuple[AdamSettings, list[UpdatePart]]]
 BETAS = Rule(
     "two numbers from 0 to below 1",
     lambda betas: (
         isinstance(betas, tuple | list) and len(betas) == 2 and all(map(PART.holds, betas))
     ),
 )
+# of a parameter group
+RULES = {
+    "lr": AMOUNT,
+    "betas": BETAS,
+    "eps": AMOUNT,
+    "weight_decay": AMOUNT,
+    "hold_steps": COUNT,
+    "maximize": FLAG,
+}
 
 
 class AdamBase(torch.optim.Optimizer):
@@ -59,34 +64,32 @@ class AdamBase(torch.optim.Optimizer):
         moments: str = "fp32",
         master_weights: str = "fp32",
     ) -> None:
-        current = world.current(type(self).__name__)
-        self._form = StateForm.checked(type(self).__name__, moments, master_weights)
+        name = type(self).__name__
+        current = world.current(name)
+        self._form = StateForm.checked(name, moments, master_weights)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
         defaults |= {"weight_decay": weight_decay, "hold_steps": hold_steps}
-        _check(type(self).__name__, [defaults])
+        check(name, **{key: (defaults[key], rule) for key, rule in RULES.items()})
         super().__init__(params, {**defaults, "betas": tuple(betas)})
-        _check(type(self).__name__, self.param_groups)
+        for group in self.param_groups:
+            check(name, **{key: (group[key], rule) for key, rule in RULES.items()})
         flat = parameters_of(self.param_groups)
-        self._form.check_params(type(self).__name__, flat)
+        self._form.check_params(name, flat)
         for param in flat:
             if param.device != current.device:
                 raise ParameterError(
-                    f"{type(self).__name__} got a parameter of shape "
-                    f"{tuple(param.shape)} on {param.device}, this rank computes on "
-                    f"{current.device}: move the model there "
+                    f"{name} got a parameter of shape {tuple(param.shape)} on {param.device}, this "
+                    f"rank computes on {current.device}: move the model there "
                     "(model.to(bmtrain.device())) before making the optimizer."
                 )
         self._engine = current.service(Engine)
-        self._engine.replicate(
-            param for param in flat if not isinstance(param, DistributedParameter)
-        )
+        self._engine.replicate(x for x in flat if not isinstance(x, DistributedParameter))
         self._stepped: list[dict[str, Any]] = []  # states of the parameters in the last step
-        fp16 = any(param.dtype == torch.float16 for param in flat)
+        if scale is None:
+            scale = 65536.0 if any(param.dtype == torch.float16 for param in flat) else 1.0
         factor = current.defaults.loss_scale_factor if scale_factor is None else scale_factor
         growth_steps = current.defaults.loss_scale_steps if scale_steps is None else scale_steps
-        self.dynamic_scale = LossScale(
-            scale if scale is not None else (65536.0 if fp16 else 1.0), factor, growth_steps
-        )
+        self.dynamic_scale = LossScale(scale, factor, growth_steps)
         #: the loss scale of the gradients that are there
         self.carried = CarriedScale(self.dynamic_scale.value)
         self._scaled: weakref.ref[torch.Tensor] | None = None
@@ -133,26 +136,32 @@ class AdamBase(torch.optim.Optimizer):
             verdict: 0-dim fp64 on the device. If it is NaN or infinite, weights and moments do not
                 change. The host need not wait for it; once it knows, it calls `take_back`.
         """
-        self.dynamic_scale.settle()
+        self.dynamic_scale.wait()
         self._engine.backward.flush()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._place_states()
-        layout = self._lay_out()
+        layout = self._lay_out_for_step()
         layout.follow()
-        self._prepare(layout)
-        updates = self._secure(layout.updates())
-        self._stepped = [state for update in updates for state in update.cohort.states]
-        for state in self._stepped:
-            state["step"] += 1
-        for update in updates:
-            update.cohort.count_writes()
-        self._apply(
-            [(update, _settings(self.param_groups, update.cohort, scale)) for update in updates],
-            verdict,
-        )
+        batches = self._updates_of(layout)
+        steps = []
+        for batch in batches:
+            group, step = self.param_groups[batch.group], batch.count_step()
+            beta1, beta2 = group["betas"]
+            settings = AdamSettings(
+                lr=0.0 if step <= group["hold_steps"] else float(group["lr"]),
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=step,
+                scale=scale,
+                maximize=group["maximize"],
+            )
+            steps.append((settings, batch.parts))
+        self._stepped = [state for batch in batches for state in batch.states]
+        self._apply(steps, verdict)
         layout.close()
         return loss
 
@@ -162,59 +171,45 @@ class AdamBase(torch.optim.Optimizer):
             state["step"] -= 1
         self._stepped = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AdamBase:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with its own state, for the parameters that `memo` maps to copies.
 
         Copy the model in the same call.
         """
-        self.dynamic_scale.settle()
+        self.dynamic_scale.wait()
         self._lay_out().follow()
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        given = self._uncopied()
-        # torch's schedules put a `step` of this object into its attributes: in the copy it would
-        # step the original.
-        for name in vars(self).keys() - {"step"}:
-            value = vars(self)[name]
-            vars(new)[name] = given[name] if name in given else copy.deepcopy(value, memo)
-        return new
+        return copy_of(self, memo, **self._uncopied())
 
     def _uncopied(self) -> dict[str, Any]:
-        """Attributes of a copy that are not copied."""
+        """What a copy has for itself, or shares."""
         return {"_engine": self._engine, "_layout": None, "_scaled": None, "_stepped": []}
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for an update that is under way: weights and states are then those of the step."""
 
-    def _place_states(self) -> None:
-        """Called before a step lays out its states."""
+    def _updates_of(self, layout: AdamLayout) -> list[ParamBatch]:
+        """What a step does, with all that it needs: nothing has changed if there is no memory."""
+        return layout.updates()
 
-    def _prepare(self, layout: AdamLayout) -> None:
-        """Called before a step looks for gradients."""
+    def _apply(self, steps: Steps, verdict: torch.Tensor | None) -> None:
+        """Update the parts, or none of them if `verdict` is NaN or infinite."""
+        for settings, parts in steps:
+            update_tensors([part.tensors for part in parts], settings, verdict)
 
-    def _secure(self, updates: list[Update]) -> list[Update]:
-        """The updates with all that they need: nothing has changed if there is no memory for it."""
-        return updates
-
-    def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
-        """Apply the updates, or none of them if `verdict` is NaN or infinite."""
-        raise NotImplementedError
-
-    def _make_state(self, run: Run, number: int) -> AnyState:
-        if self._form.is_compact:
-            return CompactState(run, self._memory_of(run), self._form, number)
-        return RunState(run, self._memory_of(run))
-
-    def _memory_of(self, run: Run) -> Make:
-        """What makes the tensors of the state of a run."""
+    def _memory_of(self, span: FlatSpan) -> Make:
+        """What makes the tensors of the state of a span."""
         return self._on_device
 
     def _on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._engine.device)
 
+    def _lay_out_for_step(self) -> AdamLayout:
+        """The layout for a step."""
+        return self._lay_out()
+
     def _lay_out(self) -> AdamLayout:
         """The layout, rebuilt if the program has changed groups or states, as torch allows."""
-        self.settle()
+        self.wait()
         if self._layout is not None and not self._layout.is_current(self.param_groups, self.state):
             self._drop_layout()
         if self._layout is None:
@@ -232,7 +227,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def _new_layout(self) -> AdamLayout:
         return AdamLayout(
-            self.param_groups, self.state, self._make_state, self._form, self._wait_for_copies
+            self.param_groups, self.state, self._memory_of, self._form, self._wait_for_copies
         )
 
     def _wait_for_copies(self) -> None:
@@ -246,33 +241,30 @@ class AdamBase(torch.optim.Optimizer):
         Moments of 8 bits and split master weights are returned in fp32, on the CPU: any Adam can
         load them.
         """
-        state = self.sharded_state_dict()
+        state, flat = self.sharded_state_dict(), parameters_of(self.param_groups)
+        states = state["state"]
         if self._form.is_compact:
-            flat = parameters_of(self.param_groups)
-            state["state"] = {
-                index: in_fp32(values, flat[index]) for index, values in state["state"].items()
-            }
-        if not gather:
-            return {**state, "state": gathered.local_values(state["state"])}
-        flat = parameters_of(self.param_groups)
-        return {**state, "state": gathered.gather_states(flat, state["state"])}
+            states = {index: in_fp32(values, flat[index]) for index, values in states.items()}
+        if gather:
+            return {**state, "state": resharding.gather_states(flat, states)}
+        return {**state, "state": resharding.local_values(states)}
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The state itself, no copy: sharded tensors of sharded parameters."""
-        self.dynamic_scale.settle()
+        self.dynamic_scale.wait()
         self._lay_out().follow()
         return super().state_dict()
 
     def state_names(self, param: torch.Tensor) -> tuple[frozenset[str], frozenset[str]]:
         """Names of the tensors that a saved state of it must have, and of those it may have."""
-        return names_of(self._form, param)
+        return self._form.names(param)
 
     def begin_restore(self, saved: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Take over groups and step counts of `saved`, a state dict without tensors.
 
         Returns the state by parameter index: tensors as of a new optimizer, to be filled.
         """
-        self.dynamic_scale.settle()
+        self.dynamic_scale.wait()
         self._load_groups(saved["param_groups"])
         if self._layout is not None:
             self._layout.trust_weights()
@@ -301,7 +293,7 @@ class AdamBase(torch.optim.Optimizer):
         Raises:
             CheckpointError: as `load_state_dict`.
         """
-        self.dynamic_scale.settle()
+        self.dynamic_scale.wait()
         check_optimizer_state(state_dict)
         check_adam_state(state_dict, {*NAMES, *resharding.NAMES})
         states = resharding.local_states(self.param_groups, state_dict)
@@ -311,7 +303,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def take_own(self, own: dict[str, Any]) -> None:
         """Load what `own_of` returned."""
-        self.settle()  # else an update that is under way would write over what is loaded
+        self.wait()  # else an update that is under way would write over what is loaded
         self._layout = None
         self._load_groups(own["param_groups"])
         self.state.clear()
@@ -323,6 +315,17 @@ class AdamBase(torch.optim.Optimizer):
     def _load_groups(self, saved: Iterable[dict[str, Any]]) -> None:
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update({name: value for name, value in old.items() if name != "params"})
+
+
+def copy_of(one: Any, memo: dict[int, Any], **own: Any) -> Any:
+    """A deep copy, but for attributes that are given."""
+    kind: Any = type(one)
+    memo[id(one)] = new = kind.__new__(kind)
+    # torch's schedules put a `step` of the object into its attributes: in the copy it would step
+    # the original.
+    for name in vars(one).keys() - {"step"}:
+        vars(new)[name] = own[name] if name in own else copy.deepcopy(vars(one)[name], memo)
+    return new
 
 
 class AdamOptimizer(AdamBase):
@@ -349,35 +352,3 @@ class AdamOptimizer(AdamBase):
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range.
     """
-
-    def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
-        for update, settings in steps:
-            update_tensors(update.tensors, settings, verdict)
-
-
-def _settings(groups: Sequence[dict[str, Any]], cohort: Cohort, scale: float) -> AdamSettings:
-    group, step = groups[cohort.number], cohort.num_steps
-    beta1, beta2 = group["betas"]
-    return AdamSettings(
-        lr=0.0 if step <= group["hold_steps"] else float(group["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        step=step,
-        scale=scale,
-        maximize=group["maximize"],
-    )
-
-
-def _check(owner: str, groups: Iterable[dict[str, Any]]) -> None:
-    for group in groups:
-        check(
-            owner,
-            lr=(group["lr"], AMOUNT),
-            betas=(group["betas"], BETAS),
-            eps=(group["eps"], AMOUNT),
-            weight_decay=(group["weight_decay"], AMOUNT),
-            hold_steps=(group["hold_steps"], COUNT),
-            maximize=(group["maximize"], FLAG),
-        )

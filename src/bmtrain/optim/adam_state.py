@@ -1,10 +1,8 @@
-"""Adam's state: flat tensors per run of parameters, and cohorts that are updated together."""
+"""Adam's state: flat tensors per span of parameters, and batches that are updated together."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,13 +11,10 @@ import torch
 from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamTensors
 from bmtrain.kernels.adam_compact import CompactTensors
-from bmtrain.optim.bound import BoundWeights
-from bmtrain.optim.compact_state import NAMES, CompactState, cut_of
-from bmtrain.optim.form import StateForm
-from bmtrain.optim.gradients import Gradients, Parts
-from bmtrain.optim.host_memory import Make
-from bmtrain.optim.masters import follow_weights
-from bmtrain.optim.runs import Run, contiguous_runs, local_numel
+from bmtrain.kernels.bf16 import remainders_of
+from bmtrain.kernels.blockwise import Blocks
+from bmtrain.optim.flat import FlatSpan, gradients_of, parameters_of, spans_of
+from bmtrain.optim.form import CODES, MOMENT_NAMES, NAMES, SCALES, StateForm, cut_of
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.residence import num_references
@@ -27,73 +22,95 @@ from bmtrain.shard.sharded import Sharded, cut_like
 from bmtrain.shard.slices import Slices, local_of
 
 AnyTensors = AdamTensors | CompactTensors
-MakeTensors = Callable[[torch.Tensor], AnyTensors]
-
-_flat = itertools.chain.from_iterable
-_params_of = operator.itemgetter("params")
+# Makes zeros (numel,) of a dtype.
+Make = Callable[[int, torch.dtype], torch.Tensor]
 
 
-class RunState:
-    """State of one run, in fp32 (fp64 for fp64 parameters): both moments, and master weights.
-
-    Only half-precision parameters have separate master weights.
+class SpanState:
+    """State of one span: both moments, and what half-precision weights need beside themselves.
 
     Args:
-        run: whose state it is.
+        span: in a compact form of one parameter: the places of its elements make random bits.
         make: makes its tensors.
+        form: in how many bits; fp32 is fp64 for fp64 parameters.
+        number: of the span's first parameter in its optimizer.
+
+    Attributes:
+        tensors: by name, (numel,) each; scales have one number for each block.
     """
 
-    def __init__(self, run: Run, make: Make) -> None:
-        values = run.values
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        self.mean, self.square = (make(run.numel, dtype) for _ in range(2))
-        self.is_exact = values.dtype == dtype
+    def __init__(self, span: FlatSpan, make: Make, form: StateForm, number: int) -> None:
+        self.span, self._number, self._is_compact = span, number, form.is_compact
+        values = span.values
+        exact = torch.promote_types(values.dtype, torch.float32)
         # Weights that are their own masters are not held: see `Storage.is_held`.
-        self.master = None if self.is_exact else make(run.numel, dtype).copy_(values)
+        self._is_exact = values.dtype == exact
+        self.tensors: dict[str, torch.Tensor] = {}
+        if not self._is_exact and form.master_weights == "fp32":
+            self.tensors["master"] = make(span.numel, exact).copy_(values)
+        elif not self._is_exact and form.master_weights == "split":
+            self.tensors["remainder"] = make(span.numel, torch.int16)
+        for name, dtype in zip(MOMENT_NAMES, (torch.int8, torch.uint8), strict=True):
+            if form.is_quantised:
+                blocks = Blocks.zeros(span.numel, dtype, make)
+                self.tensors |= {name + CODES: blocks.codes, name + SCALES: blocks.scales}
+            else:
+                self.tensors[name] = make(span.numel, exact)
 
-    @property
-    def flat(self) -> list[torch.Tensor]:
-        """The memory of the state."""
-        return [self.mean, self.square, *([] if self.master is None else [self.master])]
+    def follow(self) -> None:
+        """Update the master weights from weights written by others, say by a checkpoint.
 
-    @property
-    def follows_weights(self) -> bool:
-        """Whether it has master weights that can be told of weights written by others."""
-        return not self.is_exact
+        Weights equal to the rounded master are the optimizer's own: the master, which has more
+        bits, stays.
+        """
+        master = self.tensors["master"]
+        values = self.span.values.to(master.device)
+        is_own = master.to(values.dtype) == values
+        master.copy_(torch.where(is_own, master, values.to(master.dtype)))
 
-    @property
-    def needs_weights(self) -> bool:
-        """Whether it means nothing without the weights that it was made with."""
-        return False
+    def update_of(self, piece: FlatSpan, grad: torch.Tensor) -> AnyTensors:
+        """The tensors that an update of `piece`, a part of the span, reads and writes."""
+        weight, cut = piece.values, self.span.cut
+        if not self._is_compact:
+            own = {name: cut(x, piece) for name, x in self.tensors.items()}
+            moments = (own[name] for name in MOMENT_NAMES)
+            return AdamTensors(weight, grad, own.get("master", weight), *moments)
+        master = self.tensors.get("master", self.tensors.get("remainder"))
+        if self._is_exact:
+            master = weight
+        param, (mean, square) = self.span.params[0], self._moments()
+        start = param.cut.piece.start if isinstance(param, DistributedParameter) else 0
+        return CompactTensors(weight, grad, master, mean, square, self._number, start)
 
-    def follow(self, run: Run) -> None:
-        """Update the master weights from weights written by others."""
-        if self.master is not None:
-            follow_weights(self.master, run.values)
+    def views(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state of a parameter of the span, by name."""
+        if self._is_compact:
+            return dict(self.tensors)
+        begin, end = self.span.offset(param)
+        return {name: x[begin:end] for name, x in self.tensors.items()}
 
-    def tensors(self, run: Run, piece: Run, grad: torch.Tensor) -> AdamTensors:
-        """The tensors that an update of `piece`, a part of the run, reads and writes."""
-        weight = piece.values
-        mean, square = (run.cut(x, piece) for x in (self.mean, self.square))
-        master = weight if self.master is None else run.cut(self.master, piece)
-        return AdamTensors(weight, grad, master, mean, square)
-
-    def shown(self, begin: int, end: int) -> dict[str, torch.Tensor]:
-        """The state of elements [begin, end) of the run, by name."""
-        out = {"exp_avg": self.mean[begin:end], "exp_avg_sq": self.square[begin:end]}
-        return out if self.master is None else {"master": self.master[begin:end], **out}
-
-    def adopt(self, begin: int, end: int, old: Mapping[str, torch.Tensor]) -> None:
-        """Take over the state of elements [begin, end), what there is of it."""
-        for name, view in self.shown(begin, end).items():
+    def adopt(self, param: torch.nn.Parameter, old: Mapping[str, torch.Tensor]) -> None:
+        """Take over the state of a parameter, in this form or in fp32, what there is of it."""
+        for name, view in self.views(param).items():
             if name in old:
                 view.copy_(old[name].reshape(-1))
+        for name, moment in zip(MOMENT_NAMES, self._moments(), strict=True):
+            if name in old and isinstance(moment, Blocks):
+                moment.fill(old[name].reshape(-1).to(moment.codes.device, torch.float32))
+        remainder = self.tensors.get("remainder")
+        if remainder is not None and "master" in old:
+            masters = old["master"].reshape(-1).to(remainder.device, torch.float32)
+            remainder.copy_(remainders_of(masters, self.span.values))
+
+    def _moments(self) -> list[torch.Tensor | Blocks]:
+        own = self.tensors
+        return [
+            own[name] if name in own else Blocks(own[name + CODES], own[name + SCALES])
+            for name in MOMENT_NAMES
+        ]
 
 
-AnyState = RunState | CompactState
-
-
-class StateOf(Sharded):
+class ShardedState(Sharded):
     """A state of a sharded parameter. Whoever reads or writes it waits for an update that is under
     way, and until nothing copies from or to its memory.
     """
@@ -107,8 +124,8 @@ class StateOf(Sharded):
         local: torch.Tensor,
         cut: Cut,
         wait_for_copies: Callable[[], None],
-    ) -> StateOf:
-        out: StateOf = super().__new__(cls, local, cut)  # type: ignore[assignment]
+    ) -> ShardedState:
+        out: ShardedState = super().__new__(cls, local, cut)  # type: ignore[assignment]
         out._param, out._wait_for_copies = param, wait_for_copies
         return out
 
@@ -119,82 +136,38 @@ class StateOf(Sharded):
         return self._local
 
 
-class Cohort:
+class UpdatePart(NamedTuple):
+    """A piece of a span, and what an update of it reads and writes."""
+
+    span: FlatSpan
+    piece: FlatSpan
+    tensors: AnyTensors
+
+
+@dataclasses.dataclass
+class ParamBatch:
     """Parameters of one group with a gradient and the same step count, updated together.
 
     Attributes:
-        number: index of the group.
+        group: index of the group.
         states: the states of the parameters.
-        numel: elements of the parameters, without the padding between them.
+        parts: what the step updates.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.states: list[dict[str, Any]] = []
-        self.numel = 0
-        self._sharded: list[DistributedParameter] = []
-        self._members: list[tuple[int, Run, MakeTensors]] = []
+    group: int
+    states: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    parts: list[UpdatePart] = dataclasses.field(default_factory=list)
 
-    @property
-    def num_steps(self) -> int:
-        """Steps taken, the same for all."""
-        num_steps: int = self.states[0]["step"]
-        return num_steps
-
-    @property
-    def is_one(self) -> bool:
-        """Whether its step counts are the same: the program may have set one."""
-        return len({state["step"] for state in self.states}) == 1
-
-    def add(self, place: int, piece: Run, tensors: MakeTensors) -> None:
-        """Add a piece of part number `place`; `tensors` maps its gradient to what is updated."""
-        self.numel += sum(local_numel(param) for param in piece.params)
-        self._sharded.extend(
-            param for param in piece.params if isinstance(param, DistributedParameter)
-        )
-        self._members.append((place, piece, tensors))
-
-    def count_writes(self) -> None:
-        """Count a write to each sharded parameter."""
-        for param in self._sharded:
-            param.count_write()
-
-    def update(self, parts: Parts) -> Update:
-        """The next step, with the gradients of these parts."""
-        found = [(parts.parts[place], piece, tensors) for place, piece, tensors in self._members]
-        return Update(
-            self,
-            [(part.run, piece) for part, piece, _ in found],
-            [
-                tensors(part.piece.cut(part.grad.reshape(-1), piece))
-                for part, piece, tensors in found
-            ],
-        )
-
-
-class Update(NamedTuple):
-    """One step of a cohort.
-
-    Attributes:
-        places: pieces of runs, with their runs.
-        tensors: what an update of each piece reads and writes.
-    """
-
-    cohort: Cohort
-    places: list[tuple[Run, Run]]
-    tensors: list[AnyTensors]
-
-    def with_copies(self, wanted: Callable[[Run], bool]) -> Update:
-        """With copies of the gradients of those runs."""
-        pairs = zip(self.places, self.tensors, strict=True)
-        return self._replace(
-            tensors=[
-                tensors.with_weight(tensors.weight, tensors.grad.clone())
-                if wanted(run)
-                else tensors
-                for (run, _), tensors in pairs
-            ]
-        )
+    def count_step(self) -> int:
+        """Count a step, and a write to each sharded parameter; the number of the step."""
+        for state in self.states:
+            state["step"] += 1
+        for part in self.parts:
+            for param in part.piece.params:
+                if isinstance(param, DistributedParameter):
+                    param.count_write()
+        step: int = self.states[0]["step"]
+        return step
 
 
 class AdamLayout:
@@ -203,8 +176,7 @@ class AdamLayout:
     Args:
         groups: the optimizer's parameter groups.
         states: its `state`, by parameter; filled with a step count and views of the flat tensors.
-        make_state: makes the state of a run that begins with the parameter of a number, counted
-            over all groups.
+        memory_of: what makes the tensors of the state of a span.
         form: of the states; compact ones are made for each parameter by itself.
         wait_for_copies: returns when nothing copies from or to states in host memory.
     """
@@ -213,44 +185,48 @@ class AdamLayout:
         self,
         groups: Sequence[dict[str, Any]],
         states: MutableMapping[torch.Tensor, dict[str, Any]],
-        make_state: Callable[[Run, int], AnyState],
+        memory_of: Callable[[FlatSpan], Make],
         form: StateForm,
         wait_for_copies: Callable[[], None],
     ) -> None:
         self._states, self._wait_for_copies = states, wait_for_copies
-        # by id of the run: its group's index and its state
-        self._runs: dict[int, tuple[int, AnyState]] = {}
-        # by id of the storage or parameter: runs whose weights are rounded masters
-        self._rounded: dict[int, list[Run]] = {}
+        self._span_states: dict[int, tuple[int, SpanState]] = {}  # by id of the span: group, state
+        # by id of the storage or parameter: states whose master weights follow the weights
+        self._rounded: dict[int, list[SpanState]] = {}
         self._versions: dict[int, int] = {}  # of their memory when it was last looked at
-        self._bound = BoundWeights()
-        runs = [
-            (number, run)
-            for number, group in enumerate(groups)
-            for long in contiguous_runs(group["params"])
-            for run in (long.split(id) if form.is_compact else [long])
-        ]
-        flat = _flat(map(_params_of, groups))
-        place_of = {id(param): place for place, param in enumerate(flat)}
-        for number, run in runs:
-            state = make_state(run, place_of[id(run.params[0])])
-            self._runs[id(run)] = number, state
-            if state.follows_weights:
-                self._rounded.setdefault(run.owner, []).append(run)
-            if state.needs_weights:
-                self._bound.add(run)
-            self._show(run, state)
-        self._params = [list(group["params"]) for group in groups]
-        self._shown = [states[param] for params in self._params for param in params]
+        # Spans, of one parameter each, whose state means nothing without the weights of the last
+        # step; and what was counted of writes to them.
+        self._bound: list[FlatSpan] = []
+        self._seen: dict[int, tuple[int, int, int]] = {}
+        numbers = {param: number for number, param in enumerate(parameters_of(groups))}
+        self._spans: list[FlatSpan] = []
+        for group, own in enumerate(groups):
+            for whole in spans_of(own["params"]):
+                for span in whole.split(id) if form.is_compact else [whole]:
+                    state = SpanState(span, memory_of(span), form, numbers[span.params[0]])
+                    self._span_states[id(span)] = group, state
+                    if "master" in state.tensors:
+                        self._rounded.setdefault(span.owner, []).append(state)
+                    if "remainder" in state.tensors:
+                        self._bound.append(span)
+                    for param in span.params:
+                        self._show(param, state)
+                    self._spans.append(span)
+        self._ids = _ids(groups)
+        self._shown = [(param, states[param]) for param in parameters_of(groups)]
         # of tensors: a step count is another object after each step
-        self._names = sorted({name for shown in self._shown for name in shown} - {"step"})
-        self._views = list(self._shown_views())
-        self._gradients = Gradients([run for _, run in runs])
-        for view in _flat(map(self._views_of, self._gradients.sharded)):
-            view.count_holders()
+        self._views = [
+            (shown, name, x)
+            for _, shown in self._shown
+            for name, x in shown.items()
+            if name != "step"
+        ]
+        self._sharded = [span for span in self._spans if span.storage is not None]
+        for _, _, view in self._views:
+            if isinstance(view, ShardedState):
+                view.count_holders()
         self._num_holders = self._count_holders()
         self.trust_weights()
-        self._plan: tuple[list[tuple[Run, Run]], list[Cohort]] | None = None
 
     def is_current(
         self, groups: Sequence[dict[str, Any]], states: MutableMapping[torch.Tensor, dict[str, Any]]
@@ -258,10 +234,9 @@ class AdamLayout:
         """Whether the groups still hold the same parameters, and the states are this layout's."""
         return (
             states is self._states
-            and list(map(len, map(_params_of, groups))) == list(map(len, self._params))
-            and all(map(operator.is_, _flat(map(_params_of, groups)), _flat(self._params)))
-            and all(map(operator.is_, map(states.get, _flat(self._params)), self._shown))
-            and all(map(operator.is_, self._shown_views(), self._views))
+            and _ids(groups) == self._ids
+            and all(states.get(param) is shown for param, shown in self._shown)
+            and all(shown.get(name) is view for shown, name, view in self._views)
         )
 
     def follow(self) -> None:
@@ -271,14 +246,23 @@ class AdamLayout:
         come of elsewhere, before or after the state.
 
         Raises:
-            ParameterError: for states that need the weights as they were.
+            ParameterError: on all ranks, for states that need the weights as they were. Before the
+                first step of a parameter the remainders are zero: its weights may be any.
         """
-        self._refuse_written()
+        for span in self._written():
+            if self._step_of(span.params[0]):
+                raise ParameterError(
+                    f"a parameter of shape {tuple(span.params[0].shape)} was written since the "
+                    "last step or load of the optimizer: its master weights are the weights and a "
+                    "remainder (master_weights='split'), which does not tell what of them is new. "
+                    "Use master_weights='fp32', or load the weights first, then the optimizer's "
+                    "state."
+                )
         versions = self._current_versions()
-        for owner, runs in self._rounded.items():
+        for owner, states in self._rounded.items():
             if versions[owner] != self._versions.get(owner):
-                for run in runs:
-                    self._runs[id(run)][1].follow(run)
+                for state in states:
+                    state.follow()
 
     def held_owners(self) -> set[int]:
         """Ids of storages of whose weights or states the program holds memory.
@@ -287,104 +271,102 @@ class AdamLayout:
         """
         now = self._count_holders()
         return {
-            run.owner
-            for run in self._gradients.sharded
-            if now[id(run)] > self._num_holders[id(run)]
-            or any(x.is_held for x in self._views_of(run))
-            or (run.storage is not None and run.storage.is_held)
+            span.owner
+            for span in self._sharded
+            if now[id(span)] > self._num_holders[id(span)]
+            or any(x.is_held for x in self._sharded_states(span))
+            or (span.storage is not None and span.storage.is_held)
         }
 
     def _count_holders(self) -> dict[int, int]:
-        """By run, how many tensors and other objects share the memory of its state."""
+        """By span, how many tensors and other objects share the memory of its state."""
         return {
-            id(run): sum(map(num_references, self._runs[id(run)][1].flat))
-            for run in self._gradients.sharded
+            id(span): sum(map(num_references, self._span_states[id(span)][1].tensors.values()))
+            for span in self._sharded
         }
 
-    def _views_of(self, run: Run) -> Iterator[StateOf]:
-        for param in run.params:
-            yield from (x for x in self._states[param].values() if isinstance(x, StateOf))
+    def _sharded_states(self, span: FlatSpan) -> Iterator[ShardedState]:
+        for param in span.params:
+            yield from (x for x in self._states[param].values() if isinstance(x, ShardedState))
 
-    def _refuse_written(self) -> None:
-        """ParameterError, on all ranks, if a state that counts needs weights that are gone.
+    def _written(self) -> list[FlatSpan]:
+        """Bound spans that may have been written since they were last as the states need them.
 
-        Before the first step of a parameter the remainders are zero: its weights may be any.
+        Writes through a parameter are counted for it, alike on all ranks. Those to its slice
+        (`param.local`) are seen in the version of its storage's memory alone: where that has
+        changed and no parameter in the storage has counted a write, any of them may be written.
         """
-        for run in self._bound.written():
-            if self._step_of(run.params[0]):
-                raise ParameterError(
-                    f"a parameter of shape {tuple(run.params[0].shape)} was written since the last "
-                    "step or load of the optimizer: its master weights are the weights and a "
-                    "remainder (master_weights='split'), which does not tell what of them is new. "
-                    "Use master_weights='fp32', or load the weights first, then the optimizer's "
-                    "state."
-                )
+        written = []
+        for span, now in zip(self._bound, self._writes().values(), strict=True):
+            own, version, counted = self._seen[id(span)]
+            if now[0] != own or (now[1] != version and now[2] == counted):
+                written.append(span)
+        return written
+
+    def _writes(self) -> dict[int, tuple[int, int, int]]:
+        """By bound span: writes to its parameter, version of its memory, and writes to all
+        parameters in that memory.
+        """
+        found: dict[int, tuple[int, int, int]] = {}
+        memories: dict[int, tuple[int, int]] = {}
+        for span in self._bound:
+            param = span.params[0]
+            own = param.num_written if span.storage is not None else param._version
+            if span.owner not in memories:
+                params = [param] if span.storage is None else span.storage.params
+                counted = [x.num_written for x in params if isinstance(x, DistributedParameter)]
+                memories[span.owner] = span.version, sum(counted) if counted else own
+            found[id(span)] = own, *memories[span.owner]
+        return found
 
     def close(self) -> None:
         """Record the weights' versions: the last write was the optimizer's."""
         self._versions = self._current_versions()
-        self._bound.remember()
+        self._seen = self._writes()
 
     def trust_weights(self) -> None:
         """The weights are those of the states, which are new or being loaded."""
         self._versions.clear()  # unknown: masters follow once
-        self._bound.remember()
+        self._seen = self._writes()
 
-    def updates(self) -> list[Update]:
-        """Updates of all parameters that have a gradient now.
+    def updates(self) -> list[ParamBatch]:
+        """Updates of all parameters that have a gradient now."""
+        batches: dict[tuple[int, int], ParamBatch] = {}
+        sharded, ordinary = gradients_of(self._spans)
+        for part in (*sharded, *ordinary):
+            group, state = self._span_states[id(part.span)]
+            flat = part.grad.reshape(-1)
+            for piece in part.piece.split(self._step_of):
+                key = group, self._step_of(piece.params[0])
+                batch = batches.setdefault(key, ParamBatch(group))
+                batch.states.extend(self._states[param] for param in piece.params)
+                tensors = state.update_of(piece, part.piece.cut(flat, piece))
+                batch.parts.append(UpdatePart(part.span, piece, tensors))
+        return list(batches.values())
 
-        The plan is reused as long as the same sharded parameters have one, and step counts that are
-        the same are so still.
-        """
-        sharded, replicated = self._gradients.look()
-        places = self._gradients.places
-        if (
-            self._plan is None
-            or self._plan[0] is not places
-            or not all(cohort.is_one for cohort in self._plan[1])
-        ):
-            self._plan = places, self._grouped(places)
-        others = self._grouped([(run, piece) for run, piece, _ in replicated.parts])
-        return [
-            *(cohort.update(sharded) for cohort in self._plan[1]),
-            *(cohort.update(replicated) for cohort in others),
-        ]
-
-    def _show(self, run: Run, state: AnyState) -> None:
-        """Replace the states of the run's parameters by views of the flat state."""
-        for param in run.params:
-            old, bounds = self._states[param], run.offset(param)
-            own = {name: _local(old[name], param) for name in NAMES if name in old}
-            state.adopt(*bounds, own)
-            views = state.shown(*bounds)
-            if isinstance(param, DistributedParameter):
-                views = {
-                    name: StateOf(param, view, cut_of(name, param.cut), self._wait_for_copies)
-                    for name, view in views.items()
-                }
-            self._states[param] = {"step": int(old.get("step", 0)), **views}
-
-    def _grouped(self, places: Sequence[tuple[Run, Run]]) -> list[Cohort]:
-        cohorts: dict[tuple[int, int], Cohort] = {}
-        for place, (run, part) in enumerate(places):
-            number, state = self._runs[id(run)]
-            for piece in part.split(self._step_of):
-                key = number, self._step_of(piece.params[0])
-                cohort = cohorts.setdefault(key, Cohort(number))
-                cohort.states.extend(self._states[param] for param in piece.params)
-                cohort.add(place, piece, functools.partial(state.tensors, run, piece))
-        return list(cohorts.values())
+    def _show(self, param: torch.nn.Parameter, state: SpanState) -> None:
+        """Replace the state of a parameter by views of the flat state."""
+        old = self._states[param]
+        state.adopt(param, {name: _local(old[name], param) for name in NAMES if name in old})
+        views = state.views(param)
+        if isinstance(param, DistributedParameter):
+            views = {
+                name: ShardedState(param, view, cut_of(name, param.cut), self._wait_for_copies)
+                for name, view in views.items()
+            }
+        self._states[param] = {"step": int(old.get("step", 0)), **views}
 
     def _step_of(self, param: torch.nn.Parameter) -> int:
         step: int = self._states[param]["step"]
         return step
 
-    def _shown_views(self) -> Iterator[Any]:
-        """The tensors in the states of all parameters; None where a state has none of a name."""
-        return _flat(map(dict.get, self._shown, itertools.repeat(name)) for name in self._names)
-
     def _current_versions(self) -> dict[int, int]:
-        return {owner: runs[0].version for owner, runs in self._rounded.items()}
+        return {owner: states[0].span.version for owner, states in self._rounded.items()}
+
+
+def _ids(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Which parameters there are; the layout holds its own, so that ids are not used again."""
+    return [list(map(id, group["params"])) for group in groups]
 
 
 def _local(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

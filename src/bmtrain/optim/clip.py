@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,14 @@ from bmtrain.distributed import collectives
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.kernels.scale import scale_
 from bmtrain.kernels.squares import sum_of_squares
-from bmtrain.optim.gradients import Gradients, Parts
-from bmtrain.optim.runs import contiguous_runs
+from bmtrain.optim.flat import (
+    FlatSpan,
+    GradientPart,
+    batch_of,
+    gradients_of,
+    parameters_of,
+    spans_of,
+)
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, BOUND, POSITIVE, check
 from bmtrain.shard.engine import Engine
@@ -45,15 +50,14 @@ def clip_grad_norm(
     Raises:
         ConfigurationError: for a `norm_type`, `max_norm` or `scale` that is not positive.
     """
-    return clip_gradients(
-        Gradients(contiguous_runs(parameters_of(param_groups))), max_norm, scale, norm_type, eps
-    )
+    spans = spans_of(parameters_of(param_groups))
+    return clip_gradients(spans, max_norm, scale, norm_type, eps)
 
 
 def clip_gradients(
-    gradients: Gradients, max_norm: float, scale: float, norm_type: float, eps: float
+    spans: Sequence[FlatSpan], max_norm: float, scale: float, norm_type: float, eps: float
 ) -> torch.Tensor:
-    """`clip_grad_norm` for gradients that have been collected before."""
+    """`clip_grad_norm` for the gradients of these spans."""
     order: Any = math.inf if str(norm_type) == "inf" else norm_type  # BMTrain's programs write so
     check(
         "clip_grad_norm",
@@ -70,34 +74,29 @@ def clip_gradients(
         f"scale {float(scale):.17g}, eps {float(eps):g})",
     )
     current.service(Engine).host.refuse("gradients are clipped inside: clip after the function")
-    found = gradients.look()
+    found = gradients_of(spans)
+    dtype = torch.float32
+    for part in (*found[0], *found[1]):
+        dtype = torch.promote_types(dtype, part.grad.dtype)
     # Rounded where it is divided, and divided by a number of the host: a launch less, each.
-    norm = torch.empty((), dtype=_dtype_of(found), device=current.device)
+    norm = torch.empty((), dtype=dtype, device=current.device)
     torch.div(_global_norm(*found, float(order)), scale, out=norm)
     if not math.isinf(max_norm):
         bound = torch.tensor(max_norm, dtype=norm.dtype, device="cpu")
         factor = torch.div(bound, norm + eps).clamp(max=1.0)
         for parts in found:
-            scale_(parts.batch, factor)
+            scale_(batch_of(parts), factor)
         # A norm that is not finite reaches the padding too, which no clearing in place reaches.
-        for part in found[0].parts:
+        for part in found[0]:
             for begin, end in part.piece.gaps:
                 part.grad[begin:end].zero_()
     return norm
 
 
-def parameters_of(groups: Any) -> list[torch.nn.Parameter]:
-    """The parameters of parameter groups, of an iterable of parameters, or a single one."""
-    if isinstance(groups, torch.nn.Parameter):
-        return [groups]
-    found: list[torch.nn.Parameter] = []
-    for member in groups:
-        found.extend(member["params"] if isinstance(member, dict) else [member])
-    return found
-
-
 def global_sum_of_squares(
-    sharded: Parts, replicated: Parts, mark: torch.Tensor | None = None
+    sharded: Sequence[GradientPart],
+    replicated: Sequence[GradientPart],
+    mark: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum of squares of all gradients on all ranks: 0-dim fp64 on the device. Collective.
 
@@ -106,20 +105,22 @@ def global_sum_of_squares(
     ranks and count once.
     """
     current = world.current("clip_grad_norm")
-    total = sum_of_squares(sharded.batch, current.device)
+    total = sum_of_squares(batch_of(sharded), current.device)
     if mark is not None:
         total += mark
-    if not replicated.parts:
+    if not replicated:
         collectives.all_reduce_(total, "sum", current.mesh.world)
         return total
-    own = sum_of_squares(replicated.batch, current.device)
+    own = sum_of_squares(batch_of(replicated), current.device)
     # Without it, ranks whose copy is finite would take a step that the others skip.
     total += torch.where(own.isfinite(), 0.0, own)
     collectives.all_reduce_(total, "sum", current.mesh.world)
     return total + own
 
 
-def _global_norm(sharded: Parts, replicated: Parts, order: float) -> torch.Tensor:
+def _global_norm(
+    sharded: Sequence[GradientPart], replicated: Sequence[GradientPart], order: float
+) -> torch.Tensor:
     if order == 2:
         return global_sum_of_squares(sharded, replicated).sqrt()
     axis = world.current("clip_grad_norm").mesh.world
@@ -137,27 +138,12 @@ def _global_norm(sharded: Parts, replicated: Parts, order: float) -> torch.Tenso
     return torch.pow(power + again, 1.0 / order)
 
 
-def _local_norm(parts: Parts, order: float) -> torch.Tensor:
-    device = world.current("clip_grad_norm").device
-    norms = [_norm(part.grad, order).to(device, torch.float64) for part in parts.parts]
-    return (
-        torch.linalg.vector_norm(torch.stack(norms), order)
-        if norms
-        else torch.zeros((), dtype=torch.float64, device=device)
-    )
-
-
-def _norm(grad: torch.Tensor, order: float) -> torch.Tensor:
-    if grad.numel() == 0:  # torch cannot take the maximum of no elements
-        return torch.zeros((), device=grad.device)
-    return torch.linalg.vector_norm(
-        grad, order, dtype=torch.promote_types(grad.dtype, torch.float32)
-    )
-
-
-def _dtype_of(found: Iterable[Parts]) -> torch.dtype:
-    return functools.reduce(
-        torch.promote_types,
-        (part.grad.dtype for parts in found for part in parts.parts),
-        torch.float32,
-    )
+def _local_norm(parts: Sequence[GradientPart], order: float) -> torch.Tensor:
+    # one of nothing: torch takes no maximum of no elements
+    norms = [torch.zeros((), dtype=torch.float64, device=world.current("clip_grad_norm").device)]
+    for part in parts:
+        if part.grad.numel():
+            dtype = torch.promote_types(part.grad.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(part.grad, order, dtype=dtype)
+            norms.append(norm.to(norms[0]))
+    return torch.linalg.vector_norm(torch.stack(norms), order)

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
+
+from bmtrain.distributed.agreement import HostCopy
 from bmtrain.errors import ConfigurationError
-from bmtrain.optim.verdict import Verdict
+from bmtrain.kernels.scale import scale_
+from bmtrain.optim.flat import batch_of, gradients_of, spans_of
 from bmtrain.runtime.arguments import BOUND, NUMBER, POSITIVE, SIZE, check
 from bmtrain.runtime.log import print_rank, warn
+from bmtrain.shard.engine import Engine
+
+
+class FiniteCheck(HostCopy):
+    """Whether a number on a device is finite; its copy to the host starts at construction."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        """`number` has one element; it may be on the CPU."""
+        super().__init__([number])
+
+    def wait(self) -> bool:
+        """Wait for the number; True if it is finite."""
+        return bool(self.values()[0].isfinite())
 
 
 class LossScale:
@@ -46,19 +63,15 @@ class LossScale:
                 f"loss scaling got factor={factor}, min={minimum}, max={maximum}: expected "
                 "factor > 1 and min <= max."
             )
-        self.factor, self.growth_steps, self.minimum, self.maximum = (
-            factor,
-            growth_steps,
-            minimum,
-            maximum,
-        )
+        self.factor, self.growth_steps = factor, growth_steps
+        self.minimum, self.maximum = minimum, maximum
         self._value = min(max(float(value), minimum), maximum)
         self.good_steps = 0
         self.num_skipped = self.num_in_a_row = 0
-        self._awaited: tuple[Verdict, Callable[[], None]] | None = None
+        self._awaited: tuple[FiniteCheck, Callable[[], None]] | None = None
 
     def __str__(self) -> str:
-        """What must be the same on all ranks, once the verdict on the last step is in."""
+        """What must be the same on all ranks, once the last step is known to be good or bad."""
         return (
             f"loss scale {self._value:.17g}, factor {self.factor:g} after {self.growth_steps} "
             f"steps, {self.good_steps} done, from {self.minimum:g} to {self.maximum:g}"
@@ -66,8 +79,8 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The scale for the next loss. Waits for the verdict on the last step."""
-        self.settle()
+        """The scale for the next loss. Waits until the last step is known to be good or bad."""
+        self.wait()
         return self._value
 
     def judge(self, is_finite: bool) -> None:
@@ -76,34 +89,32 @@ class LossScale:
             self.num_in_a_row = 0
             self.grow()
             return
-        before = self._value
         self.num_skipped += 1
-        self.num_in_a_row += before <= self.minimum
-        self._tell_of_skip(before)
+        self.num_in_a_row += self._value <= self.minimum
+        self._skip()
 
-    def _tell_of_skip(self, before: float) -> None:
+    def _skip(self) -> None:
+        before = self._value
         self.shrink()
         print_rank(
             f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped"
         )
 
-    def judge_later(self, verdict: Verdict, take_back: Callable[[], None]) -> None:
-        """Register a step that the device skips if `verdict` is negative.
+    def judge_later(self, is_finite: FiniteCheck, take_back: Callable[[], None]) -> None:
+        """Register a step that the device skips if the check fails.
 
-        `settle` then calls `take_back` to undo what the host did for the step.
+        `wait` then calls `take_back` to undo what the host did for the step.
         """
-        self._awaited = verdict, take_back
+        self._awaited = is_finite, take_back
 
-    def settle(self) -> None:
-        """Wait for the pending verdict, if any, and act on it."""
+    def wait(self) -> None:
+        """Wait for the pending check, if any, and act on it."""
         awaited, self._awaited = self._awaited, None
-        if awaited is None:
-            return
-        verdict, take_back = awaited
-        is_finite = verdict.wait()
-        if not is_finite:
-            take_back()
-        self.judge(is_finite)
+        if awaited is not None:
+            is_finite = awaited[0].wait()
+            if not is_finite:
+                awaited[1]()
+            self.judge(is_finite)
 
     def shrink(self) -> None:
         """Lower the scale after an overflow."""
@@ -128,7 +139,7 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, float] | float) -> None:
         """Restore a saved state; a plain number, as BMTrain saves it, is the scale alone."""
-        self.settle()
+        self.wait()
         saved = state if isinstance(state, dict) else {"value": state, "good_steps": 0}
         self._value, self.good_steps = float(saved["value"]), int(saved["good_steps"])
 
@@ -144,11 +155,37 @@ class NoScaling(LossScale):
 
     @property
     def value(self) -> float:
-        """1, whatever the last step was: nobody has to wait for its verdict."""
+        """1, whatever the last step was: nobody has to wait for that."""
         return 1.0
 
-    def _tell_of_skip(self, before: float) -> None:
+    def _skip(self) -> None:
         print_rank(
             "the loss or a gradient is not finite: the step is skipped on all ranks "
             f"({self.num_in_a_row} in a row, {self.num_skipped} in all)"
         )
+
+
+class CarriedScale:
+    """The loss scale that the gradients of some parameters carry.
+
+    A step may change the scale, and one of torch's optimizers divides by it first. What is kept
+    over a step, because the program does not clear it, would be added to gradients of another
+    scale, or clipped and applied by another.
+    """
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def become(self, value: float, params: Sequence[torch.nn.Parameter], engine: Engine) -> None:
+        """Multiply the gradients that are there, so that they carry this scale.
+
+        Exact if the ratio of the scales is a power of two, as it is by default.
+        """
+        if value == self.value:
+            return
+        ratio, self.value = value / self.value, value
+        if engine.backward.has_deferred:
+            engine.backward.flush()
+        factor = torch.full((), ratio, dtype=torch.float64, device=engine.device)
+        for parts in gradients_of(spans_of(params)):
+            scale_(batch_of(parts), factor)

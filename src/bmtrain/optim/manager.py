@@ -1,9 +1,11 @@
-"""OptimManager: scales the loss, runs backward, clips, and steps optimizers and schedulers."""
+"""OptimManager: scales the loss, runs backward, clips, and steps optimizers and schedulers.
+
+`optim_step` is the step of programs written for BMTrain 0.1.x, before there was a manager.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -14,19 +16,16 @@ import torch
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import ConfigurationError, NonFiniteError
-from bmtrain.optim import gathered, resharding
-from bmtrain.optim.adam import AdamBase
-from bmtrain.optim.carried import CarriedScale
-from bmtrain.optim.clip import clip_gradients, global_sum_of_squares, parameters_of
-from bmtrain.optim.finite import LossMark
-from bmtrain.optim.gradients import GradientsCache
-from bmtrain.optim.loss_scale import LossScale, NoScaling
-from bmtrain.optim.runs import gradient_of
+from bmtrain.optim import resharding
+from bmtrain.optim.adam import AdamBase, copy_of
+from bmtrain.optim.clip import clip_gradients, global_sum_of_squares
+from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
+from bmtrain.optim.loss_scale import CarriedScale, FiniteCheck, LossScale, NoScaling
 from bmtrain.optim.saved import check_manager_state
 from bmtrain.optim.schedules import Restorable, check_steps_alone, step_schedules
-from bmtrain.optim.verdict import Verdict
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import POSITIVE, SIZE, check, known_keywords
+from bmtrain.runtime.log import warn
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 
@@ -87,8 +86,10 @@ class OptimManager:
         self.lr_schedulers: list[Any] = []
         self._carried: list[CarriedScale] = []  # by the gradients of each optimizer
         self._num_steps = 0
-        self._mark = LossMark()
-        self._gradients = GradientsCache()
+        # 0-dim on the device: NaN once a loss of the step at hand was not finite, else 0
+        self._mark: torch.Tensor | None = None
+        # by ids of parameters, which cannot be used again while the spans hold the parameters
+        self._known: dict[tuple[int, ...], list[FlatSpan]] = {}
         self._last_loss = current.service(LastLoss)
 
     @property
@@ -109,7 +110,7 @@ class OptimManager:
 
         Waits until the GPU has reported whether the last one was.
         """
-        self._settle()
+        self._scale.wait()
         return self._scale.num_skipped
 
     @property
@@ -118,7 +119,7 @@ class OptimManager:
 
         Waits as `skipped_steps` does.
         """
-        self._settle()
+        self._scale.wait()
         return self._scale.num_in_a_row
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
@@ -143,7 +144,7 @@ class OptimManager:
             )
         self._replicate(optimizer)
         if isinstance(optimizer, AdamBase):
-            optimizer.dynamic_scale.settle()
+            optimizer.dynamic_scale.wait()
             optimizer.dynamic_scale = self._scale
             self._carried.append(optimizer.carried)
         else:
@@ -151,31 +152,19 @@ class OptimManager:
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimManager:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with optimizers and schedules of its own. Copy the model in the same call."""
-        self._settle()
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        shared: dict[str, Any] = {
-            "_engine": self._engine,
-            "_last_loss": self._last_loss,
-            "_mark": LossMark(),
-            "_gradients": GradientsCache(),
-        }
-        for name, value in vars(self).items():
-            vars(new)[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
-        return new
+        self._scale.wait()
+        own = {"_engine": self._engine, "_last_loss": self._last_loss, "_mark": None, "_known": {}}
+        return copy_of(self, memo, **own)
 
     def _replicate(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the optimizer's ordinary parameters for summing gradients over ranks.
 
         Called before every backward, because parameters may have joined its groups since.
         """
-        self._engine.replicate(
-            param
-            for param in parameters_of(optimizer.param_groups)
-            if not isinstance(param, DistributedParameter)
-        )
+        params = parameters_of(optimizer.param_groups)
+        self._engine.replicate(x for x in params if not isinstance(x, DistributedParameter))
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale / grad_scale`, the value that backward runs on."""
@@ -200,36 +189,29 @@ class OptimManager:
         loss = _checked(self._last_loss.take() if loss is None else loss)
         for optimizer in self.optimizers:
             self._replicate(optimizer)
-        if any(
-            isinstance(optimizer, AdamBase) and optimizer.has_scaled(loss)
-            for optimizer in self.optimizers
-        ):
-            raise ConfigurationError(
-                "backward got a loss that optimizer.loss_scale() has scaled already: "
-                "pass the loss itself, or call loss.backward()."
-            )
+            if isinstance(optimizer, AdamBase) and optimizer.has_scaled(loss):
+                raise ConfigurationError(
+                    "backward got a loss that optimizer.loss_scale() has scaled already: "
+                    "pass the loss itself, or call loss.backward()."
+                )
         self._engine.host.when_computed(functools.partial(self._note_loss, loss.detach()))
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
             self.scale_loss(loss).backward()
 
     def _note_loss(self, loss: torch.Tensor) -> None:
-        if not self._has_gradients():
-            self._mark.clear()
-        self._mark.add(loss)
-
-    def _has_gradients(self) -> bool:
-        return self._engine.backward.has_deferred or any(
-            gradient_of(param) is not None
-            for optimizer in self.optimizers
-            for param in parameters_of(optimizer.param_groups)
-        )
+        """Remember on the device whether a loss was finite; the host does not wait for it."""
+        params = [x for one in self.optimizers for x in parameters_of(one.param_groups)]
+        if not self._engine.backward.has_deferred and all(gradient_of(x) is None for x in params):
+            self._mark = None  # the gradients of earlier losses are not used
+        term = loss.reshape(()) * 0
+        self._mark = term if self._mark is None else self._mark + term
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers, deferred ones included."""
         self._engine.host.when_computed(functools.partial(self._zero_grad, set_to_none))
 
     def _zero_grad(self, set_to_none: bool) -> None:
-        self._mark.clear()
+        self._mark = None
         self._engine.backward.abandon_if_dead()
         has_deferred = self._engine.backward.has_deferred
         for optimizer in self.optimizers:
@@ -246,9 +228,22 @@ class OptimManager:
         See `optim.clip_grad_norm`.
         """
         self._engine.backward.flush()
-        return clip_gradients(
-            self._gradients(parameters_of(param_groups)), max_norm, self.loss_scale, norm_type, eps
-        )
+        spans = self._spans_of(parameters_of(param_groups))
+        return clip_gradients(spans, max_norm, self.loss_scale, norm_type, eps)
+
+    def _spans_of(self, params: list[torch.nn.Parameter]) -> list[FlatSpan]:
+        """Kept by parameter list: a training loop asks for the same few at every step."""
+        key = tuple(map(id, params))
+        found = self._known.get(key)
+        if found is None or any(
+            span.storage is not None and param.storage_of is not span.storage
+            for span in found
+            for param in span.params
+        ):  # unknown, or a block has taken parameters over
+            if len(self._known) >= 8:
+                self._known.clear()
+            found = self._known[key] = spans_of(params)
+        return found
 
     def step(self) -> None:
         """Update all parameters and learning rates, or skip both on all ranks.
@@ -268,39 +263,7 @@ class OptimManager:
             NonFiniteError: on all ranks, after `max_skipped_steps` in a row were skipped.
         """
         self._engine.backward.flush()
-        self._settle()
-        self._check_not_lost()
-        scale = self.loss_scale
-        self._note_step()
-        params = [
-            param
-            for optimizer in self.optimizers
-            for param in parameters_of(optimizer.param_groups)
-        ]
-        total = global_sum_of_squares(*self._gradients(params).look(), self._mark.take())
-        verdict = Verdict(total)
-        if self._can_take_back():
-            self._scale.judge_later(verdict, self._advance_if_finite(scale, total))
-            if not verdict.needs_waiting:
-                self._settle()
-            return
-        is_finite = verdict.wait()
-        if is_finite:
-            self._advance(scale)
-        self._scale.judge(is_finite)
-
-    def _note_step(self) -> None:
-        """Enter the step in the ledger: each rank divides by its own scale, and skips by its own
-        rules.
-        """
-        current = world.current("OptimManager")
-        current.service(Ledger).note(
-            current.mesh.world,
-            f"a step of an OptimManager with {len(self.optimizers)} optimizers ({self._scale}, "
-            f"max_skipped_steps {self._max_skipped})",
-        )
-
-    def _check_not_lost(self) -> None:
+        self._scale.wait()
         if self._scale.num_in_a_row >= self._max_skipped:
             raise NonFiniteError(
                 f"{self._scale.num_in_a_row} steps in a row were skipped, because the loss or a "
@@ -309,6 +272,26 @@ class OptimManager:
                 "the data and the learning rate of those steps, or resume from a checkpoint "
                 "before them."
             )
+        scale = self.loss_scale
+        # Each rank divides by its own scale, and skips by its own rules.
+        current = world.current("OptimManager")
+        current.service(Ledger).note(
+            current.mesh.world,
+            f"a step of an OptimManager with {len(self.optimizers)} optimizers ({self._scale}, "
+            f"max_skipped_steps {self._max_skipped})",
+        )
+        params = [x for one in self.optimizers for x in parameters_of(one.param_groups)]
+        mark, self._mark = self._mark, None
+        total = global_sum_of_squares(*gradients_of(self._spans_of(params)), mark)
+        is_finite = FiniteCheck(total)
+        if self._can_take_back():
+            self._scale.judge_later(is_finite, self._advance_if_finite(scale, total))
+            if not is_finite.needs_waiting:
+                self._scale.wait()
+        else:
+            if is_finite.wait():
+                self._advance(scale)
+            self._scale.judge(is_finite.wait())
 
     def _can_take_back(self) -> bool:
         """Whether the device can skip a step that the host undoes later."""
@@ -325,7 +308,16 @@ class OptimManager:
     def _advance(self, scale: float) -> None:
         """Take one step with all optimizers and schedules."""
         for optimizer, carried in zip(self.optimizers, self._carried, strict=True):
-            self._step_one(optimizer, carried, scale)
+            if isinstance(optimizer, AdamBase):
+                optimizer.step(scale=scale)
+                continue
+            if scale != 1.0:
+                params = parameters_of(optimizer.param_groups)
+                for found in gradients_of(self._spans_of(params)):
+                    for part in found:
+                        part.grad.div_(scale)
+                carried.value = 1.0
+            optimizer.step()
         for schedule in self._schedules:
             schedule.step()
         self._num_steps += 1
@@ -349,25 +341,9 @@ class OptimManager:
 
         return take_back
 
-    def _step_one(
-        self, optimizer: torch.optim.Optimizer, carried: CarriedScale, scale: float
-    ) -> None:
-        if isinstance(optimizer, AdamBase):
-            optimizer.step(scale=scale)
-            return
-        if scale != 1.0:
-            for found in self._gradients(parameters_of(optimizer.param_groups)).look():
-                for part in found.parts:
-                    part.grad.div_(scale)
-            carried.value = 1.0
-        optimizer.step()
-
     @property
     def _is_scaled(self) -> bool:
         return not isinstance(self._scale, NoScaling)
-
-    def _settle(self) -> None:
-        self._scale.settle()
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
         """State of optimizers, schedulers and loss scale; with `gather_opt` of full tensors.
@@ -375,22 +351,31 @@ class OptimManager:
         With `gather_opt` it is collective and fits any world size. The keys are BMTrain's, plus a
         few that BMTrain ignores.
         """
-        return {
-            **self._state_of_schedules(),
-            "optimizers": [
-                _optimizer_state(optimizer, gather_opt) for optimizer in self.optimizers
-            ],
-        }
+        states = []
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, AdamBase):
+                states.append(optimizer.state_dict(gather=gather_opt))
+                continue
+            state = optimizer.state_dict()
+            params = parameters_of(optimizer.param_groups)
+            own = (
+                resharding.gather_states(params, state["state"])
+                if gather_opt
+                else resharding.local_values(state["state"])
+            )
+            states.append({**state, "state": own})
+        return {**self._state_of_schedules(), "optimizers": states}
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The same with the optimizers' states themselves, no copies: sharded tensors."""
-        return {
-            **self._state_of_schedules(),
-            "optimizers": [_sharded_state(optimizer) for optimizer in self.optimizers],
-        }
+        states = [
+            one.sharded_state_dict() if isinstance(one, AdamBase) else one.state_dict()
+            for one in self.optimizers
+        ]
+        return {**self._state_of_schedules(), "optimizers": states}
 
     def _state_of_schedules(self) -> dict[str, Any]:
-        self._settle()
+        self._scale.wait()
         return {
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
             "loss_scale": self.loss_scale,
@@ -407,11 +392,16 @@ class OptimManager:
             CheckpointError: on every rank, if this is no such state, if optimizers or schedulers
                 differ in number or kind, or if ranks got different states; all is as it was.
         """
-        self._settle()
+        self._scale.wait()
         check_manager_state(state, self.lr_schedulers)
-        # all of them are looked at before one is changed
-        both = list(zip(self.optimizers, state["optimizers"], strict=True))
-        for optimizer, own in [(optimizer, _own_of(optimizer, saved)) for optimizer, saved in both]:
+        owns = []  # all of them are looked at before one is changed
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            if isinstance(optimizer, AdamBase):
+                owns.append(optimizer.own_of(saved))
+            else:
+                states = resharding.local_states(optimizer.param_groups, saved)
+                owns.append({**saved, "state": states})
+        for optimizer, own in zip(self.optimizers, owns, strict=True):
             if isinstance(optimizer, AdamBase):
                 optimizer.take_own(own)
             else:
@@ -453,25 +443,42 @@ def _checked(loss: Any) -> torch.Tensor:
     return loss
 
 
-def _sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    if isinstance(optimizer, AdamBase):
-        return optimizer.sharded_state_dict()
-    return optimizer.state_dict()
+def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+    """Step `optimizer` and its scheduler after `optimizer.loss_scale(loss).backward()`.
 
+    Gradients that are not finite on any rank make all ranks skip the step, and lower
+    `optimizer.scale` if there is a loss scale. The host waits for the device to know.
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, gather: bool) -> dict[str, Any]:
-    if isinstance(optimizer, AdamBase):
-        return optimizer.state_dict(gather=gather)
-    state = optimizer.state_dict()
-    if not gather:
-        return {**state, "state": gathered.local_values(state["state"])}
-    return {
-        **state,
-        "state": gathered.gather_states(parameters_of(optimizer.param_groups), state["state"]),
-    }
-
-
-def _own_of(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(optimizer, AdamBase):
-        return optimizer.own_of(saved)
-    return {**saved, "state": resharding.local_states(optimizer.param_groups, saved)}
+    Raises:
+        ConfigurationError: if a parameter that is not sharded has a gradient of this rank only:
+            ranks would train it apart.
+    """
+    replicated = world.current("optim_step").service(Engine).replicated
+    params = parameters_of(optimizer.param_groups)
+    for param in params:
+        if (
+            param.grad is not None
+            and not isinstance(param, DistributedParameter)
+            and not replicated.is_summed(param)
+        ):
+            raise ConfigurationError(
+                f"optim_step got {type(optimizer).__name__} with a parameter of shape "
+                f"{tuple(param.shape)} that is not sharded, "
+                "and whose gradients have not been averaged over ranks: add the "
+                "optimizer to an OptimManager before the first "
+                "backward pass, use an optimizer of bmtrain.optim, or shard the model "
+                "with BMTrainModelWrapper."
+            )
+    total = global_sum_of_squares(*gradients_of(spans_of(params)))
+    is_finite = FiniteCheck(total).wait()
+    has_fp16 = any(param.dtype == torch.float16 for param in params)
+    if isinstance(optimizer, AdamBase) and (optimizer.scale != 1 or has_fp16):
+        if is_finite:
+            optimizer.step(scale=optimizer.scale)
+        optimizer.dynamic_scale.judge(is_finite)
+    elif is_finite:
+        optimizer.step()
+    else:
+        warn("optim_step: a gradient is not finite, the step is skipped on all ranks.")
+    if is_finite and lr_scheduler is not None:
+        lr_scheduler.step()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,14 +14,10 @@ from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt, largest
 from bmtrain.distributed.memory import DeviceMemory, Peak
 from bmtrain.errors import ConfigurationError
-from bmtrain.kernels.adam import AdamSettings
-from bmtrain.optim.adam import AdamBase, Step
-from bmtrain.optim.adam_state import AdamLayout, AnyTensors, Update
-from bmtrain.optim.clip import parameters_of
-from bmtrain.optim.form import StateForm
-from bmtrain.optim.host_memory import Make, file_zeros, host_zeros
-from bmtrain.optim.runs import Run, contiguous_runs
-from bmtrain.optim.streaming import NUM_SLOTS, Passage, Series, StreamedUpdate, update_together
+from bmtrain.optim.adam import AdamBase, Steps
+from bmtrain.optim.adam_state import AdamLayout, Make, ParamBatch
+from bmtrain.optim.flat import FlatSpan, parameters_of, spans_of
+from bmtrain.optim.streaming import NUM_SLOTS, PendingUpdate, StateStreamer, file_zeros, host_zeros
 from bmtrain.recompute.memory import memory_of
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import COUNT, FLAG, Rule, check, known_keywords
@@ -49,11 +45,11 @@ class AdamOffloadOptimizer(AdamBase):
         moments, master_weights: as AdamOptimizer.
         record_delta: after each step, `get_avg_delta()` and `get_var_delta()` return mean and
             variance of the change of all weights on all ranks (collective).
-        overlap: whether the program goes on while states are updated. Their gradients are copied
+        overlap: whether the program goes on while a GPU updates states. Their gradients are copied
             for it, on the GPU, until the forward pass comes to their block: of the last blocks, as
             many as the GPUs have room for in the first step. The others are updated before, as are
             parameters that are not sharded and those of which the program holds memory
-            (`param.local`).
+            (`param.local`). On a CPU all are updated in `step`.
         device_bytes: of this rank's GPU that states may take: those that fit stay there. "auto"
             for what the first step, forward and backward, leaves free on all ranks, less a margin;
             until then all states are in host memory.
@@ -118,14 +114,12 @@ class AdamOffloadOptimizer(AdamBase):
         # owners whose states are on the device, and in files
         self._resident: set[int] = set()
         self._filed: set[int] = set()
-        self._deltas: list[torch.Tensor] = []  # of states on the device, in the last step
-        self._updates: list[StreamedUpdate] = []  # of the last step
-        self._numel = 0  # of the parameters in the last step
+        self._updates: list[PendingUpdate] = []  # of the last step
         self._held: set[int] = set()  # owners that cannot be updated later on this rank
         self._hidden: set[int] = set()  # those that may be, on all ranks
         self._num_checked = 0  # parameters for which the host has room
         current = world.current(type(self).__name__)
-        self._passage = current.service(Passage)
+        self._streamer = current.service(StateStreamer)
         self._peak: Peak | None = None
         if self._room is None and current.device.type != "cpu":
             self._peak = current.service(DeviceMemory).new_peak()
@@ -136,24 +130,42 @@ class AdamOffloadOptimizer(AdamBase):
 
     def get_avg_delta(self) -> float:
         """Mean change of a weight in the last step, over all ranks. Collective."""
-        count, total, _ = self._global_sums()
+        count, total, _ = self._global_changes()
         return total / max(count, 1.0)
 
     def get_var_delta(self) -> float:
         """Variance of the change of a weight in the last step, over all ranks. Collective."""
-        count, total, squares = self._global_sums()
+        count, total, squares = self._global_changes()
         return squares / max(count, 1.0) - (total / max(count, 1.0)) ** 2
 
-    def settle(self) -> None:
+    def _global_changes(self) -> tuple[float, float, float]:
+        """Number of elements, sum and sum of squares of their changes in the last step."""
+        self.wait()
+        # Those of ordinary parameters are the same on all ranks and count once.
+        sums = torch.zeros(2, 3, dtype=torch.float64, device="cpu")
+        for update in self._updates:
+            own = sums[int(update.span.storage is not None)]
+            bounds = map(update.piece.offset, update.piece.params)  # without the padding between
+            own[0] += sum(end - begin for begin, end in bounds)
+            for part in update.deltas:
+                own[1:] += part.cpu()
+        collectives.all_reduce_(sums[1], "sum", world.current("record_delta").mesh.world)
+        count, total, squares = sums.sum(0).tolist()
+        return count, total, squares
+
+    def wait(self) -> None:
         for update in self._updates:
             update.finish()
         # Without it, the caller could read or write states that are still on their way.
-        self._passage.wait()
+        self._streamer.wait()
 
-    def _memory_of(self, run: Run) -> Make:
-        if run.owner in self._resident:
+    def _wait_for_copies(self) -> None:
+        self._streamer.wait()
+
+    def _memory_of(self, span: FlatSpan) -> Make:
+        if span.owner in self._resident:
             return self._on_device
-        if run.owner in self._filed and self._folder is not None:
+        if span.owner in self._filed and self._folder is not None:
             return functools.partial(file_zeros, folder=os.fspath(self._folder))
         return functools.partial(host_zeros, device=self._engine.device)
 
@@ -163,30 +175,32 @@ class AdamOffloadOptimizer(AdamBase):
         return super()._new_layout()
 
     def _place(self) -> None:
-        """Decide where states will be.
+        """Decide where states will be: the first ones on the device, because the forward pass needs
+        them first, while others are updated; those for which the host has no room in files.
 
         Raises:
             ConfigurationError: if there is no room for them.
         """
-        runs = self._runs()
-        self._resident = first_owners(runs, self._room or 0, self._form)
-        away = [run for run in runs if run.owner not in self._resident]
+        sizes: dict[int, int] = {}  # the most that the state of an owner takes on a rank
+        for span in spans_of(parameters_of(self.param_groups)):
+            numel = sum(param.numel() for param in span.params)
+            if span.storage is not None:
+                numel = min(numel, span.storage.layout.shard_numel)
+            # In 8 bits each parameter has blocks of its own.
+            size = 8 * len(span.params) * self._form.is_quantised
+            size += self._form.num_bytes(numel, span.params[0].dtype)
+            sizes[span.owner] = sizes.get(span.owner, 0) + size
+        self._resident = first_fitting(sizes, self._room or 0)
+        away = {owner: size for owner, size in sizes.items() if owner not in self._resident}
         self._filed = set()
-        if self._host_bytes is not None:
-            hosted = first_owners(away, self._host_bytes, self._form)
-            rest = [run for run in away if run.owner not in hosted]
-            self._filed = {run.owner for run in rest}
-            self._check_room(away, rest)
-
-    def _check_room(self, away: Iterable[Run], rest: Iterable[Run]) -> None:
-        """Refuse states for which there is no room, of all that are not on the device."""
-        needed, beyond = (
-            sum(bytes_of_state(run, self._form) for run in runs) for runs in (away, rest)
-        )
+        if self._host_bytes is None:
+            return
+        self._filed = away.keys() - first_fitting(away, self._host_bytes)
+        beyond = sum(away[owner] for owner in self._filed)
         if not beyond:
             return
-        said = f"{type(self).__name__}: the states take {needed / GIB:.1f} GiB of host memory on "
-        said += f"each rank, host_bytes allows {(self._host_bytes or 0) / GIB:.1f}"
+        said = f"{type(self).__name__}: the states take {sum(away.values()) / GIB:.1f} GiB of host "
+        said += f"memory on each rank, host_bytes allows {self._host_bytes / GIB:.1f}"
         if self._folder is None:
             raise ConfigurationError(
                 f"{said}: give device_bytes, a folder for the rest, moments='8bit' or "
@@ -204,17 +218,18 @@ class AdamOffloadOptimizer(AdamBase):
                 "or another folder."
             )
 
-    def _place_states(self) -> None:
+    def _lay_out_for_step(self) -> AdamLayout:
         if self._room is None:
             self._room = self._free_room()
             if self._room:
-                self.settle()
+                self.wait()
                 self._drop_layout()
         num_params = len(parameters_of(self.param_groups))
         if num_params != self._num_checked:
             # Hosts may have disks of other sizes: without it, some ranks would take the step.
             attempt(self._place, self._engine.mesh.world, ConfigurationError)
             self._num_checked = num_params
+        return super()._lay_out_for_step()
 
     def _free_room(self) -> int:
         """Bytes that states may take on all GPUs, as the first step has used them. Collective."""
@@ -222,10 +237,10 @@ class AdamOffloadOptimizer(AdamBase):
         if self._peak is not None:
             current = world.current(type(self).__name__)
             limit = int(current.service(memory_of).limit() * (1 - MARGIN))
-            grads = sum(map(_bytes_of_gradient, self._storages()))
             # At the update there are copies of gradients, and states that pass through.
-            held = current.service(DeviceMemory).held() + grads
-            held += NUM_SLOTS * self._passage.load_bytes
+            held = current.service(DeviceMemory).held()
+            held += sum(self._gradient_bytes().values())
+            held += NUM_SLOTS * self._streamer.chunk_bytes
             room = limit - max(self._peak.take(), held)
         return self._least(room)
 
@@ -233,154 +248,97 @@ class AdamOffloadOptimizer(AdamBase):
         """The least room of any rank, or 0. Collective."""
         return max(0, -int(largest([-room], self._engine.mesh.world, "free memory")[0]))
 
-    def _runs(self) -> list[Run]:
-        return contiguous_runs(parameters_of(self.param_groups))
+    def _gradient_bytes(self) -> dict[Storage, int]:
+        """Bytes of the gradient of each storage's shard."""
+        found = {}
+        for span in spans_of(parameters_of(self.param_groups)):
+            if span.storage is not None:
+                dtype = span.storage.policy.accumulate_dtype or span.storage.dtype
+                found[span.storage] = span.storage.layout.shard_numel * dtype.itemsize
+        return found
 
-    def _storages(self) -> set[Storage]:
-        return {run.storage for run in self._runs() if run.storage is not None}
-
-    def _wait_for_copies(self) -> None:
-        self._passage.wait()
-
-    def _prepare(self, layout: AdamLayout) -> None:
-        self._held = layout.held_owners()
-
-    def _secure(self, updates: list[Update]) -> list[Update]:
-        away = [run for update in updates for run, _ in update.places if not self._is_here(run)]
+    def _updates_of(self, layout: AdamLayout) -> list[ParamBatch]:
+        # before there are any views of states and weights for the update
+        self._held = layout.held_owners() if self._streamer.is_beside else set()
+        batches = layout.updates()
+        spans = [part.span for batch in batches for part in batch.parts]
+        away = [span for span in spans if span.owner not in self._resident]
         if away:
-            self._passage.make_slots()
+            self._streamer.make_slots()
         self._hidden = self._hidden_owners(away)
-        # Copies of what the program may write before it is read.
-        copied = self._hidden - self._held
-        return [update.with_copies(lambda run: run.owner in copied) for update in updates]
+        for batch in batches:
+            for number, part in enumerate(batch.parts):
+                if part.span.owner in self._hidden - self._held:
+                    # the program may write the gradient before it is read
+                    own = part.tensors.with_weight(part.tensors.weight, part.tensors.grad.clone())
+                    batch.parts[number] = part._replace(tensors=own)
+        return batches
 
-    def _is_here(self, run: Run) -> bool:
-        return run.owner in self._resident
-
-    def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
-        self._note_step()
-        items = [
-            Item(run, piece, tensors, settings)
-            for update, settings in steps
-            for (run, piece), tensors in zip(update.places, update.tensors, strict=True)
-        ]
-        self._numel = sum(update.cohort.numel for update, _ in steps)
-        here = [item for item in items if self._is_here(item.run)]
-        away = [item for item in items if not self._is_here(item.run)]
-        away.sort(key=self._order)
-        series = Series(self._passage, verdict)
-        self._updates = [StreamedUpdate(series, records=self._record_delta) for _ in away]
-        # Before the first of them is computed: if one fails, values of none pass for those of the
-        # step.
-        for item, update in zip(away, self._updates, strict=True):
-            if item.piece.storage is not None:
-                item.piece.storage.expect(update, is_late=item.run.owner in self._hidden)
-        self._deltas = update_together(
-            [item.tensors for item in here],
-            [item.settings for item in here],
-            verdict,
-            records=self._record_delta,
-        )
-        for item, update in zip(away, self._updates, strict=True):
-            self._add(item, update, series)
-        series.close()
-        late = self._hidden - self._held
-        for item, update in zip(away, self._updates, strict=True):
-            if item.run.owner not in late:
-                update.finish()
-        if not all(self._can_wait(item) for item in away):
-            self._passage.wait()  # the program may read and write these states without asking
-
-    def _hidden_owners(self, away: Sequence[Run]) -> set[int]:
+    def _hidden_owners(self, away: Sequence[FlatSpan]) -> set[int]:
         """Owners that are updated while the program goes on; the same on all ranks, which gather
         late what is updated late, even where the program holds memory of one on some of them.
 
-        The last that the forward pass needs, since it would wait for the first.
+        The last that the forward pass needs, since it would wait for the first: as many as all GPUs
+        have room for copies of their gradients. Collective at first.
         """
-        if not self._overlap:
+        if not (self._overlap and self._streamer.is_beside):
             return set()
-        room = self._room_for_copies()
-        sharded = {run.owner: run.storage for run in away if run.storage is not None}
-        last = sorted(sharded.values(), key=lambda storage: storage.residence.turn, reverse=True)
-        return fitting_owners({id(storage): _bytes_of_gradient(storage) for storage in last}, room)
-
-    def _room_for_copies(self) -> int:
-        """Bytes of copies of gradients that all GPUs have room for. Collective at first."""
+        sizes = self._gradient_bytes()
         if self._copy_room is None:
             memory = world.current(type(self).__name__).service(memory_of)
-            storages = self._storages()
             room = memory.limit() - memory.allocated()
             if memory.limit_is_open:
-                room = sum(map(_bytes_of_gradient, storages))
-            self._copy_room = self._least(room) if storages else 0
-        return self._copy_room
+                room = sum(sizes.values())
+            self._copy_room = self._least(room) if sizes else 0
+        last = dict.fromkeys(span.storage for span in away if span.storage is not None)
+        in_turn = sorted(last, key=lambda storage: storage.residence.turn, reverse=True)
+        return first_fitting({id(storage): sizes[storage] for storage in in_turn}, self._copy_room)
 
-    def _note_step(self) -> None:
-        """Enter in the ledger what decides the order of gathers and where states are."""
+    def _apply(self, steps: Steps, verdict: torch.Tensor | None) -> None:
         if any(isinstance(param, Slices) for param in parameters_of(self.param_groups)):
+            # what decides the order of gathers and where states are
             self._engine.transport.ledger.note(
                 self._engine.mesh.world,
                 f"{type(self).__name__}(overlap={self._overlap}, device_bytes="
                 f"{self._device_bytes})",
             )
+        self._updates = [
+            PendingUpdate(self._streamer, part, settings, records=self._record_delta)
+            for settings, parts in steps
+            for part in parts
+        ]
+        here = [update for update in self._updates if update.span.owner in self._resident]
+        away = [update for update in self._updates if update.span.owner not in self._resident]
+        # What cannot be done later first; the rest as the next forward pass needs it.
+        away.sort(key=lambda update: (self._can_wait(update.span), _turn(update.span)))
+        # Before the first of them is computed: if one fails, values of none pass for those of the
+        # step.
+        for update in away:
+            if update.span.storage is not None:
+                update.span.storage.expect(update, is_late=update.span.owner in self._hidden)
+            update.count_write()
+        self._streamer.update(here, away, verdict)
+        for update in away:
+            if update.span.owner not in self._hidden - self._held:
+                update.finish()
+        if not all(self._can_wait(update.span) for update in away):
+            self._streamer.wait()  # the program may read and write these states without asking
 
-    def _order(self, item: Item) -> tuple[bool, int]:
-        """What cannot be done later first; the rest as the next forward pass needs it."""
-        storage = item.piece.storage
-        return self._can_wait(item), 0 if storage is None else storage.residence.turn
-
-    def _can_wait(self, item: Item) -> bool:
-        return item.piece.storage is not None and item.piece.owner not in self._held
-
-    def _add(self, item: Item, update: StreamedUpdate, series: Series) -> None:
-        weight = item.tensors.weight
-        if not weight.is_inference():
-            # Now, so that versions do not depend on when the values come.
-            torch.autograd.graph.increment_version(weight)
-        series.add(update, item.tensors, item.settings)
+    def _can_wait(self, span: FlatSpan) -> bool:
+        return span.storage is not None and span.owner not in self._held
 
     def _uncopied(self) -> dict[str, Any]:
-        deltas = [delta.clone() for delta in self._all_deltas()]
-        own: dict[str, Any] = {"_updates": [], "_deltas": deltas, "_held": set(), "_hidden": set()}
-        own |= {"_passage": self._passage, "_peak": self._peak}
-        return {**super()._uncopied(), **own}
-
-    def _all_deltas(self) -> list[torch.Tensor]:
-        """Of all parts of the last step, which is settled."""
-        return [*self._deltas, *(x for update in self._updates for x in update.deltas)]
-
-    def _global_sums(self) -> tuple[float, float, float]:
-        self.settle()
-        sums = torch.zeros(3, dtype=torch.float64, device="cpu")
-        sums[0] = self._numel
-        for delta in self._all_deltas():
-            sums[1:] += delta.cpu()
-        collectives.all_reduce_(sums, "sum", world.current("record_delta").mesh.world)
-        count, total, squares = sums.tolist()
-        return count, total, squares
+        # The updates are over: what they have changed is true of the copy too.
+        own: dict[str, Any] = {"_updates": [*self._updates], "_held": set(), "_hidden": set()}
+        return {**super()._uncopied(), **own, "_streamer": self._streamer, "_peak": self._peak}
 
 
-class Item(NamedTuple):
-    """What a step does to a piece of a run."""
-
-    run: Run
-    piece: Run
-    tensors: AnyTensors
-    settings: AdamSettings
+def _turn(span: FlatSpan) -> int:
+    """The place of a span's storage in the last forward pass."""
+    return 0 if span.storage is None else span.storage.residence.turn
 
 
-def first_owners(runs: Iterable[Run], room: int, form: StateForm) -> set[int]:
-    """Ids of the owners whose states fit into `room` bytes, on all ranks the same.
-
-    The first ones, because the forward pass needs them first, while others are updated.
-    """
-    sizes: dict[int, int] = {}
-    for run in runs:
-        sizes[run.owner] = sizes.get(run.owner, 0) + bytes_of_state(run, form)
-    return fitting_owners(sizes, room)
-
-
-def fitting_owners(sizes: Mapping[int, int], room: int) -> set[int]:
+def first_fitting(sizes: Mapping[int, int], room: int) -> set[int]:
     """Owners of so many bytes, the first ones, that fit into `room` together."""
     found: set[int] = set()
     for owner, size in sizes.items():
@@ -388,18 +346,3 @@ def fitting_owners(sizes: Mapping[int, int], room: int) -> set[int]:
             found.add(owner)
             room -= size
     return found
-
-
-def _bytes_of_gradient(storage: Storage) -> int:
-    """Of the gradient of a shard."""
-    dtype = storage.policy.accumulate_dtype or storage.dtype
-    return storage.layout.shard_numel * dtype.itemsize
-
-
-def bytes_of_state(run: Run, form: StateForm) -> int:
-    """Of a run: the most that it can take on a rank, whatever it takes on this one."""
-    numel = sum(param.numel() for param in run.params)
-    if run.storage is not None:
-        numel = min(numel, run.storage.layout.shard_numel)
-    # In 8 bits each parameter has blocks of its own.
-    return form.num_bytes(numel, run.params[0].dtype) + 8 * len(run.params) * form.is_quantised

@@ -1,24 +1,26 @@
-"""Optimizer state from a checkpoint, cut to this rank's slices.
+"""Optimizer states that leave a run and come back: full tensors, and this rank's slices of them.
 
-The saved state may be full tensors, or slices cut by this library or by BMTrain.
+A saved state may be full tensors, or slices cut by this library or by BMTrain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import CheckpointError
-from bmtrain.optim.alike import Held, described, difference
-from bmtrain.optim.clip import parameters_of
-from bmtrain.optim.gathered import States, local_values
+from bmtrain.optim.flat import parameters_of
+from bmtrain.optim.saved import FileState, described, difference
 from bmtrain.runtime import world
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import Sharded
+from bmtrain.shard.storage import Storage
+from bmtrain.shard.whole import Whole
 
+States = dict[int, dict[str, Any]]
 # BMTrain's name for the fp32 weights of half-precision parameters, and the name used here.
 NAMES = {"_param_fp32": "master"}
 # 0-dim states of torch's optimizers that are never element-wise, even for parameters of one
@@ -28,7 +30,64 @@ NUMBERS = ("step", "mu_product", "eta", "mu")
 # Of exchanges between the ranks.
 _WHAT = "a state of an optimizer"
 
-NOTHING = Held((0,), torch.float32)
+NOTHING = FileState((0,), torch.float32)
+
+
+def local_values(states: States) -> States:
+    """The same states with this rank's 1-D slices in place of sharded tensors."""
+    return {
+        index: {
+            name: value.local if isinstance(value, Sharded) else value
+            for name, value in state.items()
+        }
+        for index, state in states.items()
+    }
+
+
+def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> States:
+    """`states` by parameter index, with every element-wise slice gathered. Collective.
+
+    The results are CPU tensors of the parameter's shape.
+    """
+    # What is no slice is copied; of a slice the dtype stays, until it is gathered.
+    whole: States = {
+        index: {
+            name: value.dtype if isinstance(value, Sharded) else _copied(value)
+            for name, value in state.items()
+        }
+        for index, state in states.items()
+    }
+    by_storage: dict[Storage, dict[int, int]] = {}
+    for index, param in enumerate(params):
+        if isinstance(param, DistributedParameter):
+            by_storage.setdefault(param.storage_of, {})[index] = param.index_in_storage
+    for storage, slots in by_storage.items():
+        stage = storage.placement.stage
+        if stage is not None:  # only its ranks have states
+            own = {index: whole.pop(index) for index in slots if index in whole}
+            whole |= collectives.broadcast_object(
+                own, stage, storage.engine.mesh.pipe, "state_dict"
+            )
+        # One flat buffer for each name: the dtypes of one are the same.
+        members: dict[str, list[int]] = {}
+        for index in slots:
+            for name, value in whole.get(index, {}).items():
+                if isinstance(value, torch.dtype):
+                    members.setdefault(name, []).append(index)
+        for name, indices in members.items():
+            dtype = whole[indices[-1]][name]
+            shard = torch.zeros(storage.shard.numel(), dtype=dtype, device=storage.shard.device)
+            for index in indices if storage.is_here else ():
+                piece = storage.piece(slots[index])
+                shard[piece.begin : piece.end].copy_(states[index][name].local)
+            gathered = Whole(storage, shard)
+            for index in indices:
+                whole[index][name] = gathered[slots[index]].cpu().clone()
+    return dict(sorted(whole.items()))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
@@ -38,55 +97,66 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
     its own. Slices are consecutive parts of the flattened tensor in rank order; their bounds may be
     this library's or others, such as BMTrain's.
 
+    Args:
+        groups: of the optimizer.
+        saved: that has been checked (`saved.check_optimizer_state`).
+
     Raises:
         CheckpointError: on every rank, naming the parameter's index, what each rank has of it and
             the remedy; also for states that should be the same on all ranks and are not.
     """
     axis = world.current("load_state_dict").mesh.world
     params = parameters_of(groups)
-    error = _wrong_groups(groups, saved)
+    ours, theirs = (
+        [len(group["params"]) for group in each] for each in (groups, saved["param_groups"])
+    )
+    error = ""
+    if ours != theirs:
+        error = (
+            f"the saved optimizer has groups of {theirs} parameters, this one of {ours}: make the "
+            "optimizer with the same groups."
+        )
     states = {} if error else local_values(saved["state"])
     own = {index: {NAMES.get(n, n): v for n, v in state.items()} for index, state in states.items()}
-    everyone = collectives.gather_objects(error or _described(params, own), axis, _WHAT)
-    _raise_first([found for found in everyone if isinstance(found, str)])
+    # what this rank's file holds, without the values of element-wise tensors
+    outline = {
+        index: {
+            name: FileState.of(value, params[index])
+            if _is_element_wise(params[index], name, value)
+            else value
+            for name, value in state.items()
+        }
+        for index, state in own.items()
+    }
+    settings = [
+        {k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]
+    ]
+    found = collectives.gather_objects((error, outline, described(settings)), axis, _WHAT)
+    errors, everyone, texts = zip(*found, strict=True)
+    _raise_first(*errors)
     slots = {
         index: param
         for index, param in enumerate(params)
         if isinstance(param, DistributedParameter)
     }
-    problems = [text for index, param in slots.items() if (text := _misfit(index, param, everyone))]
-    _raise_first(
-        [text for texts in collectives.gather_objects(problems, axis, _WHAT) for text in texts]
-    )
-    _raise_first([text for text in [difference(params, everyone)] if text])
-    settings = collectives.gather_objects(described(_settings(saved)), axis, _WHAT)
-    if len(set(settings)) > 1:
-        raise CheckpointError(
+    problems = [_misfit(index, param, everyone) for index, param in slots.items()]
+    problem = next(filter(None, problems), "")
+    _raise_first(*collectives.gather_objects(problem, axis, _WHAT), difference(params, everyone))
+    if len(set(texts)) > 1:
+        _raise_first(
             "the settings of parameter groups (param_groups) differ between ranks: give all of "
             "them the same state."
         )
     local = {index: dict(state) for index, state in own.items() if index not in slots}
     for index, param in slots.items():
-        state = _local_state(
-            param, own.get(index, {}), [found.get(index, {}) for found in _on_axis(param, everyone)]
-        )
+        on_axis = [everyone[rank].get(index, {}) for rank in param.storage_of.axis.ranks]
+        state = _local_state(param, own.get(index, {}), on_axis)
         if state:
             local[index] = state
     return dict(sorted(local.items()))
 
 
-def _described(params: Sequence[torch.nn.Parameter], states: States) -> States:
-    """The states with a `Held` in place of every element-wise tensor."""
-    return {
-        index: {
-            name: Held.of(v, params[index]) if _goes_along(params[index], name, v) else v
-            for name, v in state.items()
-        }
-        for index, state in states.items()
-    }
-
-
-def _goes_along(param: torch.nn.Parameter, name: str, value: object) -> bool:
+def _is_element_wise(param: torch.nn.Parameter, name: str, value: object) -> bool:
     if not isinstance(value, torch.Tensor) or name in NUMBERS:
         return False
     whole = param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
@@ -100,29 +170,24 @@ def _goes_along(param: torch.nn.Parameter, name: str, value: object) -> bool:
     return value.dim() > 0 or whole == torch.Size([])
 
 
-def _on_axis(param: DistributedParameter, everyone: Sequence[States]) -> list[States]:
-    """The states held by the ranks over which the parameter is sharded."""
-    return [everyone[rank] for rank in param.storage_of.axis.ranks]
-
-
 def _misfit(index: int, param: DistributedParameter, everyone: Sequence[States]) -> str:
     """Why the states of a parameter cannot be used; empty if they can."""
     if not param.storage_of.is_here:
         return ""
     whole, part = param._tp_original_shape, param._original_shape.numel()
-    states = [found.get(index, {}) for found in _on_axis(param, everyone)]
-    for name in {
-        name: None for state in states for name, value in state.items() if isinstance(value, Held)
-    }:
-        held = [state.get(name, NOTHING) for state in states]
-        for one in held:
+    states = [everyone[rank].get(index, {}) for rank in param.storage_of.axis.ranks]
+    for name in dict.fromkeys(
+        name for state in states for name, value in state.items() if isinstance(value, FileState)
+    ):
+        found = [state.get(name, NOTHING) for state in states]
+        for one in found:
             if len(one.shape) > 1 and one.shape != tuple(whole):
                 return (
                     f"optimizer state {name!r} of parameter {index} has shape "
                     f"{one.shape}, the parameter {tuple(whole)}: the state "
                     "belongs to another model."
                 )
-        sizes = [one.numel for one in held]
+        sizes = [one.numel for one in found]
         if sum(sizes) != part and set(sizes) != {whole.numel()}:
             return (
                 f"optimizer state {name!r} of parameter {index} has {sizes} elements "
@@ -136,75 +201,41 @@ def _misfit(index: int, param: DistributedParameter, everyone: Sequence[States])
 
 
 def _local_state(
-    param: DistributedParameter, own: dict[str, Any], held: Sequence[dict[str, Any]]
+    param: DistributedParameter, own: dict[str, Any], found: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The state of one parameter on this rank; `held` is that of each rank of its axis."""
+    """The state of one parameter on this rank.
+
+    Args:
+        own: this rank's.
+        found: the outline of what each rank of the parameter's axis has.
+    """
+    storage, slot, out = param.storage_of, param.index_in_storage, dict[str, Any]()
     # A rank with no elements of a parameter may have no state of it, not even the step count.
-    described = {name: value for state in reversed(held) for name, value in state.items()}
-    out: dict[str, Any] = {}
-    for name, value in described.items():
-        if isinstance(value, Held):
-            ranks = [state.get(name, NOTHING) for state in held]
-            values = _own_slice(
-                param,
-                own.get(name, torch.empty(0, dtype=value.dtype, device="cpu")),
-                ranks,
-                value.dtype,
-            )
-            out[name] = Sharded(values, param.cut)
-        else:
+    outline = {name: value for state in reversed(found) for name, value in state.items()}
+    for name, value in outline.items():
+        if not isinstance(value, FileState):
             out[name] = own.get(name, value)
+            continue
+        mine = own.get(name, torch.empty(0, dtype=value.dtype, device="cpu"))
+        sizes = [state.get(name, NOTHING).numel for state in found]
+        if not storage.is_here:
+            mine = mine.reshape(-1)[:0]
+        elif sizes == [storage.layout.piece(slot, at).numel for at in range(storage.axis.size)]:
+            mine = mine.reshape(-1)
+        elif set(sizes) == {param._tp_original_shape.numel()}:
+            mine = storage.slice_of_whole(slot, mine.reshape(param._tp_original_shape))
+        else:
+            padded = torch.zeros(max(sizes), dtype=value.dtype, device="cpu")
+            padded[: mine.numel()] = mine.reshape(-1)
+            # Sent as bytes: not every backend supports every dtype.
+            sent = collectives.all_gather(padded.view(torch.uint8), storage.axis)
+            rows = sent.view(value.dtype).view(len(sizes), -1)
+            whole = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+            mine = storage.slice_of(slot, whole)
+        out[name] = Sharded(mine, param.cut)
     return out
 
 
-def _own_slice(
-    param: DistributedParameter, value: torch.Tensor, held: Sequence[Held], dtype: torch.dtype
-) -> torch.Tensor:
-    """This rank's 1-D slice of one state, of which its file holds `value`."""
-    storage, slot = param.storage_of, param.index_in_storage
-    if not storage.is_here:
-        return value.reshape(-1)[:0]
-    sizes = [one.numel for one in held]
-    if sizes == [storage.layout.piece(slot, place).numel for place in range(storage.axis.size)]:
-        return value.reshape(-1)
-    if set(sizes) == {param._tp_original_shape.numel()}:
-        return storage.slice_of_whole(slot, value.reshape(param._tp_original_shape))
-    padded = torch.zeros(max(sizes), dtype=dtype, device="cpu")
-    padded[: value.numel()] = value.reshape(-1)
-    # Sent as bytes: not every backend supports every dtype.
-    rows = (
-        collectives.all_gather(padded.view(torch.uint8), storage.axis)
-        .view(dtype)
-        .view(len(sizes), -1)
-    )
-    return storage.slice_of(
-        slot, torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-    )
-
-
-def _settings(saved: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in saved["param_groups"]
-    ]
-
-
-def _wrong_groups(groups: list[dict[str, Any]], saved: Any) -> str | None:
-    """Why the saved groups do not match the optimizer's, or None."""
-    if not isinstance(saved, dict) or not {"state", "param_groups"} <= set(saved):
-        return "this is no optimizer state: expected a dict with 'state' and 'param_groups'."
-    ours, theirs = (
-        [len(group["params"]) for group in groups],
-        [len(group["params"]) for group in saved["param_groups"]],
-    )
-    if ours != theirs:
-        return (
-            f"the saved optimizer has groups of {theirs} parameters, this one of "
-            f"{ours}: make the optimizer with the same groups."
-        )
-    return None
-
-
-def _raise_first(errors: Sequence[str]) -> None:
-    if errors:
-        raise CheckpointError(errors[0])
+def _raise_first(*errors: str) -> None:
+    for error in filter(None, errors):
+        raise CheckpointError(error)

@@ -1,15 +1,22 @@
-"""Whether a state that a file has held is one of an optimizer or a manager at all."""
+"""Whether what a file has held is a state of an optimizer or a manager, and the same on all ranks.
+
+All is looked at before anything is changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from bmtrain.distributed import collectives
-from bmtrain.distributed.agreement import agree
+from bmtrain.distributed.agreement import agree, are_near, look
 from bmtrain.errors import CheckpointError
-from bmtrain.optim.alike import described
 from bmtrain.runtime import world
+from bmtrain.shard.parameter import DistributedParameter
 
 # In the state of a manager, beside optimizers' states, which may be slices.
 OF_ALL_RANKS = (
@@ -17,7 +24,9 @@ OF_ALL_RANKS = (
     *("num_steps", "num_skipped"),
 )
 MOMENTS = {"exp_avg", "exp_avg_sq"}
-SAVED = "expected what state_dict() returned"
+# Elements of a whole tensor that are compared exactly: so many consecutive ones at so many places.
+# The whole state of a large model is more than a CPU can look at in the time of reading it.
+PLACES, LENGTH = 64, 4096
 
 
 def check_manager_state(state: Any, schedules: Sequence[Any]) -> None:
@@ -35,9 +44,8 @@ def check_manager_state(state: Any, schedules: Sequence[Any]) -> None:
     everyone = collectives.gather_objects(
         rest, world.current("load_state_dict").mesh.world, "OptimManager.load_state_dict"
     )
-    for other in everyone:
-        if other != everyone[0]:
-            name = next(name for name in OF_ALL_RANKS if other[name] != everyone[0][name])
+    for name in OF_ALL_RANKS:
+        if len({other[name] for other in everyone}) > 1:
             raise CheckpointError(
                 f"load_state_dict got {name!r} that differs between ranks: give all of them the "
                 "same state, that of one file for example."
@@ -94,8 +102,9 @@ def check_masters(foreign: Sequence[int]) -> None:
 
 
 def _agree(problem: str | None) -> None:
-    text = None if problem is None else f"load_state_dict got {problem}: {SAVED}."
-    agree(text, world.current("load_state_dict").mesh.world, kind=CheckpointError)
+    if problem is not None:
+        problem = f"load_state_dict got {problem}: expected what state_dict() returned."
+    agree(problem, world.current("load_state_dict").mesh.world, kind=CheckpointError)
 
 
 def problem_of_schedules(saved: Sequence[Any], schedules: Sequence[Any]) -> str | None:
@@ -120,18 +129,19 @@ def problem_of_schedules(saved: Sequence[Any], schedules: Sequence[Any]) -> str 
                 f"would begin at 0. To have that, or to begin at a step of your own, set {name} "
                 "of the manager to None, load, then put the schedule there"
             )
-        if state is not None and _settings(state) != _settings(own.state_dict()):
-            return (
-                f"the state of another schedule for optimizer {number}, with "
-                f"{', '.join(sorted(_settings(state)))}; {type(own).__name__} has "
-                f"{', '.join(sorted(_settings(own.state_dict())))}"
+        if state is not None:
+            # but for names that not all versions of torch have
+            before, now = (
+                {str(key) for key in each if not str(key).startswith("_")} - {"verbose"}
+                for each in (state, own.state_dict())
             )
+            if before != now:
+                return (
+                    f"the state of another schedule for optimizer {number}, with "
+                    f"{', '.join(sorted(before))}; {type(own).__name__} has "
+                    f"{', '.join(sorted(now))}"
+                )
     return None
-
-
-def _settings(state: Mapping[Any, Any]) -> set[str]:
-    """Names in a schedule's state, but for those that not all versions of torch have."""
-    return {str(name) for name in state if not str(name).startswith("_")} - {"verbose"}
 
 
 def _problem_of_manager(state: Any, schedules: Sequence[Any]) -> str | None:
@@ -145,32 +155,25 @@ def _problem_of_manager(state: Any, schedules: Sequence[Any]) -> str | None:
                 f"a state that has {len(state[name])} {name}, this manager {len(schedules)}; add "
                 "the same ones first"
             )
-    problems = [
-        *map(_problem_of_optimizer, state["optimizers"]),
-        problem_of_schedules(state["lr_schedulers"], schedules),
-        _problem_of_counts(state),
-        _problem_of_scale(state),
-    ]
-    return next((problem for problem in problems if problem is not None), None)
+    problems = [_problem_of_numbers(state), *map(_problem_of_optimizer, state["optimizers"])]
+    problems.append(problem_of_schedules(state["lr_schedulers"], schedules))
+    return next(filter(None, problems), None)
 
 
-def _problem_of_counts(state: Mapping[str, Any]) -> str | None:
+def _problem_of_numbers(state: Mapping[str, Any]) -> str | None:
+    """Of counts, and of the loss scale: a number, as BMTrain has it, or a LossScale's state."""
     for name in ("num_steps", "num_skipped"):
-        if not _is_count(state.get(name, 0)):
-            return f"{name}={state[name]!r}"
-    return None
-
-
-def _problem_of_scale(state: Mapping[str, Any]) -> str | None:
-    """A scale is a number, as BMTrain has it, or what LossScale.state_dict returns."""
+        count = state.get(name, 0)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            return f"{name}={count!r}"
     for name in ("loss_scale", "loss_scale_state"):
         saved = state.get(name)
         if isinstance(saved, Mapping) and set(saved) != {"value", "good_steps"}:
             return f"a {name} of {sorted(map(str, saved))}"
-        values = saved.values() if isinstance(saved, Mapping) else [saved]
-        wrong = [value for value in values if not (value is None or _is_positive(value))]
-        if wrong:
-            return f"a {name} of {wrong[0]!r}"
+        for value in saved.values() if isinstance(saved, Mapping) else [saved]:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 <= value < 2**200):
+                return f"a {name} of {value!r}"
     return None
 
 
@@ -178,7 +181,10 @@ def _problem_of_optimizer(state: Any) -> str | None:
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         return f"no optimizer state but a {type(state).__name__} without 'state' and 'param_groups'"
     groups, states = state["param_groups"], state["state"]
-    if not isinstance(groups, list | tuple) or not all(map(_is_group, groups)):
+    if not isinstance(groups, list | tuple) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
+        for group in groups
+    ):
         return "param_groups that are no dicts with lists of 'params'"
     if not isinstance(states, Mapping):
         return f"a {type(states).__name__} as the states of parameters"
@@ -188,13 +194,105 @@ def _problem_of_optimizer(state: Any) -> str | None:
     return None
 
 
-def _is_group(group: Any) -> bool:
-    return isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
+@dataclasses.dataclass(frozen=True)
+class FileState:
+    """What one rank's file holds of an element-wise state.
+
+    Attributes:
+        shape, dtype: of it.
+        digest: of a whole tensor of a sharded parameter, the same on all ranks bit by bit.
+        figures: of the tensor of an ordinary parameter, whose replicas may differ by rounding.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    digest: int | None = None
+    figures: tuple[float, float, float] | None = None
+
+    @classmethod
+    def of(cls, value: torch.Tensor, param: torch.nn.Parameter) -> FileState:
+        """Of a state of this parameter."""
+        shape, dtype = tuple(value.shape), value.dtype
+        if not isinstance(param, DistributedParameter):
+            return cls(shape, dtype, figures=look(value))
+        is_whole = value.numel() == param._tp_original_shape.numel()
+        return cls(shape, dtype, digest=_digest(value) if is_whole else None)
+
+    @property
+    def numel(self) -> int:
+        """Elements of it."""
+        return torch.Size(self.shape).numel()
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _digest(x: torch.Tensor) -> int:
+    flat = x.detach().reshape(-1)
+    if flat.numel() > PLACES * LENGTH:
+        step = flat.numel() // PLACES
+        flat = flat[: step * PLACES].view(PLACES, step)[:, -LENGTH:].reshape(-1)
+    return zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**200
+def difference(params: Sequence[torch.nn.Parameter], everyone: Sequence[Mapping[int, Any]]) -> str:
+    """Which states ranks have been given differently; empty if none.
+
+    Args:
+        everyone: for each rank its states by the parameter's index, with `FileState` in the place
+            of element-wise tensors. Those of a sharded parameter are all whole, or slices, which
+            differ; a rank that has no elements of it may have any step count, and none of a
+            parameter of another stage.
+    """
+    for index, param in enumerate(params):
+        states = [found.get(index, {}) for found in everyone]
+        if isinstance(param, DistributedParameter):
+            if param.storage_of.placement.stage is not None:
+                states = [state for state in states if state]
+            with_elements = [
+                state
+                for state in states
+                if any(isinstance(x, FileState) and x.numel for x in state.values())
+            ]
+            states = with_elements or states
+        for name in dict.fromkeys(name for state in states for name in state):
+            values = [state.get(name) for state in states]
+            if any(not _is_same(values[0], value) for value in values[1:]):
+                return (
+                    f"optimizer state {name!r} of parameter {index} differs between ranks: give "
+                    "all of them the same, one file for example."
+                )
+    return ""
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, FileState) and isinstance(other, FileState):
+        if one.figures is not None and other.figures is not None:
+            return one.shape == other.shape and are_near(one.figures, other.figures, one.dtype)
+        return one.digest == other.digest
+    return type(one) is type(other) and described(one) == described(other)
+
+
+def described(state: Any) -> str:
+    """Numbers, texts and tensors of a state, in containers: the same text for the same values.
+
+    Other objects, a schedule's functions for example, count by their type.
+    """
+    return "".join(_described(state))
+
+
+def _described(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            yield f"{key!r}:"
+            yield from _described(value[key])
+            yield ","
+    elif isinstance(value, list | tuple):
+        yield "["
+        for member in value:
+            yield from _described(member)
+            yield ","
+        yield "]"
+    elif isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)} {_digest(value)}"
+    elif isinstance(value, bool | int | float | str | bytes | None):
+        yield repr(value)
+    else:
+        yield type(value).__name__
