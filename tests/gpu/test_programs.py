@@ -68,7 +68,7 @@ def drawn_on_the_cpu(program: Callable[..., Any], *args: Any) -> Any:
         return program(*args)
 
 
-def with_its_data(program: Callable[[], Any]) -> Any:
+def with_its_data(program: Callable[[], object]) -> Any:
     """The program with the tensors of its module on the GPU."""
     names = vars(sys.modules[program.__module__])
     before = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
@@ -106,13 +106,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
 )
 def test_inspection(program: Callable[[], None]) -> None:
     """Uncompiled: autograd's thread, in which torch's checkpoint runs a block again, has no mode."""
-    run_on_gpus(program, SIZE, init={"compile": False})
+    run_on_gpus(functools.partial(with_its_data, program), SIZE, init={"compile": False})
 
 
 @ON_TWO
 def test_inspection_of_parallel_models() -> None:
-    run_on_gpus(test_inspect.tensor_parallel_parameters, SIZE, init={"tp_size": 2})
-    run_on_gpus(test_inspect.pipelined_list, SIZE, init={"pipe_size": 2})
+    for program, init in (
+        (test_inspect.tensor_parallel_parameters, {"tp_size": 2}),
+        (test_inspect.pipelined_list, {"pipe_size": 2}),
+    ):
+        run_on_gpus(functools.partial(with_its_data, program), SIZE, init=init)
 
 
 # Rows of test_optim's table, in the 0.1.x API.

@@ -321,8 +321,8 @@ class Block(DistributedModule):
             view.requires_grad_(flag)
         named = itertools.chain(enumerate(args), kwargs.items())
         begun = self._host_state.begin(named, self._context.device)
-        trials = Trials(self._inner, invocation.runner, self._host_state)
-        with self._bound(invocation, views), begun.restored():
+        trials = Trials(self._inner, invocation.runner, self._host_state, begun)
+        with self._bound(invocation, views):
             return measure(trials, levels, views, args, kwargs)
 
     def _is_repeatable(self, invocation: Invocation) -> bool | None:

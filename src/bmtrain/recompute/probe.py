@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from bmtrain.recompute.host_state import HostState
+from bmtrain.recompute.host_state import Begun, HostState
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Memory, Uncounted, memory_of
 from bmtrain.recompute.offload import Host, is_movable
@@ -32,10 +32,14 @@ class Trials:
         module: its parameters are leaves outside of the graph.
         runner: runs it.
         state: what its calls read.
+        begun: in which each run begins; what a run changes, a cache among its arguments for
+            example, is put back.
     """
 
-    def __init__(self, module: torch.nn.Module, runner: Runner, state: HostState) -> None:
-        self._module, self._runner, self._state = module, runner, state
+    def __init__(
+        self, module: torch.nn.Module, runner: Runner, state: HostState, begun: Begun
+    ) -> None:
+        self._module, self._runner, self._state, self.begun = module, runner, state, begun
 
     def run(self, level: Level, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
         """The output at a level, and kept bytes that autograd does not see."""
@@ -72,7 +76,7 @@ def measure(
     Random generators are restored: the program draws the same numbers as without it.
 
     Args:
-        runs: runs the block; the caller restores what it changes.
+        runs: runs the block.
         params: its full parameters, leaves. Their gradients are computed and dropped.
         args, kwargs: of the block. Tensors in them are detached and shared.
 
@@ -84,7 +88,8 @@ def measure(
     for level in [level for level in levels if level is not Level.OFFLOADED]:
         with torch.random.fork_rng(devices), contextlib.suppress(SeveralGraphsError):
             run = functools.partial(runs.run, level)
-            options[level] = _measure(functools.partial(_once, run, params, args, kwargs, memory))
+            once = functools.partial(_once, run, params, args, kwargs, memory)
+            options[level] = _measure(once, runs.begun)
     moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
     if Level.OFFLOADED in levels and Level.BLOCK in options and moved:
         options[Level.OFFLOADED] = _offloaded(options[Level.BLOCK], moved, current.service(Host))
@@ -96,8 +101,12 @@ def unmeasured() -> dict[Level, Option]:
     return {Level.BLOCK: Option(0, 0, 0.0)}
 
 
-def _measure(once: Callable[[], Option]) -> Option:
-    _, *timed = [once() for _ in range(_NUM_RUNS)]
+def _measure(once: Callable[[], Option], begun: Begun) -> Option:
+    found = []
+    for _ in range(_NUM_RUNS):
+        with begun.restored():
+            found.append(once())
+    timed = found[1:]
     return dataclasses.replace(timed[-1], seconds=min(option.seconds for option in timed))
 
 
