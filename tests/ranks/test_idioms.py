@@ -9,6 +9,7 @@ import copy
 import functools
 import io
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -487,6 +488,74 @@ def one_rank_writes_by_message(run: Run) -> Tensors:
         except ValueError as error:  # torch 2.8 first asks whether a rank sends to itself
             raise ParameterError(str(error)) from error
     return run.state()
+
+
+def by_hand(param: Any) -> None:
+    param.grad = torch.zeros(param.shape, dtype=param.dtype)
+
+
+def by_descriptor(param: Any) -> None:
+    torch.Tensor.grad.__set__(param, torch.zeros(param.shape, dtype=param.dtype))  # type: ignore[attr-defined]
+
+
+def by_other_name(param: Any) -> None:
+    param._grad = torch.zeros(param.shape, dtype=param.dtype)
+
+
+def apart(param: Any) -> None:
+    gradient = param.grad
+    param.grad = None
+    gradient.detach_().mul_(0.5)
+    param.grad = gradient
+
+
+CLEARING: Sequence[Callable[[Any], object]] = (
+    lambda param: param.grad.detach_().zero_(),
+    lambda param: param.grad.data.zero_(),
+    lambda param: param.grad.requires_grad_(False).fill_(0),
+    lambda param: setattr(param, "_grad", None),
+    lambda param: delattr(param, "grad"),
+    lambda param: param.grad.detach().mul_(0.5),
+    lambda param: param.grad.__setitem__(..., 0),
+    by_hand,
+    by_descriptor,
+    by_other_name,
+    apart,
+)
+
+
+@idiom
+def cleared_by_hand(run: Run) -> Tensors:
+    """As programs did before `zero_grad` had an argument, and in all other ways."""
+    found = {}
+    for number, clear in enumerate(CLEARING):
+        optimizer = torch.optim.SGD(run.params, lr=0.1, momentum=0.9)
+        for _ in range(2):
+            for param in run.params:
+                if param.grad is not None:
+                    clear(param)
+            run.back()
+            optimizer.step()
+        found.update({f"{number} {name}": x for name, x in {**run.state(), **run.grads()}.items()})
+    return found
+
+
+@idiom
+def detached_teacher(run: Run) -> Tensors:
+    """As mean teachers and the package ema-pytorch have it."""
+    teacher = copy.deepcopy(run.model)
+    for param in teacher.parameters():
+        param.detach_()
+    assert not any(param.requires_grad for param in teacher.parameters())
+    optimizer = torch.optim.AdamW(run.params)
+    for _ in range(2):
+        run.steps(optimizer)
+        for mean, param in zip(teacher.parameters(), run.params, strict=True):
+            mean.lerp_(param.data, 0.1)
+        run.back((teacher(batch()) - run.out()).square().sum())
+    run.matrix.detach_()
+    run.steps(optimizer)
+    return {**run.state(), **{f"mean {k}": whole(v) for k, v in teacher.state_dict().items()}}
 
 
 @refused

@@ -46,6 +46,7 @@ ABOUT = frozenset(
         "__len__",
         "can_cast",
         "dense_dim",
+        "detach_",
         "dim",
         "dim_order",
         "element_size",

@@ -25,9 +25,10 @@ from bmtrain.shard.slices import Slices, without_memory
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unreadable import Unreadable
 from bmtrain.shard.unshard import Use
+from bmtrain.torch_internals import plain_functions
 
 Initializer = Callable[[torch.Tensor], object]
-_NATIVE_GRAD: Any = torch.Tensor.grad  # torch's descriptor
+_NATIVE_GRADS: Any = (torch.Tensor.grad, torch.Tensor._grad)  # torch's descriptors
 
 
 class _Masks:
@@ -264,6 +265,12 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             )
         self.shown_grad = cut_like(value, self)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    _grad = grad  # torch's other name of it
+
     def _clear_gradient(self) -> None:
         # Else a pass that has raised would take back what is cleared here.
         self._storage.engine.backward.abandon_if_dead()
@@ -425,6 +432,10 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     ) -> Any:
         if func is torch.autograd.grad:
             return gradients(*args, **(kwargs or {}))
+        owner = getattr(func, "__self__", None)
+        if any(owner is native for native in _NATIVE_GRADS) and isinstance(args[0], cls):
+            # torch's descriptor, called by its name: not the gradient that programs see
+            return getattr(vars(DistributedParameter)["grad"], func.__name__)(*args)
         return run(func, args, kwargs or {})
 
     def _expect_whole_gradients(self) -> None:
@@ -501,7 +512,8 @@ class _LocalOfParameter(torch.autograd.Function):
 
 
 def _forget_native_gradient(param: torch.Tensor) -> None:
-    _NATIVE_GRAD.__set__(param, None)  # the zeros that `collect` returned
+    with plain_functions():
+        torch.Tensor.grad.__set__(param, None)  # the zeros that `collect` returned
 
 
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
