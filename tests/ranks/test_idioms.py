@@ -524,6 +524,27 @@ CLEARING: Sequence[Callable[[Any], object]] = (
 )
 
 
+@torch.library.custom_op("bmtrain_tests::clip", mutates_args=())
+def clip(x: torch.Tensor, most: float) -> torch.Tensor:
+    """By the norm of the whole tensor; torch's function of this name is element-wise."""
+    return x * min(1.0, most / float(x.norm()))
+
+
+def norm(x: torch.Tensor) -> Any:
+    """A function of a program that asks its arguments first, as torch's do."""
+    if torch.overrides.has_torch_function((x,)):
+        return torch.overrides.handle_torch_function(norm, (x,), x)
+    return x.abs().cumsum(0)[-1]
+
+
+@idiom
+def named_as_functions_of_torch(run: Run) -> Tensors:
+    clipping: Any = torch.ops.bmtrain_tests.clip
+    with torch.no_grad():
+        first, second = clipping(run.matrix, 0.5), clipping.default(run.matrix, 0.5)
+        return {"a": first, "b": second, "c": clip(run.matrix, 0.5), "d": norm(run.matrix)}
+
+
 @idiom
 def cleared_by_hand(run: Run) -> Tensors:
     """As programs did before `zero_grad` had an argument, and in all other ways."""
@@ -613,3 +634,32 @@ def as_on_a_gpu() -> None:
 
 def test_scripts_outside_of_blocks_are_refused_where_they_are_fused() -> None:
     run_ranks(as_on_a_gpu, 2)
+
+
+def handed_over() -> None:
+    """Whole values under DTensor's name: of parameters, gradients and states of optimizers."""
+    for shard in SHARDED:
+        expected, run = Run(), Run(shard)
+        states: dict[Run, list[Any]] = {}
+        for each in (expected, run):
+            optimizer = torch.optim.AdamW(each.params)
+            each.steps(optimizer)
+            states[each] = [optimizer.state[param]["exp_avg"] for param in each.params]
+        for want, param, first, state in zip(
+            expected.params, run.params, states[expected], states[run], strict=True
+        ):
+            pairs = ((want, param), (want.grad, param.grad), (first, state))
+            for whole_one, own in pairs:
+                full = own.full_tensor()
+                assert type(full) is torch.Tensor and not full.requires_grad
+                raw = full.detach().contiguous().view(-1).view(torch.uint8)
+                torch.testing.assert_close(
+                    raw.view(full.dtype).view(full.shape), whole_one.detach()
+                )
+            before = param.full_tensor()
+            before.zero_()  # a copy
+            assert param.full_tensor().any()
+
+
+def test_whole_values_are_handed_over() -> None:
+    run_ranks(handed_over, 2)

@@ -39,12 +39,16 @@ def masks(init: dict[str, Any], seed: int | None = None) -> tuple[Any, list[bool
     before = torch.rand(2).tolist()
     first, second = mask_of(model.train()), mask_of(model)
     assert first != second
+    weight = plain[0].weight
+    with torch.no_grad():
+        weight.add_(torch.randn_like(weight))  # the same noise on all ranks
+    noisy = bmt.gather_result(weight).tolist()
     if seed is None and bmt.world_size() > 1:  # on a CPU models are drawn from what masks are
         with pytest.raises(RanksPartedError, match=r"torch\.manual_seed"):
             bmt.Block(nn.Linear(6, 4))
     torch.manual_seed(1)
     bmt.Block(nn.Linear(6, 4))
-    return (before, random.random(), float(numpy.random.rand())), first
+    return (before, random.random(), float(numpy.random.rand()), noisy), first
 
 
 def test_data_parallel_ranks_draw_their_own_masks() -> None:

@@ -108,6 +108,11 @@ RANDOM = frozenset(
     ]
 )
 
+#: They return random numbers.
+DRAWN = frozenset(
+    ["bernoulli", "multinomial", "normal", "poisson", "rand_like", "randint_like", "randn_like"]
+)
+
 #: They need memory that holds the whole tensor, which no rank has.
 OF_MEMORY = frozenset(
     [
