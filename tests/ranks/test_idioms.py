@@ -663,3 +663,40 @@ def handed_over() -> None:
 
 def test_whole_values_are_handed_over() -> None:
     run_ranks(handed_over, 2)
+
+
+class Reading(torch.utils.data.Dataset[float]):
+    """A data set that looks at the model, as a normaliser may."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.param = param
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.param.detach().sum()) + index
+
+
+def elsewhere() -> None:
+    """In a file of the model itself, and in a worker that is forked. The run goes on."""
+    for shard in SHARDED:
+        run = Run(shard)
+        for pickled in (run.model, run.model[0]):
+            with pytest.raises(ParameterError, match=r"bmtrain\.save|state_dict"):
+                torch.save(pickled, io.BytesIO())
+        loader = torch.utils.data.DataLoader(
+            Reading(run.matrix), num_workers=1, multiprocessing_context="fork"
+        )
+        with pytest.raises(ParameterError, match="forked process"):
+            list(loader)
+        assert len(list(torch.utils.data.DataLoader(Reading(run.matrix)))) == 2
+        copied = copy.deepcopy(run.model)
+        run.back()
+        copied(batch()).square().mean().backward()
+        for param, other in zip(run.params, copied.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad.full_tensor() / 2)
+
+
+def test_models_and_parameters_stay_in_their_process() -> None:
+    run_ranks(elsewhere, 2)
