@@ -305,6 +305,17 @@ def end_allocation(device_index: int, pool: Any) -> None:
     torch._C._cuda_endAllocateToPool(device_index, pool)
 
 
+def is_of_torch(function: Any) -> bool:
+    """Whether `function` is torch's own, which its name tells.
+
+    An operator or a function of a program may bear the name of one.
+    """
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return f"{function}".startswith(("aten.", "prims."))
+    module = getattr(function, "__module__", None)
+    return module is None or f"{module}.".startswith("torch.")
+
+
 def is_collective(function: Any) -> bool:
     """Whether `function` is one of torch.distributed's, whose writes no version counter records."""
     return getattr(function, "namespace", "") == "c10d" or getattr(

@@ -9,6 +9,7 @@ import copy
 import functools
 import io
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -489,6 +490,95 @@ def one_rank_writes_by_message(run: Run) -> Tensors:
     return run.state()
 
 
+def by_hand(param: Any) -> None:
+    param.grad = torch.zeros(param.shape, dtype=param.dtype)
+
+
+def by_descriptor(param: Any) -> None:
+    torch.Tensor.grad.__set__(param, torch.zeros(param.shape, dtype=param.dtype))  # type: ignore[attr-defined]
+
+
+def by_other_name(param: Any) -> None:
+    param._grad = torch.zeros(param.shape, dtype=param.dtype)
+
+
+def apart(param: Any) -> None:
+    gradient = param.grad
+    param.grad = None
+    gradient.detach_().mul_(0.5)
+    param.grad = gradient
+
+
+CLEARING: Sequence[Callable[[Any], object]] = (
+    lambda param: param.grad.detach_().zero_(),
+    lambda param: param.grad.data.zero_(),
+    lambda param: param.grad.requires_grad_(False).fill_(0),
+    lambda param: setattr(param, "_grad", None),
+    lambda param: delattr(param, "grad"),
+    lambda param: param.grad.detach().mul_(0.5),
+    lambda param: param.grad.__setitem__(..., 0),
+    by_hand,
+    by_descriptor,
+    by_other_name,
+    apart,
+)
+
+
+@torch.library.custom_op("bmtrain_tests::clip", mutates_args=())
+def clip(x: torch.Tensor, most: float) -> torch.Tensor:
+    """By the norm of the whole tensor; torch's function of this name is element-wise."""
+    return x * min(1.0, most / float(x.norm()))
+
+
+def norm(x: torch.Tensor) -> Any:
+    """A function of a program that asks its arguments first, as torch's do."""
+    if torch.overrides.has_torch_function((x,)):
+        return torch.overrides.handle_torch_function(norm, (x,), x)
+    return x.abs().cumsum(0)[-1]
+
+
+@idiom
+def named_as_functions_of_torch(run: Run) -> Tensors:
+    clipping: Any = torch.ops.bmtrain_tests.clip
+    with torch.no_grad():
+        first, second = clipping(run.matrix, 0.5), clipping.default(run.matrix, 0.5)
+        return {"a": first, "b": second, "c": clip(run.matrix, 0.5), "d": norm(run.matrix)}
+
+
+@idiom
+def cleared_by_hand(run: Run) -> Tensors:
+    """As programs did before `zero_grad` had an argument, and in all other ways."""
+    found = {}
+    for number, clear in enumerate(CLEARING):
+        optimizer = torch.optim.SGD(run.params, lr=0.1, momentum=0.9)
+        for _ in range(2):
+            for param in run.params:
+                if param.grad is not None:
+                    clear(param)
+            run.back()
+            optimizer.step()
+        found.update({f"{number} {name}": x for name, x in {**run.state(), **run.grads()}.items()})
+    return found
+
+
+@idiom
+def detached_teacher(run: Run) -> Tensors:
+    """As mean teachers and the package ema-pytorch have it."""
+    teacher = copy.deepcopy(run.model)
+    for param in teacher.parameters():
+        param.detach_()
+    assert not any(param.requires_grad for param in teacher.parameters())
+    optimizer = torch.optim.AdamW(run.params)
+    for _ in range(2):
+        run.steps(optimizer)
+        for mean, param in zip(teacher.parameters(), run.params, strict=True):
+            mean.lerp_(param.data, 0.1)
+        run.back((teacher(batch()) - run.out()).square().sum())
+    run.matrix.detach_()
+    run.steps(optimizer)
+    return {**run.state(), **{f"mean {k}": whole(v) for k, v in teacher.state_dict().items()}}
+
+
 @refused
 def rows_by_vmap(run: Run) -> Tensors:
     return {"out": torch.func.vmap(run.model)(batch()).detach()}
@@ -544,3 +634,69 @@ def as_on_a_gpu() -> None:
 
 def test_scripts_outside_of_blocks_are_refused_where_they_are_fused() -> None:
     run_ranks(as_on_a_gpu, 2)
+
+
+def handed_over() -> None:
+    """Whole values under DTensor's name: of parameters, gradients and states of optimizers."""
+    for shard in SHARDED:
+        expected, run = Run(), Run(shard)
+        states: dict[Run, list[Any]] = {}
+        for each in (expected, run):
+            optimizer = torch.optim.AdamW(each.params)
+            each.steps(optimizer)
+            states[each] = [optimizer.state[param]["exp_avg"] for param in each.params]
+        for want, param, first, state in zip(
+            expected.params, run.params, states[expected], states[run], strict=True
+        ):
+            pairs = ((want, param), (want.grad, param.grad), (first, state))
+            for whole_one, own in pairs:
+                full = own.full_tensor()
+                assert type(full) is torch.Tensor and not full.requires_grad
+                raw = full.detach().contiguous().view(-1).view(torch.uint8)
+                torch.testing.assert_close(
+                    raw.view(full.dtype).view(full.shape), whole_one.detach()
+                )
+            before = param.full_tensor()
+            before.zero_()  # a copy
+            assert param.full_tensor().any()
+
+
+def test_whole_values_are_handed_over() -> None:
+    run_ranks(handed_over, 2)
+
+
+class Reading(torch.utils.data.Dataset[float]):
+    """A data set that looks at the model, as a normaliser may."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.param = param
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.param.detach().sum()) + index
+
+
+def elsewhere() -> None:
+    """In a file of the model itself, and in a worker that is forked. The run goes on."""
+    for shard in SHARDED:
+        run = Run(shard)
+        for pickled in (run.model, run.model[0]):
+            with pytest.raises(ParameterError, match=r"bmtrain\.save|state_dict"):
+                torch.save(pickled, io.BytesIO())
+        loader = torch.utils.data.DataLoader(
+            Reading(run.matrix), num_workers=1, multiprocessing_context="fork"
+        )
+        with pytest.raises(ParameterError, match="forked process"):
+            list(loader)
+        assert len(list(torch.utils.data.DataLoader(Reading(run.matrix)))) == 2
+        copied = copy.deepcopy(run.model)
+        run.back()
+        copied(batch()).square().mean().backward()
+        for param, other in zip(run.params, copied.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad.full_tensor() / 2)
+
+
+def test_models_and_parameters_stay_in_their_process() -> None:
+    run_ranks(elsewhere, 2)

@@ -124,3 +124,26 @@ def by_old_calls() -> None:
 @pytest.mark.parametrize("program", [growing, shrinking, by_old_calls])
 def test_scales_do_not_show(program: Callable[[], None]) -> None:
     run_ranks(program, 2)
+
+
+def set_by_hand() -> None:
+    """Gradients that were there before the manager's first step carry its scale, and no other."""
+    for dtype, scale in ((torch.float32, None), (torch.float32, 4.0), (torch.float16, 4.0)):
+        values, grads = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.5, -0.25, 0.0078125])
+        want, param = nn.Parameter(values.clone()), nn.Parameter(values.to(dtype))
+        plain = torch.optim.Adam([want], lr=1.0)
+        optimizer = bmt.optim.AdamOptimizer([param], lr=1.0)
+        param.grad = grads.to(dtype) * (scale or 1.0)
+        manager = bmt.optim.OptimManager(loss_scale=scale)
+        manager.add_optimizer(optimizer)
+        for factor in (1.0, -0.5):
+            want.grad = grads * factor
+            plain.step()
+            param.grad = grads.to(dtype) * (factor * manager.loss_scale)
+            manager.step()
+            manager.zero_grad()
+        torch.testing.assert_close(param.detach().float(), want.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_no_scale_is_applied_to_gradients_set_by_hand() -> None:
+    run_ranks(set_by_hand, 2)

@@ -221,6 +221,26 @@ class Block(DistributedModule):
                 raise
             return getattr(self._inner, name)
 
+    # A list or table of modules, as torch.nn.Sequential, is used as one by the module it is in.
+    def __getitem__(self, key: Any) -> Any:
+        inner: Any = self._inner
+        return inner[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        inner: Any = self._inner
+        return iter(inner)
+
+    def __len__(self) -> int:
+        inner: Any = self._inner
+        return len(inner)
+
+    def __contains__(self, item: object) -> bool:
+        inner: Any = self._inner
+        return item in inner
+
+    def __bool__(self) -> bool:
+        return bool(self._inner)  # True for a module without a length
+
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
         if name == "use_checkpoint":

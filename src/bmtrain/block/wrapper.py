@@ -8,7 +8,9 @@ import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
 from bmtrain.block.adopt import Converted, move_buffers, replace, stays_whole
+from bmtrain.block.batch_norm import share_statistics
 from bmtrain.block.block import Block
+from bmtrain.block.choices import chosen_lists
 from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models
 from bmtrain.block.shardable import check_shardable
 from bmtrain.block.stack import plan_gathers
@@ -30,8 +32,10 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "auto") -> Module:
     """Shard every parameter of any nn.Module, in place, and return it.
 
-    Members of every nn.ModuleList become Blocks, in order, and the gather of the next overlaps the
-    current one; other parameters are gathered when a module reads them. Buffers move to the rank's
+    Members of every nn.ModuleList that have a forward method become Blocks, in order, and the
+    gather of the next overlaps the current one; other parameters are gathered when a module reads
+    them. A module that calls some members of its lists and others not, by its rows, as a mixture of
+    experts does, becomes one Block instead (see block/choices.py). Buffers move to the rank's
     device. Ties and frozen parameters are kept. All modules keep their identity and pass
     `isinstance` of their classes. Call it on all ranks, on equal models. Call it again after adding
     modules: it shards those and changes nothing else.
@@ -154,6 +158,10 @@ class _Wrapping:
         # and reading attributes is what gathers parameters outside of blocks.
         if isinstance(module, torch.nn.RNNBase):
             return Block(module, use_checkpoint=False, compile=False)
+        share_statistics(module)
+        chosen = chosen_lists(module)
+        if chosen and not has_methods_of_whole_models(module):
+            return self._make_chooser(module, chosen)
         self.wrap_children(module)
         has_parameters = any(param is not None for param in module._parameters.values())
         if (has_parameters or has_methods_of_whole_models(module)) and not isinstance(
@@ -179,11 +187,11 @@ class _Wrapping:
             if member is None:
                 continue
             if id(member) not in self._done:
-                nested = isinstance(member, torch.nn.ModuleList | torch.nn.ModuleDict)
+                is_called = type(member).forward is not torch.nn.Module.forward
                 part = (
-                    self.wrap(member)
-                    if nested or isinstance(member, Block)
-                    else self._make_block(member)
+                    self._make_block(member)
+                    if is_called and not isinstance(member, Block)
+                    else self.wrap(member)
                 )
                 self._done[id(member)] = self._done[id(part)] = part
             members._modules[name] = self._done[id(member)]
@@ -192,6 +200,14 @@ class _Wrapping:
 
     def _make_block(self, member: torch.nn.Module) -> Block:
         return Block(member, use_checkpoint=self._use_checkpoint)
+
+    def _make_chooser(self, module: torch.nn.Module, chosen: frozenset[str]) -> Block:
+        """One Block with the members of the lists `chosen`; lists elsewhere below it are Blocks."""
+        for name, child in module._modules.items():
+            if child is not None and name not in chosen and _has_lists(child):
+                module._modules[name] = self.wrap(child)
+        has_blocks = any(isinstance(part, Block) for part in module.modules())
+        return Block(module, use_checkpoint=False if has_blocks else self._use_checkpoint)
 
     def _shard(self, module: torch.nn.Module) -> None:
         """Replace the module's own parameters by distributed ones and move its buffers."""
@@ -210,6 +226,10 @@ class _Wrapping:
                 new.storage_of.attach([new])
             module._parameters[name] = new
         move_buffers(module, self._world.device)
+
+
+def _has_lists(module: torch.nn.Module) -> bool:
+    return any(isinstance(part, torch.nn.ModuleList) for part in module.modules())
 
 
 def _unset_buffers(model: torch.nn.Module) -> list[str]:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from bmtrain.errors import RanksPartedError
+from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.watchdog import Line, named
 from bmtrain.runtime.world import World
@@ -124,6 +125,7 @@ class Ledger:
         self._lines: dict[tuple[int, ...], _Line] = {}
         self._parted: str | None = None
         self._refuse: Callable[[str], NoReturn] | None = None
+        self._process = os.getpid()
 
     @contextlib.contextmanager
     def sealed(self, refuse: Callable[[str], NoReturn]) -> Iterator[None]:
@@ -154,6 +156,12 @@ class Ledger:
         # What is traced or captured now runs later.
         if axis.size == 1 or torch.compiler.is_compiling() or self._refuse is not None:
             return
+        if os.getpid() != self._process:  # its connections are the parent's: it would wait for ever
+            raise ParameterError(
+                f"{what} in a forked process, as a worker of a DataLoader is: it cannot reach "
+                "other ranks. Take what it needs before, on all ranks: value = param.gather(), and "
+                "give it that; or num_workers=0."
+            )
         if self._parted is not None:
             raise RanksPartedError(self._parted)
         line = self._line(axis)

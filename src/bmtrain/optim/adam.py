@@ -118,6 +118,17 @@ class AdamBase(torch.optim.Optimizer):
         self._scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
         return scaled
 
+    def scale_with(self, scale: LossScale) -> None:
+        """Take the loss scale of a manager.
+
+        Gradients that are there already carry it, unless `loss_scale` has scaled their loss: what a
+        program has computed by itself is not multiplied.
+        """
+        self.dynamic_scale.wait()
+        if self._scaled is None:
+            self.carried.value = scale.value
+        self.dynamic_scale = scale
+
     def has_scaled(self, loss: torch.Tensor) -> bool:
         """Whether `loss` is the last tensor that `loss_scale` returned."""
         return self._scaled is not None and self._scaled() is loss

@@ -144,8 +144,7 @@ class OptimManager:
             )
         self._replicate(optimizer)
         if isinstance(optimizer, AdamBase):
-            optimizer.dynamic_scale.wait()
-            optimizer.dynamic_scale = self._scale
+            optimizer.scale_with(self._scale)
             self._carried.append(optimizer.carried)
         else:
             self._carried.append(CarriedScale(self._scale.value))

@@ -46,6 +46,7 @@ ABOUT = frozenset(
         "__len__",
         "can_cast",
         "dense_dim",
+        "detach_",
         "dim",
         "dim_order",
         "element_size",
@@ -105,6 +106,11 @@ RANDOM = frozenset(
         "rrelu_",
         "uniform_",
     ]
+)
+
+#: They return random numbers.
+DRAWN = frozenset(
+    ["bernoulli", "multinomial", "normal", "poisson", "rand_like", "randint_like", "randn_like"]
 )
 
 #: They need memory that holds the whole tensor, which no rank has.

@@ -43,6 +43,11 @@ class DistributedModule(torch.nn.Module):
         """(prefix, module) of the modules whose parameters this one saves and loads: itself."""
         yield "", self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For copies; pickling, which would write this rank's slices, is refused by `_Kind`."""
+        made: Any = super().__reduce_ex__(protocol)
+        return (_remade, (_Kind(type(self)),), *made[2:])
+
     def settle_buffers(self) -> None:
         """Make this module's buffers ready for rank 0 to save. Collective."""
         return None
@@ -157,3 +162,28 @@ class DistributedModule(torch.nn.Module):
             for module, sharded in hidden:
                 module._parameters.update(sharded)
         return self
+
+
+class _Kind:
+    """The class of a sharded module, in the recipe by which `copy` makes another.
+
+    Raises:
+        ParameterError: when it is pickled.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __deepcopy__(self, memo: Any) -> _Kind:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ParameterError(
+            f"a sharded {self.kind.__name__} cannot be pickled, as a rank has slices of it alone: "
+            "save its values, bmtrain.save(model, file) or torch.save(model.state_dict(), file), "
+            "and build the model anew to load them."
+        )
+
+
+def _remade(kind: _Kind) -> Any:
+    return kind.kind.__new__(kind.kind)

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bmtrain.distributed import autograd
 from bmtrain.errors import ParameterError
-from bmtrain.runtime import world
+from bmtrain.runtime import seeding, world
 from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.grad_function import gradients
@@ -24,9 +25,32 @@ from bmtrain.shard.slices import Slices, without_memory
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unreadable import Unreadable
 from bmtrain.shard.unshard import Use
+from bmtrain.torch_internals import plain_functions
 
 Initializer = Callable[[torch.Tensor], object]
-_NATIVE_GRAD: Any = torch.Tensor.grad  # torch's descriptor
+_NATIVE_GRADS: Any = (torch.Tensor.grad, torch.Tensor._grad)  # torch's descriptors
+
+
+class _Masks:
+    """Seeds torch apart when a sharded module is first called in training: see `seed_apart`.
+
+    Earlier, ranks would build different models. One per run.
+    """
+
+    def __init__(self, current: world.World) -> None:
+        self._world = current
+        if current.world_size > 1:
+            self._hook = register_module_forward_pre_hook(self._before_call)
+            current.at_end.callback(self._hook.remove)
+
+    def _before_call(self, module: torch.nn.Module, args: object) -> None:
+        if not (module.training and torch.is_grad_enabled()) or not any(
+            isinstance(param, DistributedParameter) for param in module.parameters()
+        ):
+            return
+        self._hook.remove()
+        place = self._world.mesh.topology.tp_idx
+        seeding.seed_apart(self._world.seed, place, self._world.device)
 
 
 class ParameterInitializer:
@@ -124,6 +148,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     @classmethod
     def at(cls, storage: Storage, index: int, requires_grad: bool) -> DistributedParameter:
         """The parameter of one slot of a storage."""
+        world.current("DistributedParameter").service(_Masks)
         cut = storage.cut(index)
         param = without_memory(cls, cut.shape, storage.shard, requires_grad=requires_grad)
         param._aliases, param.grad_hooks, param.post_hooks = (
@@ -239,6 +264,12 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
                 f"param.grad got {described(value)}: expected a tensor of {self.dtype}."
             )
         self.shown_grad = cut_like(value, self)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    _grad = grad  # torch's other name of it
 
     def _clear_gradient(self) -> None:
         # Else a pass that has raised would take back what is cleared here.
@@ -401,6 +432,10 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     ) -> Any:
         if func is torch.autograd.grad:
             return gradients(*args, **(kwargs or {}))
+        owner = getattr(func, "__self__", None)
+        if any(owner is native for native in _NATIVE_GRADS) and isinstance(args[0], cls):
+            # torch's descriptor, called by its name: not the gradient that programs see
+            return getattr(vars(DistributedParameter)["grad"], func.__name__)(*args)
         return run(func, args, kwargs or {})
 
     def _expect_whole_gradients(self) -> None:
@@ -477,7 +512,8 @@ class _LocalOfParameter(torch.autograd.Function):
 
 
 def _forget_native_gradient(param: torch.Tensor) -> None:
-    _NATIVE_GRAD.__set__(param, None)  # the zeros that `collect` returned
+    with plain_functions():
+        torch.Tensor.grad.__set__(param, None)  # the zeros that `collect` returned
 
 
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:

@@ -24,7 +24,7 @@ from bmtrain.shard.slices import (
     write_in_graph,
 )
 from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory, written_uncounted
-from bmtrain.torch_internals import is_collective, plain_functions
+from bmtrain.torch_internals import is_collective, is_of_torch, plain_functions
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -58,7 +58,7 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     Raises:
         AddressError: for a function that needs memory that holds the whole tensor.
     """
-    name: str = getattr(func, "__name__", "")
+    name: str = getattr(func, "__name__", "") if is_of_torch(func) else ""
     if name in ("__get__", "__set__", "__delete__"):
         return _access(func, name, args)
     if name in elementwise.OF_MEMORY:
@@ -434,6 +434,15 @@ def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return on_wholes(func, args, kwargs, same_on_all=True)
 
 
+def _drawn(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Random numbers made of a sharded tensor: rank 0's, as ranks may have different states."""
+    out = on_wholes(func, args, kwargs)
+    if isinstance(out, torch.Tensor) and not out.requires_grad:
+        mesh = next(x for x in tensors_of((args, kwargs)) if isinstance(x, Slices)).cut.mesh
+        collectives.broadcast_(out, 0, mesh.world)
+    return out
+
+
 def _initial(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A function of torch.nn.init."""
     with torch.no_grad():
@@ -505,6 +514,7 @@ _SPECIAL: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
     **dict.fromkeys(("sum", "mean"), _sum),
     **dict.fromkeys(elementwise.SHAPED_LIKE, _shaped_like),
     **dict.fromkeys(elementwise.RANDOM, _random),
+    **dict.fromkeys(elementwise.DRAWN, _drawn),
     **dict.fromkeys(("reshape", "view", "flatten", "ravel"), _flat),
     **{
         name: _initial

@@ -136,6 +136,10 @@ class Slices(torch.Tensor):
         with torch.inference_mode(False), torch.no_grad():
             return self._cut.whole(self.local)
 
+    def full_tensor(self) -> torch.Tensor:
+        """A copy of the whole tensor, without a graph, under DTensor's name. Collective."""
+        return self.whole_of_parts()
+
     def mark_written(self) -> None:
         """The tensor was written.
 
