@@ -214,7 +214,12 @@ class Binding:
         Writes that bypass torch, such as numpy's, leave the version counter alone: only `sums` show
         them.
         """
-        _refuse(table, map(operator.ne, versions_of(bound), versions), cause)
+        if versions_of(bound) != list(versions):
+            # Views of one buffer share a counter: which of them was written, values tell.
+            rows = list(zip(table, bound, strict=True))
+            written = [row for row, view in rows if _differs(row.param, view)]
+            paths = [row.place.path for row in written[:1] or table]
+            raise _lost_value(" or ".join(map(repr, paths[:3]))) from cause
         if sums is not None:
             are_equal = map(torch.equal, _sums(bound), sums)
             _refuse(table, map(operator.not_, are_equal), cause)
@@ -267,7 +272,14 @@ def _refuse(
     """Raise ParameterError for the first parameter whose value would be lost, if any."""
     row = next(itertools.compress(table, are_lost), None)
     if row is not None:
-        raise _lost_value(row.place.path) from cause
+        raise _lost_value(repr(row.place.path)) from cause
+
+
+def _differs(param: DistributedParameter, view: torch.Tensor) -> bool:
+    """Whether this rank's part of a gathered parameter is other than its shard."""
+    storage, index = param.storage_of, param.index_in_storage
+    own = storage.slice_of(index, view.detach())
+    return storage.axis.size > 1 and not torch.equal(own, storage.local(index))
 
 
 def _sharded(place: Place) -> DistributedParameter:
@@ -302,9 +314,9 @@ def _row_sums(numbers: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.sum(-1) for part in parts])
 
 
-def _lost_value(path: str) -> ParameterError:
+def _lost_value(what: str) -> ParameterError:
     return ParameterError(
-        f"the forward pass gave parameter {path!r} a new value, which would be lost: "
+        f"the forward pass gave parameter {what} a new value, which would be lost: "
         "inside it the parameter is a gathered copy. "
         "Change parameters between passes; what changes in a pass is a buffer."
     )
