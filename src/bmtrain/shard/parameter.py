@@ -512,7 +512,7 @@ class _LocalOfParameter(torch.autograd.Function):
 
 def _forget_native_gradient(param: torch.Tensor) -> None:
     with plain_functions():
-        torch.Tensor.grad.__set__(param, None)  # the zeros that `collect` returned
+        native_gradients[0].__set__(param, None)  # the zeros that `collect` returned
 
 
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
