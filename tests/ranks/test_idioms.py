@@ -495,7 +495,8 @@ def by_hand(param: Any) -> None:
 
 
 def by_descriptor(param: Any) -> None:
-    torch.Tensor.grad.__set__(param, torch.zeros(param.shape, dtype=param.dtype))  # type: ignore[attr-defined]
+    descriptor: Any = torch.Tensor.grad
+    descriptor.__set__(param, torch.zeros(param.shape, dtype=param.dtype))
 
 
 def by_other_name(param: Any) -> None:

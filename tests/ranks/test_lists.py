@@ -5,6 +5,7 @@ them in other ways than by calling them. Gradients and steps are one process's.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -222,7 +223,7 @@ def test_experts_that_only_some_ranks_call(make: type[nn.Module]) -> None:
 
 def using(names: list[str]) -> None:
     for name in names:
-        compared(lambda name=name: Users(name))
+        compared(functools.partial(Users, name))
 
 
 def test_members_are_used_as_their_owner_does() -> None:

@@ -29,7 +29,7 @@ def mask_of(model: nn.Module) -> list[bool]:
 
 def masks(init: dict[str, Any], seed: int | None = None) -> tuple[Any, list[bool]]:
     bmt.init_distributed(seed=SEED, device="cpu", timeout=30, **init)
-    plain = dropping()
+    plain: Any = dropping()
     if seed is not None:
         torch.manual_seed(seed)
     model = bmt.BMTrainModelWrapper(plain)

@@ -7,11 +7,11 @@ import types
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from bmtrain.distributed import autograd
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
+from bmtrain.torch_internals import BatchNormBase
 
 
 def share_statistics(module: torch.nn.Module) -> None:
@@ -22,12 +22,12 @@ def share_statistics(module: torch.nn.Module) -> None:
     """
     if (
         world.world_size() == 1
-        or not isinstance(module, _BatchNorm)
+        or not isinstance(module, BatchNormBase)
         or isinstance(module, torch.nn.SyncBatchNorm | OfAllRanks)
     ):
         return
-    kind = type(module)
-    if kind.forward is _BatchNorm.forward:
+    kind: Any = type(module)
+    if kind.forward is BatchNormBase.forward:
         module.__class__ = _of_all_ranks(kind)
     else:
         warn(
@@ -45,7 +45,7 @@ def _of_all_ranks(kind: Any) -> Any:
     return types.new_class(kind.__name__, (OfAllRanks, kind), exec_body=fill)
 
 
-class OfAllRanks(_BatchNorm):
+class OfAllRanks(BatchNormBase):
     """The forward pass of torch's BatchNorm, where it uses the statistics of a batch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -32,7 +33,8 @@ def chosen_lists(module: torch.nn.Module) -> frozenset[str]:
         if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict)
         and any(True for _ in child.parameters())
     )
-    return _chosen(type(module), lists) if lists else lists
+    kind: Any = type(module)
+    return _chosen(kind, lists) if lists else lists
 
 
 @functools.cache

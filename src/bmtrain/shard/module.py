@@ -186,4 +186,5 @@ class _Kind:
 
 
 def _remade(kind: _Kind) -> Any:
-    return kind.kind.__new__(kind.kind)
+    made: Any = kind.kind
+    return made.__new__(made)

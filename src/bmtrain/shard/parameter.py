@@ -25,10 +25,9 @@ from bmtrain.shard.slices import Slices, without_memory
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unreadable import Unreadable
 from bmtrain.shard.unshard import Use
-from bmtrain.torch_internals import plain_functions
+from bmtrain.torch_internals import native_gradients, plain_functions
 
 Initializer = Callable[[torch.Tensor], object]
-_NATIVE_GRADS: Any = (torch.Tensor.grad, torch.Tensor._grad)  # torch's descriptors
 
 
 class _Masks:
@@ -433,7 +432,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         if func is torch.autograd.grad:
             return gradients(*args, **(kwargs or {}))
         owner = getattr(func, "__self__", None)
-        if any(owner is native for native in _NATIVE_GRADS) and isinstance(args[0], cls):
+        if any(owner is native for native in native_gradients) and isinstance(args[0], cls):
             # torch's descriptor, called by its name: not the gradient that programs see
             return getattr(vars(DistributedParameter)["grad"], func.__name__)(*args)
         return run(func, args, kwargs or {})
@@ -513,7 +512,7 @@ class _LocalOfParameter(torch.autograd.Function):
 
 def _forget_native_gradient(param: torch.Tensor) -> None:
     with plain_functions():
-        torch.Tensor.grad.__set__(param, None)  # the zeros that `collect` returned
+        native_gradients[0].__set__(param, None)  # the zeros that `collect` returned
 
 
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
