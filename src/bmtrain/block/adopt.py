@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bmtrain.block.batch_norm import share_statistics
 from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
@@ -235,9 +234,8 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
     """Move `module`'s own buffers and replicated parameters to the rank's device.
 
     A floating-point buffer on meta becomes NaN there, so that results show it if nothing fills it;
-    an integer buffer becomes 0. Statistics of batches become those of all ranks' rows.
+    an integer buffer becomes 0.
     """
-    share_statistics(module)
     for param in module._parameters.values():
         if (
             param is not None
