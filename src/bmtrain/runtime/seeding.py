@@ -17,41 +17,6 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-# Turns the number under which the CPU's generator knows its seed into another; the low 32 bits, of
-# which programs seed numpy, stay.
-_MARK = 0x6D61736B << 32
-
-
-def seed_run(seed: int) -> None:
-    """`seed_everything` that `seed_apart` recognises while the program does not seed torch itself.
-
-    The numbers that are drawn are those of `seed`; `torch.initial_seed()` shows the mark.
-    """
-    seed_everything(seed)
-    _rename_seed(torch.initial_seed() ^ _MARK)
-
-
-def seed_apart(seed: int, place: int, device: torch.device) -> None:
-    """Let `device`'s generator draw the numbers of `seed + place` after `seed_run(seed)`.
-
-    At place 0 it goes on as it was. On a GPU the CPU's generator stays alike on all ranks. Nothing
-    happens where the program has seeded torch itself, or has restored a state.
-    """
-    own = torch.Generator().manual_seed(seed).initial_seed()  # torch maps negative ones
-    if torch.initial_seed() != own ^ _MARK:
-        return
-    _rename_seed(own)
-    if place:
-        drawn_from = default_generators(device)[0 if device.type == "cpu" else 2]
-        drawn_from.manual_seed((own + place) % 2**64)
-
-
-def _rename_seed(number: int) -> None:
-    state = torch.get_rng_state()  # begins with the seed, of which nothing is drawn any more
-    state[:8] = torch.tensor([number - 2**64 * (number >= 2**63)]).view(torch.uint8)
-    torch.set_rng_state(state)
-
-
 def get_random_state(device: torch.device) -> dict[str, Any]:
     """Torch's random state on the CPU and on `device`."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}

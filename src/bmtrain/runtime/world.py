@@ -40,7 +40,7 @@ from bmtrain.runtime.launchers import (
 from bmtrain.runtime.meeting import Groups, Meetings, Store, adopt, tell_all
 from bmtrain.runtime.mesh import Mesh, build_mesh
 from bmtrain.runtime.process import Exit, Launcher, say, this_host
-from bmtrain.runtime.seeding import seed_everything, seed_run
+from bmtrain.runtime.seeding import seed_everything
 from bmtrain.runtime.topology import Topology
 from bmtrain.runtime.watchdog import Place, Watchdog, own_process
 from bmtrain.torch_internals import default_store
@@ -273,10 +273,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     Args:
         init_method: rendezvous URL of torch.distributed; "env://" is where the launcher says.
         seed: seeds torch, random and numpy identically on every rank, so that all ranks initialise
-            the same model. With the first call of a sharded module in training the generator of the
-            rank's device is seeded again, `seed` plus the place among the data-parallel ranks:
-            other rows get other dropout masks, tensor ranks the same. Not if the program has called
-            `torch.manual_seed` itself.
+            the same model.
         pipe_size: number of pipeline stages; -1 for no pipeline.
         num_micro_batches: micro-batches of the pipeline; by default the number of stages.
         tp_size: ranks that share each tensor-parallel layer.
@@ -373,7 +370,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             store=store,
             is_guest=place.is_guest,
         )
-        (seed_run if launch.size > 1 else seed_everything)(seed)
+        seed_everything(seed)
         _take_part_in_the_end(_PROCESS.world)
         if launch.warning and launch.rank == 0:
             warnings.warn(launch.warning, UserWarning, stacklevel=2)

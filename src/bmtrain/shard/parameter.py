@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bmtrain.distributed import autograd
 from bmtrain.errors import ParameterError
-from bmtrain.runtime import seeding, world
+from bmtrain.runtime import world
 from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.grad_function import gradients
@@ -28,28 +27,6 @@ from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import native_gradients, plain_functions
 
 Initializer = Callable[[torch.Tensor], object]
-
-
-class _Masks:
-    """Seeds torch apart when a sharded module is first called in training: see `seed_apart`.
-
-    Earlier, ranks would build different models. One per run.
-    """
-
-    def __init__(self, current: world.World) -> None:
-        self._world = current
-        if current.world_size > 1:
-            self._hook = register_module_forward_pre_hook(self._before_call)
-            current.at_end.callback(self._hook.remove)
-
-    def _before_call(self, module: torch.nn.Module, args: object) -> None:
-        if not (module.training and torch.is_grad_enabled()) or not any(
-            isinstance(param, DistributedParameter) for param in module.parameters()
-        ):
-            return
-        self._hook.remove()
-        place = self._world.mesh.topology.tp_idx
-        seeding.seed_apart(self._world.seed, place, self._world.device)
 
 
 class ParameterInitializer:
@@ -147,7 +124,6 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     @classmethod
     def at(cls, storage: Storage, index: int, requires_grad: bool) -> DistributedParameter:
         """The parameter of one slot of a storage."""
-        world.current("DistributedParameter").service(_Masks)
         cut = storage.cut(index)
         param = without_memory(cls, cut.shape, storage.shard, requires_grad=requires_grad)
         param._aliases, param.grad_hooks, param.post_hooks = (

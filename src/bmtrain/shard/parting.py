@@ -24,8 +24,7 @@ from bmtrain.runtime.world import World
 NUM_SAMPLED = 2**16
 _SEED = (
     "All ranks must bring the same: build the model with the same seed "
-    "(bmtrain.init_distributed sets it; on CPUs ranks draw apart once a model is trained: "
-    "torch.manual_seed(...) on all of them before another is built) and load the same files "
+    "(bmtrain.init_distributed sets it) and load the same files "
     "on all ranks, or make it on the meta device and load it afterwards."
 )
 _COMPARISON = "a comparison of tensors"  # of exchanges between the ranks
