@@ -305,7 +305,6 @@ def end_allocation(device_index: int, pool: Any) -> None:
     torch._C._cuda_endAllocateToPool(device_index, pool)
 
 
-BatchNormBase = torch.nn.modules.batchnorm._BatchNorm
 # The descriptors of a tensor's gradient, under both of its names.
 native_gradients: tuple[Any, ...] = (torch.Tensor.grad, torch.Tensor._grad)
 

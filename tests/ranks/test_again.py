@@ -66,8 +66,8 @@ WRONG_ENVIRONMENT = (
     ("MASTER_PORT", "twenty", "whole number"),
     ("MASTER_PORT", "70000", "1 to 65535"),
     ("MASTER_PORT", "", "MASTER_PORT is not set"),
-    ("RANK", "2", "from 0 to WORLD_SIZE - 1"),
-    ("RANK", "-1", "from 0 to WORLD_SIZE - 1"),
+    ("RANK", "2", "from 0 to the number of ranks - 1"),
+    ("RANK", "-1", "from 0 to the number of ranks - 1"),
     ("WORLD_SIZE", "two", "whole number"),
 )
 WRONG_ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (

@@ -66,11 +66,10 @@ class Net(nn.Module):
         self.row, self.gain = nn.Parameter(torch.randn(DIM)), nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-        for part, each in zip(self.parts, names, strict=True):
-            if each:
-                x = part(x, each.removesuffix("!"))
-            if each.endswith("!"):
-                x = Fault.apply(x)
+        called = [(part, each) for part, each in zip(self.parts, names, strict=True) if each]
+        for part, each in called:
+            x = part(x, each.removesuffix("!"))
+            x = Fault.apply(x) if each.endswith("!") else x
         penalty = self.row.square().sum() + self.gain.square().sum()
         return (x * self.row * self.ordinary).square().mean() + 0.1 * penalty
 

@@ -286,6 +286,10 @@ class Block(DistributedModule):
         if not torch.is_grad_enabled():
             return self._run_at(Level.NOTHING, invocation, args, kwargs)
         level = self._level
+        if level is None and use.has_hooks:
+            # What they do with what is kept is their business: they recompute it, or move it. Once
+            # more the same level, if they are those of a checkpoint.
+            level = Level.NOTHING
         # During an outer block's recomputation this call belongs to no pass of the planner.
         if level is None and not in_backward():
             return self._run_as_planned(invocation, args, kwargs)

@@ -204,6 +204,11 @@ class Use:
             ]
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether the program's hooks for saved tensors, or those of a call around it, were set."""
+        return self._hooks is not None
+
+    @property
     def is_repeated(self) -> bool:
         """Whether backward reaches it once per micro-batch of a pipelined pass."""
         return self._calls is not Calls.ONE
