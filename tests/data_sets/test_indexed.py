@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.data_sets.common import refused
+from tests.flushes import recorded_flushes
 from torch.utils.data import DataLoader
 
 from model_center.dataset.distributed_indexed import DistributedMMapIndexedDataset
@@ -262,6 +263,12 @@ def test_nothing_is_left_behind(tmp_path: Path, small_disk: None) -> None:
         assert lists(MMapIndexedDataset(prefix)) == [[1]]
     build(tmp_path / "a", [[2, 3]])
     assert lists(MMapIndexedDataset(prefix)) == [[2, 3]]
+
+
+def test_files_are_on_the_disk_before_they_take_their_names(tmp_path: Path) -> None:
+    with recorded_flushes() as flushes:
+        build(tmp_path / "a", ROWS)
+    assert flushes.renamed == [("a.bin", True), ("a.idx", True)]
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,12 @@ def test_pairs_and_texts(tmp_path: Path) -> None:
     texts = [GPT2.decode(item["input_ids"]) for item in items_of(items)]
     assert "### System:\nCount." in texts[1]
     assert texts[2] == f"{END}Once upon a time{END}"
+    for name in ("bos_token", "eos_token"):
+        reader = copy.deepcopy(GPT2)
+        setattr(reader, name, None)
+        (item,) = items_of(items_from(tmp_path, rows[2], reader=reader))
+        expected = ["Once upon a time", END][:: 1 if name == "bos_token" else -1]
+        assert reader.decode(item["input_ids"]) == "".join(expected)
 
 
 @pytest.mark.parametrize(

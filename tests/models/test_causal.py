@@ -164,6 +164,17 @@ def test_given_positions(family: str, tmp_path: Path) -> None:
         assert_close(rest.logits, whole[:, 4:], "positions of all tokens, with a cache")
 
 
+def test_padding_has_a_position_of_its_own(tmp_path: Path) -> None:
+    """In OPT: the row before that of the first token, wherever the padding is."""
+    ours, model = parity.pair(words_of("OPT"), tmp_path)
+    for side in SIDES:
+        inputs, _ = inputs_of(side)
+        found, expected = (
+            one(**inputs, output_hidden_states=True).hidden_states[0] for one in (ours, model)
+        )
+        assert_close(found, expected, f"padding on this side: {side}")
+
+
 def test_outputs(tmp_path: Path) -> None:
     """By name, key, position and as a tuple; a deep copy has parameters of its own."""
     ours, _ = parity.pair(words_of("GPT2"), tmp_path)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.flushes import recorded_flushes
 
 from model_center.weights import staging
 from model_center.weights.staging import Staging
@@ -92,6 +93,19 @@ def test_a_kill_leaves_the_old_or_the_new(
         assert found(folder) == NEW | OTHERS
         assert not [name for name in os.listdir(tmp_path) if "incoming" in name]
     assert seen == sorted(seen) and seen[0] == "1" and seen.count("2") > 2 and len(seen) > 10
+
+
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_all_is_flushed(tmp_path: pathlib.Path, is_exchanged: bool) -> None:
+    """Files before they take their names, then the list of them."""
+    folder = fill(tmp_path / "out")
+    if not is_exchanged:
+        (folder / "inside").mkdir()
+    with recorded_flushes() as flushes:
+        save(folder)
+        assert all(flushes.has(folder / name) for name in NEW) and flushes.has(folder)
+    moved = [] if is_exchanged else [(name, True) for name in NEW]
+    assert sorted(flushes.renamed) == moved
 
 
 @pytest.mark.parametrize("kind", ["with a folder inside", "working directory", "behind a link"])

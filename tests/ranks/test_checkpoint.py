@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tests.flushes import recorded_flushes
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
 
@@ -324,6 +325,18 @@ def fill_the_disk(folder: str) -> None:
 def test_a_full_disk_leaves_the_old_file(tmp_path: pathlib.Path) -> None:
     """And the next save succeeds."""
     run_ranks(fill_the_disk, 2, str(tmp_path))
+
+
+def flush_first(folder: str) -> None:
+    with recorded_flushes() as flushes:
+        for name in ("a.pt", "a.safetensors"):
+            save(sharded(5), f"{folder}/{name}")
+            assert flushes.renamed.pop() == (name, True) and flushes.has(folder)
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path: pathlib.Path) -> None:
+    """And then its name: a power failure leaves the old one or the new one."""
+    run_ranks(flush_first, 1, str(tmp_path))
 
 
 def test_a_failed_save_keeps_no_copy_of_the_model() -> None:

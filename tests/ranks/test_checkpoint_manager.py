@@ -360,8 +360,8 @@ def alone() -> Iterator[None]:
     bmt.runtime.world.shutdown()
 
 
-def linear(value: float = 0.0) -> Any:
-    model = torch.nn.Linear(3, 3)
+def linear(value: float = 0.0, width: int = 3) -> Any:
+    model = torch.nn.Linear(width, 3)
     torch.nn.init.constant_(model.weight, value)
     return bmt.BMTrainModelWrapper(model)
 
@@ -381,13 +381,17 @@ def test_retention(tmp_path: pathlib.Path) -> None:
     """
     assert small(tmp_path, [1, 2, 3, 4], keep=2) == [3, 4]
     assert small(tmp_path, [5, 6, 7, 8, 9], keep=1, keep_every=3) == [3, 6, 9]
-    next((tmp_path / "step-00000009").glob("*.bin")).unlink()
+    damaged, attempt = (tmp_path / f"step-0000000{number}" for number in (9, 7))
+    next(damaged.glob("*.bin")).unlink()
+    attempt.mkdir()
+    (attempt / "rank-00000-0a.bin").touch()
     leftover, mine = (tmp_path / "step-00000010" / name for name in ("rank-00000-0a.bin", "mine"))
     leftover.parent.mkdir()
     leftover.write_text("x")
     mine.write_text("x")
     assert small(tmp_path, [10, 10], keep=2) == [6, 9, 10]
-    assert not leftover.exists() and mine.exists()
+    assert not leftover.exists() and mine.exists() and not attempt.exists()
+    assert len(list(damaged.iterdir())) == 2
     assert len(list(leftover.parent.glob("*.bin"))) == 1
     assert [path.name for path in usable(tmp_path)] == ["step-00000006", "step-00000010"]
     with pytest.warns(UserWarning, match="step-00000010 is of a later step than 8"):
@@ -397,6 +401,17 @@ def test_retention(tmp_path: pathlib.Path) -> None:
         assert checkpoints.latest(before=9) == tmp_path / "step-00000008"
         assert checkpoints.restore(net, path=tmp_path / "step-00000008") == (8, {}, None)
         assert net.state_dict()["weight"].eq(8).all()
+
+
+@pytest.mark.usefixtures("alone")
+def test_files_hold_nothing_of_what_was_saved_before(tmp_path: pathlib.Path) -> None:
+    """The memory that a copy goes through is kept; what is between tensors is zero."""
+    with bmt.CheckpointManager(tmp_path) as checkpoints:
+        for step, only in ((1, None), (2, ["bias"])):
+            checkpoints.save(step, linear(3.3, width=9), only=only).wait()
+    (file,) = (tmp_path / "step-00000002").glob("*.bin")
+    content = file.read_bytes()
+    assert len(content) > 12 and content[12:] == bytes(len(content) - 12)
 
 
 def flip(path: pathlib.Path) -> None:

@@ -73,15 +73,13 @@ class Image:
         begin, end = number * BLOCK, min(self.size, (number + 1) * BLOCK)
         filled = 0
         first = bisect.bisect_right(self._offsets, begin) - 1
-        for offset, values in zip(self._offsets[first:], self._bytes[first:], strict=False):
-            low, high = max(begin - offset, 0), min(end - offset, values.numel())
-            if low < high:
-                place = offset + low - begin
-                block[filled:place].zero_()
-                filled = place + high - low
-                block[place:filled].copy_(values[low:high], non_blocking=True)
-            if offset >= end:
-                break
+        last = bisect.bisect_left(self._offsets, end)  # the first part behind the block
+        for offset, values in zip(self._offsets[first:last], self._bytes[first:last], strict=True):
+            held = values[max(begin - offset, 0) : end - offset]  # may be empty
+            place = max(offset - begin, 0)
+            block[filled:place].zero_()
+            filled = place + held.numel()
+            block[place:filled].copy_(held, non_blocking=True)
         block[filled : end - begin].zero_()
 
     def view(self, number: int, block: torch.Tensor) -> memoryview:

@@ -106,16 +106,10 @@ class Mapped(Source):
         if not self.pieces[name].transpose:
             begin = self._begin(name)
             return self._source.part(self.pieces[name].name, begin + start, begin + stop)
-        header = self.headers[name]
-        row = header.shape[1]
-        size = (
-            (round_up(stop, row) - start // row * row) * header.dtype.itemsize
-            if stop > start
-            else 0
-        )
-        return self.read(
-            name, start, stop, torch.empty(size, dtype=torch.uint8, device="cpu")
-        ).reshape(-1)
+        header, (first, last) = self.headers[name], self._rows_of(name, start, stop)
+        size = (last - first) * header.shape[1] * header.dtype.itemsize
+        scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self.read(name, start, stop, scratch).reshape(-1)
 
     def mapped(self, name: str) -> torch.Tensor:
         piece = self.pieces[name]
@@ -128,10 +122,15 @@ class Mapped(Source):
             begin = self._begin(name)
             return self._source.read(self.pieces[name].name, begin + start, begin + stop, scratch)
         row = self.headers[name].shape[1]
-        first, last = (start // row, round_up(stop, row) // row) if stop > start else (0, 0)
+        first, last = self._rows_of(name, start, stop)
         rows = self._columns(name, first, last, scratch).t()
         is_all = (start, stop) == (first * row, last * row)
         return rows if is_all else rows.reshape(-1)[start - first * row : stop - first * row]
+
+    def _rows_of(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """Our rows, first and behind the last, that hold elements [start, stop)."""
+        row = self.headers[name].shape[1]
+        return (start // row, round_up(stop, row) // row) if stop > start else (0, 0)
 
     def _begin(self, name: str) -> int:
         """The element of their flattened tensor, not to be turned, with which ours begins."""

@@ -1,0 +1,54 @@
+"""What a power failure would leave of files: what was flushed, and whether that was in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+
+import pytest
+
+
+class Flushes:
+    """The calls of os.fsync, and the renames after them.
+
+    Attributes:
+        renamed: names that files have taken, and whether all that the file held was on the disk.
+    """
+
+    def __init__(self) -> None:
+        self._contents: dict[int, bytes | list[str]] = {}  # by inode
+        self.renamed: list[tuple[str, bool]] = []
+
+    def has(self, path: str | pathlib.Path) -> bool:
+        """Whether a file's content, or the names that there are in a folder, are on the disk."""
+        flushed = self._contents.get(os.stat(path).st_ino)
+        if os.path.isdir(path):
+            return isinstance(flushed, list) and {*os.listdir(path)} <= {*flushed}
+        return flushed == _content(path)
+
+    def fsync(self, descriptor: int) -> None:
+        self._contents[os.fstat(descriptor).st_ino] = _content(f"/proc/self/fd/{descriptor}")
+
+    def renaming(self, original: Callable[..., None]) -> Callable[..., None]:
+        def rename(source: str | pathlib.Path, target: str | pathlib.Path) -> None:
+            self.renamed.append((pathlib.Path(target).name, self.has(source)))
+            original(source, target)
+
+        return rename
+
+
+def _content(path: str | pathlib.Path) -> bytes | list[str]:
+    return os.listdir(path) if os.path.isdir(path) else pathlib.Path(path).read_bytes()
+
+
+@contextlib.contextmanager
+def recorded_flushes() -> Iterator[Flushes]:
+    """Those of this process inside."""
+    found = Flushes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", found.fsync)
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, found.renaming(getattr(os, name)))
+        yield found
