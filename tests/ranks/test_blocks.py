@@ -404,6 +404,11 @@ def as_the_module() -> None:
     assert not any(name == "flag" for name, _ in inner.named_children())
     with pytest.raises(AttributeError, match="flag"):
         _ = block.flag
+    block.note = "a plain attribute"
+    del block.note
+    assert not hasattr(inner, "note")
+    with pytest.raises(AttributeError, match="note"):
+        del block.note
     assert isinstance(block, nn.Sequential) and isinstance(block, bmt.Block)
     assert not isinstance(block, nn.Linear) and inner[0].in_features == 4
     assert copy.deepcopy(block)(torch.ones(1, 4)).shape == (1, 3)

@@ -294,6 +294,7 @@ def wrong_calls() -> None:
             lambda: nccl.allReduce(x, y, "mean", comm),
             lambda: nccl.reduce(x, y, "mean", 0, comm),
             lambda: nccl.reduceScatter(x, torch.ones(3), "sum", comm),
+            lambda: nccl.reduceScatter(x, torch.ones(2), "mean", comm),
             lambda: nccl.send(x, comm.index, comm),
             lambda: nccl.recv(x, comm.index, comm),
             lambda: nccl.allReduce(torch.ones(2, 2).t()[:1], y, "sum", comm),

@@ -137,19 +137,21 @@ def written() -> None:
 
 
 def nothing_at_first(what: str) -> None:
-    """An ordinary layer in front, in an optimizer of its own: its gradients begin with zeros, or
-    with rows that are the same on all ranks, on which its settings or values then differ.
+    """An ordinary layer in front, in an optimizer of its own: its gradients begin with zeros, for
+    two steps of three if "late", or with rows that are the same on all ranks, on which its settings
+    or values then differ.
     """
     body, first = sharded().body, nn.Linear(7, 7)
     with torch.no_grad():
         list(body.parameters())[-2].mul_(what != "zeros")
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (body, first)]
-    for step in range(5):
+    for step in range(3 if what == "late" else 5):
         is_same = what in ("settings", "values") or (what == "rows" and step < 2)
         x = rows(0) if is_same else mine(0)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        (body(first(x[:, :7])) - 1).square().mean().backward()
+        h = first(x[:, :7]) * (what != "late" or step == 2)
+        (body(h) - 1).square().mean().backward()
         if what == "settings" and step == 2:
             optimizers[1].param_groups[0]["lr"] = 0.1 / (1 + bmt.rank())
         if what == "values" and step == 3:
@@ -161,14 +163,12 @@ def nothing_at_first(what: str) -> None:
 
 def found_later() -> None:
     written()
-    for what, words in (("zeros", "gradient differs"), ("rows", "gradient differs"), VALUES):
+    differs = [(what, "gradient differs") for what in ("zeros", "late", "rows")]
+    for what, words in (*differs, ("values", "values differ")):
         with pytest.raises(ParameterError, match=f"{words} between ranks"):
             nothing_at_first(what)
     with pytest.raises(RanksPartedError, match="a step of SGD"):
         nothing_at_first("settings")
-
-
-VALUES = ("values", "values differ")
 
 
 def test_what_the_first_steps_do_not_tell() -> None:

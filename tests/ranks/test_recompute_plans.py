@@ -33,6 +33,7 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Uncounted, memory_of
 from bmtrain.recompute.planner import Planners
+from bmtrain.recompute.profiles import NUM_DIMS
 from bmtrain.runtime import world
 
 ALL = (Level.NOTHING,) * NUM_LAYERS
@@ -118,6 +119,29 @@ def test_plans_follow_the_shape() -> None:
         bmt.rank() == 0
     )
     assert said.count("\n") == 3 * (bmt.rank() == 0)
+
+
+class Sines(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.sin(x * self.weight))
+
+
+@on_ranks(1)
+def test_a_plan_knows_the_last_dim() -> None:
+    """Inputs that are larger in the last dim that is looked at are not served by the plan."""
+    told(1000 * ROW)
+    plain = nn.ModuleList([Sines(), Sines()])
+    blocks = blocks_of(plain, use_checkpoint="auto")
+    plans = []
+    for length in (8, 8, 8, 400 * ROW):
+        x = torch.randn(*[1] * (NUM_DIMS - 1), length)
+        compare(plain, blocks, f"length {length}", x, tolerance=1e-4)
+        plans.append(levels())
+    assert plans[-2:] == [ALL[:2], ()]
 
 
 @on_ranks(1)

@@ -84,6 +84,8 @@ def test_an_option_that_is_no_faster_is_never_chosen() -> None:
     """Recomputing cheap things may even save time: then nothing else is kept, whatever the room."""
     block = Option(15, 20, 3.0), Option(10, 20, 2.9), Option(1, 20, 4.0)
     assert choose([block] * 4, step_of([block] * 4), 1000) == [1] * 4
+    same = Option(1, 20, 3.0), Option(15, 20, 3.0), Option(15, 20, 4.0)
+    assert choose([same] * 4, step_of([same] * 4), 1000) == [0] * 4
     names = ("nothing", "norms and activations", "everything")
     assert describe(names, [1, 0, 0]) == "2 blocks nothing, 1 norms and activations"
     assert describe(names, [2]) == "1 block everything"

@@ -163,7 +163,7 @@ class _Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _is_kept(func, args, kwargs or {}):
+        if _is_kept(func, args):
             self._kept[func].append(_Result(out))
         return out
 
@@ -174,24 +174,20 @@ class _Recalling(TorchDispatchMode):
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._kept.get(func) and _is_kept(func, args, kwargs or {}):
+        if self._kept.get(func) and _is_kept(func, args):
             result = self._kept[func].popleft()
             if result.is_unchanged():
                 return result.value
         return func(*args, **(kwargs or {}))
 
 
-def _is_kept(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return op in _KEPT and not (
-        torch.Tag.nondeterministic_seeded in op.tags and _drops(op, args, kwargs)
-    )
+def _is_kept(op: Any, args: Sequence[Any]) -> bool:
+    return op in _KEPT and not (torch.Tag.nondeterministic_seeded in op.tags and _drops(op, args))
 
 
-def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention operator is called with dropout."""
-    names = argument_names(op)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return bool(given.get("dropout_p"))
+def _drops(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an attention operator is called with dropout, which torch gives a mode by place."""
+    return bool(dict(zip(argument_names(op), args, strict=False)).get("dropout_p"))
 
 
 def _flat(value: Any) -> Sequence[Any]:

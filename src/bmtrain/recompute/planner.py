@@ -35,7 +35,7 @@ from bmtrain.shard.engine import Engine
 LEVELS = tuple(Level)
 # Levels measured first: if NOTHING fits, CHEAP is never needed.
 _FIRST = frozenset({Level.NOTHING, Level.BLOCK, Level.OFFLOADED})
-_THEN = frozenset({Level.CHEAP})
+_THEN = Level.CHEAP
 # Least time of each level relative to NOTHING. Timings of short blocks are too noisy to order them.
 _LEAST_MORE = {Level.NOTHING: 1.0, Level.CHEAP: 1.005, Level.BLOCK: 1.1, Level.OFFLOADED: 1.1}
 _UNKNOWN = Option(2**60, 0, float("inf"))
@@ -322,8 +322,8 @@ class Planner:
             self._memory.tidy()
             current.wanted, current.watch = _FIRST, _Watch(self._memory)
             self._base = self._memory.allocated()
-        elif any(profile.choice) and not profile.measured >= _THEN:
-            current.wanted = _THEN
+        elif any(profile.choice) and _THEN not in profile.measured:
+            current.wanted = frozenset({_THEN})
         elif not self._fits(profile, room) or current.number % _RECONSIDERED == 0:
             self._plan(profile, room)
 
@@ -377,7 +377,7 @@ class Planner:
             self._memory.tidy()  # the cache consists of blocks in the sizes of the old plan
             self._pass.is_replanned = True
         profile.choice = choice
-        if choice != profile.told and (profile.measured >= _THEN or not any(choice)):
+        if choice != profile.told and (_THEN in profile.measured or not any(choice)):
             profile.told = choice
             self._tell(profile, blocks, step, choice, room)
 
