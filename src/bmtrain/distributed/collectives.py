@@ -75,6 +75,7 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def reduce_scatter(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
     """This rank's part of the reduction of `x` (axis.size * n, ...) over ranks: (n, ...)."""
+    check_op(op)
     if x.dim() == 0 or x.shape[0] % axis.size:
         raise ConfigurationError(
             f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
