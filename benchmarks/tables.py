@@ -522,9 +522,11 @@ class Beside(NamedTuple):
 
 
 def reports() -> dict[pathlib.Path, dict[str, Any]]:
-    """The files of results, but for comparisons of two trees, which the log tells of."""
+    """The files of results, but for comparisons of two trees, which the log tells of, and the GPU
+    tests' file.
+    """
     found = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    return {path: report for path, report in found.items() if "date" in report}
+    return {path: report for path, report in found.items() if {"date", "records"} <= report.keys()}
 
 
 def beside_others() -> list[Beside]:
