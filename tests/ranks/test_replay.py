@@ -429,7 +429,7 @@ def test_what_is_not_put_back_is_kept(what: str) -> None:
 
 
 class Elsewhere(Base):
-    """Reads a global, an attribute of a class and a closure."""
+    """Reads globals, an attribute of a class and a closure."""
 
     tau = 1.0
 
@@ -444,14 +444,20 @@ class Elsewhere(Base):
         self.scale_of = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.map(x * TEMPERATURE * self.tau * self.scale_of())
+        y = self.map(x * TEMPERATURE * self.tau * self.scale_of() * LONG[0])
+        return activation(y) * GAIN
 
 
-TEMPERATURE = 1.0
+TEMPERATURE, LONG, GAIN = 1.0, [1.0] * 5000, nn.Parameter(torch.ones(()), requires_grad=False)
+activation: Callable[[Tensor], Tensor] = torch.tanh
 
 
 ELSEWHERE: dict[str, Callable[[Any, float], None]] = {
     "'TEMPERATURE' among globals": lambda _, value: globals().update(TEMPERATURE=value),
+    "'activation' among globals": lambda _, value: globals().update(
+        activation=torch.tanh if value == 1 else torch.sin
+    ),
+    "'GAIN' among globals": lambda _, value: GAIN.fill_(value),
     "'tau' of class Elsewhere": lambda _, value: setattr(Elsewhere, "tau", value),
     "'sigma' of a closure": lambda block, value: block.scale_of(value),
 }
@@ -476,6 +482,30 @@ def test_what_is_read_elsewhere_may_not_change_before_backward() -> None:
             for layer in (*plain, *blocks):
                 change(layer, 1.0)
             compare(plain, blocks, f"{level}, {where}, as before", x)
+
+
+@on_ranks(2)
+def test_a_list_at_the_top_of_a_program_is_put_back() -> None:
+    """However long it is."""
+
+    @contextlib.contextmanager
+    def changed(_: nn.ModuleList) -> Iterator[None]:
+        LONG[0] = 3.0
+        yield
+        assert LONG[0] == 3.0
+
+    plain = make(Elsewhere)
+    blocks = sharded(plain, use_checkpoint=True)
+    for _ in range(2):
+        compare(
+            plain,
+            blocks,
+            "a long list",
+            torch.ones(2, DIM),
+            around=changed,
+            before=lambda: LONG.__setitem__(0, 1.0),
+        )
+    LONG[0] = 1.0
 
 
 @on_ranks(2)

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+# What routes rows. A stack of layers that leaves some out by an argument has none of it: as one
+# Block it would be gathered whole.
+_ROUTES = frozenset({"argmax", "topk", "multinomial", "nonzero", "bincount", "argsort"})
 _LOOPS = (ast.For, ast.While)
 _JUMPS = (ast.Continue, ast.Break, ast.Return)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
@@ -24,8 +27,9 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 def chosen_lists(module: torch.nn.Module) -> frozenset[str]:
     """Names of the module's lists and dicts of modules of which it calls some, by its rows.
 
-    Read in the source of its methods: a call under an `if` or after a `continue` that depends on
-    their arguments, or an index that does. A module without source is taken to call all.
+    Read in the source of its methods: they route rows, and call under an `if` or after a `continue`
+    that depends on their arguments, or by an index that does. A module without source is taken to
+    call all.
     """
     lists = frozenset(
         name
@@ -45,6 +49,8 @@ def _chosen(kind: type, lists: frozenset[str]) -> frozenset[str]:
             plain = inspect.unwrap(method) if callable(method) else method
             if isinstance(plain, types.FunctionType) and name != "__init__":
                 methods.setdefault(name, plain)
+    if _ROUTES.isdisjoint(name for x in methods.values() for name in _names_in(x.__code__)):
+        return frozenset()
     return frozenset(
         name
         for name in lists

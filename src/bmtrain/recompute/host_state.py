@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import itertools
 import operator
 import sys
 import types
@@ -30,6 +31,7 @@ from bmtrain.recompute.ambient import AmbientState
 from bmtrain.recompute.scripts import Scripts
 from bmtrain.runtime.seeding import default_generators, is_generator
 from bmtrain.shard.module import DistributedModule
+from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import version_of, versions_of
 
 _SCALARS = frozenset(
@@ -44,7 +46,6 @@ _FOLLOWED: frozenset[type] = frozenset(
 )
 _STANDARD = frozenset(torch.nn.Module().__dict__) - {"training", "_modules", "_buffers"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_MOST_ENTRIES = 4096  # of a list or dict that is compared
 _MISSING = object()
 
 
@@ -77,15 +78,25 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True)
 class _Noticed:
-    """Something that is compared: how to read it, what was read, and its name in messages."""
+    """Something that is compared: how to read it, what was read, and its name in messages; of
+    several things their names, in front of it.
+    """
 
     read: Callable[[], Sequence[Any]]
     found: Sequence[Any]
     where: str
+    names: Sequence[str] = ()
 
     def is_unchanged(self) -> bool:
         now = self.read()
         return len(now) == len(self.found) and all(map(_is_same, now, self.found))
+
+    def changed(self) -> str:
+        """What is not as it was, for messages."""
+        for name, now, found in zip(self.names, self.read(), self.found, strict=False):
+            if not _is_same(now, found):
+                return f"{name!r} {self.where}"
+        return self.where
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -148,7 +159,7 @@ class Snapshot:
             return
         self._known[id(value)] = value
         if isinstance(value, torch.Tensor):
-            if not isinstance(value, torch.nn.Parameter):
+            if not isinstance(value, Slices):  # of those the call's own check knows
                 self._add_tensor(value, where)
         elif isinstance(value, _FUNCTIONS):
             self._add_function(value)
@@ -166,7 +177,7 @@ class Snapshot:
         elif isinstance(value, set | collections.deque | list | dict):
             parts = value.values() if isinstance(value, dict) else value
             self._add_noticed(lambda: list(parts), where)
-            for entry in list(parts)[:_MOST_ENTRIES]:
+            for entry in list(parts):
                 self.add(entry, where)
             self._add_object(value, kind, where)
         elif isinstance(value, bytearray | array.array):
@@ -186,9 +197,6 @@ class Snapshot:
         self.noticed.append(_Noticed(read, read(), where))
 
     def _add_container(self, value: Any, where: str) -> None:
-        if len(value) > _MOST_ENTRIES:
-            self._add_noticed(lambda: (len(value),), where)
-            return
         contents: Any = (
             [_without_graph(entry) for entry in value]
             if isinstance(value, list)
@@ -216,19 +224,19 @@ class Snapshot:
 
     def _add_class(self, kind: type) -> None:
         """What methods of a class read beside their arguments, and its own data."""
-        for base in kind.__mro__:
-            if id(base) in self._known or not _is_plain(base):
-                continue
-            self._known[id(base)] = base
-            functions = [_function_of(value) for value in vars(base).values()]
-            for function in functions:
-                if function is not None:
-                    self._add_function(function)
-            names = [
-                name
-                for (name, value), function in zip(vars(base).items(), functions, strict=True)
-                if function is None and _is_data(value) and not name.startswith("__")
-            ]
+        if id(kind) in self._known:
+            return
+        self._known[id(kind)] = kind
+        overridden: set[str] = set()
+        for base in filter(_is_plain, kind.__mro__):
+            for name, value in vars(base).items():
+                function = _function_of(value)
+                if function is None or name in overridden:
+                    continue
+                self._add_function(function)
+                if "super" not in _names_in(function.__code__):
+                    overridden.add(name)
+            names = [name for name in vars(base) if not name.startswith("__")]
             self._add_names(vars(base), names, f"of class {base.__name__}")
 
     def _add_function(self, function: Any) -> None:
@@ -240,29 +248,33 @@ class Snapshot:
         self._known[id(code)] = code
         self.add(getattr(function, "__wrapped__", None), "a function")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name == "__class__":  # of `super()`, which does not change
+                continue
             self._add_noticed(functools.partial(_contents, cell), f"{name!r} of a closure")
             self.add(_contents(cell)[0], f"{name!r} of a closure")
         for value in function.__defaults__ or ():
             self.add(value, f"a default of {function.__name__}")
         names = _names_in(code)
-        data = [name for name in names if _is_data(function.__globals__.get(name, _MISSING))]
-        self._add_names(function.__globals__, data, "among globals")
+        self._add_names(function.__globals__, names, "among globals")
         for name in names:
             value = function.__globals__.get(name)
             if isinstance(value, _FUNCTIONS):
                 self.add(value, f"global {name!r}")
             elif isinstance(value, type | types.ModuleType) and _is_plain(value):
                 space = vars(value)
-                inside = [key for key in names if _is_data(space.get(key, _MISSING))]
-                self._add_names(space, inside, f"of {name}")
+                self._add_names(space, names, f"of {name}")
                 for key in names:
                     self.add(_function_of(space.get(key)), f"{name}.{key}")
 
     def _add_names(self, space: Mapping[str, Any], names: Sequence[str], of: str) -> None:
-        for name in names:
-            where = f"{name!r} {of}"
-            self._add_noticed(functools.partial(_values, space, name), where)
-            self.add(space[name], where)
+        """Whatever these names stand for there, functions too, which may be exchanged."""
+        present = tuple(name for name in names if name in space)
+        if present:
+            read = functools.partial(_values, space, present)
+            self.noticed.append(_Noticed(read, read(), of, present))
+        for name in present:
+            if _is_data(space[name]):
+                self.add(space[name], f"{name!r} {of}")
 
 
 class HostState:
@@ -337,7 +349,7 @@ class Begun:
                 return part.obstacle
             for noticed in part.noticed:
                 if not noticed.is_unchanged():
-                    return f"its forward pass changes {noticed.where}"
+                    return f"its forward pass changes {noticed.changed()}"
         snapshot, versions = self._parts[0], versions_of(self._parts[0].tensors)
         for number, version in enumerate(versions):
             if version == self._versions[0][number]:
@@ -356,7 +368,7 @@ class Begun:
             for noticed in part.noticed:
                 if not noticed.is_unchanged():
                     raise RecomputationError(
-                        f"{noticed.where}, which the forward pass of a block read, was changed "
+                        f"{noticed.changed()}, which the forward pass of a block read, was changed "
                         "before backward came to the block, whose recomputation needs it as it "
                         "was: change it after backward, or give the block use_checkpoint=False."
                     )
@@ -446,8 +458,8 @@ def _without_graph(value: Any) -> Any:
     return value
 
 
-def _values(space: Mapping[str, Any], name: str) -> tuple[Any]:
-    return (space.get(name, _MISSING),)
+def _values(space: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    return list(map(space.get, names, itertools.repeat(_MISSING)))
 
 
 def _contents(cell: types.CellType) -> tuple[Any]:
