@@ -452,7 +452,7 @@ TEMPERATURE, LONG, GAIN = 1.0, [1.0] * 5000, nn.Parameter(torch.ones(()), requir
 activation: Callable[[Tensor], Tensor] = torch.tanh
 
 
-ELSEWHERE: dict[str, Callable[[Any, float], None]] = {
+ELSEWHERE: dict[str, Callable[[Any, float], object]] = {
     "'TEMPERATURE' among globals": lambda _, value: globals().update(TEMPERATURE=value),
     "'activation' among globals": lambda _, value: globals().update(
         activation=torch.tanh if value == 1 else torch.sin
