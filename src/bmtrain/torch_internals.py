@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import json
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,10 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 # Tensors
 # --------------------------------------------------------------------------------------------------
+
+#: `x.copy_(y)` and `x.add_(y)` for each pair of two lists
+copy_each_: Callable[..., None] = torch._foreach_copy_
+add_each_: Callable[..., None] = torch._foreach_add_
 
 # A context in which functions on a subclass of Tensor bypass its `__torch_function__`.
 plain_functions = torch._C.DisableTorchFunctionSubclass
@@ -163,14 +167,19 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def hooks_of(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """The module's own hooks of forward and backward, which change with it."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether the module has forward or backward hooks of its own."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return any(hooks_of(module))
 
 
 def renew_weights(module: torch.nn.RNNBase) -> None:
