@@ -22,10 +22,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import peft
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from machine import machine_from_outside
+from reports import report_of, write
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import bmtrain as bmt
 
 GIB = 2**30
 RESULT = "RESULT "
@@ -135,8 +143,6 @@ def model_of(name: str, dtype: torch.dtype, recomputes: bool) -> nn.Module:
 
 def of_transformers(name: str, recomputes: bool) -> nn.Module:
     """BERT-large for masked tokens, T5-base, or Llama-3-8B with LoRA by peft."""
-    import transformers
-
     if name == "bert-large":
         config = transformers.BertConfig(
             hidden_size=1024,
@@ -153,8 +159,6 @@ def of_transformers(name: str, recomputes: bool) -> nn.Module:
             d_model=768, d_ff=3072, num_layers=12, num_heads=12, dropout_rate=0.0, use_cache=False
         )
         return transformers.T5ForConditionalGeneration(config)
-    import peft
-
     config = transformers.LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -191,8 +195,6 @@ Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 def ours(args: argparse.Namespace) -> Step:
     """As the README has it."""
-    import bmtrain as bmt
-
     bmt.init_distributed(seed=0)
     model = bmt.BMTrainModelWrapper(model_of(args.model, torch.bfloat16, recomputes=False))
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -243,9 +245,6 @@ def plain(args: argparse.Namespace) -> Step:
 
 def fsdp2(args: argparse.Namespace) -> Step:
     """`fully_shard` of each layer and of the model, layers compiled, fp32 masters."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -343,7 +342,9 @@ def run_suite(name: str, limit: float) -> list[dict[str, Any]]:
         command += [f"--nproc_per_node={gpus}", __file__, "--measure", *words.split()]
         command += ["--backend", *backend.split()]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+            done = subprocess.run(
+                command, check=False, capture_output=True, text=True, timeout=limit
+            )
             text, told = done.stdout, done.stderr[-400:]
         except subprocess.TimeoutExpired as error:
             text, told = str(error.stdout or b"", "utf-8"), f"longer than {limit:.0f} s"
@@ -391,9 +392,6 @@ def main() -> None:
     if args.measure:
         (args.model,) = args.names
         measure(args)
-    from machine import machine_from_outside
-    from reports import report_of, write
-
     records = [record for name in args.names for record in run_suite(name, args.limit)]
     found = ratios(records)
     for each in found:

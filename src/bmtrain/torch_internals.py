@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -258,6 +259,15 @@ def run_any_number(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, compiled with integer attributes of modules as dynamic values."""
     with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
         return function(*args)
+
+
+def told_once() -> contextlib.AbstractContextManager[object]:
+    """Inside, functions compile without what they log by methods `..._once` of loggers."""
+    known = [method for name, method in vars(logging.Logger).items() if name.endswith("_once")]
+    found: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(
+        ignore_logging_functions={*torch._dynamo.config.ignore_logging_functions, *known}
+    )
+    return found
 
 
 def size_at_hand(size: int | torch.SymInt) -> int | None:

@@ -39,6 +39,7 @@ from bmtrain.torch_internals import (
     in_transform,
     next_node_number,
     saved_tensors_hooks,
+    told_once,
 )
 
 # Full parameters and full gradients take four bytes a parameter in bf16. A model is small if they
@@ -47,7 +48,10 @@ _MOST = 1 / 40
 _MOST_ON_CPU = 2**31  # bytes
 _MARGIN = 0.15  # of the device's memory, left free after the forward pass of a trial
 _STATES = 16  # bytes per parameter of a shard: gradients and the optimizer's states, still to come
+# Attempts to compile. What a first call does once, as warnings, is often what does not compile.
+_MOST_FAILURES = 2
 _KEY = "_whole_model"  # in the `__dict__` of a wrapped model
+_NUM_SPECIAL = 2  # shapes that are recorded: those of a step, and of an epoch's last one
 _ON_GPU = {"options": {"triton.cudagraphs": True}}
 
 Forward = Callable[..., Any]
@@ -56,8 +60,8 @@ Forward = Callable[..., Any]
 class Stage(enum.Enum):
     """How far a model has come.
 
-    A trial makes UNTRIED to WHOLE or to APART. Compiled code that fails later makes WHOLE to APART,
-    which is final.
+    A trial makes UNTRIED to WHOLE, or to APART if the model does not compile or fit. Compiled code
+    that fails later makes WHOLE to APART, which is final.
     """
 
     UNTRIED = enum.auto()
@@ -132,6 +136,7 @@ class WholeModel:
         self._blocks: list[tuple[dict[str, Any], str, torch.nn.Module]] = []
         self._hooks: list[Mapping[int, Any]] = []  # of modules below the model
         self._last: weakref.ref[Use] | None = None  # that of the last call
+        self._num_failed = 0  # attempts to compile
         self._tried = 0  # elements of the largest arguments that a trial has run with
         self._kept = 0  # bytes that its forward pass has left on the device
         self._stage = Stage.UNTRIED if self._is_small() else Stage.APART
@@ -251,7 +256,9 @@ class WholeModel:
             reason = self._compile(model, args, kwargs)
             (has_failed,) = largest([float(reason is not None)], self._axis, "compiling a model")
             if has_failed:
-                self._end(reason or "another rank could not compile it")
+                self._num_failed += 1
+                if self._num_failed == _MOST_FAILURES:
+                    self._end(reason or "another rank could not compile it")
                 return None
         device, memory = self._context.device, self._memory
         buffers = [(x, x.clone()) for x in self._root.buffers()]
@@ -314,8 +321,11 @@ class WholeModel:
             views = use.open()
             bound = use.select(views, table.storages, table.positions)
             with self._binding.running(table, bound, is_compiled=True):
+                # What is said once was said in the call after the first attempt.
+                saying = told_once() if self._num_failed else contextlib.nullcontext()
                 try:
-                    out = self._program(model.training)(model, args, kwargs)
+                    with saying:
+                        out = self._program(model.training)(model, args, kwargs)
                 except NoProgramError as error:
                     if self._gate.is_shut:
                         raise
@@ -336,7 +346,7 @@ class WholeModel:
             def call(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
                 return forward(model, *args, **kwargs)
 
-            self._programs[is_training] = Program(call, self._gate, options)
+            self._programs[is_training] = Program(call, self._gate, _NUM_SPECIAL, options)
         return self._programs[is_training]
 
     @contextlib.contextmanager
