@@ -325,7 +325,7 @@ def measure(args: argparse.Namespace) -> None:
 OURS, PLAIN, GRAPHED = "ours", "plain", "plain --mode reduce-overhead"
 SUITES: dict[str, tuple[int, str, Sequence[str]]] = {
     "gpt2-one-gpu": (1, "gpt2 --batch 8 32", (OURS, PLAIN, GRAPHED)),
-    "gpt2-two-gpus": (2, "gpt2 --batch 8 32", (OURS, PLAIN, GRAPHED, "fsdp2")),
+    "gpt2-two-gpus": (2, "gpt2 --batch 8 32", (OURS, PLAIN, GRAPHED)),
     "bert-two-gpus": (2, "bert-large --batch 256", (OURS, PLAIN)),
     "t5-two-gpus": (2, "t5-base --batch 16", (OURS, PLAIN)),
     "llama-two-gpus": (2, "llama-8b --batch 3", (OURS, "fsdp2 --recomputes")),
