@@ -25,6 +25,14 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import Sameness, watch_calls
 from bmtrain.shard.storage import Storage
 
+_DRAWING = (
+    torch.nn.Dropout,
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
@@ -161,8 +169,10 @@ class _Wrapping:
         if chosen and not has_methods_of_whole_models(module):
             return self._make_chooser(module, chosen)
         self.wrap_children(module)
-        has_parameters = any(param is not None for param in module._parameters.values())
-        if (has_parameters or has_methods_of_whole_models(module)) and not isinstance(
+        is_distributed = isinstance(module, _DRAWING) or any(
+            param is not None for param in module._parameters.values()
+        )
+        if (is_distributed or has_methods_of_whole_models(module)) and not isinstance(
             module, DistributedModule
         ):
             become_distributed(module)

@@ -97,6 +97,13 @@ def run_on_ranks(program: Program, settings: Settings) -> Record:
 
 
 def _run(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
+    if on_ranks and program.batch == "same":  # as one process draws for these rows
+        with world.current("verify").draws.kept():
+            return _run_seeded(program, settings, on_ranks=True)
+    return _run_seeded(program, settings, on_ranks=on_ranks)
+
+
+def _run_seeded(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
     is_there = on_ranks or world.is_initialized()
     device = world.device() if is_there else torch.device(settings.device)
     seed_everything(settings.seed)
