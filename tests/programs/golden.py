@@ -32,7 +32,7 @@ def trace(spec: Spec) -> tuple[str, list[str]]:
     """This rank's values as a digest, or its error, and the lines of its ledger."""
     warnings.simplefilter("ignore")
     bmt.init_distributed(device="cpu", zero_level=spec["level"], timeout=20)
-    world.current("a program").draws.are_own = True  # programs that draw have the same rows
+    world.current("a program").draws.same_rows = spec["rows"] == "same"
     lines: list[str] = []
     note = Ledger.note
 

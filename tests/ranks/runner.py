@@ -491,7 +491,7 @@ def _perform(job: _Job) -> Outcome:
             if job.init is not None:
                 bmtrain.init_distributed(**job.init)
                 # Most functions give all ranks the rows of one process, and compare with that.
-                world.current("a test").draws.are_own = True
+                world.current("a test").draws.same_rows = True
             return Outcome(rank=job.rank, value=pickle.dumps(fn(*args)))
         except BaseException as error:
             return Outcome(

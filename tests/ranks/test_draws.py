@@ -77,7 +77,7 @@ def draw(tp_size: int) -> None:
     for use_checkpoint in (True, False, "auto"):
         for make in (Listed, Layer, Nested):
             torch.manual_seed(3)
-            draws.are_own = tp_size == bmt.world_size()
+            draws.same_rows = False
             model = bmt.BMTrainModelWrapper(make(), use_checkpoint=use_checkpoint)
             rows, step = torch.randn(4, WIDTH), 1e-2 * torch.randn(4, WIDTH)
             state = torch.get_rng_state()
@@ -108,7 +108,6 @@ def draw(tp_size: int) -> None:
                 first, second = bmt.gather_result(value[None])
                 assert torch.equal(first, second) == alike
     # Nothing is drawn where nothing draws: orders of rows are those of one process.
-    draws.are_own = False
     calm = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(WIDTH, 3), nn.Dropout(0.0)))
     calm[1].p = 0.0
     state = torch.get_rng_state()
@@ -125,7 +124,7 @@ def test_tensor_ranks_draw_the_same() -> None:
 
 
 def resume(folder: str) -> None:
-    world.current("a test").draws.are_own = False
+    world.current("a test").draws.same_rows = False
 
     def build() -> tuple[nn.Module, bmt.optim.OptimManager]:
         torch.manual_seed(5)

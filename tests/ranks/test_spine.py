@@ -65,7 +65,7 @@ class FeedForward(torch.nn.Module):
 
 def follow_a_call() -> None:
     """With everything that two ranks do: gathers, reductions, comparisons, gradients."""
-    world.current("a test").draws.are_own = False  # as by default
+    world.current("a test").draws.same_rows = False  # as by default
     block, x = bmt.Block(FeedForward()), torch.ones(2, 8)
     for _ in range(3):  # the first calls make what later ones find
         block(x).sum().backward()

@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
 from bmtrain.block.adopt import Converted, move_buffers, replace, stays_whole
+from bmtrain.block.batch_norm import share_statistics
 from bmtrain.block.block import Block
 from bmtrain.block.choices import chosen_lists
 from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models
@@ -165,6 +166,7 @@ class _Wrapping:
         # and reading attributes is what gathers parameters outside of blocks.
         if isinstance(module, torch.nn.RNNBase):
             return Block(module, use_checkpoint=False, compile=False)
+        share_statistics(module)
         chosen = chosen_lists(module)
         if chosen and not has_methods_of_whole_models(module):
             return self._make_chooser(module, chosen)

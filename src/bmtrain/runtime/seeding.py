@@ -80,15 +80,17 @@ class Draws:
 
     Attributes:
         are_own: whether the generator draws this rank's numbers now.
+        same_rows: whether all ranks have the rows of one process, as `verify` gives them: then all
+            draw its numbers.
     """
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self._salt = topology.tp_idx.to_bytes(8, "little")
         self.device, self._generator = device, generator_of(device)
-        self.are_own = topology.world_size == topology.tp_size
+        self.are_own, self.same_rows = topology.world_size == topology.tp_size, False
 
     @contextlib.contextmanager
-    def kept(self, are_own: bool = True) -> Iterator[None]:
+    def kept(self, are_own: bool) -> Iterator[None]:
         """Draw inside from the generator as it is."""
         before, self.are_own = self.are_own, are_own
         try:
@@ -104,7 +106,8 @@ class Draws:
         """
         generator = self._generator
         # While a CUDA graph is captured no state can be read: its replay is inside of this.
-        if self.are_own or (self.device.type != "cpu" and torch.cuda.is_current_stream_capturing()):
+        is_captured = self.device.type != "cpu" and torch.cuda.is_current_stream_capturing()
+        if self.are_own or self.same_rows or is_captured:
             yield
             return
         before = generator.get_state()

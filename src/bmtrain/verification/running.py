@@ -97,10 +97,14 @@ def run_on_ranks(program: Program, settings: Settings) -> Record:
 
 
 def _run(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
-    if on_ranks and program.batch == "same":  # as one process draws for these rows
-        with world.current("verify").draws.kept():
-            return _run_seeded(program, settings, on_ranks=True)
-    return _run_seeded(program, settings, on_ranks=on_ranks)
+    if not on_ranks:
+        return _run_seeded(program, settings, on_ranks=False)
+    draws = world.current("verify").draws
+    draws.same_rows = program.batch == "same"
+    try:
+        return _run_seeded(program, settings, on_ranks=True)
+    finally:
+        draws.same_rows = False
 
 
 def _run_seeded(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
