@@ -14,6 +14,7 @@ from bmtrain.block.adopt import Place, places_of
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.unshard import Use
+from bmtrain.shard.window import as_copy
 from bmtrain.torch_internals import no_torch_function, renew_weights, versions_of
 
 _NATIVE_DATA: Any = torch.Tensor.data  # torch's descriptor
@@ -107,12 +108,33 @@ class Bound(torch.Tensor):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-class BoundCopy(Bound):
+class _Copy(torch.Tensor):
+    """A gathered copy. numpy's view of it is read-only: no version counts its writes."""
+
+    __torch_function__: Any = no_torch_function
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's, of which a write would be lost."""
+        return as_copy(super().numpy(*args, **kwargs))
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as an ordinary tensor."""
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class BoundCopy(_Copy, Bound):
     """A gathered copy, which the next release discards.
 
     `.data` shares the version counter of the tensor. The native `.data` has a counter of its own,
     so a write through it would be lost in silence.
     """
+
+    def detach(self) -> torch.Tensor:
+        """torch's."""
+        return super().detach().as_subclass(_Copy)
 
     @property
     def data(self) -> torch.Tensor:
