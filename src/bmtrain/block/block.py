@@ -278,10 +278,12 @@ class Block(DistributedModule):
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._binding.is_running:  # a replacement of `forward` calls `original` from inside
             return original(*args, **kwargs)
+        table = self._binding.table()
+        if table.is_replaced:
+            return original(*args, **kwargs)
         refuse_transforms()
         if not has_plain_tensors((*args, *kwargs.values())):
             args, kwargs = map_tensors(ordinary, (args, kwargs))
-        table = self._binding.table()
         use = Use(table.storages) if self._shared is None else self._shared
         invocation = Invocation(table, use, self._runner_now((*args, *kwargs.values())))
         level = self._level if torch.is_grad_enabled() else Level.NOTHING

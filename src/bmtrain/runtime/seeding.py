@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from bmtrain.runtime.topology import Topology
+from bmtrain.torch_internals import in_transform
 
 
 def seed_everything(seed: int) -> None:
@@ -105,9 +106,10 @@ class Draws:
         Afterwards the generator is as before, or one number further if any was drawn.
         """
         generator = self._generator
-        # While a CUDA graph is captured no state can be read: its replay is inside of this.
+        # While a CUDA graph is captured no state can be read: its replay is inside of this. Nor can
+        # it in a transform of torch.func.
         is_captured = self.device.type != "cpu" and torch.cuda.is_current_stream_capturing()
-        if self.are_own or self.same_rows or is_captured:
+        if self.are_own or self.same_rows or is_captured or in_transform():
             yield
             return
         before = generator.get_state()
