@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +30,7 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "BatchNorm",
     "DeviceContext",
     "TorchDispatchMode",
     "TreeSpec",

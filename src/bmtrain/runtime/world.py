@@ -40,7 +40,7 @@ from bmtrain.runtime.launchers import (
 from bmtrain.runtime.meeting import Groups, Meetings, Store, adopt, tell_all
 from bmtrain.runtime.mesh import Mesh, build_mesh
 from bmtrain.runtime.process import Exit, Launcher, say, this_host
-from bmtrain.runtime.seeding import seed_everything
+from bmtrain.runtime.seeding import Draws, seed_everything
 from bmtrain.runtime.topology import Topology
 from bmtrain.runtime.watchdog import Place, Watchdog, own_process
 from bmtrain.torch_internals import default_store
@@ -125,6 +125,7 @@ class World:
     """This process's part in the run: rank, device, axes, defaults and the services on top.
 
     Attributes:
+        draws: the random numbers of this rank.
         watchdog: gets a note of all progress.
         launcher: the torchrun that started this process; None without, and in the process of
             somebody else.
@@ -144,6 +145,7 @@ class World:
     seed: int
     mesh: Mesh
     defaults: Defaults
+    draws: Draws
     pipe_enabled: bool
     num_micro_batches: int
     timeout: float
@@ -273,7 +275,8 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     Args:
         init_method: rendezvous URL of torch.distributed; "env://" is where the launcher says.
         seed: seeds torch, random and numpy identically on every rank, so that all ranks initialise
-            the same model.
+            the same model. In training blocks and layers draw numbers of each data-parallel rank's
+            own, for dropout: see `bmtrain.runtime.seeding.Draws`.
         pipe_size: number of pipeline stages; -1 for no pipeline.
         num_micro_batches: micro-batches of the pipeline; by default the number of stages.
         tp_size: ranks that share each tensor-parallel layer.
@@ -361,6 +364,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             seed=seed,
             mesh=mesh,
             defaults=defaults,
+            draws=Draws(topology, chosen),
             pipe_enabled=pipe_size > 0,
             num_micro_batches=num_micro_batches or topology.pipe_size,
             timeout=timeout,
