@@ -29,9 +29,8 @@ def statistics_of(
 ) -> list[Statistics]:
     """Mean, std, max and min of the elements of each tensor, in fp64.
 
-    A number that is undefined is None: `std` of fewer than two elements, all four of an empty,
-    complex, meta or missing tensor. NaN therefore always comes from the data. `std` divides by
-    count - 1, torch's default.
+    All four are None for an empty, complex, meta or missing tensor. `std` divides by count - 1,
+    torch's default; as torch's it is NaN of a single element. Other NaN come from the data.
 
     Args:
         tensors: of any shape and dtype; None for one that this rank does not have.
@@ -60,7 +59,7 @@ def statistics_of(
         if not count:
             out.append(dict.fromkeys(("mean", "std", "max", "min")))
             continue
-        std = math.sqrt(squared / (count - 1)) if count > 1 else None
+        std = math.sqrt(squared / (count - 1)) if count > 1 else math.nan
         most, least = (math.nan, math.nan) if nans else (top, -bottom)
         out.append({"mean": total / count, "std": std, "max": most, "min": least})
     return out
