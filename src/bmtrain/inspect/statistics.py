@@ -102,8 +102,8 @@ def entry(
 def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
     """A plain-text table of the result of `inspect_model` or `Inspector.get_summary`.
 
-    A header and one line per tensor. Numbers have four significant digits; "-" stands for an
-    undefined number, the gradient of a frozen parameter for example.
+    A header and one line per tensor. Numbers have four significant digits, zero is 0.0000; "-"
+    stands for an undefined number.
 
     Raises:
         ConfigurationError: for anything but a list of such dicts.
@@ -122,7 +122,8 @@ def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
             )
         values = [row.get(column) for column in COLUMNS]
         texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
-        lines.append([text if text != "None" else "-" for text in texts])
+        # Programs of BMTrain look for its zero.
+        lines.append([{"None": "-", "0": "0.0000"}.get(text, text) for text in texts])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
