@@ -25,9 +25,9 @@ from torch.utils._pytree import (
     tree_flatten,
     tree_leaves,
     tree_map,
-    tree_map_only,
     tree_unflatten,
 )
+from torch.utils._pytree import tree_map_only as _tree_map_only
 
 __all__ = [
     "BatchNorm",
@@ -37,7 +37,6 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map",
-    "tree_map_only",
     "tree_unflatten",
 ]  # re-exports only; this module's own functions are below
 
@@ -45,6 +44,11 @@ __all__ = [
 def torch_version() -> tuple[int, ...]:
     """(major, minor)."""
     return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def tree_map_only(kind: Any, fn: Callable[[Any], Any], tree: Any) -> Any:
+    """torch's function, which makes a tuple of a torch.Size."""
+    return _tree_map_only(kind, fn, tree, is_leaf=lambda node: isinstance(node, torch.Size))
 
 
 # torch 2.13 renamed the two flat collectives and deprecated the names of 2.8 to 2.12.

@@ -168,9 +168,8 @@ class NoScaling(LossScale):
 class CarriedScale:
     """The loss scale that the gradients of some parameters carry.
 
-    A step may change the scale, and one of torch's optimizers divides by it first. What is kept
-    over a step, because the program does not clear it, would be added to gradients of another
-    scale, or clipped and applied by another.
+    A step may change the scale. What is kept over it, because the program does not clear it, would
+    be added to gradients of another scale, or clipped and applied by another.
     """
 
     def __init__(self, value: float) -> None:

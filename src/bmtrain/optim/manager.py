@@ -306,17 +306,18 @@ class OptimManager:
 
     def _advance(self, scale: float) -> None:
         """Take one step with all optimizers and schedules."""
-        for optimizer, carried in zip(self.optimizers, self._carried, strict=True):
+        for optimizer in self.optimizers:
             if isinstance(optimizer, AdamBase):
                 optimizer.step(scale=scale)
                 continue
-            if scale != 1.0:
-                params = parameters_of(optimizer.param_groups)
-                for found in gradients_of(self._spans_of(params)):
-                    for part in found:
-                        part.grad.div_(scale)
-                carried.value = 1.0
+            spans = self._spans_of(parameters_of(optimizer.param_groups)) if scale != 1.0 else []
+            grads = [part.grad for found in gradients_of(spans) for part in found]
+            for grad in grads:
+                grad.div_(scale)
             optimizer.step()
+            # They carry the scale again: the program may write others into them, or add to them.
+            for grad in grads:
+                grad.mul_(scale)
         for schedule in self._schedules:
             schedule.step()
         self._num_steps += 1
