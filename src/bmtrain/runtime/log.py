@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
 from typing import Any
@@ -13,6 +14,12 @@ def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
     """`print(*args, **kwargs)` on one rank of the world; the others stay silent."""
     if world.rank() == rank:
         print(*args, **kwargs)
+
+
+def tell(message: str) -> None:
+    """Print on rank 0, and go on where nobody can read it, or the terminal lacks a letter."""
+    with contextlib.suppress(OSError, ValueError):
+        print_rank(message, flush=True)
 
 
 def warn(message: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
-from bmtrain.checkpoint.entries import check_finite, entries
+from bmtrain.checkpoint.entries import entries
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime.process import Exit
 from model_center.dataset.loader import DistributedDataLoader
@@ -491,7 +491,6 @@ class Run:
             return
         if self._replay is not None:
             return
-        check_finite(self.model, self.manager.optimizers)
         progress = {
             "step": self.step,
             "origin": self._origin,
