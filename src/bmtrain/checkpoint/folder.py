@@ -62,14 +62,18 @@ class Lock:
                     )
                     break
                 if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > end:
-                    holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
+                    holder = log.printable(os.pread(descriptor, 4096, 0).decode(errors="replace"))
                     os.close(descriptor)
                     raise CheckpointError(
-                        f"{folder} belongs to another run: {holder or 'unknown'}. Wait for its "
-                        "end, stop it, or give another folder."
+                        f"{folder} belongs to another run: {holder.strip() or 'unknown'}. Wait for "
+                        "its end, stop it, or give another folder."
                     ) from error
             time.sleep(_PAUSE_S)
         self._descriptor = descriptor
+        # who may only read could hold a lock, too: nobody may do that alone
+        writers = os.fstat(descriptor).st_mode & 0o222
+        with contextlib.suppress(PermissionError):
+            os.fchmod(descriptor, writers | writers << 1)
         about = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
