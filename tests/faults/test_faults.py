@@ -15,6 +15,7 @@ from tests.faults.ranks import run
 
 import bmtrain as bmt
 from bmtrain.errors import RanksPartedError
+from bmtrain.runtime import watchdog
 from bmtrain.runtime.process import Exit
 
 WATCHDOG_S = 2.0
@@ -130,6 +131,61 @@ def slow_but_alive() -> None:
     with bmt.unwatched():
         time.sleep(1.5)
     training.step(4)
+
+
+def hangs_by_default(fault: str, culprit: int, number: int) -> None:
+    """Without a limit of the program's; the times after which ranks ask are shortened."""
+    watchdog.ASK_S = (1.0, 2.5, 30.0)
+    bmt.init_distributed(device="cpu")
+    training = program.Training()
+    for step in range(3):
+        if step == number and bmt.rank() == culprit:
+            print(f"fault at {time.monotonic()}", flush=True)
+            (program.FAULTS | {"work": work, "loop": loop})[fault]()
+        training.step(step)
+
+
+def work() -> None:
+    time.sleep(6)
+
+
+def loop() -> None:
+    end = time.monotonic() + 6
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "step"),
+    [
+        ("sigstop", 1, 1),
+        ("work", 1, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("sigstop", 0, 0),
+                ("lock", 1, 0),
+                ("lock", 0, 1),
+                ("loop", 0, 1),
+                ("loop", 1, 2),
+            ]
+        ),
+    ],
+)
+def test_who_hangs_is_named_by_default(fault: str, culprit: int, step: int, tmp_path: Path) -> None:
+    """From the beginning on. A rank that answers nobody and does nothing ends the run; of one that
+    is at work it is said where, once, and the run goes on.
+    """
+    left = run(hangs_by_default, fault, culprit, step, folder=tmp_path, hosted=True)
+    said = "".join(left.printed)
+    if fault in HANGS:
+        words = TABLE[fault][0].replace("rank 1", f"rank {culprit}")
+        assert left.codes[1 - culprit] == Exit.HUNG and re.search(words, said), said
+        assert said.count("stands still") == 1
+        return
+    assert left.codes == [0, 0], said
+    words = f"rank {culprit} has not come: it answers, and is at .*in {fault}: "
+    assert re.search(words, said) and said.count("has not come") == 1, said
 
 
 def never_comes() -> None:

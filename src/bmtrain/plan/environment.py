@@ -27,13 +27,17 @@ from bmtrain.version import __version__
 
 PACKAGES = """torch, triton, transformers, tokenizers, peft, safetensors, datasets, accelerate,
 deepspeed, bmtrain, model-center, numpy, ray, tensorboard, wandb"""
-# Variables that change what a run does, and those of launchers, by how their names begin.
-VARIABLES = """BMTRAIN, CC, CUBLAS, CUDA, CUDNN, CXX, GLOO, HF_, HUGGINGFACE, LD_LIBRARY_PATH,
-LD_PRELOAD, MKL, MODELSCOPE, NCCL, NVIDIA, OMP, PYTHON, PYTORCH, TENSORBOARD, TOKENIZERS, TORCH,
-TRANSFORMERS, TRITON, WANDB"""
-LAUNCHERS = """FLUX, GROUP_RANK, GROUP_WORLD_SIZE, JSM, LOCAL_, MASTER_, MPI_, NODE_RANK, OMPI,
-PALS, PMI, RANK, RAY, ROLE_, SKYPILOT, SLURM, TORCHELASTIC, WORLD_SIZE"""
-_SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH|COOKIE)S?(_|$)")
+# Variables that change what a run does, and those of launchers, by patterns of whole names. Values
+# of others are never shown: what a secret is called nobody knows.
+VARIABLES = r"""CC|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON(PATH|HASHSEED|UTF8|WARNINGS|MALLOC)
+|(CUBLAS|CUDA|CUDNN|GLOO|MKL|NCCL|NVIDIA|OMP|PYTORCH|TOKENIZERS|TORCH|TORCHINDUCTOR|TRITON)_\w+
+|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_OFFLINE|ENDPOINT|XET_\w+)|TRANSFORMERS_(CACHE|OFFLINE)
+|MODELSCOPE_CACHE|WANDB_(MODE|DIR|PROJECT)"""
+LAUNCHERS = r"""(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|NODE_RANK|MASTER_(ADDR|PORT)
+|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|USE_AGENT_STORE)|PMIX?_(RANK|SIZE)|MPI_LOCAL\w+
+|OMPI_COMM_WORLD_\w+|SKYPILOT_NUM_NODES|SKYPILOT_NODE_RANK
+|SLURM_(PROCID|LOCALID|NTASKS|NPROCS|NNODES|JOB_ID|JOB_NUM_NODES|STEP_ID|STEP_NUM_\w+|HET_SIZE)
+|SLURM_((JOB_|STEP_)?NODELIST|DISTRIBUTION)"""
 _GROUP = pathlib.Path("/sys/fs/cgroup")
 
 
@@ -54,11 +58,13 @@ def collect() -> dict[str, Any]:
     return {name: _read(item) for name, item in ITEMS.items()}
 
 
-def masked(variables: Mapping[str, str]) -> dict[str, str]:
-    """Values of names that speak of secrets replaced, and user names and passwords in addresses."""
+def shown(variables: Mapping[str, str], names: str) -> dict[str, str]:
+    """Those whose names match; of addresses without user names, passwords and queries."""
+    known = re.compile(names.replace("\n", ""))
     return {
-        name: "***" if _SECRET.search(name.upper()) else re.sub(r"//[^/@\s]+@", "//***@", text)
+        name: re.sub(r"//[^/@\s]*@", "//***@", re.sub(r"\?\S*", "?***", text))
         for name, text in sorted(variables.items())
+        if known.fullmatch(name)
     }
 
 
@@ -83,11 +89,6 @@ def _read(item: Callable[[], Any]) -> Any:
         return item()
     except Exception as error:  # one item must not cost the others
         return f"not known ({type(error).__name__}: {str(error).strip() or 'no reason given'})"
-
-
-def _variables(beginnings: str) -> dict[str, str]:
-    chosen = tuple(beginnings.replace("\n", " ").split(", "))
-    return masked({n: text for n, text in world.environment().items() if n.startswith(chosen)})
 
 
 def _packages() -> dict[str, str]:
@@ -178,6 +179,6 @@ ITEMS: dict[str, Callable[[], Any]] = {
     "host memory": _memory,
     "compilers": _compilers,
     "network interfaces": lambda: sorted(os.listdir("/sys/class/net")),
-    "variables": lambda: _variables(VARIABLES),
-    "launcher's variables": lambda: _variables(LAUNCHERS),
+    "variables": lambda: shown(world.environment(), VARIABLES),
+    "launcher's variables": lambda: shown(world.environment(), LAUNCHERS),
 }
