@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults import program
-from tests.faults.ranks import run
+from tests.faults.ranks import run, run_in
 
 import bmtrain as bmt
 from bmtrain.errors import RanksPartedError
@@ -186,6 +188,51 @@ def test_who_hangs_is_named_by_default(fault: str, culprit: int, step: int, tmp_
     assert left.codes == [0, 0], said
     words = f"rank {culprit} has not come: it answers, and is at .*in {fault}: "
     assert re.search(words, said) and said.count("has not come") == 1, said
+
+
+def joins() -> None:
+    bmt.init_distributed(device="cpu", timeout=6)
+    bmt.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("[::1]", ""),
+        ("no-such-host.invalid", r"no-such-host\.invalid: .*[Nn]ame"),
+        pytest.param("silent", "takes connections and answers nothing", marks=pytest.mark.long),
+        pytest.param("absent", "rank 2 has not come", marks=pytest.mark.long),
+    ],
+)
+def test_joining_ends_in_time(address: str, words: str, tmp_path: Path) -> None:
+    """On every rank, by the true cause: a name that nobody has, a port of another program, a rank
+    that is not started. An address in brackets is one.
+    """
+    with socket.socket(socket.AF_INET6 if address == "[::1]" else socket.AF_INET) as other:
+        other.bind(("::1" if address == "[::1]" else "127.0.0.1", 0))
+        port = other.getsockname()[1]
+        if address == "silent":
+            other.listen()
+        else:
+            other.close()
+        started = range(1 if address == "silent" else 0, 2)
+        environments = [
+            {
+                **{name: text for name, text in os.environ.items() if name != "DEVICE"},
+                "RANK": str(rank),
+                "WORLD_SIZE": "3" if address == "absent" else "2",
+                "LOCAL_RANK": str(rank),
+                "MASTER_PORT": str(port),
+                "MASTER_ADDR": address if address[:2] in {"[:", "no"} else "127.0.0.1",
+            }
+            for rank in started
+        ]
+        begin = time.monotonic()
+        left = run_in(environments, joins, folder=tmp_path, grace=10)
+    assert time.monotonic() - begin < 25
+    assert left.codes == [1 if words else 0] * len(started), left.printed
+    for text in left.printed if words else ():
+        assert re.search(f"JoinError: rank . of . could not join.*{words}", text), text
 
 
 def never_comes() -> None:

@@ -330,7 +330,7 @@ class Watchdog:
             limit = self._limit()
             is_over, times = self._idle > limit, ASK_S[self._asked :]
             is_due = bool(times) and self._idle > times[0] and self._store is not None
-            if not is_over and is_due and not self._off and self._is_waiting():
+            if not is_over and is_due and self._is_waiting():
                 is_over, limit = self._one_hangs(limit), self._idle
                 now = time.monotonic()
             if is_over and self._seen == self.progress:
@@ -382,7 +382,7 @@ class Watchdog:
         late = [
             f"rank {other} has not come: it answers, and is at {one.place}.\n"
             for other, one in sorted(reports.items())
-            if not one.is_waiting and one.idle > ASK_S[0]
+            if not one.is_waiting and one.idle > ASK_S[0] and not self._off
         ]
         late += [f"rank {other} {_state(*self._processes[other])}.\n" for other in silent]
         for other, look in self._looks.items():
@@ -395,7 +395,7 @@ class Watchdog:
                 f"for others at {own.place}.\n{''.join(late)}If that is work, all is well: "
                 f"nothing is ended before {limit:.0f} s without progress.\n"
             )
-        return not late and self._asked == len(ASK_S)
+        return not late and self._asked == len(ASK_S) and not self._off
 
     def _listen(self) -> None:
         """Wait for a word of another rank's watchdog."""

@@ -36,6 +36,7 @@ from bmtrain.runtime.launchers import (
     meeting_place,
     number,
     read_launch,
+    tcp_url,
 )
 from bmtrain.runtime.meeting import Groups, Meetings, Store, adopt, tell_all
 from bmtrain.runtime.mesh import Mesh, build_mesh
@@ -339,13 +340,12 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             store = _meet(launch, url, timeout, is_adopted)
             (local_rank, local_size), chosen = _settle(launch, store, device, is_adopted)
             is_main = threading.current_thread() is threading.main_thread()
-            agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             place = Place(
                 launch.rank,
                 launch.size,
                 chosen,
                 timeout,
-                is_host=launch.rank == 0 and not is_adopted and not agent_hosts,
+                is_host=launch.rank == 0 and not is_adopted and not _agent_hosts(),
                 # a process that torchrun has started is the program's own
                 is_guest=is_adopted or not (is_main or is_torchrun),
             )
@@ -599,7 +599,22 @@ def _meet(launch: Launch, url: str, timeout: float, is_adopted: bool) -> Store:
     if launch.size == 1 and url == "env://":
         return dist.HashStore()  # type: ignore[attr-defined]
     _check_meeting_place(url, launch.size)
-    return _PROCESS.meetings.meet(url, launch.rank, launch.size, timeout, launch.run)
+    if url == "env://":
+        url = tcp_url(os.environ["MASTER_ADDR"], check_port(os.environ))
+    return _PROCESS.meetings.meet(
+        url,
+        launch.rank,
+        launch.size,
+        timeout,
+        launch.run,
+        is_hosted=not _agent_hosts(),
+        is_local=launch.local_size == launch.size,
+    )
+
+
+def _agent_hosts() -> bool:
+    """Whether torchrun hosts the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _open(place: Place, store: Store, is_adopted: bool) -> Groups:
