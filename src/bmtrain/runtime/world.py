@@ -687,10 +687,14 @@ def _leave_loudly(
     else:
         gone = world.watchdog.whereabouts({*range(world.world_size)} - {world.rank})
         others = "".join(f" rank {number} {why}." for number, why in sorted(gone.items()))
-    say(
-        f"[rank {world.rank}] this rank failed; the run ends.{others} {summary}\n"
-        + "".join(trace_lines)
-    )
+    if issubclass(kind, KeyboardInterrupt):
+        call = process.calls_of_program(traceback.extract_tb(trace))[-1]
+        say(f"[rank {world.rank}] interrupted at {call.filename}:{call.lineno} in {call.name}.\n")
+    else:
+        say(
+            f"[rank {world.rank}] this rank failed; the run ends.{others} {summary}\n"
+            + "".join(trace_lines)
+        )
     world.watchdog.take_store_down(f"has failed: {summary.splitlines()[0]}")
     code = Exit.PARTED if issubclass(kind, RanksPartedError) else Exit.FAILED
     os._exit(Exit.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else code)

@@ -195,7 +195,13 @@ class Run:
         if isinstance(error, Stopped):
             self.log.say(
                 f"stopped after step {self.step}: "
-                + ("--resume goes on." if self.checkpoints else "nothing was kept.")
+                + (
+                    "run the same command"
+                    + ("" if self.args.resume else " with --resume")
+                    + f" to resume from step {self.step}."
+                    if self.checkpoints
+                    else "nothing was kept."
+                )
             )
         if error is None:
             self.log.say(f"finished after step {self.step}.")
