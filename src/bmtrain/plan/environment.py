@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.collect_env import get_env_info
 
 from bmtrain.plan.settings import GIB
 from bmtrain.runtime import world
-from bmtrain.runtime.process import C_COMPILERS
 from bmtrain.version import __version__
 
 PACKAGES = """torch, triton, transformers, tokenizers, peft, safetensors, datasets, accelerate,
@@ -127,18 +127,13 @@ def _output(*words: str) -> list[str]:
     return done.stdout.strip().splitlines()
 
 
-def _cpu() -> dict[str, Any]:
-    info = pathlib.Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
-    model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+def _of_torch() -> dict[str, Any]:
+    """Versions, driver, compilers and processor, as torch's own reports of faults have them."""
+    found = get_env_info()._asdict()
     return {
-        "model": model[1] if model else platform.processor() or platform.machine(),
-        "cores of the host": os.cpu_count(),
-        "cores of this process": world.num_cores(),
-        "limit of the control group": _read(
-            lambda: (_GROUP / "cpu.max").read_text("ascii").strip()
-        ),
-        "torch's threads": torch.get_num_threads(),
+        name: text.splitlines() if isinstance(text, str) and "\n" in text else text
+        for name, text in found.items()
+        if text
     }
 
 
@@ -148,36 +143,28 @@ def _memory() -> dict[str, Any]:
     return {
         "all": f"{sizes['MemTotal'] / GIB:.1f} GiB",
         "available": f"{sizes['MemAvailable'] / GIB:.1f} GiB",
-        "limit of the control group": _read(
-            lambda: (_GROUP / "memory.max").read_text("ascii").strip()
-        ),
+        "limit of the control group": _read(lambda: _limit("memory.max")),
         "shared memory (/dev/shm)": _read(
             lambda: f"{shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB"
         ),
     }
 
 
-def _compilers() -> dict[str, Any]:
-    found = {}
-    for name in dict.fromkeys((*C_COMPILERS, "g++", "nvcc")):
-        said = _read(lambda: _output(name, "--version")[-1 if name == "nvcc" else 0])  # noqa: B023
-        found[name] = f"{shutil.which(name)}: {said}"
-    return found
+def _limit(name: str) -> str:
+    return (_GROUP / name).read_text("ascii").strip()
 
 
 ITEMS: dict[str, Callable[[], Any]] = {
     "bmtrain": lambda: __version__,
     "python": lambda: f"{platform.python_version()} ({sys.executable})",
-    "system": platform.platform,
     "packages": _packages,
-    "torch was built with": lambda: f"CUDA {torch.version.cuda}, debug {torch.version.debug}",
+    "torch": _of_torch,
     "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())),
     "GPUs": _gpus,
-    "driver": lambda: _output("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv"),
     "topology": lambda: _output("nvidia-smi", "topo", "-m"),
-    "CPU": _cpu,
+    "cores of this process": world.num_cores,
+    "limit of the control group, of cores": lambda: _limit("cpu.max"),
     "host memory": _memory,
-    "compilers": _compilers,
     "network interfaces": lambda: sorted(os.listdir("/sys/class/net")),
     "variables": lambda: shown(world.environment(), VARIABLES),
     "launcher's variables": lambda: shown(world.environment(), LAUNCHERS),

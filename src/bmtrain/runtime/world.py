@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from bmtrain.errors import ConfigurationError, JoinError, NotInitializedError, RanksPartedError
 from bmtrain.runtime import process
+from bmtrain.runtime.arguments import COUNT, Rule, check
 from bmtrain.runtime.launchers import (
     FOREIGN,
     TORCHRUN,
@@ -48,6 +49,13 @@ from bmtrain.torch_internals import default_store
 
 Service = TypeVar("Service")
 TRANSPORTS = ("auto", "copy_engine", "collective")
+_TRANSPORT = Rule(f"one of {', '.join(TRANSPORTS)}", TRANSPORTS.__contains__)
+_DTYPE = Rule(
+    "a floating point torch.dtype or None",
+    lambda x: x is None or (isinstance(x, torch.dtype) and x.is_floating_point),
+)
+_SWITCH = Rule("True or False", lambda x: isinstance(x, bool))
+_BYTES = Rule("a whole number of bytes, or None", lambda x: x is None or COUNT.holds(x))
 _ANY_GPU = torch.device("cuda")
 
 
@@ -98,27 +106,15 @@ class Defaults:
 
     def __post_init__(self) -> None:
         check_zero_level(self.zero_level)
-        if self.transport not in TRANSPORTS:
-            raise ConfigurationError(
-                f"transport is {self.transport!r}: expected one of {', '.join(TRANSPORTS)}."
-            )
-        for name, dtype in (
-            ("reduce_dtype", self.reduce_dtype),
-            ("accumulate_dtype", self.accumulate_dtype),
-        ):
-            is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            if dtype is not None and not is_dtype:
-                raise ConfigurationError(
-                    f"{name} is {dtype!r}: expected a floating point torch.dtype or None."
-                )
-        for name, value in (("compile", self.compile), ("fp8", self.fp8)):
-            if not isinstance(value, bool):
-                raise ConfigurationError(f"{name} is {value!r}: expected True or False.")
-        limit = self.memory_limit
-        if limit is not None and not (type(limit) is int and limit >= 0):
-            raise ConfigurationError(
-                f"memory_limit is {limit!r}: expected a whole number of bytes, or None."
-            )
+        check(
+            "init_distributed",
+            transport=(self.transport, _TRANSPORT),
+            reduce_dtype=(self.reduce_dtype, _DTYPE),
+            accumulate_dtype=(self.accumulate_dtype, _DTYPE),
+            compile=(self.compile, _SWITCH),
+            fp8=(self.fp8, _SWITCH),
+            memory_limit=(self.memory_limit, _BYTES),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
