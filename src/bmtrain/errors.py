@@ -51,6 +51,13 @@ class CheckpointError(RuntimeError):
     """
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint of a run whose files are not those that were written.
+
+    What cannot be read just now is no damage: that is a plain CheckpointError.
+    """
+
+
 class RemovedError(AttributeError):
     """A name of BMTrain's API that has no counterpart here was used.
 

@@ -12,6 +12,7 @@ import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.distributed.collectives import broadcast_object
 from bmtrain.runtime import world
+from bmtrain.runtime.log import printable
 from model_center.commands.train import TOKENIZERS
 from model_center.errors import ConfigError, InputError
 from model_center.generation.session import Session
@@ -130,7 +131,7 @@ def of_the_first_rank(read: Callable[[], str]) -> str:
 
 
 def say(text: str) -> None:
-    """On the first rank, at once."""
+    """On the first rank, at once; what would control a terminal is written out on one."""
     if bmt.rank() == 0:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()

@@ -163,13 +163,18 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     judge = Judge(model, tokenizer, measured, args) if measured else None
     flops = flops_per_token(model, args.max_length)
     with Run(model, rows, args, flops, on_step) as training:
+        every = args.eval_iters
+        step = training.step
+        is_due = step > 0 and (step % every == 0 if every else step >= args.train_iters)
+        if judge is not None and is_due and not training.is_recorded:
+            judge.report(training)  # the run before has saved that step, and came no further
         for _ in training.epochs():
             for batches in training.steps():
                 mean = bmt.loss.TokenMean(batch["targets"] for batch in batches)
                 training.update(mean(loss_sum(model, batch)) for batch in batches)
-                if judge is not None and args.eval_iters and training.step % args.eval_iters == 0:
+                if judge is not None and every and training.step % every == 0:
                     judge.report(training)
-            if judge is not None and not args.eval_iters:
+            if judge is not None and not every:
                 judge.report(training)
         if lora is None:
             save_model(model, args, tokenizer)
