@@ -6,21 +6,19 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.distributed.collectives import broadcast_object
 from bmtrain.runtime import world
-from model_center.commands.train import TOKENIZERS
 from model_center.errors import ConfigError, InputError
 from model_center.generation.session import Session
 from model_center.generation.text import TextGenerator
 from model_center.model.causal import CausalModel
-from model_center.tokenizer import GLMTokenizer
 from model_center.training.adapters import add_adapters
 from model_center.training.quantization import quantize
 from model_center.training.setup import DTYPES, class_of
+from model_center.training.subject import tokenizer_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +85,6 @@ def opened(args: argparse.Namespace, session: Session) -> TextGenerator:
     if world.launched_size() > 1:
         bmt.init_distributed()
     kind = class_of(args.model_config, CausalModel)
-    tokenizers: dict[str, Any] = {**TOKENIZERS, "GLM": GLMTokenizer}
-    if kind.__name__ not in tokenizers:
-        raise ConfigError(f"{kind.__name__} is not served by this program.")
     model = kind.from_pretrained(args.model_config, dtype=DTYPES[args.dtype])
     if not world.is_initialized():
         model = model.to(bmt.device())
@@ -103,9 +98,7 @@ def opened(args: argparse.Namespace, session: Session) -> TextGenerator:
         else {}
     )
     folder = of_the_first_rank(lambda: _tokenizer_folder(args))
-    tokenizer = attempt(
-        lambda: tokenizers[kind.__name__].from_pretrained(folder), everyone(), ConfigError
-    )
+    tokenizer = attempt(lambda: tokenizer_of(kind, folder), everyone(), ConfigError)
     return TextGenerator(
         model.eval(), tokenizer, session=session, max_new_tokens=args.max_new_tokens, **draws
     )
