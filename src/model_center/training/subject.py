@@ -9,7 +9,8 @@ import abc
 import argparse
 import inspect
 import pathlib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -210,9 +211,8 @@ class TheirSubject(Subject):
         if not args.from_scratch or args.load:
             bmt.load(model, args.load or resolve(args.model_config, "model"))
         self.model = model.train()
-        taken = inspect.signature(model.forward).parameters
-        self._takes = {*taken}
-        self.is_packed = "position_ids" in taken and self._keeps_samples_apart()
+        self._takes = {*inspect.signature(model.forward).parameters}
+        self._look_at(args)
 
     @staticmethod
     def _keep_exact(model: Any) -> None:
@@ -223,22 +223,53 @@ class TheirSubject(Subject):
                 param.data = param.data.float()
 
     @torch.no_grad()
-    def _keeps_samples_apart(self) -> bool:
-        """Whether the first token of a second sample in a row is computed as if it was alone.
+    def _look_at(self, args: argparse.Namespace) -> None:
+        """Find out what the model does with the tokens of a row. Collective.
 
-        A model that mixes along the row by other means than attention, or whose positions are not
-        those it is given, does not. Collective.
+        A token must be computed as if nothing followed. The first token of a second sample should
+        be computed as if nothing was before it, which a model does not do that mixes along the row
+        by other means than attention, or whose positions are not those it is given.
+
+        Raises:
+            ConfigError: for one whose tokens see those that follow.
         """
         self.model.eval()
-        length = 8
-        ids = torch.arange(2 * length, device=bmt.device())[None] * 7 % min(self.vocab_size, 997)
-        places = torch.arange(length, device=bmt.device()).repeat(2)[None]
-        packed = self._logits({"input_ids": ids, "position_ids": places})[0, length].float()
-        second = {"input_ids": ids[:, length:], "position_ids": places[:, length:]}
-        alone = self._logits(second)[0, 0].float()
+        length = 24
+        one, other, second = (
+            torch.arange(3 * length, device=bmt.device()).view(3, 1, length)
+            * 7
+            % min(self.vocab_size, 997)
+        )
+        changed = torch.cat([second[:, :1], other[:, 1:]], 1)
+        places = torch.arange(length, device=bmt.device())[None]
+        twice = {"position_ids": places.repeat(1, 2)}
+        first = self._first({"input_ids": second})
+        found = [self._is_same(first, self._first({"input_ids": changed})), False, False]
+        if "position_ids" in self._takes:
+            found[1] = self._is_same(
+                first, self._first({"input_ids": second, "position_ids": places})
+            )
+            rows = [{"input_ids": torch.cat([x, second], 1), **twice} for x in (one, other)]
+            found[2] = all(self._is_same(first, self._first(row, length)) for row in rows)
         self.model.train()
-        is_same = (packed - alone).std() <= 0.1 * alone.std()
-        return bool(bmt.sum_loss(is_same.float()) == 1)
+        flags = torch.tensor(found, dtype=torch.float32, device=bmt.device())
+        is_causal, has_positions, is_apart = (bmt.sum_loss(flags) == 1).tolist()
+        if not is_causal:
+            raise ConfigError(
+                f"{args.model_config} is no causal language model as it is configured: its tokens "
+                "see those that follow."
+            )
+        if not has_positions:
+            self._takes.discard("position_ids")
+        self.is_packed = has_positions and is_apart
+
+    def _first(self, inputs: dict[str, torch.Tensor], place: int = 0) -> torch.Tensor:
+        return self._logits(inputs)[0, place].float()
+
+    def _is_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Up to rounding: experts get their tokens in groups of other sizes."""
+        rounding = 1e-3 if self.model.dtype == torch.float32 else 2e-2
+        return bool((one - other).std() <= rounding * one.std())
 
     def _logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if "use_cache" in self._takes:
@@ -284,7 +315,7 @@ class TheirSubject(Subject):
             task_type="CAUSAL_LM",
         )
         try:
-            model = peft.get_peft_model(self.model, config)
+            model = _quietly(lambda: peft.get_peft_model(self.model, config))
         except ValueError as error:
             raise ConfigError(f"--lora-targets {' '.join(targets)}: {error}") from error
         model.peft_config["default"].base_model_name_or_path = args.model_config
@@ -318,9 +349,28 @@ class TheirSubject(Subject):
             save_tokenizer(self.tokenizer, staging.path())
             staging.commit()
 
+    def add_adapters(self, folder: pathlib.Path) -> None:
+        """Put the adapters of a folder beside the model's layers. Collective.
+
+        Raises:
+            ConfigError: for a folder without adapters that fit.
+        """
+        peft = package("peft", "LoRA", ConfigError, instead="use all weights, without adapters")
+        try:
+            model = _quietly(lambda: peft.PeftModel.from_pretrained(self.model, str(folder)))
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(f"{folder} holds no adapters for this model: {error}") from error
+        self.model = bmt.BMTrainModelWrapper(model, use_checkpoint=False)
+
+    def read_tokenizer(self, folder: str) -> None:
+        """Take the tokenizer of another folder. Collective."""
+        self.tokenizer = attempt(
+            lambda: self._auto.AutoTokenizer.from_pretrained(folder), everyone(), ConfigError
+        )
+
     @torch.no_grad()
-    def answer(self, ids: torch.Tensor, max_new_tokens: int) -> list[int]:
-        """As in Subject."""
+    def answer(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> list[int]:
+        """As in Subject; `options` are those of transformers' `generate`."""
         was_training = self.model.training
         self.model.eval()
         ids = ids.to(bmt.device())
@@ -328,12 +378,19 @@ class TheirSubject(Subject):
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
-            do_sample=False,
+            **{"do_sample": False, **options},
             pad_token_id=self.tokenizer.pad_token_id or 0,
         )
         self.model.train(was_training)
         found: list[int] = out[0, ids.shape[1] :].tolist()
         return found
+
+
+def _quietly(make: Callable[[], Any]) -> Any:
+    """Without what peft is told of its use of transformers: it is no matter of the user's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return make()
 
 
 def tokenizer_of(kind: type, folder: str) -> Any:
@@ -345,8 +402,9 @@ def tokenizer_of(kind: type, folder: str) -> Any:
     return (own or [auto])[0].from_pretrained(folder)
 
 
-def subject_of(name: str) -> Subject:
-    """The model of a folder or of a known name, not loaded yet. Collective.
+def own_class(name: str) -> type[CausalModel] | None:
+    """The class of this package for a folder or a known name; None if it is for transformers.
+    Collective.
 
     Raises:
         ConfigError, IdentifierError: for one that is not known, or no causal language model.
@@ -359,12 +417,25 @@ def subject_of(name: str) -> Subject:
             "python -m model_center convert --to hf."
         )
     own = CLASSES.get(kind)
-    if own is not None and issubclass(own, CausalModel) and issubclass(own, TokenModel | Llama):
-        return OwnSubject(own, name)
-    if own is not None and not any(
-        str(one).endswith("ForCausalLM") for one in content.get("architectures") or ()
-    ):
+    is_causal = any(str(one).endswith("ForCausalLM") for one in content.get("architectures") or ())
+    if own is None or (not issubclass(own, TokenModel | Llama) and is_causal):
+        return None
+    if not issubclass(own, CausalModel):
         raise ConfigError(
             f"{name} is a {own.__name__}: expected a CausalModel, or what is built like one."
         )
-    return TheirSubject(name)
+    return own
+
+
+def subject_of(name: str) -> Subject:
+    """The model of a folder or of a known name, not loaded yet. Collective.
+
+    Raises:
+        ConfigError, IdentifierError: for one that is not known, or no causal language model.
+    """
+    own = own_class(name)
+    if own is None:
+        return TheirSubject(name)
+    if not issubclass(own, TokenModel | Llama):
+        raise ConfigError(f"{own.__name__} is not trained by this program.")
+    return OwnSubject(own, name)
