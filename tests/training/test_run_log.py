@@ -66,7 +66,8 @@ def test_a_run_is_seen(tmp_path: Path) -> None:
     """
     said, nothing = run_ranks(logged, 2, str(tmp_path))
     assert nothing == ""
-    lines = said.splitlines()
+    columns, *lines = said.splitlines()
+    assert columns.startswith("columns: step, mean loss") and "(MFU)" in columns
     clock = r"\d\d:\d\d:\d\d  step     "
     figures = r"grad norm 0\.50  12,346 tokens/s"
     left = r"\d+m\d\ds left"
