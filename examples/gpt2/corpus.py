@@ -26,6 +26,7 @@ LEFT_OUT = {"site-packages", "encodings"}
 # of the standard library too: what they document is not for readers
 TESTS = {"test", "tests", "idle_test", "lib2to3"}
 HELP_TOPICS = "pydoc_data/topics.py"  # the language reference, as help() prints it
+PARAGRAPHS = 50  # of a document of documentation
 _STRINGS = re.compile(r'"""(.*?)"""', re.DOTALL)
 _SENTENCES = re.compile(r"[A-Z](?:(?!>>>)[^{}|\\]){30,}[.:]")
 SUFFIXES = (".txt", ".text", ".md", ".jsonl")
@@ -49,8 +50,7 @@ class Corpus:
     root: folder against which files are named, so that the digest does not depend on where the
     folder lies. files: sorted, hence the same order everywhere. text_field: field of a JSONL line
     that holds its text. own: whether the files are the user's: then a broken one is an error, and
-    an edit that keeps the size is noticed. prose: whether the sentences of docstrings are the text,
-    one document per source file.
+    an edit that keeps the size is noticed. prose: whether the sentences of docstrings are the text.
     """
 
     root: Path
@@ -164,8 +164,9 @@ def _sentences(path: Path, name: str) -> Iterator[Document]:
     paragraphs = (
         " ".join(part.split()) for string in strings for part in re.split(r"\n\s*\n", string)
     )
-    text = "\n".join(part for part in paragraphs if _SENTENCES.fullmatch(part))
-    yield Document(name, text)
+    kept = [part for part in paragraphs if _SENTENCES.fullmatch(part)]
+    for first in range(0, len(kept), PARAGRAPHS):
+        yield Document(f"{name}#{first}", "\n".join(kept[first : first + PARAGRAPHS]))
 
 
 def _text_pieces(path: Path, name: str, limit: int) -> Iterator[Document]:

@@ -391,7 +391,7 @@ def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--prompt",
         help="how the text sample begins, without a blank at its end, since a word's token holds "
-        "the blank before it (default: 'The' after documentation, 'def' after source, nothing "
+        "the blank before it (default: 'Return' after documentation, 'def' after source, nothing "
         "with --data)",
     )
 
@@ -415,7 +415,7 @@ def parse_options(arguments: Sequence[str], device_type: str) -> Options:
     if values["save_dir"] is None:
         values["save_dir"] = Path("runs") / f"gpt2-{values['preset']}"
     if values["prompt"] is None:
-        prompts = {"documentation": "The", "source": "def"}
+        prompts = {"documentation": "Return", "source": "def"}
         values["prompt"] = prompts[values["text"]] if values["data"] is None else ""
     _check_sizes(parser, values)
     if values["master_weights"] != "fp32" and values["dtype"] == "fp16":

@@ -210,7 +210,7 @@ def test_samples_and_flops_of_the_example(tmp_path: Path) -> None:
     for step, kept in ((4, parts[:2]), (0, [])):
         reports.keep_samples(path, step)
         assert path.read_text("utf-8") == "".join(kept)
-    matrices = 4 * (4 * 128 * 128 + 2 * 128 * 512) + 4096 * 128
+    matrices = 4 * (4 * 128 * 128 + 2 * 128 * 512) + 2048 * 128
     assert given.flops_per_token() == 6 * matrices + 4 * (12 * 128 * 128) // 2
 
 
