@@ -26,7 +26,7 @@ from bmtrain.runtime.process import C_COMPILERS
 from bmtrain.version import __version__
 
 PACKAGES = """torch, triton, transformers, tokenizers, peft, safetensors, datasets, accelerate,
-deepspeed, bmtrain, model-center, numpy, ray, tensorboard, wandb"""
+deepspeed, plainshard, bmtrain, model-center, numpy, ray, tensorboard, wandb"""
 # Variables that change what a run does, and those of launchers, by how their names begin.
 VARIABLES = """BMTRAIN, CC, CUBLAS, CUDA, CUDNN, CXX, GLOO, HF_, HUGGINGFACE, LD_LIBRARY_PATH,
 LD_PRELOAD, MKL, MODELSCOPE, NCCL, NVIDIA, OMP, PYTHON, PYTORCH, TENSORBOARD, TOKENIZERS, TORCH,
