@@ -49,6 +49,8 @@ nitpick_ignore_regex = [("py:.*", ".*")]
 html_theme = "furo"
 html_title = "bmtrain"
 html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 html_sidebars = {
     "**": [
