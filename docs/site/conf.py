@@ -28,6 +28,8 @@ version = release = __version__
 jieba.setLogLevel(logging.WARNING)  # cuts Chinese into words for the search
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 templates_path = ["_templates"]
+locale_dirs = [str(SITE / "_locale")]
+gettext_auto_build = True
 exclude_patterns = ["_*"]
 
 myst_heading_anchors = 4

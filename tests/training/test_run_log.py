@@ -182,7 +182,8 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for panel in drawn:
         assert f">{panel.axis}<" in picture
     assert "model FLOPs utilisation" not in picture
-    for word in (f"{tmp_path / 'one'}, smoothed", f"{tmp_path / 'two'}, held-out text"):
+    title = f"{tmp_path / 'two'}: 99 steps, loss 0.03, held-out 0.50"
+    for word in (title, f"{tmp_path / 'one'}, smoothed", f"{tmp_path / 'two'}, held-out text"):
         assert word in picture
     assert main(["plot", str(tmp_path / "one")]) == 0
     assert (tmp_path / "one" / "curves.png").read_bytes().startswith(b"\x89PNG")
