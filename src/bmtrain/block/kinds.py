@@ -24,13 +24,25 @@ _CLASS: Any = vars(object)["__class__"]  # Python's descriptor
 _WRITING = {"resize_token_embeddings": "call it before bmtrain.BMTrainModelWrapper(model)"}
 
 
-def become_distributed(module: torch.nn.Module) -> None:
+def become_distributed(
+    module: torch.nn.Module, forward: Callable[[Method], Method] | None = None
+) -> None:
     """Change the class of `module` to one that gathers parameters when they are read.
 
-    The object stays the same, so a replaced `forward`, hooks and references to it still work.
+    The object stays the same, so a replaced `forward`, hooks and references to it still work. Of a
+    class that was made here before, the original counts.
+
+    Args:
+        module: becomes distributed.
+        forward: makes the class's method `forward` of the original one.
     """
-    kind: Any = type(module)
-    object.__setattr__(module, "__class__", _distributed(kind))
+    kind: Any = module.__class__ if is_made_distributed(module) else type(module)
+    _CLASS.__set__(module, _distributed(kind, forward))
+
+
+def is_made_distributed(module: torch.nn.Module) -> bool:
+    """Whether `become_distributed` has made the module's class."""
+    return vars(type(module)).get("compile") is _refuse_to_compile
 
 
 def has_methods_of_whole_models(module: torch.nn.Module) -> bool:
@@ -38,7 +50,7 @@ def has_methods_of_whole_models(module: torch.nn.Module) -> bool:
     return bool(_methods_of_whole_models(type(module)))
 
 
-def _made_distributed(kind: Any) -> Any:
+def _made_distributed(kind: Any, forward: Callable[[Method], Method] | None = None) -> Any:
     def fill(namespace: dict[str, Any]) -> None:
         namespace["__doc__"] = kind.__doc__
         namespace["__module__"] = kind.__module__
@@ -46,6 +58,8 @@ def _made_distributed(kind: Any) -> Any:
         # uses type().
         namespace["__class__"] = property(lambda _: kind, _become)
         namespace["compile"] = _refuse_to_compile
+        if forward is not None:
+            namespace["forward"] = forward(kind.forward)
         namespace.update(_methods_of_whole_models(kind))
 
     # transformers looks up conversions of a model's tensors by the name of its type.
@@ -111,7 +125,7 @@ def _become(self: torch.nn.Module, kind: type) -> None:
         _CLASS.__set__(self, _made_distributed(kind))
         return
     if own.__mro__[1:] == kind.__mro__:
-        _CLASS.__set__(self, _distributed(kind))
+        _CLASS.__set__(self, _distributed(kind, None))
         return
     raise ParameterError(
         f"a sharded model cannot become a {kind.__name__}: it is sharded already; use it "

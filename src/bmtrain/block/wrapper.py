@@ -10,9 +10,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from bmtrain.block.adopt import Converted, move_buffers, replace, stays_whole
 from bmtrain.block.block import Block
 from bmtrain.block.choices import chosen_lists
-from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models
+from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models, is_made_distributed
 from bmtrain.block.shardable import check_shardable
 from bmtrain.block.stack import plan_gathers
+from bmtrain.block.whole_model import as_whole
 from bmtrain.errors import ConfigurationError
 from bmtrain.recompute.level import Level, level_of
 from bmtrain.runtime import world
@@ -84,8 +85,8 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     )
     with sameness.known():
         out = _Wrapping(current, use_checkpoint).wrap(model)
-    if not isinstance(out, DistributedModule):
-        become_distributed(out)
+    if not isinstance(out, DistributedModule) or is_made_distributed(out):
+        become_distributed(out, as_whole)
     _name_storages(out)
     if not isinstance(out, Block):  # a Block gathers on every call, whatever its module does
         watch_calls(out)

@@ -94,16 +94,16 @@ class Structure:
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
         """Whether this call of a module, with its submodules `modules`, can run compiled."""
-        if self._is_refused or not torch.is_grad_enabled() or _is_watched(modules):
+        if self._is_refused or not torch.is_grad_enabled() or is_watched(modules):
             return False
-        changing = _changing(arguments)
-        if changing is not None:
-            name = type(changing).__name__
+        found = changing(arguments)
+        if found is not None:
+            name = type(found).__name__
             self._say(
                 f"where it is given a {name}, whose contents change: leave caches out in "
                 "training (use_cache=False)"
             )
-        return changing is None
+        return found is None
 
     def run(
         self,
@@ -159,16 +159,24 @@ class NoProgramError(RuntimeError):
 class Program:
     """Compiled code of one structure, for one function and training mode.
 
-    One compiled function serves the shapes of the first call's positional tensors and stays
-    specialised to them when other shapes follow. A second one serves all other shapes. In the
-    second, sizes become dynamic once they vary, and so do integer attributes of modules (layer
-    indices for example). Shapes of keyword arguments do not choose the function.
+    One compiled function serves the shapes of the first call's tensors and stays specialised to
+    them when other shapes follow. A second one serves all other shapes. In the second, sizes become
+    dynamic once they vary, and so do integer attributes of modules (layer indices for example).
+
+    Args:
+        function: what is compiled.
+        lower: the compiler backend.
+        of_first: what the backend is told for the first function.
     """
 
-    def __init__(self, function: ModuleCall, lower: backend.Lower) -> None:
+    def __init__(
+        self, function: ModuleCall, lower: backend.Lower, of_first: dict[str, Any] | None = None
+    ) -> None:
         self._function = function
         self._first: Hashable = None
-        self._of_first = torch.compile(_copy(_run), fullgraph=True, backend=lower)
+        self._of_first = torch.compile(
+            _copy(_run), fullgraph=True, backend=lower, **(of_first or {})
+        )
         self._of_others = torch.compile(
             _copy(run_any_number if patches_compiler() else _run), fullgraph=True, backend=lower
         )
@@ -182,7 +190,8 @@ class Program:
         Raises:
             NoProgramError: if there is no compiled code for it.
         """
-        shapes = tuple([arg.shape if isinstance(arg, torch.Tensor) else None for arg in args])
+        given = (*args, *kwargs.values())
+        shapes = tuple([arg.shape if isinstance(arg, torch.Tensor) else None for arg in given])
         self._first = self._first or shapes
         if self._has_first and shapes == self._first:
             try:
@@ -229,14 +238,14 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
         ) from error
 
 
-def _changing(arguments: Iterable[Any]) -> Any:
+def changing(arguments: Iterable[Any]) -> Any:
     """The first argument that is a mutable object, a cache for example; None if there is none.
 
     Compiled code would be specialised to its current contents.
     """
     for value in arguments:
         if isinstance(value, tuple | list | dict):
-            found = _changing(value.values() if isinstance(value, dict) else value)
+            found = changing(value.values() if isinstance(value, dict) else value)
         else:
             is_record = dataclasses.is_dataclass(value) or type(value).__module__.startswith(
                 "torch."
@@ -253,7 +262,7 @@ _FIXED = (
 )
 
 
-def _is_watched(modules: Sequence[torch.nn.Module]) -> bool:
+def is_watched(modules: Sequence[torch.nn.Module]) -> bool:
     """Whether hooks, modes or a tracer observe the computation; compiled code may bypass them."""
     return (
         num_dispatch_modes() > 0

@@ -202,6 +202,8 @@ class Engine:
             # No pass of the schedule: the values were gathered before it, and stay.
             if tape.is_capturing:
                 return residence.acquire(phase)
+        if isinstance(residence, Fixed):  # `bring` has gathered it, outside of the schedule
+            return residence.acquire(phase)
         if phase is Phase.FORWARD:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
                 self.schedule.restart()

@@ -15,6 +15,7 @@ import torch
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.label import Phase
+from bmtrain.shard.residence import Residence
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 from bmtrain.torch_internals import (
@@ -175,14 +176,20 @@ class Use:
     """One call of a module: holds the full buffers of its storages while anything may read them.
 
     The same object serves forward, recomputation and backward, and dies with the graph.
+
+    Args:
+        storages: that it gathers.
+        residences: where their full values are; None for where the engine finds them.
     """
 
-    def __init__(self, storages: Sequence[Storage]) -> None:
+    def __init__(
+        self, storages: Sequence[Storage], residences: Sequence[Residence] | None = None
+    ) -> None:
         self._storages = storages
         # Chosen once: the call may outlive the capture of the pass it belongs to.
-        self._residences = {
-            storage: storage.engine.place(storage.residence) for storage in storages
-        }
+        if residences is None:
+            residences = [storage.engine.place(storage.residence) for storage in storages]
+        self._residences = dict(zip(storages, residences, strict=True))
         self._full: dict[Storage, torch.Tensor] = {}
         self._written: dict[Storage, int] = {}
         self._hooks: Any = saved_tensors_hooks()  # of the program

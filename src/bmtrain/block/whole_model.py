@@ -1,0 +1,343 @@
+"""Small models: the whole forward pass as one compiled graph, on a GPU recorded as CUDA graphs.
+
+The blocks of a small model are bound by the host, and what stands around them (embeddings, head,
+loss) would run uncompiled. Such a model needs no gather per block: its full parameters are brought
+to fixed addresses, once per call, and the compiler sees a plain model. Backward reduces all
+gradients at its end, through the same `Unshard` as that of a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from bmtrain.block.binding import Binding, ParameterTable
+from bmtrain.block.block import Block
+from bmtrain.block.context import Context
+from bmtrain.compile import backend
+from bmtrain.compile.programs import NoProgramError, Program, changing, is_watched
+from bmtrain.distributed.agreement import largest
+from bmtrain.recompute.memory import memory_of
+from bmtrain.runtime import world
+from bmtrain.runtime.log import warn
+from bmtrain.runtime.seeding import get_random_state, set_random_state
+from bmtrain.runtime.world import World
+from bmtrain.shard.outputs import map_tensors, tensors_of, tied_to
+from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.residence import Residence
+from bmtrain.shard.sharded import ordinary
+from bmtrain.shard.unshard import Use
+from bmtrain.torch_internals import in_backward, in_transform, next_node_number, saved_tensors_hooks
+
+# Full parameters and full gradients take four bytes a parameter in bf16. A model is small if they
+# take at most this part of the device's memory.
+_MOST = 1 / 40
+_MOST_ON_CPU = 2**31  # bytes
+_MARGIN = 0.15  # of the device's memory, left free after the forward pass of a trial
+_STATES = 16  # bytes per parameter of a shard: gradients and the optimizer's states, still to come
+_KEY = "_whole_model"  # in the `__dict__` of a wrapped model
+_ON_GPU = {"options": {"triton.cudagraphs": True}}
+
+Forward = Callable[..., Any]
+
+
+class Stage(enum.Enum):
+    """How far a model has come.
+
+    A trial makes UNTRIED to WHOLE or to APART. Compiled code that fails later makes WHOLE to APART,
+    which is final.
+    """
+
+    UNTRIED = enum.auto()
+    WHOLE = enum.auto()
+    APART = enum.auto()
+
+
+class CompiledOnly(Exception):
+    """Compiled code exists, and nothing of it has run."""
+
+
+class Gate:
+    """A compiler backend whose code raises CompiledOnly instead of running while it is shut."""
+
+    def __init__(self, lower: backend.Lower) -> None:
+        self._lower = lower
+        self.is_shut = False
+
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
+    ) -> backend.Lowered:
+        """Lower the graph."""
+        lowered = self._lower(graph, inputs, **options)
+
+        def run(*arguments: Any) -> Any:
+            if self.is_shut:
+                raise CompiledOnly
+            return lowered(*arguments)
+
+        return run
+
+
+def as_whole(forward: Forward) -> Forward:
+    """A method `forward` of a wrapped model that runs small models whole where that can be."""
+
+    @functools.wraps(forward)
+    def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            whole = self.__dict__.get(_KEY)
+            if whole is None and world.is_initialized():
+                whole = self.__dict__[_KEY] = WholeModel(self, forward, world.current())
+            found = None if whole is None else whole.call(self, args, kwargs)
+            if found is not None:
+                return found[0]
+        return forward(self, *args, **kwargs)
+
+    return run
+
+
+class WholeModel:
+    """Calls of a wrapped model as one graph.
+
+    All ranks agree on it at every call. The first call is a trial: it compiles, runs, and must
+    leave room on the device. So is a call with larger arguments than those before. Keeps no
+    reference to the model, whose `__dict__` keeps this object.
+    """
+
+    def __init__(self, model: torch.nn.Module, forward: Forward, current: World) -> None:
+        self._name, self._forward, self._world = type(model).__name__, forward, current
+        self._context = current.service(Context)
+        self._engine, self._axis = self._context.engine, self._context.mesh.world
+        self._memory = current.service(memory_of)
+        # Stands for the model, with the same parameters, buffers and children.
+        self._root = torch.nn.Module()
+        for name in ("_parameters", "_buffers", "_modules"):
+            self._root.__dict__[name] = model.__dict__[name]
+        self._binding = Binding(self._parts)
+        self._gate = Gate(backend.AtOnce(backend.Seeded(backend.inductor)))
+        self._programs: dict[bool, Program] = {}  # by training mode
+        self._residences: list[Residence] = []  # that hold the full parameters
+        self._table: ParameterTable | None = None
+        self._blocks: list[tuple[dict[str, Any], str, torch.nn.Module]] = []
+        self._tried = 0  # elements of the largest arguments that a trial has run with
+        self._kept = 0  # bytes that its forward pass has left on the device
+        self._stage = Stage.UNTRIED if self._is_small() else Stage.APART
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the model makes its own
+
+    def __reduce__(self) -> Any:
+        return (_nothing, ())
+
+    def _is_small(self) -> bool:
+        """The same on all ranks, whose models and settings are."""
+        defaults, mesh = self._context.defaults, self._context.mesh
+        blocks = [part for part in self._root.modules() if isinstance(part, Block)]
+        if (
+            not defaults.compile
+            or defaults.fp8
+            or self._world.pipe_enabled
+            or mesh.tp.size > 1
+            or not all(block.runs_compiled_by_default for block in blocks)
+        ):
+            return False
+        params = list(self._root.parameters())
+        if not all(isinstance(param, DistributedParameter) for param in params):
+            return False
+        num_bytes = sum(2 * param.numel() * param.element_size() for param in params)
+        if self._context.device.type == "cpu":
+            return num_bytes <= _MOST_ON_CPU
+        return num_bytes <= _MOST * torch.cuda.mem_get_info(self._context.device)[1]
+
+    def _parts(self) -> list[tuple[str, torch.nn.Module]]:
+        """The model and all modules below it, blocks replaced by their inner modules."""
+        found: dict[int, tuple[str, torch.nn.Module]] = {}
+        waiting = [("", self._root)]
+        while waiting:
+            path, module = waiting.pop()
+            module = module.inner if isinstance(module, Block) else module
+            if id(module) not in found:
+                found[id(module)] = (path, module)
+                waiting += [
+                    (f"{path}{name}.", child)
+                    for name, child in reversed(module._modules.items())
+                    if child is not None
+                ]
+        return list(found.values())
+
+    def call(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any] | None:
+        """What the model computes for these arguments; None if its blocks have to compute it.
+
+        Collective while the model is not APART.
+        """
+        # The program records by itself, or this is a call from inside of another.
+        if self._stage is Stage.APART or self._binding.is_running or self._engine.host.tape:
+            return None
+        if in_backward():
+            return None
+        num_elements = sum(x.numel() for x in tensors_of((args, kwargs)))
+        cannot, agreed = largest(
+            [float(not self._is_possible(args, kwargs)), float(num_elements)],
+            self._axis,
+            "a call of the whole model",
+        )
+        if cannot:
+            return None
+        if agreed > self._tried:
+            return self._try(model, args, kwargs, int(agreed))
+        return (self._run(model, args, kwargs),)
+
+    def _is_possible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        arguments = (*args, *kwargs.values())
+        # Hooks of the model itself run around `forward`.
+        parts = [part for _, part in self._current().modules][1:]
+        room = None if self._memory.limit_is_open else self._memory.limit()
+        return not (
+            in_transform()
+            or self._context.recorder.is_listening
+            or is_watched(parts)
+            or changing(arguments) is not None
+            or saved_tensors_hooks() is not None
+            or (room is not None and room < self._memory.allocated() + self._kept)
+        )
+
+    def _current(self) -> ParameterTable:
+        table = self._binding.table()
+        if table is not self._table:
+            self._table = table
+            self._residences = [self._engine.fixed(each.residence) for each in table.storages]
+            self._blocks = [
+                (part._modules, name, child.inner)
+                for _, part in table.modules
+                for name, child in part._modules.items()
+                if isinstance(child, Block)
+            ]
+        return table
+
+    def _try(
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_elements: int,
+    ) -> tuple[Any] | None:
+        """Compile, then run and look at what is left of the memory. Collective.
+
+        On all ranks or on none. Where a rank has no room, random numbers and buffers are as before.
+        """
+        if self._stage is Stage.UNTRIED:
+            reason = self._compile(model, args, kwargs)
+            (has_failed,) = largest([float(reason is not None)], self._axis, "compiling a model")
+            if has_failed:
+                self._end(reason or "another rank could not compile it")
+                return None
+        device, memory = self._context.device, self._memory
+        buffers = [(x, x.clone()) for x in self._root.buffers()]
+        random, before = get_random_state(device), memory.allocated()
+        out, fits = None, True
+        try:
+            out = self._run(model, args, kwargs)
+            if not memory.limit_is_open:
+                self._kept = max(self._kept, memory.allocated() - before)
+                to_come = _STATES * sum(x.layout.shard_numel for x in self._current().storages)
+                limit = memory.limit()
+                fits = memory.allocated() + to_come + _MARGIN * limit < limit
+        except torch.OutOfMemoryError:
+            fits = False
+        (is_too_large,) = largest([float(not fits)], self._axis, "room for a model")
+        if not is_too_large:
+            self._stage, self._tried = Stage.WHOLE, num_elements
+            return (out,)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        set_random_state(random, device)
+        self._end("its activations would not leave enough memory")
+        return None
+
+    def _compile(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """Compile without running anything; returns why that failed, or None."""
+        self._gate.is_shut = True
+        try:
+            self._run(model, args, kwargs)
+        except CompiledOnly:
+            return None
+        except NoProgramError as error:
+            return str(error)
+        finally:
+            self._gate.is_shut = False
+        return "it computes nothing"
+
+    def _end(self, reason: str) -> None:
+        """No call runs whole any more."""
+        self._stage, self._programs, self._residences, self._table = Stage.APART, {}, [], None
+        warn(f"{self._name} runs block by block, not as one compiled graph: {reason}.")
+
+    def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call as one graph. Collective.
+
+        If there is no compiled code for it on this rank, it runs uncompiled, with the same
+        collectives, and later calls run block by block on all ranks.
+        """
+        first_node = next_node_number()
+        table, engine = self._current(), self._engine
+        args, kwargs = map_tensors(ordinary, (args, kwargs))
+        engine.rest()
+        engine.bring(self._residences)
+        use = Use(table.storages, self._residences)
+        with use.running(), self._plain_blocks():
+            views = use.open()
+            bound = use.select(views, table.storages, table.positions)
+            with self._binding.running(table, bound, is_compiled=True):
+                try:
+                    out = self._program(model.training)(model, args, kwargs)
+                except NoProgramError as error:
+                    if self._gate.is_shut:
+                        raise
+                    self._end(str(error))
+                    out = self._forward(model, *args, **kwargs)
+            use.check_unchanged()
+        # A graph overwrites its results in the next replay, while the program may keep them.
+        out = map_tensors(_copy, out)
+        if self._axis.size > 1:
+            out = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=False)
+        return out
+
+    def _program(self, is_training: bool) -> Program:
+        if is_training not in self._programs:
+            options = _ON_GPU if self._context.device.type == "cuda" else {}
+            forward = self._forward
+
+            def call(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+                return forward(model, *args, **kwargs)
+
+            self._programs[is_training] = Program(call, self._gate, options)
+        return self._programs[is_training]
+
+    @contextlib.contextmanager
+    def _plain_blocks(self) -> Iterator[None]:
+        """Inside, the inner modules of blocks stand in their places."""
+        blocks = [home[name] for home, name, _ in self._blocks]
+        try:
+            for home, name, inner in self._blocks:
+                home[name] = inner
+            yield
+        finally:
+            for (home, name, _), block in zip(self._blocks, blocks, strict=True):
+                home[name] = block
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x if x.grad_fn is None else x.clone()
+
+
+def _nothing() -> None:
+    """In a pickled model."""
