@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from tables import PEERS, ROOT, Beside, beside_others, origin_of, rates_of, rows_of, usual_gpu
+from tables import PEERS, ROOT, Beside, beside_others, gpu_name, origin_of, rates_of, rows_of
 
 PICTURE = ROOT / "docs" / "figures.svg"
 
@@ -81,11 +81,6 @@ def _lines(axes: Any, rates: dict[tuple[Any, ...], float]) -> None:
     axes.legend(fontsize=7)
 
 
-def sharded(rows: Sequence[Beside]) -> list[Beside]:
-    """What the picture shows: on several GPUs of the usual kind, where models are sharded."""
-    return [row for row in rows if row.gpus > 1 and row.gpu == usual_gpu(rows)]
-
-
 def said(rows: Sequence[Beside]) -> str:
     """The numbers of the picture in words: it carries them, so that a test can tell its age."""
     lines = []
@@ -96,41 +91,40 @@ def said(rows: Sequence[Beside]) -> str:
 
 
 def draw_beside(rows: Sequence[Beside], path: pathlib.Path) -> pathlib.Path:
-    """A group of bars for each comparison, one for each library. Needs matplotlib."""
+    """A bar for each comparison: how many times the fastest other, which is 1. Needs matplotlib."""
     import matplotlib  # noqa: PLC0415 (measuring must not need it)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    names = {"bmtrain": "bmtrain", **PEERS}
+    ratios = [row.fastest["bmtrain"][0] / row.next_best[0] for row in rows]
+    others = [PEERS[row.next_best[1]] for row in rows]
+    alike = [row.alike is not None and row.alike >= row.fastest["bmtrain"][0] for row in rows]
     with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=(7.2, 0.9 + 0.55 * max(1, len(rows))), layout="constrained")
+        figure = Figure(figsize=(7.2, 0.9 + 0.27 * max(1, len(rows))), layout="constrained")
         axes = figure.subplots()
-        for turn, (backend, name) in enumerate(names.items()):
-            here = [(n, row) for n, row in enumerate(rows) if backend in row.fastest]
-            if not here:
-                continue
-            places = [n + 0.27 * _turn(row, backend, list(names)) for n, row in here]
-            rates = [row.fastest[backend][0] for _, row in here]
-            colour = COLOURS[backend]
-            bars = axes.barh(places, rates, height=0.25, color=colour, label=name, zorder=turn)
-            axes.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=7)
-        axes.set_yticks(range(len(rows)), [_place(row) for row in rows])
+        for is_alike, alpha, label in (
+            (True, 1.0, "bmtrain, the same options"),
+            (False, 0.45, "bmtrain, its fastest options: the other's were not measured or differ"),
+        ):
+            places = [n for n in range(len(rows)) if alike[n] == is_alike]
+            widths = [ratios[n] for n in places]
+            bars = axes.barh(
+                places, widths, 0.7, color=COLOURS["bmtrain"], alpha=alpha, label=label
+            )
+            said_beside = [f"{ratios[n]:.2f} x {others[n]}" for n in places]
+            axes.bar_label(bars, said_beside, padding=3, fontsize=7)
+        axes.axvline(1.0, color="black", linewidth=1)
+        axes.set_yticks(range(len(rows)), [_place(row) for row in rows], fontsize=7)
         axes.invert_yaxis()
-        axes.margins(x=0.1)
-        axes.set_xlabel("tokens/s a GPU, each library by its fastest settings in 16 bits")
+        axes.set_xlim(0, max(ratios, default=1.0) * 1.4)
+        axes.set_xlabel("tokens/s a GPU; 1.0: the fastest other library, by its fastest settings")
         axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside upper center", ncols=len(names))
+        figure.legend(loc="outside upper center", ncols=1, frameon=False)
         figure.savefig(path, format="svg", metadata={"Date": None, "Description": said(rows)})
     return path
 
 
-def _turn(row: Beside, backend: str, order: list[str]) -> float:
-    """Where the bar stands in its group, from the middle."""
-    there = [name for name in order if name in row.fastest]
-    return there.index(backend) - (len(there) - 1) / 2
-
-
 def _place(row: Beside) -> str:
-    return f"{row.shape}, {row.gpus} GPUs, {row.batch} x {row.seq} tokens a GPU"
+    return f"{row.shape}, {row.gpus} x {gpu_name(row)}, {row.batch} x {row.seq} tokens a GPU"
 
 
 def main() -> None:
@@ -140,7 +134,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=pathlib.Path, metavar="FILE.json", help=files)
     paths = parser.parse_args().files
     if not paths:
-        print(draw_beside(sharded(beside_others()), PICTURE))
+        print(draw_beside(beside_others(), PICTURE))
     for path in paths:
         report = json.loads(path.read_text())
         if "what" in report["records"][0]:

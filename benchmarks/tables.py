@@ -1,8 +1,8 @@
 """Write the tables of `benchmarks/results/*.json`: python benchmarks/tables.py
 
 All of them go between the bench markers of docs/figures.md, a short one of this library beside
-others between the figures markers of the READMEs that have them, and those of recipes between the
-recipes markers of the pages that list them.
+others and a picture of it in text between the figures and the picture markers of the READMEs, and
+those of recipes between the recipes markers of the pages that list them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from reports import LEFT_OUT
 ROOT = pathlib.Path(__file__).parents[1]
 BEGIN, END = "<!-- bench:start -->", "<!-- bench:end -->"
 SHORT_BEGIN, SHORT_END = "<!-- figures:start -->", "<!-- figures:end -->"
+PICTURE_BEGIN, PICTURE_END = "<!-- picture:start -->", "<!-- picture:end -->"
 RECIPES_BEGIN, RECIPES_END = "<!-- recipes:start -->", "<!-- recipes:end -->"
 RESULTS = ROOT / "benchmarks" / "results"
 FULL = ROOT / "docs" / "figures.md"
@@ -26,7 +28,8 @@ READMES = (ROOT / "README.md", ROOT / "README-zh.md")
 RECIPES = tuple(
     ROOT / "docs" / "site" / language / "recipes" / "index.md" for language in ("en", "zh")
 )
-PEERS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3", "plain": "PyTorch without sharding"}
+PEERS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3", "plain": "PyTorch, not sharded"}
+NICKNAMES = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "plain": "plain PyTorch"}
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
 OURS = "bmtrain + "
 LOAD_COLUMNS = (
@@ -517,8 +520,13 @@ class Beside(NamedTuple):
 
     @property
     def other(self) -> tuple[float, str]:
-        """The fastest of the others."""
+        """The fastest of the others: its rate and its options."""
         return max(found for name, found in self.fastest.items() if name != "bmtrain")
+
+    @property
+    def next_best(self) -> tuple[float, str]:
+        """The fastest of the others: its rate and its name."""
+        return max((rate, name) for name, (rate, _) in self.fastest.items() if name != "bmtrain")
 
 
 def reports() -> dict[pathlib.Path, dict[str, Any]]:
@@ -560,32 +568,53 @@ def beside_others() -> list[Beside]:
     return found
 
 
-def usual_gpu(rows: Sequence[Beside]) -> str:
-    """The kind of GPU of most of them."""
-    return statistics.mode(row.gpu for row in rows)
+def gpu_name(row: Beside) -> str:
+    """The GPU as people call it: H200, H100."""
+    return re.sub(r"^NVIDIA | \d+GB.*$", "", row.gpu)
+
+
+def largest_batches(rows: Sequence[Beside]) -> list[Beside]:
+    """One row for each model and machine."""
+    found = {(row.shape, row.gpus, row.gpu): row for row in sorted(rows, key=lambda r: r.batch)}
+    return [row for row in rows if row in found.values()]
 
 
 def short_table(rows: Sequence[Beside]) -> str:
-    """One line for each comparison: tokens a second and GPU, and how many times the next best.
-
-    A kind of GPU that is not that of most lines is named.
+    """One line for each model and machine, by its largest batch: tokens a second and GPU, and how
+    many times the next best.
     """
     cells: list[dict[str, object]] = []
-    for row in rows:
-        ours, other = row.fastest["bmtrain"][0], row.other[0]
-        line: dict[str, object] = {
-            "model": f"{row.shape}, {row.batch} x {row.seq} tokens",
-            "GPUs": row.gpus if row.gpu == usual_gpu(rows) else f"{row.gpus} x {row.gpu}",
-            "bmtrain": f"{ours:,.0f}",
-        }
-        line |= {PEERS[name]: "" for name in PEERS}
-        line |= {
-            PEERS[name]: f"{rate:,.0f}" for name, (rate, _) in row.fastest.items() if name in PEERS
-        }
-        line["against the fastest other"] = f"{ours / other:.2f} x"
-        line["with the same options"] = f"{row.alike / other:.2f} x" if row.alike else ""
-        cells.append(line)
+    for row in largest_batches(rows):
+        ours, (rate, name) = row.fastest["bmtrain"][0], row.next_best
+        cells.append(
+            {
+                "model, rows x tokens a GPU": f"{row.shape}, {row.batch} x {row.seq}",
+                "GPUs": f"{row.gpus} x {gpu_name(row)}",
+                "bmtrain": f"{ours:,.0f}",
+                "fastest other": f"{PEERS[name]} {rate:,.0f}",
+                "ratio": f"{ours / rate:.2f}",
+                "same options": f"{row.alike / rate:.2f}" if row.alike else "",
+            }
+        )
     return table_of(cells)
+
+
+def text_picture(rows: Sequence[Beside]) -> str:
+    """Bars of text: ours by the options of the fastest other, which is 1.0.
+
+    Where that was measured.
+    """
+    lines = [f"{'':36}0         0.5       1.0       1.5"]
+    alike = [(row, row.alike) for row in rows if row.alike is not None]
+    shown = largest_batches([row for row, _ in alike])
+    for row, rate in alike:
+        if row in shown:
+            other, name = row.next_best
+            what = f"{row.shape}, {row.gpus} x {gpu_name(row)}, {row.batch} x {row.seq} tokens"
+            bar = "█" * round(20 * rate / other)
+            bar = f"{bar[:20]}|{bar[20:]}"
+            lines.append(f"{what:<35} {bar} {rate / other:.2f} x {NICKNAMES[name]}")
+    return "```text\n" + "\n".join(lines) + "\n```\n"
 
 
 def section() -> str:
@@ -620,11 +649,13 @@ def replaced(text: str, begin: str, end: str, content: str) -> str:
 
 def pages() -> dict[pathlib.Path, str]:
     """The files that hold tables, as they should be."""
-    short = short_table(beside_others())
+    rows = beside_others()
+    short = short_table(rows)
     texts = {FULL: replaced(FULL.read_text(encoding="utf-8"), BEGIN, END, section())}
     for path in READMES:
         text = path.read_text(encoding="utf-8")
-        texts[path] = replaced(text, SHORT_BEGIN, SHORT_END, short)
+        text = replaced(text, SHORT_BEGIN, SHORT_END, short)
+        texts[path] = replaced(text, PICTURE_BEGIN, PICTURE_END, text_picture(rows))
     for path in RECIPES:
         text = path.read_text(encoding="utf-8")
         texts[path] = replaced(text, RECIPES_BEGIN, RECIPES_END, recipe_section())

@@ -28,6 +28,8 @@ version = release = __version__
 jieba.setLogLevel(logging.WARNING)  # cuts Chinese into words for the search
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 templates_path = ["_templates"]
+locale_dirs = [str(SITE / "_locale")]
+gettext_auto_build = True
 exclude_patterns = ["_*"]
 
 myst_heading_anchors = 4
@@ -49,6 +51,8 @@ nitpick_ignore_regex = [("py:.*", ".*")]
 html_theme = "furo"
 html_title = "bmtrain"
 html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 html_sidebars = {
     "**": [

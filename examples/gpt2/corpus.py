@@ -1,4 +1,5 @@
-"""Where the text comes from: Python's own standard library, or the user's files.
+"""Where the text comes from: Python's standard library, its documentation or its source, or the
+user's files.
 
 Needs no process group.
 """
@@ -8,18 +9,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
+import runpy
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-FORMAT = 1  # part of the digest: raise it when the same files would be cut into other documents
+FORMAT = 2  # part of the digest: raise it when the same files would be cut into other documents
 # below this many text files, files are cut into documents so that some can be held out
 FEW_FILES = 64
 # bytes; longer text files are cut at line ends, so that none must fit in memory whole
 LONGEST_DOCUMENT = 2**20
 # packages that happen to be installed; tables of characters
 LEFT_OUT = {"site-packages", "encodings"}
+# of the standard library too: what they document is not for readers
+TESTS = {"test", "tests", "idle_test", "lib2to3"}
+HELP_TOPICS = "pydoc_data/topics.py"  # the language reference, as help() prints it
+PARAGRAPHS = 50  # of a document of documentation
+_STRINGS = re.compile(r'"""(.*?)"""', re.DOTALL)
+_SENTENCES = re.compile(r"[A-Z](?:(?!>>>)[^{}|\\]){30,}[.:]")
 SUFFIXES = (".txt", ".text", ".md", ".jsonl")
 
 
@@ -41,19 +50,20 @@ class Corpus:
     root: folder against which files are named, so that the digest does not depend on where the
     folder lies. files: sorted, hence the same order everywhere. text_field: field of a JSONL line
     that holds its text. own: whether the files are the user's: then a broken one is an error, and
-    an edit that keeps the size is noticed.
+    an edit that keeps the size is noticed. prose: whether the sentences of docstrings are the text.
     """
 
     root: Path
     files: tuple[Path, ...]
     text_field: str = "text"
     own: bool = True
+    prose: bool = False
 
     def digest(self) -> str:
         """16 hexadecimal digits that change with the list of files, their sizes or the way they are
         read.
         """
-        parts = [str(FORMAT), self.text_field]
+        parts = [str(FORMAT), self.text_field, "prose" if self.prose else "whole"]
         for path in self.files:
             facts = path.stat()
             parts.append(
@@ -72,11 +82,12 @@ class Corpus:
         limit = self._document_limit()
         for path in self.files:
             name = path.relative_to(self.root).as_posix()
-            stream = (
-                _json_lines(path, name, self.text_field)
-                if path.suffix == ".jsonl"
-                else _text_pieces(path, name, limit)
-            )
+            if self.prose:
+                stream = _sentences(path, name)
+            elif path.suffix == ".jsonl":
+                stream = _json_lines(path, name, self.text_field)
+            else:
+                stream = _text_pieces(path, name, limit)
             try:
                 for document in stream:
                     if document.text.strip():
@@ -95,20 +106,25 @@ class Corpus:
         return min(max(total // FEW_FILES, 512), 2**16)
 
 
-def standard_library() -> Corpus:
-    """The sources of the running Python's standard library: real text, on every machine, nothing to
-    download.
+def standard_library(text: str = "source") -> Corpus:
+    """The running Python's standard library: real text, on every machine, nothing to download.
+
+    Args:
+        text: "source" for the code as it is, "documentation" for the sentences of its docstrings
+            and of the help topics: less text, in English.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
+    prose = text == "documentation"
+    left_out = LEFT_OUT | TESTS if prose else LEFT_OUT
     files = sorted(
-        path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)
+        path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)
     )
     if not files:
         raise DataError(
             f"no .py files under {root}, where this Python says its standard library "
             "is: give your own text with --data PATH."
         )
-    return Corpus(root=root, files=tuple(files), own=False)
+    return Corpus(root=root, files=tuple(files), own=False, prose=prose)
 
 
 def own_text(path: Path, text_field: str = "text") -> Corpus:
@@ -137,6 +153,20 @@ def own_text(path: Path, text_field: str = "text") -> Corpus:
     if all(file.stat().st_size == 0 for file in corpus.files):
         raise DataError(f"--data {path} is empty: {len(corpus.files)} file(s) of 0 bytes.")
     return corpus
+
+
+def _sentences(path: Path, name: str) -> Iterator[Document]:
+    """The paragraphs of the file's docstrings that are sentences, each as one line."""
+    if name == HELP_TOPICS:
+        strings = list(runpy.run_path(str(path))["topics"].values())
+    else:
+        strings = _STRINGS.findall(path.read_text("utf-8"))
+    paragraphs = (
+        " ".join(part.split()) for string in strings for part in re.split(r"\n\s*\n", string)
+    )
+    kept = [part for part in paragraphs if _SENTENCES.fullmatch(part)]
+    for first in range(0, len(kept), PARAGRAPHS):
+        yield Document(f"{name}#{first}", "\n".join(kept[first : first + PARAGRAPHS]))
 
 
 def _text_pieces(path: Path, name: str, limit: int) -> Iterator[Document]:

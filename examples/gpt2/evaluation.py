@@ -68,7 +68,7 @@ def write_text(
     *,
     num_tokens: int,
     seq_len: int,
-    temperature: float = 0.8,
+    temperature: float = 0.6,
     top_k: int = 40,
 ) -> str:
     """The prompt and up to `num_tokens` tokens that the model adds, until it ends the text.

@@ -74,7 +74,7 @@ def prepare_data(options: Options) -> TokenData:
         corpus = (
             own_text(options.data, options.text_field)
             if options.data is not None
-            else standard_library()
+            else standard_library(options.text)
         )
         folder = cache_folder(options.cache_dir, corpus, options.vocab_size)
         yield from build_cache(folder, corpus, options.vocab_size)

@@ -42,6 +42,14 @@ REMEDY = (
     "give the same arguments to go on, another --save-dir to keep both, or --restart to begin anew"
 )
 
+WHAT_NEXT = """
+  {options.save_dir}/curves.png, samples.txt, metrics.jsonl   the run; step-*: its checkpoints
+What next:
+  make train ARGS="--steps 3000"                              train on (--restart: from the start)
+  make train ARGS="--data my-texts --save-dir runs/mine"      your own text
+  examples/minimal.py                                         your own model in your own loop
+  docs/site/en/guides/fine-tuning.md                          fine-tune a pretrained model"""
+
 
 def run(options: Options, on_step: OnStep | None = None) -> int:
     """The whole job: text, model, optimizer, loop; the exit status.
@@ -106,10 +114,7 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
         else:
             show_sample(model, data, position, options, report)
             words = "this run had finished before" if finished_before else "finished"
-            report.say(
-                f"{words}: {position.step} steps; see {options.save_dir}. --restart begins "
-                "anew, more --steps go on."
-            )
+            report.say(f"{words}: {position.step} steps{WHAT_NEXT.format(options=options)}")
     bmt.synchronize()  # the first rank to go has the launcher end the others
     return Exit.REQUEUE if requeue else 0
 
@@ -280,7 +285,8 @@ def greet(
     report.say(
         f"going on from {checkpoint}"
         if checkpoint is not None
-        else f"starting anew; checkpoints go to {options.save_dir}"
+        else f"starting anew; checkpoints go to {options.save_dir}; stop with Ctrl-C, the same "
+        "command resumes"
     )
 
 

@@ -1,4 +1,4 @@
-"""Errors raised to users.
+"""Errors raised to users: all are a BMTrainError, those of `model_center` too.
 
 Every message names the object, what was given, what was expected and the remedy.
 """
@@ -6,7 +6,11 @@ Every message names the object, what was given, what was expected and the remedy
 from __future__ import annotations
 
 
-class NotInitializedError(RuntimeError):
+class BMTrainError(Exception):
+    """What the library raises to its users; each is an error of Python's of that kind as well."""
+
+
+class NotInitializedError(BMTrainError, RuntimeError):
     """An API that needs the process group was used before `init_distributed`."""
 
     def __init__(self, what: str) -> None:
@@ -16,7 +20,11 @@ class NotInitializedError(RuntimeError):
         )
 
 
-class ConfigurationError(ValueError):
+class AlreadyInitializedError(BMTrainError, RuntimeError):
+    """`init_distributed` was called while a run of this process is open."""
+
+
+class ConfigurationError(BMTrainError, ValueError):
     """An argument, or a combination of arguments, that is invalid."""
 
 
@@ -24,15 +32,15 @@ class ArgumentError(ConfigurationError, TypeError):
     """An argument of another type than expected, or one that is not known."""
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(BMTrainError, FloatingPointError):
     """Losses or gradients that stay NaN or infinite. Raised on every rank."""
 
 
-class JoinError(RuntimeError):
+class JoinError(BMTrainError, RuntimeError):
     """The ranks of a run did not find each other in time; `init_distributed` can be tried again."""
 
 
-class ParameterError(ValueError):
+class ParameterError(BMTrainError, ValueError):
     """A parameter that cannot be sharded, initialised, loaded or optimised as requested."""
 
 
@@ -44,7 +52,7 @@ class AddressError(ParameterError, NotImplementedError):
     """
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(BMTrainError, RuntimeError):
     """A file that cannot be written, read or matched to the model.
 
     Raised on every rank when it fails on any.
@@ -58,7 +66,7 @@ class DamagedError(CheckpointError):
     """
 
 
-class RemovedError(AttributeError):
+class RemovedError(BMTrainError, AttributeError):
     """A name of BMTrain's API that has no counterpart here was used.
 
     An AttributeError, so that `hasattr` is False for it.
@@ -68,19 +76,22 @@ class RemovedError(AttributeError):
         super().__init__(f"{name} is a part of BMTrain that has no meaning here: {remedy}")
 
 
-class StaleParameterError(RuntimeError):
+class StaleParameterError(BMTrainError, RuntimeError):
     """Parameters were changed between a forward pass that used them and its backward pass."""
 
 
-class RecomputationError(RuntimeError):
+class RecomputationError(BMTrainError, RuntimeError):
     """Recomputation in backward would not reproduce the forward pass.
 
     An input of the forward pass has changed since, or its changes cannot be tracked.
     """
 
 
-class RanksPartedError(RuntimeError):
+class RanksDivergedError(BMTrainError, RuntimeError):
     """Ranks ran different collectives, or a rank never joined; the message says what each did last.
 
     Raised on all ranks.
     """
+
+
+RanksPartedError = RanksDivergedError  # its name before

@@ -1,4 +1,4 @@
-"""Errors that users meet.
+"""Errors that users meet: all are a `bmtrain.errors.BMTrainError`.
 
 Every message names the thing, what was got, what was expected and the remedy.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from bmtrain.errors import BMTrainError
 
-class ConfigError(ValueError):
+
+class ConfigError(BMTrainError, ValueError):
     """A configuration, or an argument of a layer or model, that cannot work."""
 
 
@@ -17,27 +19,27 @@ class ArgumentError(ConfigError, TypeError):
     """An argument that a configuration does not know."""
 
 
-class InputError(ValueError):
+class InputError(BMTrainError, ValueError):
     """Arguments of a forward pass or of a generation that do not fit the model."""
 
 
-class IdentifierError(ValueError):
+class IdentifierError(BMTrainError, ValueError):
     """A name that stands for no model, dataset or task that is known."""
 
 
-class DataError(ValueError):
+class DataError(BMTrainError, ValueError):
     """Data that is missing, damaged or of another format; the message names the file and place."""
 
 
-class WeightsError(RuntimeError):
+class WeightsError(BMTrainError, RuntimeError):
     """Weights that cannot be found, read, written or matched to the model."""
 
 
-class ResumeError(ValueError):
+class ResumeError(BMTrainError, ValueError):
     """A checkpoint of another run than was asked for, or one that nobody asked to go on from."""
 
 
-class DivergenceError(RuntimeError):
+class DivergenceError(BMTrainError, RuntimeError):
     """Losses that stay far above those before. Raised on every rank."""
 
 

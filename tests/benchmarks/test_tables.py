@@ -197,24 +197,26 @@ def test_this_library_beside_others(
     rows = bench.tables.beside_others()
     lines = bench.tables.short_table(rows).splitlines()
     assert lines[0] == (
-        "| model | GPUs | bmtrain | FSDP2 | DeepSpeed ZeRO-3 | PyTorch without sharding "
-        "| against the fastest other | with the same options |"
+        "| model, rows x tokens a GPU | GPUs | bmtrain | fastest other | ratio | same options |"
     )
     assert lines[2:] == [
-        "| gpt2, 8 x 1024 tokens | 2 x NVIDIA H100 | 300 |  |  | 200 | 1.50 x | 1.50 x |",
-        "| 2.7b, 8 x 1024 tokens | 2 | 1,400 | 800 | 500 |  | 1.75 x | 1.38 x |",
-        "| 2.7b, 24 x 1024 tokens | 2 | 1,600 | 1,000 |  |  | 1.60 x |  |",
-        "| gpt2, 8 x 1024 tokens | 1 | 50,000 |  |  | 40,000 | 1.25 x | 1.25 x |",
+        "| gpt2, 8 x 1024 | 2 x H100 | 300 | PyTorch, not sharded 200 | 1.50 | 1.50 |",
+        "| 2.7b, 24 x 1024 | 2 x H200 | 1,600 | FSDP2 1,000 | 1.60 |  |",
+        "| gpt2, 8 x 1024 | 1 x H200 | 50,000 | PyTorch, not sharded 40,000 | 1.25 | 1.25 |",
     ]
+    bars = bench.tables.text_picture(rows).splitlines()
+    assert len(bars) == 6, "without the row whose options were not measured alike"
+    assert bars[3].split("tokens")[1].strip() == f"{'█' * 20}|{'█' * 8} 1.38 x FSDP2"
     pytest.importorskip("matplotlib")
-    shown = bench.plot.sharded(rows)
-    assert [row.gpus for row in shown] == [2, 2]
     first, second = (
-        bench.plot.draw_beside(shown, tmp_path / name).read_text() for name in ("a.svg", "b.svg")
+        bench.plot.draw_beside(rows, tmp_path / name).read_text() for name in ("a.svg", "b.svg")
     )
-    words = (">1,400<", ">800<", ">500<", ">FSDP2<", ">2.7b, 2 GPUs, 24 x 1024 tokens a GPU<")
-    assert first == second and all(word in first for word in (*words, bench.plot.said(shown)))
-    assert "PyTorch without" not in first and "50,000" not in first
+    words = (
+        ">1.75 x FSDP2<",
+        ">1.50 x PyTorch, not sharded<",
+        ">2.7b, 2 x H200, 24 x 1024 tokens a GPU<",
+    )
+    assert first == second and all(word in first for word in (*words, bench.plot.said(rows)))
 
 
 def test_pages_and_picture_are_those_of_the_results(bench: Any) -> None:
@@ -224,8 +226,8 @@ def test_pages_and_picture_are_those_of_the_results(bench: Any) -> None:
     for path, text in bench.tables.pages().items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run benchmarks/tables.py"
     assert bench.tables.SHORT_BEGIN in bench.tables.READMES[0].read_text(encoding="utf-8")
-    rows = bench.plot.sharded(bench.tables.beside_others())
+    rows = bench.tables.beside_others()
     picture = bench.plot.PICTURE.read_text(encoding="utf-8")
     assert bench.plot.said(rows) in picture, "run benchmarks/plot.py"
     for row in rows:
-        assert all(f">{rate:,.0f}<" in picture for rate, _ in row.fastest.values())
+        assert f">{row.fastest['bmtrain'][0] / row.next_best[0]:.2f} x " in picture

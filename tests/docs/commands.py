@@ -75,6 +75,8 @@ def check(words: list[str]) -> None:
         "pip": _pip,
         "make": _make,
         "torchrun": _torchrun,
+        "bmtrain": lambda words: _module("bmtrain", words),
+        "model_center": lambda words: _module("model_center", words),
         "python": _python,
         "python3": _python,
         "scripts/launch.py": _launch,
@@ -112,7 +114,7 @@ def _module(name: str, words: list[str]) -> None:
         _stop_behind_the_parser(importlib.import_module(f"{name}.__main__").main, words)
     elif name == "torch.distributed.run":
         _torchrun(words)
-    elif name not in ("venv", "pip", "http.server", "tests.programs", "scripts.interop"):
+    elif name not in ("venv", "pip", "pytest", "http.server", "tests.programs", "scripts.interop"):
         raise BadCommand(f"python -m {name}: not a program of ours")
 
 
@@ -173,7 +175,7 @@ def _pip(words: list[str]) -> None:
         r"^(\w+) = \[", project.partition("[project.optional-dependencies]")[2], re.M
     )
     for word in words:
-        found = re.fullmatch(r"(?:\.|bmtrain|.*bmtrain-[\w.]+-py3-none-any\.whl)\[([\w,]+)\]", word)
+        found = re.fullmatch(r"(?:\.|plainshard)\[([\w,]+)\]", word)
         for extra in found[1].split(",") if found else []:
             if extra not in extras:
                 raise BadCommand(f"{word}: there is no extra {extra}")

@@ -16,7 +16,7 @@ from tests.faults import program
 from tests.faults.ranks import run, run_in
 
 import bmtrain as bmt
-from bmtrain.errors import RanksPartedError
+from bmtrain.errors import RanksDivergedError
 from bmtrain.runtime import watchdog
 from bmtrain.runtime.process import Exit
 
@@ -241,7 +241,7 @@ def never_comes() -> None:
     if bmt.rank() == 1:
         time.sleep(600)
     begin = time.monotonic()
-    with pytest.raises(RanksPartedError, match="rank 1 did not come"):
+    with pytest.raises(RanksDivergedError, match="rank 1 did not come"):
         bmt.synchronize()
     sys.exit(20 if 9 < time.monotonic() - begin < 30 else 21)
 

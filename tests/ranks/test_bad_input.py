@@ -26,6 +26,7 @@ from torch import nn
 import bmtrain as bmt
 import model_center.errors
 from bmtrain.errors import (
+    AlreadyInitializedError,
     ArgumentError,
     CheckpointError,
     ConfigurationError,
@@ -179,7 +180,7 @@ def of_modules() -> Iterable[Case]:
     yield call(bmt.init_parameters, nn.Linear(2, 2)), Bad, "BMTrainModelWrapper"
     yield call(bmt.config.__getitem__, "world_sise"), KeyError, "world_size"
     yield call(bmt.config.__setitem__, "rank", 3), Bad, "cannot be written"
-    yield call(bmt.init_distributed, device="cpu"), RuntimeError, "second time"
+    yield call(bmt.init_distributed, device="cpu"), AlreadyInitializedError, "shutdown()"
 
 
 def of_states() -> Iterable[Case]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bmtrain as bmt
-from bmtrain.errors import ParameterError, RanksPartedError, StaleParameterError
+from bmtrain.errors import ParameterError, RanksDivergedError, StaleParameterError
 from bmtrain.shard.slices import Slices
 
 DIM = 8
@@ -511,7 +511,7 @@ def refused_models() -> None:
         model = plain()
         (model(batch()).square().sum() * (bmt.rank() + 1)).backward()
         if bmt.world_size() > 1:
-            with pytest.raises(RanksPartedError, match="gradient"):
+            with pytest.raises(RanksDivergedError, match="gradient"):
                 shard(model)
             model = plain()
             bmt.optim.AdamOptimizer(model.parameters())

@@ -1,4 +1,4 @@
-"""The program of the README: it is examples/minimal.py, and it learns, alone and on two ranks."""
+"""The program of the README is examples/first.py; examples/minimal.py learns, alone and on ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,30 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SIZES, SMALL = "SEQ, BATCH, STEPS = 128, 8, 100", "SEQ, BATCH, STEPS = 32, 4, 100"
 
 
-def test_the_readme_shows_the_program() -> None:
-    text = PROGRAM.read_text("utf-8")
+def test_the_readmes_keep_their_form() -> None:
+    """They show the program, in at most 25 lines; they are short and have no relative links, which a
+    package index cannot follow.
+    """
+    text = (ROOT / "examples" / "first.py").read_text("utf-8")
+    assert len(text.splitlines()) <= 25
     for name in ("README.md", "README-zh.md"):
         readme = (ROOT / name).read_text("utf-8")
         assert text in re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    lines = text.splitlines()
-    assert len(lines) <= 56 and len([line for line in lines if line.strip()]) <= 46
+        lines = readme.splitlines()
+        assert len(lines) <= 150 and max(map(len, lines)) <= 100
+        assert not re.findall(r"\]\((?!https://)", readme)
+
+
+def test_the_program_of_the_readme_learns(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On two ranks it prints what the README says; the first and the last loss."""
+    (tmp_path / "program.py").write_text((ROOT / "examples" / "first.py").read_text("utf-8"))
+    assert run_ranks(on_a_rank, 2, str(tmp_path), join=False, timeout=300) == [0, 0]
+    losses = losses_in(capfd.readouterr().out)
+    shown = losses_in((ROOT / "README.md").read_text("utf-8"))
+    assert [*shown] == [10, 50] and len(losses) == 5
+    assert all(abs(losses[step] - loss) < 0.01 for step, loss in shown.items())
 
 
 def written(folder: Path, steps: int | None = None) -> None:

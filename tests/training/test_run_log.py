@@ -66,7 +66,8 @@ def test_a_run_is_seen(tmp_path: Path) -> None:
     """
     said, nothing = run_ranks(logged, 2, str(tmp_path))
     assert nothing == ""
-    lines = said.splitlines()
+    columns, *lines = said.splitlines()
+    assert columns.startswith("columns: step, mean loss") and "(MFU)" in columns
     clock = r"\d\d:\d\d:\d\d  step     "
     figures = r"grad norm 0\.50  12,346 tokens/s"
     left = r"\d+m\d\ds left"
@@ -226,7 +227,8 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for panel in drawn:
         assert f">{panel.axis}<" in picture
     assert "model FLOPs utilisation" not in picture
-    for word in (f"{tmp_path / 'one'}, smoothed", f"{tmp_path / 'two'}, held-out text"):
+    title = f"{tmp_path / 'two'}: 99 steps, loss 0.03, held-out 0.50"
+    for word in (title, f"{tmp_path / 'one'}, smoothed", f"{tmp_path / 'two'}, held-out text"):
         assert word in picture
     assert main(["plot", str(tmp_path / "one")]) == 0
     assert (tmp_path / "one" / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -254,7 +256,7 @@ def test_samples_and_flops_of_the_example(tmp_path: Path) -> None:
     for step, kept in ((4, parts[:2]), (0, [])):
         reports.keep_samples(path, step)
         assert path.read_text("utf-8") == "".join(kept)
-    matrices = 4 * (4 * 128 * 128 + 2 * 128 * 512) + 4096 * 128
+    matrices = 4 * (4 * 128 * 128 + 2 * 128 * 512) + 2048 * 128
     assert given.flops_per_token() == 6 * matrices + 4 * (12 * 128 * 128) // 2
 
 

@@ -63,7 +63,7 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     Raises:
         ParameterError: for a parameter that cannot be sharded (not floating point, lazy, or of a
             tensor subclass). The model is unchanged then.
-        RanksPartedError: on all ranks, if names, shapes, dtypes or values of parameters differ
+        RanksDivergedError: on all ranks, if names, shapes, dtypes or values of parameters differ
             between them. The model is unchanged then. Values are compared by checksum, for large
             tensors of a sample.
     """

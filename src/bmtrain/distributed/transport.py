@@ -304,7 +304,7 @@ class Transport:
             The event after all of them; None on a CPU.
 
         Raises:
-            RanksPartedError: on all ranks, if they are known to have diverged.
+            RanksDivergedError: on all ranks, if they are known to have diverged.
         """
         for gather in gathers:
             self.ledger.enter(
@@ -364,7 +364,7 @@ class Transport:
         """Start reductions of one dtype, together: that costs little more than the largest of them.
 
         Raises:
-            RanksPartedError: on all ranks, if they are known to have diverged. The caller has
+            RanksDivergedError: on all ranks, if they are known to have diverged. The caller has
                 logged whose gradients these are.
         """
         if axis.size == 1:

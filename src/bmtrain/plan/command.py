@@ -19,29 +19,12 @@ from bmtrain.plan.step import Memory
 # Exit statuses. argparse exits with 2 for bad arguments, as BAD_INPUT does.
 FITS, TOO_LARGE, BAD_INPUT = 0, 1, 2
 EPILOG = "Exit status: 0 it fits, 1 it does not, 2 bad arguments."
-# Flags that there were, and what to do instead.
-_COPIES = "leave it out: copies of gradients take only room that is left, and none is planned"
-_SIZES = "name a folder whose config.json has these sizes, or a function: module:function"
-GONE = {
-    "--tokens": "plan no longer forecasts time: measure the tokens/s of some steps (guides/speed)",
-    "--fp8": "leave it out: FP8 takes a little less than what is said",
-    **dict.fromkeys(("--overlap", "--no-overlap"), _COPIES),
-    **dict.fromkeys(("--layers", "--hidden", "--heads", "--vocab", "--ff", "--kv-heads"), _SIZES),
-    **dict.fromkeys(("--gated", "--no-gated", "--tied", "--fused-head"), _SIZES),
-}
 MOMENTS_OF_A_STEP = {
     "forward": "the forward pass",
     "turn": "the head and the loss",
     "backward": "the backward pass",
     "update": "the optimizer's step",
 }
-
-
-class _Gone(argparse.Action):
-    """A flag that is refused."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        parser.error(f"{given[-1]}: {GONE[str(given[-1])]}.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +54,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--{name.replace('_', '-')}", **how)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--brief", action="store_true", help="these settings only")
-    for name in GONE:
-        parser.add_argument(name, action=_Gone, nargs="?", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from bmtrain.runtime import world
 from bmtrain.version import __version__
 
 PACKAGES = """torch, triton, transformers, tokenizers, peft, safetensors, datasets, accelerate,
-deepspeed, bmtrain, model-center, numpy, ray, tensorboard, wandb"""
+deepspeed, plainshard, bmtrain, model-center, numpy, ray, tensorboard, wandb"""
 # Variables that change what a run does, and those of launchers, by patterns of whole names. Values
 # of others are never shown: what a secret is called nobody knows.
 VARIABLES = r"""CC|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON(PATH|HASHSEED|UTF8|WARNINGS|MALLOC)

@@ -23,6 +23,7 @@ LEVELS = {
 }
 RECOMPUTE = (*LEVELS, AUTO)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MOST_GPUS = 16  # of one host
 # GiB that the driver of each kind of GPU leaves to programs.
 GPUS = {
     "a10g": 22.0,
@@ -119,7 +120,7 @@ class Machine:
     """Hosts with GPUs, all of one kind.
 
     Args:
-        gpus: of each host.
+        gpus: GPUs of each host, at most 16.
         hosts: how many.
         gpu: a name of GPUS; None where only the memory is known.
         gpu_memory: GiB of each GPU; None for that of the kind.
@@ -129,8 +130,8 @@ class Machine:
         ConfigurationError: for an unknown GPU, no memory, or numbers that are not positive.
     """
 
-    gpus: int = _option(1, "of each host")
-    hosts: int = _option(1, "how many")
+    gpus: int = _option(1, "GPUs of each host, not of all")
+    hosts: int = _option(1, "number of hosts")
     gpu: str | None = _option(None, "kind of GPU", sorted(GPUS), str)
     gpu_memory: float | None = _option(None, "GiB of each GPU", None, float)
     host_memory: float | None = _option(None, "GiB of each host", None, float)
@@ -140,6 +141,12 @@ class Machine:
         for name in ("gpu_memory", "host_memory"):
             if vars(self)[name] is not None:
                 check("plan", **{name: (vars(self)[name], POSITIVE)})
+        if self.gpus > MOST_GPUS:
+            raise ConfigurationError(
+                f"plan: gpus (--gpus) counts the GPUs of one host, and {self.gpus} are more than "
+                f"a host has: {self.gpus} GPUs on hosts of 8 are --gpus 8 --hosts "
+                f"{-(-self.gpus // 8)}."
+            )
         if self.gpu is not None and self.gpu not in GPUS:
             raise ConfigurationError(
                 f"{unknown('plan', [self.gpu], GPUS)} Expected one of {', '.join(GPUS)}, or "

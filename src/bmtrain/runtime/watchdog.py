@@ -23,7 +23,7 @@ from bmtrain.torch_internals import flight_record
 # without progress, after which a rank that waits asks the others where they are, and again
 ASK_S = (20.0, 35.0, 600.0)
 SHARE = 0.9  # of the time limit of NCCL's collectives, which end the run with less to say
-AFTER_S = 10.0  # time to raise RanksPartedError, where collectives that time out can
+AFTER_S = 10.0  # time to raise RanksDivergedError, where collectives that time out can
 ANSWER_S = 5.0  # how long ranks may take to say where they are
 _END_S = 12.0  # after which a process ends whatever the store does
 _WORDS_S = 2.0  # how long the last words of a rank may take
@@ -136,7 +136,7 @@ class Watchdog:
 
     The limit is `seconds` if given, from the first optimizer step on. Otherwise it is the most that
     ranks wait for each other: SHARE of `timeout` on GPUs; on a CPU `timeout` and AFTER_S, because
-    there a collective that has timed out raises RanksPartedError first. Before the first step,
+    there a collective that has timed out raises RanksDivergedError first. Before the first step,
     while a program loads, prepares data or compiles, and inside of `off`, only ranks that wait are
     watched.
 

@@ -25,7 +25,13 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from bmtrain.errors import ConfigurationError, JoinError, NotInitializedError, RanksPartedError
+from bmtrain.errors import (
+    AlreadyInitializedError,
+    ConfigurationError,
+    JoinError,
+    NotInitializedError,
+    RanksDivergedError,
+)
 from bmtrain.runtime import process
 from bmtrain.runtime.arguments import COUNT, Rule, check
 from bmtrain.runtime.launchers import (
@@ -292,7 +298,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     the end of a run, it can be called again, by all ranks.
 
     Raises:
-        RuntimeError: on a second call.
+        AlreadyInitializedError: while a run of this process is open.
         ConfigurationError: if the sizes do not divide the world, an argument is out of range, an
             environment variable is malformed or contradicts another, several processes are meant
             and this one has no rank, `init_method` is given beside a process group, or a rank has
@@ -302,8 +308,9 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     if _PROCESS.world is not None and not _PROCESS.world.groups.are_alive:
         shutdown()  # a run whose process group its owner has destroyed
     if _PROCESS.world is not None:
-        raise RuntimeError(
-            "init_distributed was called a second time: call it once, at the start of the program."
+        raise AlreadyInitializedError(
+            f"a run of {_PROCESS.world.world_size} rank(s) is open in this process: call "
+            "bmtrain.shutdown() on all ranks first, or use the run (bmtrain.is_initialized())."
         )
     is_adopted, is_torchrun = dist.is_initialized(), TORCHRUN in os.environ
     launcher = None
@@ -681,7 +688,7 @@ def _leave_loudly(
     summary = "".join(traceback.format_exception_only(kind, error)).strip()
     trace_lines = traceback.format_exception(kind, error, trace)
     others = ""
-    if isinstance(error, RanksPartedError):
+    if isinstance(error, RanksDivergedError):
         # what matters is where the ranks are in the program, not how they found out
         trace_lines = traceback.format_list(process.calls_of_program(traceback.extract_tb(trace)))
     else:
@@ -696,7 +703,7 @@ def _leave_loudly(
             + "".join(trace_lines)
         )
     world.watchdog.take_store_down(f"has failed: {summary.splitlines()[0]}")
-    code = Exit.PARTED if issubclass(kind, RanksPartedError) else Exit.FAILED
+    code = Exit.PARTED if issubclass(kind, RanksDivergedError) else Exit.FAILED
     os._exit(Exit.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else code)
 
 

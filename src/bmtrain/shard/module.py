@@ -97,7 +97,7 @@ class DistributedModule(torch.nn.Module):
 
         Raises:
             ParameterError: for `assign=True`, which would replace the shards.
-            RanksPartedError: on all ranks, for parameters that differ between them; the model is as
+            RanksDivergedError: on all ranks, for parameters that differ between them; the model is as
                 it was. Buffers may differ.
         """
         if assign:

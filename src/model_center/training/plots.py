@@ -29,6 +29,7 @@ class Panel:
         unit: what values are divided by.
         is_smoothed: whether a smoothed curve stands beside the raw one.
         beside: a field of evaluations, drawn as dots.
+        from_zero: whether the axis begins at 0, so that noise does not look like growth.
     """
 
     field: str
@@ -36,12 +37,13 @@ class Panel:
     unit: float = 1.0
     is_smoothed: bool = True
     beside: str | None = None
+    from_zero: bool = True
 
 
 PANELS = (
-    Panel(field="loss", axis="loss, nats per token", beside="validation_loss"),
-    Panel(field="lr", axis="learning rate, no unit", is_smoothed=False),
-    Panel(field="grad_norm", axis="2-norm of the gradients, no unit"),
+    Panel(field="loss", axis="loss, nats per token", beside="validation_loss", from_zero=False),
+    Panel(field="lr", axis="learning rate", is_smoothed=False),
+    Panel(field="grad_norm", axis="gradient norm before clipping"),
     Panel(field="memory", axis="peak memory of rank 0, GiB", unit=2**30, is_smoothed=False),
     Panel(field="tokens_per_second", axis="speed, 1000 tokens/s", unit=1000.0),
     Panel(field="mfu", axis="model FLOPs utilisation, %", unit=0.01),
@@ -66,14 +68,24 @@ def draw_runs(runs: Mapping[str, Sequence[Record]], path: pathlib.Path) -> pathl
     kind = package("matplotlib.figure", "a plot", name="matplotlib", instead=EXTRA)
     rows = -(-len(panels) // 2)
     with matplotlib.rc_context(SETTINGS):
-        figure = kind.Figure(figsize=(10, 2.6 * rows), layout="constrained")
-        grid = list(figure.subplots(rows, 2, squeeze=False).flat)
-        for axes, panel in zip(grid, panels, strict=False):
-            _draw(axes, panel, runs)
-        for axes in grid[len(panels) :]:
-            axes.set_axis_off()
+        figure = kind.Figure(figsize=(10, 2.6 * rows + 0.3), layout="constrained")
+        grid = figure.add_gridspec(rows, 2)
+        spare = len(panels) % 2  # an odd number: the first panel is as wide as two
+        for place, panel in enumerate(panels):
+            row, column = divmod(place + spare if place else 0, 2)
+            wide = spare and not place
+            _draw(figure.add_subplot(grid[row, :] if wide else grid[row, column]), panel, runs)
+        figure.suptitle("; ".join(_summary(name, records) for name, records in runs.items()))
         figure.savefig(path, dpi=120)
     return path
+
+
+def _summary(name: str, records: Sequence[Record]) -> str:
+    """The run's name, how far it came, and its last losses."""
+    steps, losses = points(records, "loss")
+    held_out = points(records, "validation_loss")[1]
+    words = [f"{name}: {steps[-1]} steps", f"loss {losses[-1]:.2f}"] if steps else [name]
+    return ", ".join([*words, *(f"held-out {loss:.2f}" for loss in held_out[-1:])])
 
 
 def points(records: Sequence[Record], field: str, unit: float = 1.0) -> Points:
@@ -122,5 +134,7 @@ def _draw(axes: Any, panel: Panel, runs: Mapping[str, Sequence[Record]]) -> None
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(panel.axis)
     axes.grid(alpha=0.3)
+    if panel.from_zero:
+        axes.set_ylim(bottom=0)
     if several or len(axes.get_lines()) > 1:
         axes.legend()

@@ -24,6 +24,10 @@ from model_center.training.listener import Listener, OnStep
 from model_center.training.metrics_file import MetricsFile, Record
 
 METRICS, OUTPUT = "metrics.jsonl", "standard output"
+COLUMNS = (
+    "columns: step, mean loss of all ranks, learning rate, norm of the gradient before clipping, "
+    "tokens/s of all ranks, {mfu}time per step, peak memory of rank 0, time left"
+)
 
 
 class _Console(Console):
@@ -109,6 +113,7 @@ class RunLog:
             open_curves(curves, folder, first_step) if self.enabled and folder is not None else []
         )
         self._started = time.monotonic()
+        self._is_explained = False
         # The bar comes last: what does not fit into a narrow terminal is cut off.
         columns = (MofNCompleteColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20))
         self._bar = Progress(*columns, console=self.console, disable=not self.terminal)
@@ -137,6 +142,10 @@ class RunLog:
         self._listener.hear(dataclasses.asdict(report))
         if not self.enabled:
             return
+        if not self._is_explained:
+            self._is_explained = True
+            mfu = "" if report.mfu is None else "share of the device's peak (MFU), "
+            self.say(COLUMNS.format(mfu=mfu))
         values = dataclasses.asdict(report)
         self._keep({name: value for name, value in values.items() if value is not None})
         words = "  ".join(
