@@ -27,8 +27,9 @@ LINKS
 
 
 def build(folder: str, output: pathlib.Path, repository: str | None) -> int:
-    """Build one language, with links for editing if its repository is named; Sphinx's exit status."""
-    edit = f"html_theme_options.source_edit_link={repository}/edit/main/docs/site/{folder}/{{filename}}"
+    """Build one language; Sphinx's exit status. Pages link to their source if it is named."""
+    source = f"{repository}/edit/main/docs/site/{folder}/{{filename}}"
+    edit = f"html_theme_options.source_edit_link={source}"
     return build_main(
         [
             *(("-D", edit) if repository else ()),

@@ -97,8 +97,8 @@ class DistributedModule(torch.nn.Module):
 
         Raises:
             ParameterError: for `assign=True`, which would replace the shards.
-            RanksDivergedError: on all ranks, for parameters that differ between them; the model is as
-                it was. Buffers may differ.
+            RanksDivergedError: on all ranks, for parameters that differ between them; the model is
+                as it was. Buffers may differ.
         """
         if assign:
             raise ParameterError(

@@ -70,7 +70,7 @@ class Sameness:
             self._is_known = before
 
     def check(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """RanksDivergedError on all ranks unless all bring the same names, shapes, dtypes and values.
+        """RanksDivergedError on all ranks unless names, shapes, dtypes and values are the same.
 
         Collective. Values are compared by a checksum, for tensors above 65536 elements of a sample:
         it finds another seed or another file, not one element.
@@ -101,7 +101,7 @@ def _note_call(model: torch.nn.Module, args: Any) -> None:
 
 
 def check_same_state(state: Mapping[str, Any], names: Collection[str]) -> None:
-    """RanksDivergedError on all ranks unless entries `names` of a state dict are the same everywhere.
+    """RanksDivergedError on all ranks unless entries `names` of a state dict are the same.
 
     Collective. Call it on all ranks before anything of `state` is copied into the model: ranks that
     load different files would hold slices of different models. Without names nothing is compared.
