@@ -34,6 +34,7 @@ from bmtrain.shard.residence import Residence
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import (
+    BatchNorm,
     hooks_of,
     in_backward,
     in_transform,
@@ -50,6 +51,7 @@ _MARGIN = 0.15  # of the device's memory, left free after the forward pass of a 
 _STATES = 16  # bytes per parameter of a shard: gradients and the optimizer's states, still to come
 # Attempts to compile. What a first call does once, as warnings, is often what does not compile.
 _MOST_FAILURES = 2
+_ELSEWHERE = "another rank could not compile it"
 _KEY = "_whole_model"  # in the `__dict__` of a wrapped model
 _NUM_SPECIAL = 2  # shapes that are recorded: those of a step, and of an epoch's last one
 _ON_GPU = {"options": {"triton.cudagraphs": True}}
@@ -137,6 +139,7 @@ class WholeModel:
         self._hooks: list[Mapping[int, Any]] = []  # of modules below the model
         self._last: weakref.ref[Use] | None = None  # that of the last call
         self._num_failed = 0  # attempts to compile
+        self._failure: str | None = None  # why compiled code was missing later, on this rank
         self._tried = 0  # elements of the largest arguments that a trial has run with
         self._kept = 0  # bytes that its forward pass has left on the device
         self._stage = Stage.UNTRIED if self._is_small() else Stage.APART
@@ -156,6 +159,8 @@ class WholeModel:
             or defaults.fp8
             or self._world.pipe_enabled
             or mesh.tp.size > 1
+            # Its statistics are sums over the ranks, which a graph does not take.
+            or (mesh.world.size > 1 and any(isinstance(x, BatchNorm) for x in self._root.modules()))
             or not all(block.runs_compiled_by_default for block in blocks)
         ):
             return False
@@ -196,12 +201,15 @@ class WholeModel:
         if in_backward():
             return None
         num_elements = sum(x.numel() for x in tensors_of((args, kwargs)))
-        cannot, agreed = largest(
-            [float(not self._is_possible(args, kwargs)), float(num_elements)],
+        cannot = not self._is_possible(args, kwargs)
+        has_failed, cannot, agreed = largest(
+            [float(self._failure is not None), float(cannot), float(num_elements)],
             self._axis,
             "a call of the whole model",
         )
-        if cannot:
+        if has_failed:
+            self._end(self._failure or _ELSEWHERE)
+        if has_failed or cannot:
             return None
         if agreed > self._tried:
             return self._try(model, args, kwargs, int(agreed))
@@ -232,7 +240,10 @@ class WholeModel:
         if table is not self._table:
             self._table = table
             self._residences = [self._engine.fixed(each.residence) for each in table.storages]
-            self._hooks = [hooks for _, part in table.modules[1:] for hooks in hooks_of(part)]
+            # A program registers hooks of a block's module with the block.
+            blocks = [x for x in self._root.modules() if isinstance(x, Block)]
+            parts = [part for _, part in table.modules[1:]]
+            self._hooks = [hooks for part in (*parts, *blocks) for hooks in hooks_of(part)]
             self._blocks = [
                 (part._modules, name, child.inner)
                 for _, part in table.modules
@@ -258,7 +269,7 @@ class WholeModel:
             if has_failed:
                 self._num_failed += 1
                 if self._num_failed == _MOST_FAILURES:
-                    self._end(reason or "another rank could not compile it")
+                    self._end(reason or _ELSEWHERE)
                 return None
         device, memory = self._context.device, self._memory
         buffers = [(x, x.clone()) for x in self._root.buffers()]
@@ -323,14 +334,17 @@ class WholeModel:
             with self._binding.running(table, bound, is_compiled=True):
                 # What is said once was said in the call after the first attempt.
                 saying = told_once() if self._num_failed else contextlib.nullcontext()
-                try:
-                    with saying:
-                        out = self._program(model.training)(model, args, kwargs)
-                except NoProgramError as error:
-                    if self._gate.is_shut:
-                        raise
-                    self._end(str(error))
-                    out = self._forward(model, *args, **kwargs)
+                draws = self._context.draws
+                draws_own = model.training and not draws.are_own
+                with draws.own() if draws_own else contextlib.nullcontext():
+                    try:
+                        with saying:
+                            out = self._program(model.training)(model, args, kwargs)
+                    except NoProgramError as error:
+                        if self._gate.is_shut:
+                            raise
+                        self._failure = str(error)
+                        out = self._forward(model, *args, **kwargs)
             use.check_unchanged()
         # A graph overwrites its results in the next replay, while the program may keep them.
         out = map_tensors(_copy, out)

@@ -1,0 +1,188 @@
+"""Wrapped small models run as one compiled graph: values of plain PyTorch, on all ranks or none."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.ranks import models
+from tests.ranks.passes import on_ranks
+from torch import Tensor, nn
+
+import bmtrain as bmt
+from bmtrain.block.whole_model import Stage
+from bmtrain.compile import backend
+from bmtrain.runtime import world
+
+pytestmark = pytest.mark.compiler
+COMPILED = {"compile": True}
+
+
+class Lowering(models.Counting):
+    """A backend that traces forward and backward as torch's does; on a rank that is named it fails."""
+
+    def __init__(self, fails_on: int = -1) -> None:
+        super().__init__()
+        self.fails_on = fails_on
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Callable[..., object]:
+        super().__call__(graph, inputs)
+        if bmt.rank() == self.fails_on:
+            raise RuntimeError("this processor is unknown")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.map = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.map(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Layers in a list, what stands around them, a tie, and a buffer that training changes."""
+
+    seen: Tensor
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("seen", torch.zeros(()))
+        self.temperature = 1.0
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.dropout(self.tokens(ids))
+        if self.training:
+            self.seen += 1
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).view(-1, 11) / self.temperature, labels.reshape(-1))
+
+
+def wrapped(plain: nn.Module, fails_on: int = -1) -> tuple[Any, Lowering]:
+    """A wrapped copy, and what compiles it."""
+    torch._dynamo.reset()
+    own = Lowering(fails_on)
+    backend.inductor = own  # type: ignore[assignment]
+    return bmt.BMTrainModelWrapper(copy.deepcopy(plain)), own
+
+
+def stage_of(model: Any) -> Stage:
+    stage: Stage = model.__dict__["_whole_model"]._stage
+    return stage
+
+
+def batch(number: int, length: int = 5) -> tuple[Tensor, Tensor]:
+    """Rows of all ranks, two each."""
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, 11, (2 * bmt.world_size(), length + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def check(model: Any, plain: nn.Module, number: int, length: int = 5) -> None:
+    """One more pass adds the gradients of plain PyTorch, and leaves its buffers."""
+    ids, labels = batch(number, length)
+    own = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
+    loss = model(ids[own], labels[own])
+    loss.backward()
+    expected = plain(ids, labels)
+    (expected * bmt.world_size()).backward()
+    mean = bmt.distributed.all_reduce(loss.detach(), "avg")
+    torch.testing.assert_close(mean, expected.detach())
+    for (name, param), (_, known) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert (param.grad is None) == (known.grad is None), name
+        if known.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), known.grad, msg=name)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+
+
+@on_ranks(2, init=COMPILED)
+def test_a_small_model_is_one_graph_and_exact() -> None:
+    """Accumulation, other lengths, evaluation between, several passes before backward, an attribute
+    that the program changes, a frozen parameter, a copy of the model.
+    """
+    torch.manual_seed(0)
+    plain = Net()
+    model, own = wrapped(plain)
+    for number in range(3):
+        check(model, plain, number)
+    assert stage_of(model) is Stage.WHOLE and own.num_graphs == 1
+    check(model, plain, 3, length=7)
+    with torch.no_grad():
+        model.eval()(*batch(4)), plain.eval()(*batch(4))
+    model.train(), plain.train()
+    ids, labels = batch(5)
+    own_rows = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
+    sum(model(ids[own_rows], labels[own_rows]) * k for k in (1, 2)).backward()
+    (sum(plain(ids, labels) * k for k in (1, 2)) * bmt.world_size()).backward()
+    model.temperature = plain.temperature = 0.5
+    check(model, plain, 6)
+    model.layers[0].map.weight.requires_grad_(False)
+    plain.layers[0].map.weight.requires_grad_(False)
+    check(model, plain, 7)
+    assert stage_of(model) is Stage.WHOLE
+    again, twin = copy.deepcopy((model, plain))
+    check(again, twin, 8)
+    assert stage_of(again) is Stage.WHOLE
+
+
+@pytest.mark.parametrize("what", ["fails", "hook", "memory", "written"])
+@on_ranks(2, init=COMPILED)
+def test_all_ranks_run_whole_or_none(what: str) -> None:
+    """What one rank cannot do none does; buffers and random numbers are as if it was not tried."""
+    torch.manual_seed(0)
+    plain = Net()
+    model, _ = wrapped(plain, fails_on=1 if what == "fails" else -1)
+    if what == "hook" and bmt.rank() == 1:
+        model.layers[0].register_forward_hook(lambda *_: None)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if what == "memory":
+            check(model, plain, 0)
+            whole = model.__dict__["_whole_model"]
+            whole._memory.limit_is_open, whole._memory._limit = False, 1
+            check(model, plain, 1, length=9)
+        else:
+            for number in range(3):
+                check(model, plain, number)
+        if what == "written":
+            whole = model.__dict__["_whole_model"]
+            whole._gate._lower = Lowering(fails_on=0)
+            for number, length in enumerate((6, 7, 8)):
+                check(model, plain, number, length)
+    told = [str(each.message) for each in said if "block by block" in str(each.message)]
+    assert stage_of(model) is (Stage.UNTRIED if what == "hook" else Stage.APART)
+    assert bool(told) is (what != "hook")
+    assert torch.equal(torch.get_rng_state(), before)
+    check(model, plain, 9)
+
+
+@on_ranks(2, init=COMPILED)
+def test_dropout_is_that_of_the_rank() -> None:
+    """Other masks on other ranks, the generator as one draw later on all of them."""
+    torch.manual_seed(0)
+    plain = Net(dropout=0.5)
+    model, _ = wrapped(plain)
+    world.current().draws.same_rows = False
+    ids, labels = torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5, dtype=torch.long)
+    losses = [model(ids, labels).detach() for _ in range(3)]
+    assert stage_of(model) is Stage.WHOLE
+    both = bmt.distributed.all_gather(torch.stack(losses))
+    assert len({float(x) for x in both.flatten()}) == 6
+    states = bmt.distributed.all_gather(torch.get_rng_state())
+    assert torch.equal(states[0], states[1])
