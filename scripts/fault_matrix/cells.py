@@ -288,13 +288,13 @@ class Bench:
         *,
         resume: bool = False,
         is_warm: bool = True,
-        named: tuple[frozenset[int], ...] = (),
+        wanted: tuple[frozenset[int], ...] = (),
     ) -> Left:
         environment = {} if fault is None else {FAULT: fault.dumped()}
         command = self.program.command(folder, resume=resume)
         job = Job(folder.with_name(folder.name + "-job"), command, environment, is_warm=is_warm)
         mark = None if fault is None else pathlib.Path(fault.mark)
-        left = job.left(240, mark, LIMIT_S + 2 * STOPPED_S, lambda text: blamed(text) in named)
+        left = job.left(240, mark, LIMIT_S + 2 * STOPPED_S, lambda text: blamed(text) in wanted)
         said = folder.with_name(folder.name + "-job") / f"said-{job.launcher}"
         said.write_text(left.printed, encoding="utf-8")
         return left
@@ -312,8 +312,10 @@ class Bench:
             return self._two(cell, folder)
         mark = folder.with_name(folder.name + "-mark")
         fault = Fault(cell.kind, cell.moment.split(",")[0], cell.rank, cell.step, str(mark))
-        named = cell.names if cell.answers else ()
-        left = self._run(folder, fault, resume=bool(cell.start), is_warm=cell.is_warm, named=named)
+        wanted = cell.names if cell.answers else ()
+        left = self._run(
+            folder, fault, resume=bool(cell.start), is_warm=cell.is_warm, wanted=wanted
+        )
         when = float(mark.read_text()) if mark.exists() else None
         wrong = [] if when is not None else ["the fault did not come"]
         seconds = None if when is None else left.ended - when

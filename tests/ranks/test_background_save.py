@@ -112,9 +112,9 @@ def fail_in_background(folder: str) -> None:
             twin.step("a save")
             with failing(owner, name, OSError(5, "Input/output error")):
                 checkpoints.save(step, twin.model, twin.manager)
-            other = Twin()
-            assert checkpoints.restore(other.model, other.manager) is not None
-            other.follow(twin.reference(), "a restore")
+            fresh = Twin()
+            assert checkpoints.restore(fresh.model, fresh.manager) is not None
+            fresh.follow(twin.reference(), "a restore")
         checkpoints.save(4, twin.model)
     assert [one.name for one in path.glob("step*")] == ["step-00000004"]
 

@@ -72,7 +72,7 @@ class Lock:
         self._descriptor = descriptor
         # who may only read could hold a lock, too: nobody may do that alone
         writers = os.fstat(descriptor).st_mode & 0o222
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(OSError):
             os.fchmod(descriptor, writers | writers << 1)
         about = {
             "host": socket.gethostname(),

@@ -326,7 +326,7 @@ class CheckpointManager:
 
         names, aside = collectives.broadcast_object(attempt(look, axis), 0, axis, what)
         reasons = [f"{self.folder / name} was set aside as damaged." for name in aside]
-        damaged = []
+        damaged: list[pathlib.Path] = []
         for path in [self.folder / name for name in reversed(names)]:
             reason = self._damage(path)
             if reason is None:

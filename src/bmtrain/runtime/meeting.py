@@ -121,7 +121,7 @@ def _opened(
             listener = one.detach()
     return dist.TCPStore(  # type: ignore[attr-defined]
         place.hostname,
-        place.port,
+        place.port or 0,
         size,
         is_master=is_hosted and rank == 0,
         timeout=limit,

@@ -329,9 +329,9 @@ class Watchdog:
             self._idle = now - self._since
             limit = self._limit()
             is_over, times = self._idle > limit, ASK_S[self._asked :]
-            is_due = bool(times) and self._idle > times[0] and self._store is not None
-            if not is_over and is_due and self._is_waiting():
-                is_over, limit = self._one_hangs(limit), self._idle
+            is_due = not is_over and bool(times) and self._idle > times[0] and self._is_waiting()
+            if is_due and self._store is not None:
+                is_over, limit = self._one_hangs(self._store, limit), self._idle
                 now = time.monotonic()
             if is_over and self._seen == self.progress:
                 # The alarm: all ranks say where they are, and end.
@@ -339,13 +339,13 @@ class Watchdog:
                 self._end(limit)
                 return
 
-    def _one_hangs(self, limit: float) -> bool:
+    def _one_hangs(self, store: Store, limit: float) -> bool:
         """Ask the other ranks where they are; the second time say who keeps this one waiting.
 
         One of those that wait does so. Returns whether another cannot come.
         """
         self._asked += 1
-        own, store = self._report(), self._store
+        own = self._report()
         reports, rank = {own.rank: own}, own.rank
         question = f"{_ASK}{rank} {self._seen} {self._asked}"
         others = [other for other in range(self._place.size) if other != rank]
@@ -400,7 +400,9 @@ class Watchdog:
     def _listen(self) -> None:
         """Wait for a word of another rank's watchdog."""
         store, rank = self._ear, self._place.rank
-        for number in itertools.count(1) if store is not None else ():
+        for number in itertools.count(1):
+            if store is None:
+                return
             try:
                 store.wait([f"to {rank} {number}"], FOREVER)
                 word = store.get(f"to {rank} {number}").decode()
@@ -418,12 +420,13 @@ class Watchdog:
     def _post(self, word: str, ranks: Collection[int]) -> None:
         """Leave a word for the listeners of these ranks."""
         store = self._store
-
-        def post() -> None:
-            for rank in ranks if store is not None else ():
-                store.set(f"to {rank} {store.add(f'words to {rank}', 1)}", word)
-
-        self._patiently(post)
+        if store is not None:
+            self._patiently(
+                lambda: [
+                    store.set(f"to {rank} {store.add(f'words to {rank}', 1)}", word)
+                    for rank in ranks
+                ]
+            )
 
     def _report(self) -> Report:
         """Where this rank is."""
