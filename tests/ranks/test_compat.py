@@ -376,9 +376,8 @@ def cut_sequences() -> None:
                 F.linear(x, plain[f"{part}.weight"], plain[f"{part}.bias"]).unflatten(1, (size, -1))
                 for part in parts
             )
-            found = F.scaled_dot_product_attention(
-                *(y.transpose(0, 1) for y in (q, k, v)), is_causal=True
-            )
+            q, k, v = (y.transpose(0, 1) for y in (q, k, v))
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             found = found.transpose(0, 1).flatten(1)
             x = x + F.linear(found, plain[f"{layer}.out.weight"], plain[f"{layer}.out.bias"])
         want = F.cross_entropy(x @ plain["table"].T, ids[0, 1:])
@@ -487,7 +486,7 @@ def state_of_rank_0() -> None:
 
     torch.manual_seed(5)
     plain = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).bfloat16())
-    state = plain.state_dict()
+    state: Any = plain.state_dict()
     other = {name: value.flip(0) if value.dim() else value for name, value in state.items()}
     for elsewhere in ({}, other):
         given = DistributedStateDictWrapper(elsewhere if bmt.rank() else state)
@@ -503,8 +502,8 @@ def state_of_rank_0() -> None:
 
 def ring() -> None:
     """As ring attention passes its keys on, with the names that it imports."""
-    from bmtrain.distributed.ops import ncclAllReduce, ncclRecv, ncclSend
-    from bmtrain.nccl import commCount, commRank, groupEnd, groupStart
+    from bmtrain.distributed.ops import ncclAllReduce, ncclRecv, ncclSend  # type: ignore[import-not-found]
+    from bmtrain.nccl import commCount, commRank, groupEnd, groupStart  # type: ignore[import-not-found]
 
     comm = bmt.config["comm"]
     rank, count = commRank(comm), commCount(comm)
