@@ -38,7 +38,7 @@ def bound(body: Iterable[ast.stmt], package: str, around: list[str]) -> Iterator
 
 def surface(folder: pathlib.Path) -> dict[str, list[str]]:
     """By the path of a module below the package: its names, sorted."""
-    raw = {}
+    raw: dict[str, set[str]] = {}
     for file in sorted(folder.rglob("*.py")):
         path = [*file.relative_to(folder).with_suffix("").parts]
         is_package = path[-1] == "__init__"
@@ -47,10 +47,10 @@ def surface(folder: pathlib.Path) -> dict[str, list[str]]:
         body = ast.parse(file.read_text(encoding="utf-8")).body
         raw[".".join(path)] = set(bound(body, folder.name, around)) - set(FOREIGN)
     for _ in raw:  # names of names, to the end
-        for path, names in raw.items():
+        for module, names in raw.items():
             stars = {name for name in names if name.startswith("*")}
             public = (x for star in stars for x in raw[star[1:]] if not x.startswith("_"))
-            raw[path] = (names - stars) | set(public)
+            raw[module] = (names - stars) | set(public)
     return {path: sorted(names) for path, names in raw.items() if names}
 
 

@@ -131,7 +131,7 @@ def set_by_hand() -> None:
     """Gradients that a program has set carry the manager's scale, and no other, before its first
     step and later, in new tensors and in those that the last step has left.
     """
-    ours = bmt.optim.AdamOptimizer
+    ours: Any = bmt.optim.AdamOptimizer
     cases = [(torch.float16, 4.0, ours), (torch.float32, None, ours), (torch.float32, 4.0, ours)]
     cases += [(torch.float32, 4.0, kind) for kind in KINDS]
     for number, (dtype, scale, kind) in enumerate(cases * 2):

@@ -181,12 +181,12 @@ def embeddings() -> None:
         if len(shape) == 1:
             ids = [x.int() for x in ids]
         check(made(VPEmbedding, VOCAB, IN), ids, lookup, f"lookup {shape}")
-    for shape in ((6, IN), (2, 3, IN), (3, 1, 2, IN)):
+    for sizes in ((6, IN), (2, 3, IN), (3, 1, 2, IN)):
         head = made(VPEmbedding, VOCAB, IN)
         call = functools.partial(head, projection=True)
-        answer = column(True, False, int(len(shape) > 2))  # sequences come whole
-        check(head, rows_of_all(*shape), answer, f"projection {shape}", call)
-    assert call(rows_of_all(*shape)[bmt.rank()]).is_contiguous()
+        answer = column(True, False, int(len(sizes) > 2))  # sequences come whole
+        check(head, rows_of_all(*sizes), answer, f"projection {sizes}", call)
+        assert call(rows_of_all(*sizes)[bmt.rank()]).is_contiguous()
 
 
 @on_ranks(4, init={"tp_size": 2})
