@@ -46,15 +46,15 @@ def start(words: Sequence[str], size: int) -> int:
                 subprocess.Popen([sys.executable, *words], env=environment, start_new_session=True)
             )
         status, end = 0, float("inf")
-        while any(rank.poll() is None for rank in ranks):
-            failed = next((rank.returncode for rank in ranks if rank.returncode), 0)
+        while None in (found := [rank.poll() for rank in ranks]):
+            failed = next(filter(None, found), 0)
             if failed and not status:
                 status, end = failed, time.monotonic() + PATIENCE_S
                 _send(ranks, signal.SIGTERM)
             if time.monotonic() > end:
                 _send(ranks, signal.SIGKILL)
             time.sleep(LOOK_S)
-    status = status or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    status = status or next(filter(None, found), 0)
     return 128 - status if status < 0 else status
 
 
