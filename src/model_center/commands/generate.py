@@ -106,7 +106,7 @@ class TheirGenerator:
             argparse.Namespace(**vars(args), load=None, from_scratch=False, use_checkpoint=False)
         )
         if args.load_in_4bit:
-            quantize(subject.model, subject.model.get_output_embeddings())
+            subject.quantize()
         if args.adapter:
             subject.add_adapters(pathlib.Path(args.adapter))
             subject.read_tokenizer(folder())
