@@ -118,8 +118,8 @@ def check_learning(path: pathlib.Path) -> bool:
     assert sorted(got) == sorted(want)
     for name, grad in want.items():
         expected = torch.zeros(()) if grad is None else grad
-        own = got[name]
-        found = torch.zeros(()) if own is None else own
+        value = got[name]
+        found = torch.zeros(()) if value is None else value
         error = float((found - expected).abs().max())
         limit = 2e-4 * max(float(expected.abs().max()), 1e-2 * largest)
         assert error <= limit, f"{path.name}: {name} is off by {error:g} of {limit:g}"
