@@ -9,7 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from bmtrain.errors import CheckpointError
+from bmtrain.runtime import world
 from bmtrain.runtime.log import printable
+from bmtrain.runtime.starting import num_to_start, start
+from model_center.commands.configuration import words_of
 from model_center.errors import (
     ConfigError,
     DataError,
@@ -29,6 +32,7 @@ COMMANDS = {
     ),
     "generate": ("texts that a model continues", "model_center.commands.generate"),
     "chat": ("a conversation with a model", "model_center.commands.chat"),
+    "merge": ("adapters and their model made one model", "model_center.commands.merge"),
     "plan": ("memory of training, before it is started", "model_center.commands.plan"),
     "plot": ("loss, learning rate, memory and speed of runs", "model_center.commands.plot"),
     "preprocess": ("text to token data", "model_center.preprocess"),
@@ -68,7 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = importlib.import_module(COMMANDS[chosen][1])
             command.add_arguments(parsers[chosen])
             parsers[chosen].set_defaults(run=command.run)
+            arguments = words_of(arguments, parsers[chosen])
         args = parser.parse_args(arguments)
+        ranks = _ranks_to_start(args) if chosen == "train" else 1
+        if ranks > 1:
+            return start(["-m", "model_center", *arguments], ranks)
         args.run(args)
     except ModuleNotFoundError as error:
         needed = str(error.name).partition(".")[0]
@@ -78,6 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
+
+
+def _ranks_to_start(args: argparse.Namespace) -> int:
+    """Of a training: as the flag says, or one for each GPU; 1 where a launcher has started this."""
+    return 1 if world.is_launched() else args.ranks or num_to_start()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 DECAY_STYLES = ("constant", "linear", "cosine", "wsd", "exponential", "noam")
@@ -87,14 +88,18 @@ def _problem_of_folders(args: argparse.Namespace) -> str | None:
     return None
 
 
-def add_model_config_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags that say which model, and how it is computed."""
-    add = _adder(parser.add_argument_group("model"))
+def add_model_config_args(
+    parser: argparse.ArgumentParser, **defaults: Any
+) -> argparse.ArgumentParser:
+    """Add the flags that say which model, and how it is computed; `defaults` as `add_run_args`."""
+    add = _adder(parser.add_argument_group("model"), defaults)
     where = "folder or name of the model: its configuration, and its weights where needed"
     add("--model-config", None, where, metavar="MODEL")
     instead = "weights to start from in place of those of --model-config: a file or folder"
     add("--load", None, instead, metavar="PATH")
     exact = "of weights and computation; the optimizer is exact"
+    if "dtype" in defaults:
+        exact += " (default: bf16, on a CPU that does not compute in it fp32)"
     add("--dtype", "bf16", exact, choices=DTYPES)
     add(
         "--use-checkpoint",
@@ -113,21 +118,32 @@ def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return add_run_args(parser)
 
 
-def add_run_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of `training.Run`: batches, length, optimizer, checkpoints and log."""
-    _add_batch_flags(_adder(parser.add_argument_group("batches")))
-    length = "length of training; a step is one update of the weights"
-    _add_length_flags(_adder(parser.add_argument_group(length)))
-    _add_optimizer_flags(_adder(parser.add_argument_group("optimizer and learning rate")))
-    _add_number_flags(_adder(parser.add_argument_group("numbers that go wrong")))
-    _add_file_flags(_adder(parser.add_argument_group("checkpoints and log")))
+def add_run_args(parser: argparse.ArgumentParser, **defaults: Any) -> argparse.ArgumentParser:
+    """Add the flags of `training.Run`: batches, length, optimizer, checkpoints and log.
+
+    Args:
+        parser: gets them.
+        defaults: that this program has in place of ModelCenter's, by flag.
+    """
+
+    def adder(title: str) -> Callable[..., object]:
+        return _adder(parser.add_argument_group(title), defaults)
+
+    _add_batch_flags(adder("batches"))
+    _add_length_flags(adder("length of training; a step is one update of the weights"))
+    _add_optimizer_flags(adder("optimizer and learning rate"), defaults)
+    _add_number_flags(adder("numbers that go wrong"))
+    _add_file_flags(adder("checkpoints and log"))
     return parser
 
 
-def _adder(group: argparse._ArgumentGroup) -> Callable[..., object]:
+def _adder(
+    group: argparse._ArgumentGroup, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[..., object]:
     """A function that adds a flag to the group, and its default to what is said of it."""
 
     def add(flags: str, default: Any, text: str, **options: Any) -> object:
+        default = defaults.get(flags.split(maxsplit=1)[0].lstrip("-").replace("-", "_"), default)
         if default not in (None, ()) and default is not True and default is not False:
             text += f" (default: {default})"
         return group.add_argument(*flags.split(), default=default, help=text, **options)
@@ -162,7 +178,7 @@ def _add_length_flags(add: Callable[..., object]) -> None:
     add("--local_rank --local-rank", None, argparse.SUPPRESS, dest="local_rank", type=int)
 
 
-def _add_optimizer_flags(add: Callable[..., object]) -> None:
+def _add_optimizer_flags(add: Callable[..., object], defaults: Mapping[str, Any]) -> None:
     add("--optimizer", "adam", "adam-offload keeps its states in host memory", choices=OPTIMIZERS)
     small = "of Adam's two moments: 8bit takes 2.1 bytes an element, fp32 8"
     add("--moments", "fp32", small, choices=MOMENTS)
@@ -171,7 +187,10 @@ def _add_optimizer_flags(add: Callable[..., object]) -> None:
     add("--master-weights", "fp32", masters, choices=MASTER_WEIGHTS)
     room = "GiB of each GPU for states of adam-offload; auto for what the first step leaves free"
     add("--device-states", 0.0, room, type=amount_or_auto, metavar="GIB")
-    add("--lr", 1e-4, "learning rate that the schedule starts from", type=amount)
+    largest = "learning rate at the end of the warm-up; noam divides it by the root of its steps"
+    if "lr" in defaults:
+        largest += " (default: 1e-5, with adapters 1e-4, from scratch 3e-4)"
+    add("--lr", 1e-4, largest, type=amount)
     add(
         "--adam-betas",
         (0.9, 0.999),

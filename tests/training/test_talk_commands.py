@@ -40,7 +40,8 @@ def said(
     capsys: pytest.CaptureFixture[str], model: object, *more: str, verb: str = "generate"
 ) -> str:
     """What the command prints; what it complains of, if it fails."""
-    status = main([verb, "--model-config", str(model), *COMMON, *more])
+    plain = ["--plain"] if verb == "generate" else []
+    status = main([verb, "--model-config", str(model), *COMMON, *plain, *more])
     found = capsys.readouterr()
     return found.err if status else found.out
 
@@ -60,7 +61,7 @@ def plain(folder: str) -> Any:
 
 def on_a_rank(stdin: io.StringIO, model: str, *more: str) -> tuple[int, str, str]:
     sys.stdin, sys.stdout, sys.stderr = stdin, io.StringIO(), io.StringIO()
-    status = main(["generate", "--model-config", model, *COMMON, *more])
+    status = main(["generate", "--model-config", model, *COMMON, "--plain", *more])
     return status, sys.stdout.getvalue(), sys.stderr.getvalue()
 
 

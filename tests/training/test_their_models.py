@@ -110,12 +110,13 @@ def test_a_run_of_one(kind: str, dtype: str, tmp_path: Path) -> None:
     assert moved and all(p.abs().max() > 0 for p in moved)
     ids = torch.arange(5, 12)[None]
     how: Any = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    models: list[Any] = [
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        adapted.float(),
+    ]
     expected = [
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)[0, 7:].tolist()
-        for model in (
-            transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-            adapted.float(),
-        )
+        for model in models
     ]
     found = run_ranks(answers, 2, str(path), str(tmp_path / "lora" / "adapter"), ids)
     assert [list(one) for one in found] == [expected] * 2

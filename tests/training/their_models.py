@@ -79,7 +79,12 @@ def make(kind: str, folder: pathlib.Path, dtype: torch.dtype = torch.float32) ->
 
 def arguments(path: pathlib.Path, **values: Any) -> argparse.Namespace:
     """What `train` asks a subject with."""
-    base = {"model_config": str(path), "load": None, "dtype": "fp32", "from_scratch": False}
+    base: dict[str, Any] = {
+        "model_config": str(path),
+        "load": None,
+        "dtype": "fp32",
+        "from_scratch": False,
+    }
     base |= {"seed": 0, "use_checkpoint": True, "zero_level": 3, "save": None, "save_name": None}
     base |= {"lora_rank": 0, "lora_alpha": 16, "lora_dropout": 0.0, "lora_targets": None}
     return argparse.Namespace(**{**base, "load_in_4bit": False, **values})
@@ -113,7 +118,8 @@ def check_learning(path: pathlib.Path) -> bool:
     assert sorted(got) == sorted(want)
     for name, grad in want.items():
         expected = torch.zeros(()) if grad is None else grad
-        found = torch.zeros(()) if got[name] is None else got[name]
+        value = got[name]
+        found = torch.zeros(()) if value is None else value
         error = float((found - expected).abs().max())
         limit = 2e-4 * max(float(expected.abs().max()), 1e-2 * largest)
         assert error <= limit, f"{path.name}: {name} is off by {error:g} of {limit:g}"

@@ -230,6 +230,11 @@ def launched_rank() -> int:
     return read_launch(os.environ).rank
 
 
+def is_launched() -> bool:
+    """Whether a launcher has started this process, alone or as one of several."""
+    return bool(read_launch(os.environ).launcher)
+
+
 def take_place(rank: int, size: int) -> None:
     """Set the environment of rank `rank` of `size` on one host, overriding any launcher's.
 
@@ -237,14 +242,24 @@ def take_place(rank: int, size: int) -> None:
     """
     for name in FOREIGN:
         os.environ.pop(name, None)
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-        }
-    )
+    os.environ.update(_place(rank, size))
+
+
+def _place(rank: int, size: int) -> dict[str, str]:
+    own, all_ranks = str(rank), str(size)
+    return {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": all_ranks, "LOCAL_WORLD_SIZE": all_ranks}
+
+
+def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
+    """The environment of a rank that this process starts, as torchrun would set it.
+
+    It so watches this process as it would watch torchrun.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+    threads = str(max((os.cpu_count() or 1) // size, 1))
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "1"}
+    run = {TORCHRUN: f"bmtrain-{os.getpid()}-{port}"}
+    return {"OMP_NUM_THREADS": threads, **kept, **_place(rank, size), **meeting, **run}
 
 
 def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)

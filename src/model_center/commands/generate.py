@@ -14,19 +14,21 @@ from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.distributed.collectives import broadcast_object
 from bmtrain.runtime import world
 from bmtrain.runtime.log import printable
+from model_center.commands.configuration import model_in
 from model_center.errors import ConfigError, InputError
 from model_center.generation.session import Session
 from model_center.generation.text import TextGenerator
 from model_center.training.adapters import add_adapters
 from model_center.training.quantization import quantize
-from model_center.training.setup import DTYPES
+from model_center.training.setup import DTYPES, default_dtype
 from model_center.training.subject import TheirSubject, own_class, tokenizer_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
     parser.description = (
-        "Continue texts, drawn at random, or the likeliest with --temperature 0. Started with "
+        "Answer questions, or continue texts where the model has no chat template; drawn at "
+        "random, or the likeliest with --temperature 0. Started with "
         "torchrun, the model is sharded over the GPUs."
     )
     add_model_arguments(parser)
@@ -34,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt",
         nargs="+",
         metavar="TEXT",
-        help="to be continued (default: each line of the standard input)",
+        help="questions, or texts to be continued (default: each line of the standard input)",
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="continue texts as they are, also with a model that has a chat template",
     )
 
 
@@ -54,7 +61,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="its linear layers in 4 bits (needs bitsandbytes)",
     )
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="(default: bf16)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="(default: bf16, on a CPU that does not compute in it fp32)"
+    )
     parser.add_argument(
         "--max-new-tokens", type=int, default=512, help="at most (default: %(default)s)"
     )
@@ -77,7 +86,9 @@ def run(args: argparse.Namespace) -> None:
         generator = opened(args, session)
         prompts = args.prompt or of_the_first_rank(sys.stdin.read).splitlines()
         for prompt in filter(str.strip, prompts):
-            for piece in generator.stream(prompt):
+            asked = [{"role": "user", "content": prompt}]
+            is_chat = generator.tokenizer.chat_template and not args.plain
+            for piece in generator.stream_chat(asked) if is_chat else generator.stream(prompt):
                 say(piece)
             say("\n")
 
@@ -96,11 +107,11 @@ class TheirGenerator:
             argparse.Namespace(**vars(args), load=None, from_scratch=False, use_checkpoint=False)
         )
         if args.load_in_4bit:
-            quantize(subject.model, subject.model.get_output_embeddings())
+            subject.quantize()
         if args.adapter:
             subject.add_adapters(pathlib.Path(args.adapter))
             subject.read_tokenizer(folder())
-        self._subject, self._args = subject, args
+        self._subject, self._args, self.tokenizer = subject, args, subject.tokenizer
 
     def stream(self, text: str) -> Iterator[str]:
         """What follows the text."""
@@ -128,6 +139,9 @@ def opened(args: argparse.Namespace, session: Session) -> TextGenerator | TheirG
     """The generator of the model and flags; the run is joined where torchrun has started it."""
     if world.launched_size() > 1:
         bmt.init_distributed()
+    args.dtype = args.dtype or default_dtype()
+    args.model_config, adapters = model_in(args.model_config)
+    args.adapter = args.adapter or adapters
     kind = own_class(args.model_config)
     if kind is None:
         return TheirGenerator(args, lambda: of_the_first_rank(lambda: _tokenizer_folder(args)))

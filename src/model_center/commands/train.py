@@ -26,6 +26,7 @@ from model_center.arguments import (
     share,
 )
 from model_center.commands.account import account, shown
+from model_center.commands.configuration import differences, keep, model_in, words_of
 from model_center.dataset.chat import PLAIN
 from model_center.dataset.instructions import InstructionDataset, TooLong
 from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
@@ -34,6 +35,7 @@ from model_center.errors import ConfigError, DataError
 from model_center.training import Run, make_loader, setup
 from model_center.training.adapters import ALL
 from model_center.training.listener import OnStep
+from model_center.training.setup import default_dtype
 from model_center.training.subject import Subject, subject_of
 
 PROGRESS = (
@@ -48,10 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
     parser.description = (
         "Train a causal language model, of this package or of transformers, on conversations, "
-        "questions with answers, or texts. Start it with torchrun on as many GPUs as there are: "
-        "torchrun --nproc_per_node=8 -m model_center train ..."
+        "questions with answers, or texts, on all GPUs of this host, or on those of several as "
+        "torchrun and other launchers start it."
     )
-    add_model_config_args(parser)
+    add_model_config_args(parser, dtype=None, use_checkpoint="auto")
+    parser.add_argument("--config", metavar="FILE", help="of flags and values, as YAML or JSON")
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", help="processes to start (default: one per GPU)"
+    )
     parser.add_argument(
         "--from-scratch",
         action="store_true",
@@ -118,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="QLoRA: the model's own linear layers in 4 bits (needs bitsandbytes)",
     )
-    add_run_args(parser)
+    add_run_args(parser, lr=None, lr_decay_style="cosine", warmup_iters=0.03)
 
 
 def train(arguments: Sequence[str], on_step: OnStep | None = None) -> None:
@@ -130,7 +136,7 @@ def train(arguments: Sequence[str], on_step: OnStep | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m model_center train")
     add_arguments(parser)
-    run(parser.parse_args(arguments), on_step)
+    run(parser.parse_args(words_of(arguments, parser)), on_step)
 
 
 def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
@@ -148,7 +154,16 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
         raise ConfigError(f"{problem}.")
     if args.load_in_4bit and (args.from_scratch or not args.lora_rank):
         raise ConfigError("--load-in-4bit is for pretrained weights beside adapters: --lora-rank.")
+    if args.lr is None:
+        args.lr = 1e-4 if args.lora_rank else 3e-4 if args.from_scratch else 1e-5
     setup(args)
+    args.dtype = args.dtype or default_dtype()
+    args.model_config, adapters = model_in(args.model_config)
+    if adapters is not None:
+        raise ConfigError(
+            f"{adapters} holds adapters: make one model of them and theirs by python -m "
+            "model_center merge, and name that."
+        )
     subject = subject_of(args.model_config)
     # It is saved with the model, which then is asked as it was taught.
     subject.tokenizer.chat_template = subject.tokenizer.chat_template or PLAIN
@@ -172,7 +187,12 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
         _say(line)
     judge = Judge(subject, measured, args) if measured else None
     flops = subject.flops(args.max_length)
+    folder = pathlib.Path(args.save) if args.save else None
+    differing = differences(args, folder) if folder is not None and args.resume else []
     with Run(subject.model, rows, args, flops, on_step) as training:
+        for line in differing:
+            training.log.say(f"  other than before: {line}")
+        attempt(lambda: _keep(args, folder), everyone(), ConfigError)
         every = args.eval_iters
         step = training.step
         is_due = step > 0 and (step % every == 0 if every else step >= args.train_iters)
@@ -187,6 +207,11 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
             if judge is not None and not every:
                 judge.report(training)
         subject.save(args)
+
+
+def _keep(args: argparse.Namespace, folder: pathlib.Path | None) -> None:
+    if folder is not None and bmt.rank() == 0 and args.replay_step is None:
+        keep(args, folder)
 
 
 class Judge:

@@ -28,6 +28,7 @@ class ChatTokenizer(Tokenizer, Protocol):
     bos_token: str | None
     eos_token: str | None
     chat_template: str | Mapping[str, str] | None
+    backend_tokenizer: Any  # of the package tokenizers
 
     def get_added_vocab(self) -> Mapping[str, int]:
         """Tokens beside the model's own, special ones among them."""

@@ -92,9 +92,9 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         is_long = (lengths > max_length) & ~self.tokens.is_text
         if too_long is TooLong.REFUSE and is_long.any():
             number = int(is_long.argmax())
-            row = next(itertools.islice(data.rows(), number, None))
+            first = next(itertools.islice(data.rows(), number, None))
             raise DataError(
-                f"{row.place}: the conversation has {lengths[number]} tokens, and "
+                f"{first.place}: the conversation has {lengths[number]} tokens, and "
                 f"{is_long.sum()} of {len(lengths)} rows have more than {max_length}: raise "
                 "max_length, or let them be cut or dropped."
             )

@@ -37,7 +37,8 @@ IDS, LEARNT, ROWS, FACTS = "ids.bin", "learnt.bin", "rows.bin", "index.json"
 VERSION = 1  # of what is in the files
 BATCH = 256  # rows that are tokenised at a time
 FEW = 2048  # rows that are not worth other processes
-Work, Done = TypeVar("Work"), TypeVar("Done")
+Work = TypeVar("Work")
+Done = TypeVar("Done")
 
 
 class Tokens:
@@ -229,7 +230,8 @@ class Encoder:
         """
         parsed = [_parsed(row) for row in rows]
         written = [self._written(*pair) for pair in zip(parsed, rows, strict=True)]
-        encoded = self.tokenizer(
+        encode: Any = self.tokenizer  # which takes several texts, too
+        encoded = encode(
             [text for text, _ in written], add_special_tokens=False, return_offsets_mapping=True
         )
         lengths, masks = [], []

@@ -117,7 +117,7 @@ class OwnSubject(Subject):
         self._kind = kind
         self._lora: Lora | None = None
         self.tokenizer = tokenizer_of(kind, name)
-        config = kind._CONFIG_TYPE.from_pretrained(name)
+        config: Any = kind._CONFIG_TYPE.from_pretrained(name)
         self.vocab_size = config.vocab_size
 
     def load(self, args: argparse.Namespace) -> None:
@@ -165,6 +165,8 @@ class OwnSubject(Subject):
 
 class TheirSubject(Subject):
     """Any causal language model of transformers, of which this package has no class."""
+
+    model: Any
 
     def __init__(self, name: str) -> None:
         self._auto = package("transformers", "a model that is none of this package", ConfigError)
@@ -301,7 +303,7 @@ class TheirSubject(Subject):
     def adapt(self, args: argparse.Namespace) -> None:
         """As in Subject."""
         if args.load_in_4bit:
-            quantize(self.model, self.model.get_output_embeddings())
+            self.quantize()
         if not args.lora_rank:
             return
         peft = package("peft", "LoRA", ConfigError, instead="use all weights, without adapters")
@@ -348,6 +350,10 @@ class TheirSubject(Subject):
         with writing(staging.folder):
             save_tokenizer(self.tokenizer, staging.path())
             staging.commit()
+
+    def quantize(self) -> None:
+        """Keep the weights of linear layers in 4 bits. Collective."""
+        quantize(self.model, self.model.get_output_embeddings())
 
     def add_adapters(self, folder: pathlib.Path) -> None:
         """Put the adapters of a folder beside the model's layers. Collective.

@@ -1,0 +1,78 @@
+"""Ranks of this host, started without a launcher: one process for each GPU."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bmtrain.runtime import world
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+PATIENCE_S = 30.0  # from the first rank's failure to the others' end
+LOOK_S = 0.1
+
+
+def num_to_start() -> int:
+    """How many ranks a program is for that no launcher has started; 1 if one has."""
+    return 1 if world.is_launched() else max(torch.accelerator.device_count(), 1)
+
+
+def start(words: Sequence[str], size: int) -> int:
+    """Run `python WORDS` as `size` ranks of one run, and wait for all.
+
+    SIGINT, SIGTERM and SIGUSR1 are passed on. When a rank fails the others are asked to end, and
+    killed after PATIENCE_S.
+
+    Returns:
+        the exit code of the first rank that failed, as a shell says it; 0 if none did.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _passed_on(ranks):
+        for rank in range(size):
+            environment = world.environment_of(rank, size, port)
+            # A session of its own: Ctrl-C of the terminal comes once, from here.
+            ranks.append(
+                subprocess.Popen([sys.executable, *words], env=environment, start_new_session=True)
+            )
+        status, end = 0, float("inf")
+        while None in (found := [rank.poll() for rank in ranks]):
+            failed = next(filter(None, found), 0)
+            if failed and not status:
+                status, end = failed, time.monotonic() + PATIENCE_S
+                _send(ranks, signal.SIGTERM)
+            if time.monotonic() > end:
+                _send(ranks, signal.SIGKILL)
+            time.sleep(LOOK_S)
+    status = status or next(filter(None, found), 0)
+    return 128 - status if status < 0 else status
+
+
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for rank in ranks:
+        rank.send_signal(number)  # which does nothing to one that has ended
+
+
+@contextmanager
+def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Signals of this process reach the ranks."""
+
+    def pass_on(number: int, frame: Any) -> None:
+        _send(ranks, number)
+
+    earlier = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
