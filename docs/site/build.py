@@ -27,8 +27,12 @@ LINKS
 
 
 def build(folder: str, output: pathlib.Path, repository: str | None) -> int:
-    """Build one language, with links for editing if its repository is named; Sphinx's exit status."""
-    edit = f"html_theme_options.source_edit_link={repository}/edit/main/docs/site/{folder}/{{filename}}"
+    """Build one language; returns Sphinx's exit status.
+
+    Pages link to their source in the repository, if it is named.
+    """
+    link = f"{repository}/edit/main/docs/site/{folder}/{{filename}}"
+    edit = f"html_theme_options.source_edit_link={link}"
     return build_main(
         [
             *(("-D", edit) if repository else ()),

@@ -127,7 +127,9 @@ def test_pages_begin_with_what_they_are_for() -> None:
     """English pages that guide: a paragraph that says what a reader gets, before any code or table."""
     for page in pages():
         name = name_of(page)
-        if re.match(r"en/(guides|migrate|recipes)/|en/(install|first-run|how-it-works|knobs)", name):
+        if re.match(
+            r"en/(guides|migrate|recipes)/|en/(install|first-run|how-it-works|knobs)", name
+        ):
             text = re.sub(r"<!--.*?-->\n\n", "", page.read_text("utf-8"))
             first = text.split("\n\n")[1]
             assert re.match(r"[A-Z]", first) and 20 < len(first) < 900, name
