@@ -328,9 +328,7 @@ def test_bad_input_ends_in_one_line(
         words, _, reason = line.rpartition(": ")
         assert reason in said(*words.split()), line
     for flag, instead in (
-        ("--tokens 1e9", "measure the tokens/s"),
-        ("--no-overlap", "leave it out"),
-        ("--layers 3", "name a folder whose config.json"),
+        ("--gpus 20 --hosts 2", "--gpus 8 --hosts 3"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(["plan", MODEL, "--gpu", "h200", *flag.split()])
