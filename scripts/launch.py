@@ -8,6 +8,7 @@ said already what happened: they were asked to stop, or one of them failed.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 
@@ -43,6 +44,7 @@ def main() -> None:
         )
     # Where a rank has ended, the others' connections say so in pages of C++, before what matters.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.disable(logging.WARNING)  # of signals, which the user has sent
     try:
         # Behind "--" torchrun does not take an argument of the program for an abbreviation of its
         # own.

@@ -27,12 +27,9 @@ LINKS
 
 
 def build(folder: str, output: pathlib.Path, repository: str | None) -> int:
-    """Build one language; returns Sphinx's exit status.
-
-    Pages link to their source in the repository, if it is named.
-    """
-    link = f"{repository}/edit/main/docs/site/{folder}/{{filename}}"
-    edit = f"html_theme_options.source_edit_link={link}"
+    """Build one language; Sphinx's exit status. Pages link to their source if it is named."""
+    source = f"{repository}/edit/main/docs/site/{folder}/{{filename}}"
+    edit = f"html_theme_options.source_edit_link={source}"
     return build_main(
         [
             *(("-D", edit) if repository else ()),

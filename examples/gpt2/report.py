@@ -13,7 +13,7 @@ from model_center.training.metrics_file import read_metrics
 from model_center.training.plots import draw_runs
 from model_center.training.run_log import METRICS, RunLog
 
-SAMPLES = "samples.txt"
+SAMPLES, CURVES = "samples.txt", "curves.png"
 
 
 class Report(RunLog):
@@ -37,17 +37,25 @@ class Report(RunLog):
 
     def sample(self, step: int, text: str) -> None:
         """Show and keep what the model writes."""
-        if self.enabled:
+
+        def keep() -> None:
             keep_samples(self.folder / SAMPLES, step - 1)
             with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
                 file.write(f"=== after step {step}\n{text}\n")
+
+        if self.enabled:
+            self.tell(SAMPLES, keep)
             self.say(f"--- the model writes, after step {step}:\n{text}\n---")
 
     def draw(self) -> None:
         """Draw the curves of the whole run."""
-        if self.enabled:
+
+        def draw() -> None:
             records = read_metrics(self.folder / METRICS)
-            draw_runs({str(self.folder): records}, self.folder / "curves.png")
+            draw_runs({str(self.folder): records}, self.folder / CURVES)
+
+        if self.enabled:
+            self.tell(CURVES, draw)
 
 
 def keep_samples(path: Path, last_step: int) -> None:

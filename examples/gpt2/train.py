@@ -20,7 +20,6 @@ import torch
 import torch.utils.deterministic as torch_deterministic
 
 import bmtrain as bmt
-from bmtrain.checkpoint.entries import check_finite
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime.process import Exit
 from corpus import DataError
@@ -101,7 +100,6 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
             last = position.step == options.steps
             look_at(model, data, position, options, report)
             if position.step % options.save_every == 0 or last or stopping:
-                check_finite(model, optim_manager.optimizers)
                 checkpoint = checkpoints.save(
                     dataclasses.asdict(position), model, optim_manager, made_with
                 ).path

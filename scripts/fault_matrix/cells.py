@@ -24,7 +24,8 @@ from scripts.fault_matrix.programs import (
 from bmtrain.checkpoint import folder as folders
 from bmtrain.checkpoint.shards import NAME
 
-LIMIT_S = 60.0  # from a fault to the end of the job
+LIMIT_S = 60.0  # from a fault to the end of the job, or until who hangs is named
+STOPPED_S = 35.0  # until torchrun kills a process that does not end
 STEP, SAVED = 5, 6  # a step between checkpoints; one that is saved
 NOT_ZERO, ANY = "not 0", "any"
 RULE = f"""A cell is green if all of this holds:
@@ -32,6 +33,8 @@ RULE = f"""A cell is green if all of this holds:
 * launcher and ranks have ended by themselves within {LIMIT_S:.0f} s of the fault, with an exit code
   that is expected: 0 for a stop that was asked for and for what a run survives, 75 for SIGUSR1 to a
   rank, otherwise another than 0 (what the launcher itself is sent may end it with any);
+* {STOPPED_S:.0f} s more are for torchrun to kill a process that cannot end; a rank that hangs and
+  answers, which may be at work, is named within {LIMIT_S:.0f} s, and then the job is killed;
 * every checkpoint with a manifest is whole, as `python -m bmtrain check` sees it, after the fault
   and after the resumed run;
 * the resumed run ends with 0, and its record, with losses, gradient norms and validation, is
@@ -57,11 +60,11 @@ class Cell:
         names: the ranks of which one of the sets must be named; empty for nobody.
         words: a pattern that must be in what is printed.
         start: what the folder holds before: "" nothing, "stopped" a run stopped after step 7,
-            "finished" a whole one.
+            "damaged" one whose newest checkpoint is damaged, "finished" a whole one.
         is_warm: see `jobs`.
         is_equal: whether the record is that of the run without a fault; else it is so before
             the fault, and one loss is not finite.
-        seconds: watchdog of the job.
+        answers: whether it hangs and answers, so that it is named and nothing is ended.
     """
 
     kind: str
@@ -75,6 +78,7 @@ class Cell:
     start: str = ""
     is_warm: bool = True
     is_equal: bool = True
+    answers: bool = False
     programs: str = ""
 
     @property
@@ -127,6 +131,7 @@ IN_STEP = ("forward", "backward", "optimizer")
 WRITING = ("saving", "before the manifest")
 AROUND = ("import", "loading", *IN_STEP, *WRITING, "ending")
 NOBODY, ONE, ZERO, EITHER = frozenset[int](), frozenset({1}), frozenset({0}), frozenset({0, 1})
+CANNOT_END = ("SIGSTOP of a rank", "call that holds Python's lock")
 LEFT_OUT = {
     "exceptions, sys.exit, sleeps while files are written": "the writer is a thread of the library "
     "that calls nothing of the program; an error of the disk stands for what it can meet",
@@ -162,10 +167,11 @@ def cells() -> Iterator[Cell]:
             if moment not in ("backward", "optimizer") or kind == "exception":
                 yield Cell(kind, **hit(moment, ONE))
     for moment in ("import", "loading", *IN_STEP, *WRITING):
-        yield Cell("SIGSTOP of a rank", **hit(moment, ONE))
+        # before the ranks have met nobody can look at the others
+        yield Cell("SIGSTOP of a rank", answers=moment == "import", **hit(moment, ONE))
     for moment in ("forward", "backward", "ending"):
-        yield Cell("endless sleep", **hit(moment, ONE))
-    yield Cell("endless sleep", rank=0, **hit("forward", ZERO))
+        yield Cell("endless sleep", answers=True, **hit(moment, ONE))
+    yield Cell("endless sleep", rank=0, answers=True, **hit("forward", ZERO))
     yield Cell("call that holds Python's lock", **hit("optimizer", ONE))
     yield from _stops()
     yield from _numbers()
@@ -209,6 +215,13 @@ def _disks() -> Iterator[Cell]:
             kind, "before resuming", codes=0, lost=2 * SAVE_EVERY, names=(), words=words[1],
             start="stopped",
         )  # fmt: skip
+    loading: dict[str, Any] = {"moment": "loading", "step": 0, "start": "stopped"}
+    yield Cell("unreadable files on a rank", lost=0, words="Input/output error", **loading)
+    # two faults at once
+    loading["start"] = "damaged"
+    yield Cell(
+        "SIGKILL of a rank", lost=2 * SAVE_EVERY, **{**loading, "moment": "loading, damaged"}
+    )
     yield Cell("two runs in one folder", "forward", codes=0, lost=0, names=())
     for kind in ("SIGKILL of a rank", "SIGKILL of the launcher"):
         yield Cell(
@@ -275,12 +288,13 @@ class Bench:
         *,
         resume: bool = False,
         is_warm: bool = True,
-        more: tuple[str, ...] = (),
+        named: tuple[frozenset[int], ...] = (),
     ) -> Left:
         environment = {} if fault is None else {FAULT: fault.dumped()}
-        command = self.program.command(folder, *more, resume=resume)
+        command = self.program.command(folder, resume=resume)
         job = Job(folder.with_name(folder.name + "-job"), command, environment, is_warm=is_warm)
-        left = job.left(240, None if fault is None else pathlib.Path(fault.mark))
+        mark = None if fault is None else pathlib.Path(fault.mark)
+        left = job.left(240, mark, LIMIT_S + 2 * STOPPED_S, lambda text: blamed(text) in named)
         said = folder.with_name(folder.name + "-job") / f"said-{job.launcher}"
         said.write_text(left.printed, encoding="utf-8")
         return left
@@ -290,20 +304,23 @@ class Bench:
         folder = self.folder / f"cell-{number}"
         if cell.start:
             shutil.copytree(self.whole if cell.start == "finished" else self.stopped, folder)
+        if cell.start == "damaged":
+            _flip(folders.complete(folder)[-1])
         if cell.kind in DAMAGES:
             return self._damaged(cell, folder)
         if cell.kind == "two runs in one folder":
             return self._two(cell, folder)
         mark = folder.with_name(folder.name + "-mark")
-        timeout = 10.0 if cell.moment == "import" else 20.0
-        fault = Fault(cell.kind, cell.moment, cell.rank, cell.step, str(mark), timeout=timeout)
-        left = self._run(folder, fault, resume=bool(cell.start), is_warm=cell.is_warm)
+        fault = Fault(cell.kind, cell.moment.split(",")[0], cell.rank, cell.step, str(mark))
+        named = cell.names if cell.answers else ()
+        left = self._run(folder, fault, resume=bool(cell.start), is_warm=cell.is_warm, named=named)
         when = float(mark.read_text()) if mark.exists() else None
         wrong = [] if when is not None else ["the fault did not come"]
         seconds = None if when is None else left.ended - when
-        if left.code is None:
+        limit = LIMIT_S + STOPPED_S * (cell.kind in CANNOT_END and not cell.answers)
+        if left.code is None and not cell.answers:
             wrong.append("had to be killed")
-        elif seconds is not None and seconds > LIMIT_S:
+        elif seconds is not None and seconds > limit:
             wrong.append(f"ended {seconds:.0f} s after the fault")
         if left.code is not None and not _fits(left.code, cell.codes):
             wrong.append(f"exit code {left.code}, expected {cell.codes}")
@@ -322,7 +339,7 @@ class Bench:
         wrong: list[str],
     ) -> Result:
         """Go on, and compare."""
-        wrong += damaged(folder)
+        wrong += damaged(folder) if cell.start != "damaged" else []
         done = steps_done(folder)
         again = self._run(folder, None, resume=True)
         step = resumed_step(again.printed)
@@ -385,7 +402,7 @@ class Bench:
     def _two(self, cell: Cell, folder: pathlib.Path) -> Result:
         """The second is refused, and the first goes on to its end."""
         mark = folder.with_name(folder.name + "-mark")
-        fault = Fault("pause", "forward", 0, STEP, str(mark), watchdog=90, timeout=90)
+        fault = Fault("pause", "forward", 0, STEP, str(mark), timeout=90)
         command = self.program.command(folder)
         job = Job(
             folder.with_name(folder.name + "-job"), command, {FAULT: fault.dumped()}, is_warm=True

@@ -31,7 +31,7 @@ class Fault:
         rank: to whom; None for all.
         step: in which step, from 1 on; of moments outside of steps, the number of steps done.
         mark: a file that is written at that moment, with the time as time.monotonic() tells it.
-        watchdog, timeout: seconds, in place of the program's.
+        timeout: seconds, in place of the program's; None for that.
     """
 
     kind: str
@@ -39,8 +39,7 @@ class Fault:
     rank: int | None
     step: int
     mark: str
-    watchdog: float = 8.0
-    timeout: float = 20.0
+    timeout: float | None = None
 
     def dumped(self) -> str:
         """For $FAULT."""

@@ -105,8 +105,16 @@ class Job:
                     found[int(path.name)] = int(path.read_text())
         return found
 
-    def left(self, limit: float, mark: pathlib.Path | None = None, seconds: float = 75) -> Left:
-        """Wait for the end, at most `limit` seconds, and `seconds` after the mark is written."""
+    def left(
+        self,
+        limit: float,
+        mark: pathlib.Path | None = None,
+        seconds: float = 75,
+        is_enough: Callable[[str], bool] = lambda printed: False,
+    ) -> Left:
+        """Wait for the end, at most `limit` seconds, and `seconds` after the mark is written, or
+        until what is printed is enough; then it is killed.
+        """
         end, code = time.monotonic() + limit, None
         is_marked = mark is None
         while time.monotonic() < end:
@@ -120,6 +128,8 @@ class Job:
                 if not content:  # nobody has opened it yet, or the launcher is ending
                     time.sleep(0.02)
                 self._printed.append(content)
+                if content and is_enough(b"".join(self._printed).decode(errors="replace")):
+                    break
         ended = time.monotonic()
         if code is None:
             self.end()

@@ -5,6 +5,7 @@ or writes. They replace functions of the library in this process.
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import pathlib
@@ -19,7 +20,7 @@ from scripts.fault_matrix.faulty import Fault
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import bmtrain as bmt
-from bmtrain.checkpoint import writer, writing
+from bmtrain.checkpoint import shards, writer, writing
 from bmtrain.checkpoint.shards import ShardedCheckpoint
 from bmtrain.distributed.collectives import Board
 from model_center.training.checkpoints import Checkpoints
@@ -288,6 +289,16 @@ def _read_only(clock: Clock) -> None:
     replace(io, "open", open_file)
 
 
+def _unreadable(clock: Clock) -> None:
+    """Its host cannot read what others have written."""
+
+    def fail(memory: memoryview, path: pathlib.Path, offset: int) -> None:
+        clock.fault.note()
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    replace(shards, "read_into", fail)
+
+
 CHANGES: dict[str, Callable[[Clock], None]] = {
     "NaN in the losses of a rank": _bad_loss,
     "NaN in one loss of a rank": _bad_loss_once,
@@ -298,17 +309,15 @@ CHANGES: dict[str, Callable[[Clock], None]] = {
     "full disk": _full_disk,
     "limit of file sizes": _size_limit,
     "read-only file system": _read_only,
+    "unreadable files on a rank": _unreadable,
 }
 
 
 def install(fault: Fault) -> None:
     """Prepare this process."""
-    initialise = bmt.init_distributed
-
-    def with_limits(*args: Any, **kwargs: Any) -> None:
-        initialise(*args, **{**kwargs, "watchdog": fault.watchdog, "timeout": fault.timeout})
-
-    replace(bmt, "init_distributed", with_limits)
+    if fault.timeout is not None:
+        limited = functools.partial(bmt.init_distributed, timeout=fault.timeout)
+        replace(bmt, "init_distributed", limited)
     if fault.is_here and fault.moment != "import":
         change = CHANGES.get(fault.kind) or MOMENTS[fault.moment]
         change(Clock(fault))

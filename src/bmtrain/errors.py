@@ -59,6 +59,13 @@ class CheckpointError(BMTrainError, RuntimeError):
     """
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint of a run whose files are not those that were written.
+
+    What cannot be read just now is no damage: that is a plain CheckpointError.
+    """
+
+
 class RemovedError(BMTrainError, AttributeError):
     """A name of BMTrain's API that has no counterpart here was used.
 

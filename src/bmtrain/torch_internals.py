@@ -9,32 +9,28 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map_only as _tree_map_only
 
 __all__ = [
+    "BatchNorm",
     "DeviceContext",
     "TorchDispatchMode",
     "TreeSpec",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
-    "tree_map_only",
     "tree_unflatten",
 ]  # re-exports only; this module's own functions are below
 
@@ -44,12 +40,21 @@ def torch_version() -> tuple[int, ...]:
     return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
+def tree_map_only(kind: Any, fn: Callable[[Any], Any], tree: Any) -> Any:
+    """torch's function, which makes a tuple of a torch.Size."""
+    return _tree_map_only(kind, fn, tree, is_leaf=lambda node: isinstance(node, torch.Size))
+
+
 # torch 2.13 renamed the two flat collectives and deprecated the names of 2.8 to 2.12.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Tensors
 # --------------------------------------------------------------------------------------------------
+
+#: `x.copy_(y)` and `x.add_(y)` for each pair of two lists
+copy_each_: Callable[..., None] = torch._foreach_copy_
+add_each_: Callable[..., None] = torch._foreach_add_
 
 # A context in which functions on a subclass of Tensor bypass its `__torch_function__`.
 plain_functions = torch._C.DisableTorchFunctionSubclass
@@ -163,14 +168,19 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def hooks_of(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """The module's own hooks of forward and backward, which change with it."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether the module has forward or backward hooks of its own."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return any(hooks_of(module))
 
 
 def renew_weights(module: torch.nn.RNNBase) -> None:
@@ -249,6 +259,15 @@ def run_any_number(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, compiled with integer attributes of modules as dynamic values."""
     with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
         return function(*args)
+
+
+def told_once() -> contextlib.AbstractContextManager[object]:
+    """Inside, functions compile without what they log by methods `..._once` of loggers."""
+    known = [method for name, method in vars(logging.Logger).items() if name.endswith("_once")]
+    found: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(
+        ignore_logging_functions={*torch._dynamo.config.ignore_logging_functions, *known}
+    )
+    return found
 
 
 def size_at_hand(size: int | torch.SymInt) -> int | None:

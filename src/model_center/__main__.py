@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
 from bmtrain.errors import CheckpointError
+from bmtrain.runtime.log import printable
 from model_center.errors import (
     ConfigError,
     DataError,
@@ -53,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors that users can mend are printed without a traceback.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a letter that a terminal lacks ends nothing
+            stream.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m model_center", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -70,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {missing(str(chosen), needed)}", file=sys.stderr)
         return 1
     except MENDABLE as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 

@@ -18,35 +18,59 @@ Homes = dict[str, str]
 
 OUTPUTS = "ModelOutput BaseModelOutput BaseModelOutputWithPooling Seq2SeqModelOutput"
 CONFIGS = "Bert CPM1 CPM2 CPM3 GLM GPT2 GPTj Llama Longformer OPT Roberta T5 Vit"
-TOKENIZERS = "Bert GPT2 GPTj OPT Roberta T5"
+TOKENIZERS = "Bert GPT2 GPTj Llama OPT Roberta T5"
+PATHS = "check_web_and_convert_path"
 CPM_PARTS = "WordpieceTokenizer convert_to_unicode is_contain_chinese is_contain_point load_vocab"
 
-# Old module: for each module where its names are now, those names. All are below `model_center`.
+# Old module: for each module where its names are now, those names, `old=new` where they are called
+# otherwise. All are below `model_center`. What a module of ModelCenter imports from another one is
+# among its names: programs take names from where they find them.
 MODULES: dict[str, Homes] = {
-    "model.basemodel": {"model.base": "BaseModel", "model.outputs": OUTPUTS},
-    "model.config.config": {"config.base": "Config"},
+    "model.basemodel": {
+        "config.base": "Config",
+        "model.base": "BaseModel",
+        "model.outputs": OUTPUTS,
+        "utils": PATHS,
+    },
+    "model.config.config": {"config.base": "Config", "utils": PATHS},
     **{
-        f"model.config.{name.lower()}_config": {"model": f"{name}Config"}
+        f"model.config.{name.lower()}_config": {"model": f"{name}Config", "config.base": "Config"}
         for name in CONFIGS.split()
     },
-    "tokenizer.base_tokenizer": {"tokenizer.identified": "BaseTokenizer"},
+    "tokenizer.base_tokenizer": {"tokenizer.identified": "BaseTokenizer", "utils": PATHS},
     **{
-        f"tokenizer.{name.lower()}_tokenizer": {"tokenizer": f"{name}Tokenizer"}
+        f"tokenizer.{name.lower()}_tokenizer": {
+            "tokenizer": f"{name}Tokenizer",
+            "tokenizer.identified": "BaseTokenizer",
+        }
         for name in TOKENIZERS.split()
     },
-    "tokenizer.cpm1_tokenizer": {"tokenizer": "CPM1Tokenizer", "tokenizer.word_pieces": CPM_PARTS},
-    "tokenizer.cpm2_tokenizer": {"tokenizer": "CPM2Tokenizer", "tokenizer.word_pieces": CPM_PARTS},
-    "tokenizer.glm_tokenizer": {"tokenizer": "GLMTokenizer"},
-    "tokenizer.llama_tokenizer": {"tokenizer": "LlamaTokenizer"},
-    "dataset.cpm1.cpm1_dataset": {"dataset.cpm1": "CPM1_Dataset CPM1_Dataset_Merge"},
-    "dataset.cpm2.dataset": {"dataset.cpm2": "CPM2_Dataset"},
-    "dataset.cpm2.cpm2_dataset": {"dataset.cpm2": "CPM2_Dataset"},
+    **{
+        f"tokenizer.{name.lower()}_tokenizer": {
+            "tokenizer": f"{name}Tokenizer",
+            "tokenizer.word_pieces": CPM_PARTS,
+            "utils": PATHS,
+        }
+        for name in ("CPM1", "CPM2")
+    },
+    "tokenizer.glm_tokenizer": {"tokenizer": "GLMTokenizer", "utils": PATHS},
+    "dataset.cpm1.cpm1_dataset": {
+        "dataset": "MMapIndexedDataset",
+        "dataset.cpm1": "CPM1_Dataset CPM1_Dataset_Merge",
+    },
+    "dataset.cpm2.dataset": {"dataset": "MMapIndexedDataset", "dataset.cpm2": "CPM2_Dataset"},
+    "dataset.cpm2.cpm2_dataset": {"dataset": "MMapIndexedDataset", "dataset.cpm2": "CPM2_Dataset"},
     "dataset.distributed_dataset": {
-        "dataset": "DistributedDataset SimpleDataset build_dataset",
+        "dataset": "DistributedDataset SimpleDataset build_dataset DatasetBuilder=build_dataset",
         "dataset.block_meta": "FileInfo",
+        "dataset.block_writer": "DatasetWriter",
     },
     "dataset.distributed_loader": {"dataset": "DistributedDataLoader"},
-    "dataset.utils": {"dataset": "compact_dataset mask_dataset shuffle_dataset"},
+    "dataset.t5dataset.squad": {"dataset.squad": "SQuAD_Dataset"},
+    "dataset.utils": {
+        "dataset": "SimpleDataset build_dataset compact_dataset mask_dataset shuffle_dataset",
+        "dataset.block_meta": "FileInfo",
+    },
     "utils.net_utils": {"utils": "check_web_and_convert_path"},
     "utils.print_utils": {"utils": "print_inspect"},
 }
@@ -72,9 +96,12 @@ class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         names = vars(module)
         for home, wanted in homes.items():
             found = vars(importlib.import_module(f"model_center.{home}"))
-            names |= {name: found[name] for name in wanted.split()}
+            for name in wanted.split():
+                old, _, now = name.partition("=")
+                names[old] = found[now or old]
         names["__doc__"] = f"Names of {', '.join(f'model_center.{home}' for home in homes)}."
-        names["__all__"] = sorted(" ".join(homes.values()).split())
+        wanted_names = " ".join(homes.values()).split()
+        names["__all__"] = sorted(name.partition("=")[0] for name in wanted_names)
 
 
 def make_importable() -> None:

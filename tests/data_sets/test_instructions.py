@@ -233,6 +233,7 @@ def test_calls_of_tools_are_answers(tmp_path: Path) -> None:
 
 LOOP = "{% for message in messages %}"
 MARKED = "{{ messages | length }}" + LOOP + "[{{ message.role }}]{{ message.content }}"
+TURN = LOOP + "<{{ message.role }}>{{ message.content }}" + END + "\n{% endfor %}"
 INVITED = "{% endfor %}{% if add_generation_prompt %}"
 
 
@@ -247,8 +248,19 @@ INVITED = "{% endfor %}{% if add_generation_prompt %}"
         ),
         (f"{MARKED}{END}{INVITED}[now]{{% endif %}}", f"b{END}d{END}"),
         (f"{MARKED}{INVITED}[assistant]{{% endif %}}", "bd"),
+        (f"{MARKED}{END}{{% endfor %}}[assistant]", f"b{END}d{END}"),
+        (f"{MARKED}{{% endfor %}}[assistant]", "bd"),
+        (TURN + "<assistant>", f"b{END}d{END}"),
     ],
-    ids=["number in front", "hidden answers", "other invitation", "no end of a turn"],
+    ids=[
+        "number in front",
+        "hidden answers",
+        "other invitation",
+        "no end of a turn",
+        "invites unasked, number in front",
+        "invites unasked, no end of a turn",
+        "invites unasked",
+    ],
 )
 def test_other_templates_that_rewrite(template: str, expected: str, tmp_path: Path) -> None:
     rows = {"messages": turns(*"abcd")}
@@ -321,12 +333,11 @@ def test_a_conversation_that_the_template_refuses_is_shown(tmp_path: Path) -> No
         "{% if messages[0].role != 'user' %}{{ raise_exception('no system here') }}{% endif %}"
     )
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
-    items = items_from(tmp_path, {"messages": messages}, reader=strict)
     with refused(
-        r"a\.jsonl: the chat template .* refuses a conversation: no system here "
+        r"a\.jsonl, line 1: the chat template .* refuses a conversation: no system here "
         r".*'role': 'system'"
     ):
-        items[0]
+        items_from(tmp_path, {"messages": messages}, reader=strict)
     # its text of one message tells nothing of where that is in the text of several
     counting = rewriting(
         LOOP + "{{ message.content | length }}{{ message.content }}"
@@ -334,9 +345,7 @@ def test_a_conversation_that_the_template_refuses_is_shown(tmp_path: Path) -> No
     )
     talk = {"messages": turns("a", "bb", "c", "dd")}
     with refused("writes other messages otherwise"):
-        items_from(tmp_path, talk, reader=counting)[0]
-    with refused(r"holds the character U\+E000"):
-        items_from(tmp_path, {"messages": turns("a", "\ue000")})[0]
+        items_from(tmp_path, talk, reader=counting)
 
 
 def test_bad_arguments_are_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.ranks.runner import run_ranks
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 import bmtrain as bmt
-from bmtrain.errors import RanksPartedError
+from bmtrain.errors import RanksDivergedError
 from model_center.dataset.loader import DistributedDataLoader, on_device
 from model_center.dataset.order import permutation
 from model_center.dataset.protocols import Epoch
@@ -193,7 +193,7 @@ def read_otherwise(how: str) -> list[str]:
         try:
             bmt.synchronize()
             said.append("")
-        except RanksPartedError as error:
+        except RanksDivergedError as error:
             said.append(str(error))
     return said
 

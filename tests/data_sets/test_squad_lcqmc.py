@@ -77,6 +77,15 @@ def test_squad_is_evaluated_by_texts() -> None:
     assert batch == {"inputs": [*inputs], "targets": [*targets]}
 
 
+def test_a_test_split_of_squad(tmp_path: Path) -> None:
+    """Empty without its file, as in ModelCenter, whose example makes one; like "dev" with it."""
+    assert len(squad("test")) == 0 and not list(DistributedDataLoader(squad("test"), batch_size=2))
+    dev = (DATA / "squad" / "dev-v1.1.json").read_text("utf-8")
+    (tmp_path / "test-v1.1.json").write_text(dev.replace('"question": "', '"question": " \\n'))
+    found, expected = list(squad("test", path=tmp_path)), list(squad("dev"))
+    assert found == expected and (tmp_path / "test-v1.1.json").read_text() != dev
+
+
 def test_squad_cuts_ends_and_chooses_one_answer(tmp_path: Path) -> None:
     """The end of the context is lost, not the question; the answer is the same every time, another
     by another seed.
@@ -121,7 +130,9 @@ def test_bad_arguments_of_squad(tmp_path: Path) -> None:
     with refused(r"there is no .*dev-v1\.1\.json"):
         squad("dev", path=tmp_path)
     with refused("Splits are 'train' and 'dev'"):
-        squad("test")
+        squad("validation")
+    with refused("Splits are 'train' and 'dev'"):
+        squad("test", path=tmp_path / "nowhere")
     for lengths, name in (((3, 4), "encoder"), ((4, 3), "decoder")):
         with refused(f"max_{name}_length is 3"):
             squad("train", *lengths)

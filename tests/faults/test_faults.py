@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -11,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from tests.faults import program
-from tests.faults.ranks import run
+from tests.faults.ranks import run, run_in
 
 import bmtrain as bmt
-from bmtrain.errors import RanksPartedError
+from bmtrain.errors import RanksDivergedError
+from bmtrain.runtime import watchdog
 from bmtrain.runtime.process import Exit
 
 WATCHDOG_S = 2.0
@@ -132,13 +135,113 @@ def slow_but_alive() -> None:
     training.step(4)
 
 
+def hangs_by_default(fault: str, culprit: int, number: int) -> None:
+    """Without a limit of the program's; the times after which ranks ask are shortened."""
+    watchdog.ASK_S = (1.0, 2.5, 30.0)
+    bmt.init_distributed(device="cpu")
+    training = program.Training()
+    for step in range(3):
+        if step == number and bmt.rank() == culprit:
+            print(f"fault at {time.monotonic()}", flush=True)
+            (program.FAULTS | {"work": work, "loop": loop})[fault]()
+        training.step(step)
+
+
+def work() -> None:
+    time.sleep(6)
+
+
+def loop() -> None:
+    end = time.monotonic() + 6
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "step"),
+    [
+        ("sigstop", 1, 1),
+        ("work", 1, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("sigstop", 0, 0),
+                ("lock", 1, 0),
+                ("lock", 0, 1),
+                ("loop", 0, 1),
+                ("loop", 1, 2),
+            ]
+        ),
+    ],
+)
+def test_who_hangs_is_named_by_default(fault: str, culprit: int, step: int, tmp_path: Path) -> None:
+    """From the beginning on. A rank that answers nobody and does nothing ends the run; of one that
+    is at work it is said where, once, and the run goes on.
+    """
+    left = run(hangs_by_default, fault, culprit, step, folder=tmp_path, hosted=True)
+    said = "".join(left.printed)
+    if fault in HANGS:
+        words = TABLE[fault][0].replace("rank 1", f"rank {culprit}")
+        assert left.codes[1 - culprit] == Exit.HUNG and re.search(words, said), said
+        assert said.count("stands still") == 1
+        return
+    assert left.codes == [0, 0], said
+    words = f"rank {culprit} has not come: it answers, and is at .*in {fault}: "
+    assert re.search(words, said) and said.count("has not come") == 1, said
+
+
+def joins() -> None:
+    bmt.init_distributed(device="cpu", timeout=6)
+    bmt.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("[::1]", ""),
+        ("no-such-host.invalid", r"no-such-host\.invalid: .*[Nn]ame"),
+        pytest.param("silent", "takes connections and answers nothing", marks=pytest.mark.long),
+        pytest.param("absent", "rank 2 has not come", marks=pytest.mark.long),
+    ],
+)
+def test_joining_ends_in_time(address: str, words: str, tmp_path: Path) -> None:
+    """On every rank, by the true cause: a name that nobody has, a port of another program, a rank
+    that is not started. An address in brackets is one.
+    """
+    with socket.socket(socket.AF_INET6 if address == "[::1]" else socket.AF_INET) as other:
+        other.bind(("::1" if address == "[::1]" else "127.0.0.1", 0))
+        port = other.getsockname()[1]
+        if address == "silent":
+            other.listen()
+        else:
+            other.close()
+        started = range(1 if address == "silent" else 0, 2)
+        environments = [
+            {
+                **{name: text for name, text in os.environ.items() if name != "DEVICE"},
+                "RANK": str(rank),
+                "WORLD_SIZE": "3" if address == "absent" else "2",
+                "LOCAL_RANK": str(rank),
+                "MASTER_PORT": str(port),
+                "MASTER_ADDR": address if address[:2] in {"[:", "no"} else "127.0.0.1",
+            }
+            for rank in started
+        ]
+        begin = time.monotonic()
+        left = run_in(environments, joins, folder=tmp_path, grace=10)
+    assert time.monotonic() - begin < 25
+    assert left.codes == [1 if words else 0] * len(started), left.printed
+    for text in left.printed if words else ():
+        assert re.search(f"JoinError: rank . of . could not join.*{words}", text), text
+
+
 def never_comes() -> None:
     """Before the first step, with and without a communicator of its own."""
     bmt.init_distributed(device="cpu", timeout=10, watchdog=None)
     if bmt.rank() == 1:
         time.sleep(600)
     begin = time.monotonic()
-    with pytest.raises(RanksPartedError, match="rank 1 did not come"):
+    with pytest.raises(RanksDivergedError, match="rank 1 did not come"):
         bmt.synchronize()
     sys.exit(20 if 9 < time.monotonic() - begin < 30 else 21)
 

@@ -65,17 +65,17 @@ class Recorder:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def __call__(self, texts: list[str], **options: Any) -> list[str]:
+    def tokens(self, texts: list[str], **options: Any) -> list[list[int]]:
         self.asked.append(options["max_new_tokens"])
-        return texts
+        return []
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_to_texts(name: str) -> None:
-    """New tokens only, as many in both classes but for one more in LLaMA's beam search, as in
-    ModelCenter; a batch is each text alone; unknown arguments are errors.
+    """New tokens only, as many in both classes but for one more in the beam searches of LLaMA and
+    T5, as in ModelCenter; a batch is each text alone; unknown arguments are errors.
     """
-    more = 1 if name == "llama" else 0
+    more = 1 if name in ("llama", "t5") else 0
     made(name)[0].train()
     beams, drawing = classes(name)
     assert not beams.model.training
@@ -87,7 +87,7 @@ def test_texts_to_texts(name: str) -> None:
     drawn = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
-        drawn.append(drawing.generate(TEXTS, max_length=8, top_p=1.0, temperature=1.5))
+        drawn.append(drawing.generate(TEXTS, max_length=8, top_p=0.0, temperature=1.5))
     assert drawn[0] == drawn[1] != drawn[2]
     recorder = Recorder()
     penalty: dict[str, Any] = {"repetition_penalty": 3.0, "repetition_window": 2}
@@ -129,6 +129,7 @@ def test_each_family_is_the_engine_with_these_options() -> None:
     options: dict[str, Any] = {"repetition_penalty": 1.5}
     found = texts_of("llama", TEXTS, beam_size=3, **options)
     options |= {"max_new_tokens": 10, "eos_token_id": 2, "num_beams": 3, "penalize_prompt": False}
+    options["normalize_last"] = True
     assert found == rows_of("llama", [tokenizer.encode(text) for text in TEXTS], **options)
     _, tokenizer = made("cpm1")
     ids = [1, *tokenizer.encode("the cat")]
@@ -166,7 +167,7 @@ def test_the_gap_of_a_text_is_filled(name: str) -> None:
         assert ids.count(first) == 1
         ids, out = [*ids, end] if name == "t5" else ids, [*start, first]
         row: list[int] = []
-        while len(row) < 10 and not {second, end} & {*row}:
+        while len(row) < 10 + (name == "t5") and not {second, end} & {*row}:
             given = {
                 "input_ids": torch.tensor([ids]),
                 "decoder_input_ids": torch.tensor([out + row]),
@@ -180,6 +181,46 @@ def test_the_gap_of_a_text_is_filled(name: str) -> None:
         assert texts_of(name, [text], max_length=10) == [expected]
     with pytest.raises(ConfigError, match="no sentinels 0 and 1"):
         t5.T5BeamSearch(model, made("gpt2")[1]).generate(["a"])
+
+
+def test_beams_whose_scores_are_normalized_last() -> None:
+    """The penalty and forbidden tokens change the model's scores; their softmax gives a beam's."""
+    model, tokenizer = made("llama")
+    prompt, forbidden = tokenizer.encode("hello world"), list(range(400))
+    live: list[tuple[float, list[int]]] = [(0.0, [])]
+    for _ in range(4):
+        found = []
+        for total, row in live:
+            with torch.no_grad():
+                scores = model(input_ids=torch.tensor([prompt + row])).logits[0, -1]
+            for token in {*row}:
+                scores[token] *= 1.5 if scores[token] < 0 else 1 / 1.5
+            scores[forbidden] = -torch.inf
+            log_probs = (total + scores.log_softmax(-1)).tolist()
+            found += [(log_prob, [*row, token]) for token, log_prob in enumerate(log_probs)]
+        live = sorted(found, reverse=True)[:3]
+    options: dict[str, Any] = {"penalize_prompt": False, "forbidden_tokens": forbidden}
+    options |= {"num_beams": 3, "repetition_penalty": 1.5, "max_new_tokens": 4}
+    beams = [
+        generate(model, torch.tensor([prompt]), normalize_last=is_last, **options).rows()[0]
+        for is_last in (True, False)
+    ]
+    assert beams[0] == live[0][1] != beams[1]
+
+
+def test_special_tokens_are_written_out() -> None:
+    """As ModelCenter's, but for the token that ends a text."""
+    model, tokenizer = made("t5")
+    _, second, *_ = classes("t5")[0].writer.sentinels
+    drawing = t5.T5RandomSampling(model, tokenizer)
+    torch.manual_seed(0)
+    texts = drawing.generate(["hello world"] * 64, max_length=30, top_p=0.0, temperature=9.0)
+    assert any("<pad>" in text or "<unk>" in text for text in texts)
+    ends = (tokenizer.decode([end]) for end in (second, tokenizer.eos_token_id))
+    assert not any(end in text for end in ends for text in texts)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"do_sample": True, "temperature": 9.0, "max_new_tokens": 30}
+    assert drawing.writer(["hello world"] * 64, **options) != texts
 
 
 def test_pad_and_top_k_top_p_filtering() -> None:

@@ -279,11 +279,13 @@ def test_stacks(kind: str) -> None:
         for one, other in zip(out.hidden_states, [*entering, expected], strict=True):
             assert_close(one, other)
         assert_close(out.last_hidden_state, expected)
-        assert out.attentions[0].shape == (2, 2, 5, 5) and not out.attentions[0].triu(1).any()
-        assert decodes or len(out.attentions) == 2  # one layer has none
+        for part in out.attentions:
+            assert part.shape == (2, 2, 5, 5) and not part.triu(1).any()
         assert (out.cross_attentions is not None) == decodes
-        for part in (out.cross_attentions or ())[:1]:
+        for part in out.cross_attentions or ():
             assert part.shape == (2, 2, 5, 4) and not part[0, :, :, 3].any()
+        # of each kind, one layer has none
+        assert {len(x) for x in (out.attentions, out.cross_attentions) if x} == {len(masks) - 1}
         assert (out.past_key_values is not None) == wanted["use_cache"]
     with pytest.raises(ValueError, match="has 1 layers: expected"):
         stack(x, past_key_values=[None])

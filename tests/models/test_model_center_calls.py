@@ -170,20 +170,23 @@ def test_flags_without_effect(name: str) -> None:
     assert (scores(behind, input_ids=IDS) - scores(plain, input_ids=IDS)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["GPT2", "T5", "OPT", "Vit"])
+@pytest.mark.parametrize("name", ["GPT2", "T5", "OPT", "Vit", "Llama"])
 def test_configurations_by_position(name: str) -> None:
-    """Their order is in the table of import paths."""
+    """Their order is in the table of import paths. LLaMA's ends where ModelCenter's versions begin
+    to differ: in its releases the fourth is dim_head, in its repository num_heads_kv.
+    """
     kind: Any = vars(models)[f"{name}Config"]
     order = list(kind.arguments())
     values = [getattr(kind(), argument) for argument in order]
-    values[0], values[3] = values[0] + 32, values[3] * 2
+    values[0], values[2] = values[0] + 32, values[2] * 2
     found = kind(*values)
-    assert (getattr(found, order[0]), getattr(found, order[3])) == (values[0], values[3])
+    assert (getattr(found, order[0]), getattr(found, order[2])) == (values[0], values[2])
     assert found == kind(**dict(zip(order, values, strict=True)))
     with pytest.raises(TypeError, match=f"{name}Config got {order[0]} by position and by name"):
         kind(values[0], **{order[0]: 3})
     with pytest.raises(TypeError, match=f"takes {len(order)} arguments by position: got"):
         kind(*range(len(order) + 1))
+    assert (len(order) == 3) == (name == "Llama")
     with pytest.raises(TypeError, match=f"{name}Config.*num_layer"):
         kind(num_layer_=3)
 

@@ -107,7 +107,7 @@ FEATURES = frozenset(
     | {"double_clip", "double_adam", "nested_buffers"}
 )
 # what they do with half of the rows is not half of what they do with all
-DRAWING = {"dropout", "batchnorm", "buffer"}
+DRAWING = {"dropout", "buffer"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,12 +25,14 @@ from tests.ranks import runner
 
 import bmtrain as bmt
 from bmtrain.distributed.ledger import Ledger
+from bmtrain.runtime import world
 
 
 def trace(spec: Spec) -> tuple[str, list[str]]:
     """This rank's values as a digest, or its error, and the lines of its ledger."""
     warnings.simplefilter("ignore")
     bmt.init_distributed(device="cpu", zero_level=spec["level"], timeout=20)
+    world.current("a program").draws.same_rows = spec["rows"] == "same"
     lines: list[str] = []
     note = Ledger.note
 

@@ -14,6 +14,7 @@ from tests.programs.features import Spec
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.runtime import world
 from bmtrain.verification.compare import compare
 from bmtrain.verification.record import Kind, Record
 
@@ -464,6 +465,7 @@ def judge(spec: Spec) -> tuple[str, str]:
     """(verdict, words) of this rank, which joins a run for the program."""
     warnings.simplefilter("ignore")
     bmt.init_distributed(device="cpu", zero_level=spec["level"], timeout=20)
+    world.current("a program").draws.same_rows = spec["rows"] == "same"
     modules.UnusedOnOneRank.is_unused = False
     try:
         want = run(spec, Plain(spec, modules.plain(spec)))

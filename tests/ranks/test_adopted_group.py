@@ -21,7 +21,7 @@ from tests.launching.program import compare_with_one_process
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
-from bmtrain.errors import ConfigurationError, RanksPartedError
+from bmtrain.errors import ConfigurationError, RanksDivergedError
 from bmtrain.runtime import world
 from model_center.training.stop import SIGNALS, StopRequest
 
@@ -214,7 +214,7 @@ def fails() -> None:
         with pytest.raises(ZeroDivisionError):
             print(1 // 0)
     else:
-        with pytest.raises(RanksPartedError):
+        with pytest.raises(RanksDivergedError):
             bmt.synchronize()
     x = torch.ones(1)
     dist.all_reduce(x)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from tests.ranks.saves import NO_SPACE, Held, Twin, failing
 
 import bmtrain as bmt
 from bmtrain.checkpoint import Writing, saving, writer
+from bmtrain.checkpoint import folder as folders
 from bmtrain.errors import CheckpointError
 
 
@@ -93,18 +95,28 @@ def fail_in_background(folder: str) -> None:
         twin.step("a save")
         other.unlink(missing_ok=True)
     flushed = r"has taken its place, but its folder could not be flushed.*\(Input/output"
-    with failing(writer, "flush_to_disk", OSError(5, "Input/output error")):
-        with pytest.raises(CheckpointError, match=flushed):
-            bmt.save(twin.model, file)
-        with bmt.CheckpointManager(file.with_name("c"), background=False) as checkpoints:
-            with pytest.raises(CheckpointError, match=flushed):
-                checkpoints.save(1, twin.model)
-            fresh = Twin()
-            fresh.plain = twin.plain
-            assert checkpoints.restore(fresh.model) is not None
-            fresh.compare("a restore")
-            bmt.load(fresh.model, file)
-            fresh.compare("a load")
+    with (
+        failing(writer, "flush_to_disk", OSError(5, "Input/output error")),
+        pytest.raises(CheckpointError, match=flushed),
+    ):
+        bmt.save(twin.model, file)
+    fresh = Twin()
+    bmt.load(fresh.model, file)
+    fresh.plain = twin.plain
+    fresh.compare("a load")
+    path = file.with_name("c")
+    with bmt.CheckpointManager(path, background=False, keep=1) as checkpoints:
+        for step, (owner, name) in enumerate(
+            [(folders, "flush_to_disk"), (folders, "usable"), (shutil, "rmtree")], 1
+        ):
+            twin.step("a save")
+            with failing(owner, name, OSError(5, "Input/output error")):
+                checkpoints.save(step, twin.model, twin.manager)
+            other = Twin()
+            assert checkpoints.restore(other.model, other.manager) is not None
+            other.follow(twin.reference(), "a restore")
+        checkpoints.save(4, twin.model)
+    assert [one.name for one in path.glob("step*")] == ["step-00000004"]
 
 
 def test_a_failure_in_the_background_is_told(

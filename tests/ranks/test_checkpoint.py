@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -392,3 +393,47 @@ def meta_model(file: str) -> None:
 def test_a_model_made_on_meta_comes_up_from_a_file(tmp_path: pathlib.Path) -> None:
     torch.save(want(), tmp_path / "model.pt")
     run_ranks(meta_model, 2, str(tmp_path / "model.pt"))
+
+
+HUGGING_FACE = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def test_which_file_counts(tmp_path: pathlib.Path) -> None:
+    """Of several in a folder the one that transformers takes, which is said; where it has no
+    order, none.
+    """
+
+    def put(name: str, value: float) -> None:
+        tensors = {"gain": torch.full((2,), value)}
+        file = name.removesuffix(".index.json").replace("model.", "model-0.")
+        file = file if name.endswith(".json") else name
+        if ".safetensors" in name:
+            safetensors.torch.save_file(tensors, tmp_path / file)
+        else:
+            torch.save(tensors, tmp_path / file)
+        if name.endswith(".json"):
+            (tmp_path / name).write_text(json.dumps({"weight_map": {"gain": file}}))
+
+    for place, name in reversed([*enumerate(HUGGING_FACE)]):
+        put(name, float(place))
+        said = pytest.warns(UserWarning, match=f"{name} is read, as by transformers, and not")
+        with said if place < 3 else contextlib.nullcontext():
+            source = sources.open_source(tmp_path)
+        assert source.part("gain", 0, 1).item() == place
+    put("pytorch_model.pt", 9.0)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*pytorch_model\.pt may hold"):
+        sources.open_source(tmp_path)
+    for name in HUGGING_FACE:
+        (tmp_path / name).unlink()
+    assert sources.open_source(tmp_path).part("gain", 0, 1).item() == 9
+    (tmp_path / "pytorch_model.pt").unlink()
+    put("a.safetensors.index.json", 1.0)
+    assert sources.open_source(tmp_path).part("gain", 0, 1).item() == 1
+    put("b.safetensors.index.json", 2.0)
+    with pytest.raises(CheckpointError, match=r"a\.safetensors.*b\.safetensors.* may hold other"):
+        sources.open_source(tmp_path)

@@ -23,9 +23,8 @@ from tests.ranks.saves import NO_SPACE, Twin, failing
 
 import bmtrain as bmt
 from bmtrain.checkpoint import image, shards, writing
-from bmtrain.checkpoint.entries import check_finite
 from bmtrain.checkpoint.folder import complete, usable
-from bmtrain.errors import CheckpointError, ConfigurationError
+from bmtrain.errors import CheckpointError, ConfigurationError, DamagedError
 from bmtrain.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from bmtrain.optim import AdamOptimizer, OptimManager
 from bmtrain.shard.slices import local_of
@@ -324,33 +323,53 @@ def test_restoring_into_other_optimizers(tmp_path: pathlib.Path) -> None:
     run_ranks(restore_into_others, 2, str(tmp_path))
 
 
-def not_finite() -> None:
+def not_finite(folder: str) -> None:
     twin = Twin()
     twin.step()
-    model, optimizers = twin.model, twin.manager.optimizers
+    checkpoints = bmt.CheckpointManager(folder, keep=1)
+    model, manager = twin.model, twin.manager
+    checkpoints.save(1, model, manager).wait()
     model.register_buffer("mask", torch.full((3,), -math.inf))
     model.register_parameter("frozen", torch.nn.Parameter(torch.ones(3) * math.inf, False))
-    state = optimizers[0].state[twin.params[0]]["exp_avg"]
+    state = manager.optimizers[0].state[twin.params[0]]["exp_avg"]
     for name, tensor, value in (
         ("parameter or buffer 0.weight", twin.params[0], math.inf),
         ("parameter or buffer mask", model.mask, math.nan),
         ("parameter or buffer frozen", model.frozen, math.nan),
         ("state 'exp_avg' of the optimizer for 0.weight", state, -math.inf),
     ):
-        check_finite(model, optimizers)
         own = local_of(tensor).detach()
         before = own.clone()
         if bmt.rank() == 1:
             own[-1] = value
         with pytest.raises(CheckpointError, match=f"{name} is not finite any more"):
-            check_finite(model, optimizers)
+            checkpoints.save(2, model, manager)
         own.copy_(before)
-    check_finite(model, optimizers)
+    group = manager.optimizers[0].param_groups[0]
+    rate, group["lr"] = group["lr"], math.nan if bmt.rank() else 0.05
+    with pytest.raises(CheckpointError, match="the learning rate of group 0, nan, is not finite"):
+        checkpoints.save(2, model, manager)
+    group["lr"] = rate
+    assert [path.name for path in usable(checkpoints.folder)] == ["step-00000001"]
+    del model.mask, model.frozen
+    twin.step("what is not saved")
+    checkpoints.save(2, model, manager).wait()
+    other = Twin()
+    assert checkpoints.restore(other.model, other.manager) == (2, {}, None)
+    other.follow(twin.reference(), "a restore")
+    with pytest.MonkeyPatch.context() as patch:  # as an older version did
+        patch.setattr("bmtrain.checkpoint.manager.check_finite", lambda *_, **__: None)
+        with torch.no_grad():
+            state[-1:] = math.inf
+        checkpoints.save(3, model, manager).wait()
+    with pytest.raises(CheckpointError, match=r"state 'exp_avg'.*is not finite any more"):
+        checkpoints.restore(other.model, other.manager)
+    checkpoints.close()
 
 
-def test_what_is_not_finite_is_refused_on_all_ranks() -> None:
-    """Of what is not trained only NaN."""
-    run_ranks(not_finite, 2)
+def test_what_is_not_finite_is_refused_on_all_ranks(tmp_path: pathlib.Path) -> None:
+    """Of what is not trained only NaN. The last good checkpoint stays."""
+    run_ranks(not_finite, 2, str(tmp_path))
 
 
 @pytest.fixture
@@ -455,7 +474,6 @@ DAMAGES: list[tuple[str, Callable[[pathlib.Path], object]]] = [
         for change in [
             ("", "[]"),
             ("", '{"format": 1}'),
-            ('"format": 1', '"format": 99'),
             ('"rank-', '"../rank-'),
             ("[3, 3]", "[4, 4]"),
             ("float32", "float31"),
@@ -465,6 +483,10 @@ DAMAGES: list[tuple[str, Callable[[pathlib.Path], object]]] = [
             (PIECE, "[0, 0, 0, 8, 0]"),
             (PIECE, "[0, -4, 0, 9, 0]"),
             (PIECE, "[0, 9999, 0, 9, 0]"),
+            (PIECE, "[0, 0, 0, 9, 1]"),
+            (f"0, 1, [{PIECE}", f"0, 1000000000000, [{PIECE}"),
+            ('"step": 2', '"step": 1e400'),
+            ("[3, 3]", "[-3, -3]"),
             ('"ties": {"model": {}}', '"ties": {"model": {"x": "y"}}'),
         ]
     ),
@@ -476,20 +498,89 @@ DAMAGES: list[tuple[str, Callable[[pathlib.Path], object]]] = [
 def test_a_damaged_one_is_named_and_left_out(
     pattern: str, damage: Callable[[pathlib.Path], None], tmp_path: pathlib.Path
 ) -> None:
-    """The one before is used; where there is none, nothing. The step can be saved again."""
+    """The one before is used, and only then does it no longer count; where there is none, nothing
+    begins anew. No way of loading takes it. The step can be saved again.
+    """
     small(tmp_path, [1, 2])
-    damage(next((tmp_path / "step-00000002").glob(pattern)))
-    net = linear()
+    path = tmp_path / "step-00000002"
+    damage(next(path.glob(pattern)))
+    net = linear(7)
     with bmt.CheckpointManager(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"step-00000002.*Nothing was changed"):
+            checkpoints.restore(net, path=path)
+        with pytest.warns(UserWarning, match="step-00000002"):
+            assert checkpoints.latest() == tmp_path / "step-00000001"
+        assert (path / "manifest.json").exists() and net.state_dict()["weight"].eq(7).all()
+        if pattern == "*.bin" or "manifest" in pattern:
+            with pytest.raises(CheckpointError, match="step-00000002"):
+                bmt.load(linear(), path)
         with pytest.warns(UserWarning, match="step-00000002"):
             assert checkpoints.restore(net) == (1, {}, None)
         assert net.state_dict()["weight"].eq(1).all()
+        assert not (path / "manifest.json").exists()
         assert checkpoints.latest() == tmp_path / "step-00000001"
         shutil.rmtree(tmp_path / "step-00000001")
-        assert checkpoints.restore(net) is None
+        with pytest.raises(CheckpointError, match=r"none of the checkpoints.*set aside as damaged"):
+            checkpoints.restore(net)
+        assert net.state_dict()["weight"].eq(1).all()
         checkpoints.save(2, linear(5))
         assert checkpoints.restore(net) == (2, {}, None)
         assert net.state_dict()["weight"].eq(5).all()
+
+
+def cannot_read(folder: str) -> None:
+    path, on = pathlib.Path(folder), bmt.world_size() - 1
+    twin, other = Twin(), Twin()
+
+    def names() -> list[str]:
+        return sorted(str(one.relative_to(path)) for one in path.rglob("*"))
+
+    def refused(complaint: str) -> None:
+        before = names()
+        with pytest.raises(CheckpointError, match=complaint):
+            checkpoints.restore(other.model, other.manager)
+        other.step(complaint)
+        bmt.synchronize()
+        assert names() == before
+
+    with bmt.CheckpointManager(folder) as checkpoints:
+        for step in (1, 2):
+            twin.step()
+            checkpoints.save(step, twin.model, twin.manager).wait()
+        newest = path / "step-00000002"
+        for owner, name, error in (
+            (shards, "read_into", OSError(5, "Input/output error")),
+            (shards, "read_into", MemoryError("no memory")),
+            (shards, "check_file", CheckpointError("Permission denied")),
+            (shards, "read_text", CheckpointError(f"cannot load {newest}: Too many open files.")),
+            (shards, "check_file", DamagedError("rank-00000.bin has 3 bytes")),
+            (shards, "check_block", DamagedError("other bytes")),
+        ):
+            if on or not isinstance(error, DamagedError):  # one rank believes its own eyes
+                with failing(owner, name, error, on):
+                    refused(error.args[-1])
+        with failing(pathlib.Path, "iterdir", OSError(5, "Input/output error")):
+            refused(f"{path.name}: Input/output error")
+        if bmt.rank() == 0:
+            text = (newest / "manifest.json").read_text()
+            replaced('"format": 1', '"format": 99')(newest / "manifest.json")
+        bmt.synchronize()
+        refused("step-00000002.*format is 99.*update bmtrain")
+        if bmt.rank() == 0:
+            (newest / "manifest.json").write_text(text)
+        bmt.synchronize()
+        assert checkpoints.restore(other.model, other.manager) == (2, {}, None)
+        other.follow(twin.reference(), "a restore")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_cannot_be_read_just_now_is_not_damaged(
+    num_ranks: int, tmp_path: pathlib.Path
+) -> None:
+    """Nor is what one rank alone sees: nothing is renamed, nothing begins anew, and it can be tried
+    again.
+    """
+    run_ranks(cannot_read, num_ranks, str(tmp_path))
 
 
 @pytest.mark.usefixtures("alone")

@@ -12,7 +12,7 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import ParameterError, RanksPartedError, StaleParameterError
+from bmtrain.errors import ParameterError, RanksDivergedError, StaleParameterError
 
 DIM, ROWS = 5, 6
 MODES: list[dict[str, Any]] = [
@@ -237,7 +237,7 @@ def cleared_on_one_rank(run: Run) -> None:
     run.backward(0)
     if bmt.rank() == 0:
         run.clear(run.net.ordinary)
-    run.fails(RanksPartedError, "on some ranks", run.backward, 1)
+    run.fails(RanksDivergedError, "on some ranks", run.backward, 1)
     run.clear()
 
 

@@ -4,6 +4,7 @@ collectives against its formulas.
 
 from __future__ import annotations
 
+import copy
 import math
 import pathlib
 from collections import OrderedDict
@@ -405,10 +406,51 @@ def stored_objects() -> None:
     assert tp_split_tensor(torch.arange(6).view(2, 3), 1).shape == (2, 3)
 
 
+def state_of_rank_0() -> None:
+    """Loaded as programs do it, also where the other ranks have another state, or none: what one
+    process has, and a layer that no rank wraps.
+    """
+    from bmtrain.store import DistributedStateDictWrapper
+
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).bfloat16())
+    state = plain.state_dict()
+    other = {name: value.flip(0) if value.dim() else value for name, value in state.items()}
+    for elsewhere in ({}, other):
+        given = DistributedStateDictWrapper(elsewhere if bmt.rank() else state)
+        assert [*given] == [*state] and given._metadata == state._metadata
+        models.assert_same_dicts(given, state, "DistributedStateDictWrapper", 0)
+        for model in (bmt.BMTrainModelWrapper(copy.deepcopy(plain)), copy.deepcopy(plain)):
+            with torch.no_grad():
+                for value in model.parameters():
+                    value.zero_()
+            assert not model.load_state_dict(given, strict=False).missing_keys
+            models.assert_same_dicts(model.state_dict(), state, "loaded", 0)
+
+
+def ring() -> None:
+    """As ring attention passes its keys on, with the names that it imports."""
+    from bmtrain.distributed.ops import ncclAllReduce, ncclRecv, ncclSend
+    from bmtrain.nccl import commCount, commRank, groupEnd, groupStart
+
+    comm = bmt.config["comm"]
+    rank, count = commRank(comm), commCount(comm)
+    sent, got = torch.full((2, 3), float(rank)), torch.empty(2, 3)
+    groupStart()
+    ncclSend(sent.untyped_storage(), (rank + 1) % count, comm)
+    ncclRecv(got.untyped_storage(), (rank - 1) % count, comm)
+    groupEnd()
+    assert got.eq((rank - 1) % count).all()
+    ncclAllReduce(sent, got, "sum", comm)
+    assert got.eq(sum(range(count))).all()
+
+
 def single_names() -> None:
     states_of_both_libraries()
     written_config()
     stored_objects()
+    state_of_rank_0()
+    ring()
 
 
 def test_single_names() -> None:

@@ -29,7 +29,12 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.checkpoint import CheckpointManager
-from bmtrain.errors import ConfigurationError, ParameterError, RanksPartedError, StaleParameterError
+from bmtrain.errors import (
+    ConfigurationError,
+    ParameterError,
+    RanksDivergedError,
+    StaleParameterError,
+)
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.optim.streaming import Chunk, PendingUpdate, Slot, StateStreamer
 from bmtrain.recompute.memory import Uncounted, memory_of
@@ -848,7 +853,7 @@ def test_states_in_files(tmp_path: pathlib.Path) -> None:
 def parts_ways(name: str) -> None:
     settings: dict[str, Any] = {name: bmt.rank()}
     run = start(**settings)
-    with pytest.raises(RanksPartedError, match=name):
+    with pytest.raises(RanksDivergedError, match=name):
         train(run, 0, 1)
 
 

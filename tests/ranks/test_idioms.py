@@ -585,10 +585,18 @@ def rows_by_vmap(run: Run) -> Tensors:
     return {"out": torch.func.vmap(run.model)(batch()).detach()}
 
 
-@refused
+@idiom
 def other_values_for_one_call(run: Run) -> Tensors:
+    """And the gradients of each row."""
     values = {name: whole(p).to(p.device) * 0.5 for name, p in run.model.named_parameters()}
-    return {"out": torch.func.functional_call(run.model, values, (batch(),)).detach()}
+
+    def loss(values: Tensors, row: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.func.functional_call(run.model, values, (row[None],))
+        return out.square().mean()
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, batch())
+    out = torch.func.functional_call(run.model, values, (batch(),)).detach()
+    return {"out": out, **gradients}
 
 
 @refused

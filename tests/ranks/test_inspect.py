@@ -38,7 +38,7 @@ def row_of(name: str, x: torch.Tensor, grad: torch.Tensor | None) -> dict[str, A
             return dict.fromkeys(VALUES)
         exact = of.detach().double()
         found = {key: getattr(exact, key)().item() for key in VALUES if key != "std"}
-        return {"std": exact.std().item() if exact.numel() > 1 else None, **found}
+        return {"std": exact.std().item() if exact.numel() > 1 else math.nan, **found}
 
     slopes = numbers(grad)
     gradients = {"grad_std": slopes["std"], "grad_mean": slopes["mean"]}
@@ -55,11 +55,14 @@ def assert_same_rows(got: Summary, want: Summary, what: str) -> None:
     for mine, other in zip(got, want, strict=True):
         assert mine.keys() == other.keys() and mine["shape"] == other["shape"], f"{what}: {mine}"
         for keys, scales in ((VALUES, ("max", "min")), (GRADIENTS, GRADIENTS)):
-            scale = max((abs(other[key]) for key in scales if other[key] is not None), default=0.0)
+            found = [other[key] or 0.0 for key in scales]
+            scale = max((abs(x) for x in found if not math.isnan(x)), default=0.0)
             for key in keys:
                 text = f"{what}: {key} of {mine}, expected {other}"
                 assert (mine[key] is None) == (other[key] is None), text
-                if other[key] is not None:
+                if other[key] is not None and math.isnan(other[key]):
+                    assert math.isnan(mine[key]), text
+                elif other[key] is not None:
                     assert abs(mine[key] - other[key]) <= 1e-5 * scale + 1e-9, text
 
 
@@ -73,8 +76,11 @@ def names_of(summary: Summary) -> list[str]:
 
 
 def plain_rows(plain: nn.Module, pattern: str = "*") -> Summary:
+    """Gradients that are None count as zeros, as in BMTrain: programs format the numbers."""
     named = plain.named_parameters()
-    return [row_of(name, x, x.grad) for name, x in named if fnmatch.fnmatch(name, pattern)]
+    rows = [row_of(name, x, x.grad) for name, x in named if fnmatch.fnmatch(name, pattern)]
+    missing = {name for name, x in plain.named_parameters() if x.grad is None and x.numel()}
+    return [row | dict.fromkeys(GRADIENTS, 0.0) if row["name"] in missing else row for row in rows]
 
 
 # -- parameters
@@ -94,7 +100,8 @@ def parameters_of_odd_models() -> None:
         found = inspect_model(model, "*")
         assert_same_rows(found, plain_rows(plain), "after")
         assert bmt.inspect.format_summary(found).count("\n") == len(found)
-    assert {row["grad_std"] is None for row in found} == {True, False}
+    assert {row["grad_std"] == 0.0 for row in found} == {True, False}
+    assert all(f"{row['grad_mean']:.4f}{row['grad_std']:.4f}" for row in found)
     for pattern in ("*.gain", "body.layers.[1-2].up.*", "nothing", "", "*.?.tiny"):
         assert names_of(inspect_model(model, pattern)) == names_of(plain_rows(plain, pattern))
 
@@ -185,7 +192,7 @@ def tensor_parallel_parameters() -> None:
         own = whole.chunk(tp.size, dim)[tp.index]
         setattr(model, name, bmt.DistributedParameter(own, tp_mode=True, tp_split_dim=dim))
     model.plain = bmt.DistributedParameter(whole, group="g")
-    want = [row_of(name, whole, None) for name in ("column", "row", "plain")]
+    want = [row_of(name, whole, whole * 0) for name in ("column", "row", "plain")]
     assert_same_rows(inspect_model(model, "*"), want, "tensor parallel")
     rows = bmt.inspect.print_inspect(model, file=io.StringIO())
     assert [(row.shape, row.group) for row in rows] == [((6, 4), x) for x in (None, None, "g")]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
@@ -127,22 +128,38 @@ def test_scales_do_not_show(program: Callable[[], None]) -> None:
 
 
 def set_by_hand() -> None:
-    """Gradients that were there before the manager's first step carry its scale, and no other."""
-    for dtype, scale in ((torch.float32, None), (torch.float32, 4.0), (torch.float16, 4.0)):
+    """Gradients that a program has set carry the manager's scale, and no other, before its first
+    step and later, in new tensors and in those that the last step has left.
+    """
+    ours = bmt.optim.AdamOptimizer
+    cases = [(torch.float16, 4.0, ours), (torch.float32, None, ours), (torch.float32, 4.0, ours)]
+    cases += [(torch.float32, 4.0, kind) for kind in KINDS]
+    for number, (dtype, scale, kind) in enumerate(cases * 2):
         values, grads = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.5, -0.25, 0.0078125])
-        want, param = nn.Parameter(values.clone()), nn.Parameter(values.to(dtype))
-        plain = torch.optim.Adam([want], lr=1.0)
-        optimizer = bmt.optim.AdamOptimizer([param], lr=1.0)
+        holder = nn.ParameterDict({"x": nn.Parameter(values.to(dtype))})
+        param = (bmt.Block(holder) if number % 3 else holder)["x"]
+        want = nn.Parameter(values.clone())
+        plain = (kind if kind is torch.optim.SGD else torch.optim.Adam)([want], lr=1.0)
+        optimizer = kind([param], lr=1.0, **({"weight_decay": 0} if kind in KINDS[1:] else {}))
         param.grad = grads.to(dtype) * (scale or 1.0)
         manager = bmt.optim.OptimManager(loss_scale=scale)
         manager.add_optimizer(optimizer)
-        for factor in (1.0, -0.5):
-            want.grad = grads * factor
+        for factor in (1.0, -0.5, 2.0):
+            want.grad, given = grads * factor, grads.to(dtype) * (factor * (scale or 1.0))
+            if number < len(cases):
+                param.grad = given
+            else:
+                grad_of(param).copy_(given)
+            clipped = [nn.utils.clip_grad_norm_([want], 0.3).item()] if number % 2 else []
+            if clipped:
+                clipped.append(manager.clip_grad_norm([{"params": [param]}], 0.3).item())
+                assert clipped[0] == pytest.approx(clipped[1], rel=1e-3)
             plain.step()
-            param.grad = grads.to(dtype) * (factor * manager.loss_scale)
             manager.step()
-            manager.zero_grad()
-        torch.testing.assert_close(param.detach().float(), want.detach(), rtol=1e-3, atol=1e-3)
+            if number < len(cases):
+                manager.zero_grad()
+        found = bmt.gather_result(param) if number % 3 else param
+        torch.testing.assert_close(found.detach().float(), want.detach(), rtol=1e-3, atol=1e-3)
 
 
 def test_no_scale_is_applied_to_gradients_set_by_hand() -> None:

@@ -17,7 +17,7 @@ from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import ConfigurationError, ParameterError, RanksPartedError
+from bmtrain.errors import ConfigurationError, ParameterError, RanksDivergedError
 from bmtrain.kernels.chunks import Batch
 from bmtrain.optim import OptimManager
 
@@ -167,7 +167,7 @@ def found_later() -> None:
     for what, words in (*differs, ("values", "values differ")):
         with pytest.raises(ParameterError, match=f"{words} between ranks"):
             nothing_at_first(what)
-    with pytest.raises(RanksPartedError, match="a step of SGD"):
+    with pytest.raises(RanksDivergedError, match="a step of SGD"):
         nothing_at_first("settings")
 
 
@@ -185,7 +185,7 @@ def cleared_on_one_rank() -> None:
     pair.model.body.zero_grad()
     if bmt.rank() == 0:
         pair.model.plain.zero_grad()
-    with pytest.raises(RanksPartedError, match="clear gradients on all ranks"):
+    with pytest.raises(RanksDivergedError, match="clear gradients on all ranks"):
         pair.manager.backward(pair.model(rows(2)))
     pair.train(2)
 

@@ -22,7 +22,7 @@ from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import NonFiniteError
+from bmtrain.errors import ConfigurationError, NonFiniteError
 from bmtrain.optim import AdamOffloadOptimizer, OptimManager
 
 HALF = torch.float16
@@ -163,6 +163,40 @@ def test_it_is_said_and_ends() -> None:
         *(f"{start} ({row} in a row, {count} in all)" for row, count in ((1, 1), (1, 2), (2, 3))),
     ]
     assert silent == "" and error == same_error
+
+
+def too_large(kind: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        pair = Pair(kind, schedule=ours).train(2)
+        pair.zero_grad()
+        for param in pair.optimizer.param_groups[0]["params"][:1]:
+            pair.manager.backward(param.sum() * 1e25)
+        pair.manager.step()
+        pair.num_skipped += 1
+        pair.zero_grad()
+        pair.check("a gradient whose square is infinite")
+        pair.train(range(2, 4))
+        group = pair.optimizer.param_groups[0]
+        for rate in (float("nan"), float("inf")):
+            before, group["lr"] = group["lr"], rate
+            pair.backward(4)
+            with pytest.raises(ConfigurationError, match=f"group 0: lr is {rate}: expected"):
+                pair.manager.step()
+            group["lr"] = before
+            pair.zero_grad()
+            pair.check("a learning rate that is not finite")
+        pair.train(range(4, 6))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["adam", "offload"])
+def test_what_adam_cannot_come_back_from(kind: str) -> None:
+    """A finite gradient with an infinite square would freeze a parameter for good: the step is
+    skipped, and that is told. A learning rate that is not finite is refused.
+    """
+    text = run_ranks(too_large, 2, kind)[0]
+    assert "are finite, but Adam's second moment would be infinite" in text
 
 
 def at_the_smallest_scale() -> None:

@@ -14,7 +14,7 @@ from tests.ranks.test_whole_parameters import doubles, whole
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import RanksPartedError
+from bmtrain.errors import RanksDivergedError
 
 DIM = 4
 Program = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -96,7 +96,7 @@ def other_numbers(name: str) -> None:
     model = bmt.BMTrainModelWrapper(Model(PROGRAMS["a row"]))
     linear = model.get_submodule("linear")
     linear(rows()[bmt.rank()]).sum().backward()
-    with pytest.raises(RanksPartedError, match=rf"\b{name} with "):
+    with pytest.raises(RanksDivergedError, match=rf"\b{name} with "):
         OF_TOKENS[name](linear, bmt.rank() + 2.0)
         bmt.sum_loss(torch.zeros(()))  # whatever comes next
 

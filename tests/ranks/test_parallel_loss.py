@@ -169,7 +169,7 @@ def test_head_of_a_split_vocabulary() -> None:
     table = VPEmbedding(CLASSES, 5)
     bmt.init_parameters(table)
     own, plain = (hidden[bmt.rank()].clone().requires_grad_() for _ in range(2))
-    logits = table(own.view(3, 2, 5), projection=True).flatten(0, 1)
+    logits = table(own, projection=True)
     wanted = targets[first : first + 2].flatten()
     loss = FusedCrossEntropy(parallel=True)(logits, wanted)
     loss.backward()

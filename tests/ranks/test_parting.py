@@ -21,7 +21,7 @@ import bmtrain
 from bmtrain.distributed.agreement import largest
 from bmtrain.distributed.collectives import gather_objects
 from bmtrain.distributed.ledger import Ledger
-from bmtrain.errors import ParameterError, RanksPartedError
+from bmtrain.errors import ParameterError, RanksDivergedError
 from bmtrain.runtime import world
 
 SIZE = 16
@@ -269,7 +269,7 @@ def told(do: Callable[[], object]) -> str:
     """What the error says, of which nothing stays alive."""
     try:
         do()
-    except RanksPartedError as error:
+    except RanksDivergedError as error:
         return str(error)
     raise AssertionError("not refused")
 
@@ -396,16 +396,16 @@ def bring_different_models() -> None:
         frozen,
     ):
         before = [param.clone() for param in model.parameters()]
-        with pytest.raises(RanksPartedError, match="The first difference is number"):
+        with pytest.raises(RanksDivergedError, match="The first difference is number"):
             bmtrain.BMTrainModelWrapper(model)
         torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
-    with pytest.raises(RanksPartedError, match=r"a\.weight: shape \(16, 16\)"):
+    with pytest.raises(RanksDivergedError, match=r"a\.weight: shape \(16, 16\)"):
         bmtrain.Block(other_seed[0])
     model = bmtrain.BMTrainModelWrapper(layers(2))
     state = model.state_dict()
-    with pytest.raises(RanksPartedError, match="load_state_dict"):
+    with pytest.raises(RanksDivergedError, match="load_state_dict"):
         model.load_state_dict({name: value + own for name, value in state.items()})
-    with pytest.raises(RanksPartedError, match="load_state_dict"):
+    with pytest.raises(RanksDivergedError, match="load_state_dict"):
         model.load_state_dict({} if own else state, strict=False)
     model.load_state_dict(state)
     torch.testing.assert_close(model.state_dict(), layers(2).state_dict(), rtol=0, atol=0)

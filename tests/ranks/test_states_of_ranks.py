@@ -13,7 +13,7 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import CheckpointError, RanksPartedError
+from bmtrain.errors import CheckpointError, RanksDivergedError
 from bmtrain.optim import AdamOptimizer, OptimManager
 
 State = dict[str, Any]
@@ -106,7 +106,7 @@ def loaded() -> None:
         other = {key: value + 1 for key, value in values.items()}
         if bmt.rank() == 1:
             add(other[name])
-        with pytest.raises(RanksPartedError, match=name):
+        with pytest.raises(RanksDivergedError, match=name):
             run.model.load_state_dict(other)
         models.assert_same_dicts(models.cloned_state(run.model), values, "as it was", 0.0)
     run.load(weights, state)

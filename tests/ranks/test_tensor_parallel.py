@@ -43,10 +43,10 @@ Parameters = dict[str, Tensor]
 Answer = Callable[[Tensors, Parameters], Tensors]
 
 
-def column(gather_input: bool, gather_output: bool) -> Answer:
+def column(gather_input: bool, gather_output: bool, dim: int = 0) -> Answer:
     def answer(inputs: Tensors, params: Parameters) -> Tensors:
         size = len(inputs)
-        given = [torch.cat(inputs)] * size if gather_input else inputs
+        given = [torch.cat(inputs, dim)] * size if gather_input else inputs
         parts = [F.linear(x, **params).chunk(size, -1)[rank] for rank, x in enumerate(given)]
         return [torch.cat(parts, -1)] * size if gather_output else parts
 
@@ -181,10 +181,12 @@ def embeddings() -> None:
         if len(shape) == 1:
             ids = [x.int() for x in ids]
         check(made(VPEmbedding, VOCAB, IN), ids, lookup, f"lookup {shape}")
-    for shape in ((6, IN), (2, 3, IN)):
+    for shape in ((6, IN), (2, 3, IN), (3, 1, 2, IN)):
         head = made(VPEmbedding, VOCAB, IN)
         call = functools.partial(head, projection=True)
-        check(head, rows_of_all(*shape), column(True, False), f"projection {shape}", call)
+        answer = column(True, False, int(len(shape) > 2))  # sequences come whole
+        check(head, rows_of_all(*shape), answer, f"projection {shape}", call)
+    assert call(rows_of_all(*shape)[bmt.rank()]).is_contiguous()
 
 
 @on_ranks(4, init={"tp_size": 2})

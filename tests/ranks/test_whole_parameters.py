@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bmtrain as bmt
-from bmtrain.errors import ParameterError, RanksPartedError, StaleParameterError
+from bmtrain.errors import ParameterError, RanksDivergedError, StaleParameterError
 from bmtrain.shard.slices import Slices
 
 DIM = 8
@@ -267,6 +268,20 @@ def about() -> None:
             assert f"{model}" and repr([*model.parameters()]) and str(next(model.parameters()))
             assert facts(model) == facts(plain())
             assert model[0].a.weight is dict(model.named_parameters())["0.a.weight"]
+        # On all ranks: views are gathered. BMCook calls torch.IntTensor(x.shape).
+        seen, expected = views(Run(shard)), views(Run())
+        assert [torch.IntTensor(x.shape).shape for x in seen] == [x.shape for x in expected]
+        assert [(x.shape.numel(), *x.size()[:1]) for x in seen] == [
+            (x.numel(), *x.shape[:1]) for x in expected
+        ]
+
+
+def views(run: Run) -> list[torch.Tensor]:
+    """Of a parameter and its gradient, and all values of the state dict."""
+    run.back()
+    of = (run.matrix, run.matrix.data, run.matrix.detach(), grad_of(run.matrix))
+    cut = [(x.view(-1), x.t(), x.transpose(0, 1), x[1:], x.detach().t()) for x in of]
+    return [*of, *itertools.chain(*cut), *run.model.state_dict().values()]
 
 
 def hooked(run: Run) -> Tensors:
@@ -496,7 +511,7 @@ def refused_models() -> None:
         model = plain()
         (model(batch()).square().sum() * (bmt.rank() + 1)).backward()
         if bmt.world_size() > 1:
-            with pytest.raises(RanksPartedError, match="gradient"):
+            with pytest.raises(RanksDivergedError, match="gradient"):
                 shard(model)
             model = plain()
             bmt.optim.AdamOptimizer(model.parameters())

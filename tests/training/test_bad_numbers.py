@@ -161,8 +161,9 @@ def test_the_cause_is_named(tmp_path: Path) -> None:
 
 
 def spoiled(folder: str) -> list[str]:
-    """Two runs whose weights are written after a step; and one whose states of Adam overflow by a
-    finite gradient, in step 3, with checkpoints every other step.
+    """Two runs whose weights are written after a step; and one that skips step 3, whose finite
+    gradient would make Adam's moments infinite, with checkpoints every other step, and in which
+    they are made so after it.
     """
     said = []
     for spoil in (1, 3, None):
@@ -178,6 +179,10 @@ def spoiled(folder: str) -> list[str]:
                 for batches in run.steps():
                     factor = 1e25 if spoil is None and run.step == 2 else 1.0
                     run.update(model.loss(**batch) * factor for batch in batches)
+                    if spoil is None and run.step == 3:
+                        moment = run.optimizer.state[model.down.weight]["exp_avg_sq"]
+                        assert bool(moment.local.isfinite().all())
+                        moment.local.fill_(math.inf)
                     if run.step == spoil:
                         model.down.weight.data.fill_(math.nan)
         said.append(str(raised.value))
@@ -187,7 +192,7 @@ def spoiled(folder: str) -> list[str]:
 
 def test_what_is_not_finite_is_named_and_not_written(tmp_path: Path) -> None:
     """Weights that were not finite before the step, by whatever wrote them. A state of the
-    optimizer that has overflowed: refused by its name, and the checkpoint before stays, whole.
+    optimizer that is infinite: refused by its name, and the checkpoint before stays, whole.
     """
     for *errors, refused in run_ranks(spoiled, 2, str(tmp_path)):
         for error in errors:

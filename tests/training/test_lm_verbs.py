@@ -341,13 +341,39 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 def test_metrics_are_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "metrics.jsonl"
-    file = MetricsFile(path, lambda record: True)
+    file = MetricsFile(path, 0)
     for step in range(5):
         file.add({"step": step})
     with path.open("a") as text:
         text.write('{"step": 5, "lo')  # the process died here
-    MetricsFile(path, lambda record: record["step"] <= 2).add({"step": 3, "new": True})
+    MetricsFile(path, 2).add({"step": 3, "new": True})
     assert read_metrics(path) == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "new": True}]
+
+
+def test_each_measurement_is_there_once(tmp_path: Path) -> None:
+    """What was measured after the last step stays, and what is measured again replaces it, though
+    the folder is away for a while. Damaged lines are named, and kept beside.
+    """
+    folder = tmp_path / "run"
+    path, away = folder / "metrics.jsonl", tmp_path / "away"
+    step, a, b = {"step": 1, "loss": 2.0}, {"step": 1, "on": "a", "x": 1}, {"step": 1, "on": "b"}
+    file = MetricsFile(path, 0)
+    for record in (step, a, b, {"step": 2, "loss": 1.0}):
+        file.add(record)
+    damaged = path.read_bytes().replace(b"2.0}\n", b'2.0}\n\xff\x00\n[3]\n{"a": 1}\n')
+    path.write_bytes(damaged)
+    with pytest.warns(UserWarning, match=r"metrics.jsonl: 3 lines cannot be read.*damaged"):
+        file = MetricsFile(path, 1)
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
+    assert read_metrics(path) == [step, a, b]
+    folder.rename(away)
+    for number in (1, 2):
+        with pytest.raises(FileNotFoundError):
+            file.add({"step": number, "on": "a", "x": torch.tensor(number + 0.5)})
+    away.rename(folder)
+    file.add({"step": 3, "loss": 0.5})
+    again = [{"step": number, "on": "a", "x": number + 0.5} for number in (1, 2)]
+    assert read_metrics(path) == [step, b, *again, {"step": 3, "loss": 0.5}]
 
 
 def test_curves_are_tensorboards(tmp_path: Path) -> None:

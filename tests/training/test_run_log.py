@@ -105,6 +105,51 @@ def test_a_run_is_seen(tmp_path: Path) -> None:
     ]
 
 
+def told(folder: str, out: Any) -> tuple[list[int], str]:
+    """A run all of whose ways of telling fail; the steps in its record, and what it says."""
+    path, broken = Path(folder), mock.Mock()
+    for name in ("add", "close"):
+        getattr(broken, name).side_effect = RuntimeError("no network")
+    said: list[str] = []
+    with mock.patch("model_center.training.run_log.say", said.append):
+        log = RunLog(path, first_step=0, num_steps=3, log_every=1)
+        log.curves = [broken]
+        log.console.file = out
+        with log:
+            log.step(report(1))
+            path.rename(path.with_name("away"))
+            log.step(report(2))
+            path.with_name("away").rename(path)
+            log.say("you \u4f60\x1b[2J\r")
+            log.step(report(3))
+            log.to_disk()
+    return [record["step"] for record in read_metrics(path / METRICS)], "".join(said)
+
+
+@pytest.mark.parametrize("error", [None, BrokenPipeError(32, "Broken pipe"), OSError(28, "full")])
+def test_telling_ends_nothing(error: Exception | None, tmp_path: Path) -> None:
+    """A terminal without the letter, a reader that has ended, a full disk, curves without their
+    network, a folder that is away: said once on what is left, and the record is whole.
+    """
+    (tmp_path / "run").mkdir()
+    raw = io.BytesIO()
+    out: Any = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    if error is not None:
+        out = mock.Mock(spec=io.TextIOWrapper, encoding="ascii", isatty=lambda: False)
+        out.write.side_effect = error
+    with mock.patch("os.dup2") as closed:
+        steps, said = told(str(tmp_path / "run"), out)
+    assert steps == [1, 2, 3]
+    assert closed.called == isinstance(error, BrokenPipeError)
+    if error is not None:
+        assert re.fullmatch("standard output cannot be written .*: the run goes on.\n", said)
+        return
+    text = raw.getvalue().decode("ascii")
+    assert "you \\u4f60\\u001b[2J\\u000d\n" in text and said == ""
+    assert text.count("Mock cannot be written (RuntimeError: no network): the run goes on") == 1
+    assert text.count(f"{METRICS} cannot be written (FileNotFoundError") == 1
+
+
 GUIDE = (ROOT / "docs/site/en/guides/watching.md").read_text("utf-8")
 
 

@@ -38,6 +38,7 @@ from model_center.model import Llama
 from model_center.model.registry import model_class
 from model_center.tokenizer import GPT2Tokenizer
 from model_center.training.metrics_file import read_metrics
+from model_center.training.subject import OwnSubject
 
 CHAT = DATA / "chat"
 FAMILIES = ("gpt2", "gptj", "llama", "mistral", "opt", "qwen2", "qwen3")
@@ -206,15 +207,15 @@ def all_packed(models: list[str]) -> None:
     for model in models:
         content = json.loads(Path(model, "config.json").read_text())
         kind: Any = model_class(content)
-        tokenizer = command_module.TOKENIZERS[kind.__name__].from_pretrained(model)
-        samples = InstructionDataset(CHAT / "train.jsonl", tokenizer, 64)
+        subject = OwnSubject(kind, model)
+        samples = InstructionDataset(CHAT / "train.jsonl", subject.tokenizer, 64)
         packed = PackedSamples(samples, 160)
         assert max(map(len, packed.rows)) > 1
-        ours = kind.from_pretrained(model, dtype=torch.float32).eval()
+        subject.model = kind.from_pretrained(model, dtype=torch.float32).eval()
         theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         batch = packed.collate([packed[number] for number in range(len(packed))])
         with torch.no_grad():
-            found, expected = command_module.loss_sum(ours, batch), torch.zeros(())
+            found, expected = subject.loss_sum(batch), torch.zeros(())
             for number in range(len(samples)):
                 item = samples[number]
                 logits = theirs.eval()(item["input_ids"][None]).logits[0]
@@ -254,7 +255,7 @@ def test_shares_of_files() -> None:
         ("--validation x --validation-share 0.1", ConfigError, "give one of them"),
         ("--resume", ConfigError, "--resume goes on from the checkpoints in --save"),
         ("--data nowhere.jsonl", DataError, "there is no file nowhere.jsonl"),
-        ("--data nowhere.jsonl:-1", DataError, "expected FILE or FILE:WEIGHT, the weight above 0"),
+        ("--data nowhere.jsonl:-1", DataError, "expected NAME or NAME:WEIGHT, the weight above 0"),
         ("--model-config bert", ConfigError, "bert is a Bert: expected a CausalModel"),
     ],
 )

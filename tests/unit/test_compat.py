@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -12,72 +13,51 @@ from typing import Any
 import pytest
 import torch
 from tests.arch.source import ROOT
+from tests.unit.test_surface import surface
 
 import bmtrain
 from bmtrain import compat
 from bmtrain.errors import ConfigurationError, NotInitializedError, RemovedError
 
 bmt: Any = bmtrain
-# What programs of BMTrain 1.0.1 and before import.
-LIST = """
-global_var: config rank world_size
-init: init_distributed is_initialized topology
-block_layer: Block CheckpointBlock CheckpointBlockContext TransformerBlockList round_up storage_type_cuda
-pipe_layer: PipelineTransformerBlockList PipePreFunction PipePostFunction StagePreFunction StagePostFunction
-layer: DistributedModule
-parameter: DistributedParameter ParameterInitializer OpAllGather
-param_init: init_parameters grouped_parameters init_distributed_parameter iterate_parameters
-synchronize: synchronize sum_loss gather_result wait_loader
-store: save load allgather_object allgather_objects broadcast_object
-wrapper: BMTrainModelWrapper make_distributed model_wrapper_dispatch
-utils: round_up check_torch_version tp_split_tensor print_block print_dict print_rank see_memory AverageRecorder
-debug: clear set get append extend
-hook_func: zero_pre_forward zero_post_forward zero_pre_backward zero_post_backward PreHookFunc PostHookFunc OneStepNoGradFunc
-zero_context: ZeroContext
-nccl: allReduce allGather reduceScatter broadcast reduce send recv groupStart groupEnd commCount commRank commDestroy NCCLCommunicator getUniqueId commInitRank
-distributed.ops: all_gather all_reduce broadcast reduce_scatter send_activations recv_activations OpAllGather OpAllReduce OpBroadcast OpReduceScatter
-inspect.format: format_summary
-inspect.model: inspect_model inspect_block inspect_pipeline_transformer_block_list
-inspect.tensor: inspect_tensor record_tensor InspectTensor InspectTensorManager
-optim.optim_manager: OptimManager check_overflow grad_rescale
-optim.adam: AdamOptimizer
-optim.adam_offload: AdamOffloadOptimizer
-loss.cross_entropy: FusedCrossEntropy
-loss._function: has_inf_nan
-lr_scheduler.warmup: WarmupLRScheduler
-lr_scheduler.noam: Noam
-lr_scheduler.no_decay: NoDecay
-lr_scheduler.linear: Linear
-lr_scheduler.cosine: Cosine
-lr_scheduler.exponential: Exponential
-nn.linear: Linear OpLinear
-nn.column_parallel_linear: ColumnParallelLinear
-nn.row_parallel_linear: RowParallelLinear
-nn.parallel_embedding: VPEmbedding
-nn.parallel_linear_func: OpParallelLinear ReduceType
-"""
-NAMES = dict(line.split(": ") for line in LIST.strip().splitlines())
+# Names that BMTrain had before 1.0.1.
+OLDER = {
+    "block_layer": ["CheckpointBlock", "CheckpointBlockContext"],
+    "store": ["allgather_object"],
+}
+NAMES = {
+    path.removeprefix("bmtrain.").removeprefix("bmtrain"): names
+    for path, names in surface().items()
+    if path.startswith("bmtrain")
+}
 
 
 def test_old_paths_have_the_old_names() -> None:
     """They are the public ones where there is a public one of that name; every module says where its
     things live, and is an attribute of the package, as in BMTrain, where importing the package imports
-    it; `synchronize` alone is hidden by the function, as it is there.
+    it; functions of the same names hide some, as they do there.
     """
-    paths = {line.split()[0] for line in compat.NAMES.strip().splitlines()} | set(compat.REMOVED)
+    made = f"{compat.NAMES}{compat.IMPORTED}".splitlines()
+    removed = compat.REMOVED.strip().split("\n\n")
+    paths = {line.split()[0] for line in [*made, *removed] if line}
     assert paths <= set(NAMES)
-    for path, names in NAMES.items():
+    hidden = set()
+    for path in paths:
         module = importlib.import_module(f"bmtrain.{path}")
-        package = importlib.import_module(f"bmtrain.{path}".rpartition(".")[0])
-        assert module.__doc__
-        for name in names.split():
-            found, public = getattr(module, name), vars(package).get(name)
-            is_own = path in ("nccl", "distributed.ops", "debug") or inspect.ismodule(public)
+        parent, _, last = path.rpartition(".")
+        package = vars(importlib.import_module(f"bmtrain.{parent}".rstrip(".")))
+        assert module.__doc__ and importlib.util.find_spec(f"bmtrain.{path}")
+        older = OLDER.get(path, [])
+        assert {*older} <= {*module.__all__} <= {*older, *NAMES[path]}
+        for name in module.__all__:
+            found, public = getattr(module, name), package.get(name)
+            is_own = path in ("distributed.ops", "debug") or inspect.ismodule(public)
             assert is_own or public is None or public is found, f"{path}.{name}"
-        found = bmt
-        for part in path.split("."):
-            found = getattr(found, part)
-        assert found is (bmt.synchronize if path == "synchronize" else module)
+        if package[last] is not module:
+            hidden.add(path)
+            assert package[last] is getattr(module, last)
+    measured = {f"benchmark.{name}" for name in ("all_gather", "reduce_scatter", "send_recv")}
+    assert hidden == {"synchronize", *measured}
 
 
 FRESH = """
@@ -116,7 +96,9 @@ pipe_layer.StagePreFunction.apply(1, 2)
 hook_func.zero_pre_forward(None, None)
 hook_func.PreHookFunc.apply(None)
 zero_context.ZeroContext(None, {})
-store.DistributedStateDictWrapper({})
+store.DistributedTensorWrapper(1)
+optim._function.adam_cpu(1)
+optim._distributed.state_dict_gather({})
 distributed.ops.send_meta(1, 2, 3)
 loss._function.fused_sumexp(1, 2)
 nccl.getUniqueId()

@@ -124,6 +124,8 @@ Linear(optimizer(), S, 5, None) => end_iter|got None|NoDecay
 Noam(optimizer(), S, 0, 9, -3) => num_iter|is -3
 Noam(optimizer(), S, 0, 9).step(-3) => num_iter|is -3
 Exponential(optimizer(), S, 0, 9, gamma=-1.0) => gamma|got -1.0
+Exponential(optimizer(), S, 0, 9, gamma=2.0).step(9999) => iteration 9999: lr is|finite
+Exponential(optimizer(), S, 0, 9, gamma=math.inf).step(1) => iteration 1: lr is inf|finite
 Noam(optimizer(), S, 0, 9).load_state_dict({"num_iter": 3}) => state_dict|num_iter|start_lr
 """
 

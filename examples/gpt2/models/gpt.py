@@ -104,7 +104,8 @@ class GPT(bmt.DistributedModule):
         """
         x = self.token_embedding(input_ids) + self.position_embedding(position_ids)
         x = self.layers(x, attention_mask(mask))
-        return self.token_embedding(self.norm(x), projection=True)
+        rows = self.token_embedding(self.norm(x).flatten(0, 1), projection=True)
+        return rows.unflatten(0, (-1, x.shape[1]))
 
 
 def attention_mask(mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -148,12 +148,15 @@ def _print(what: str, rows: list[Row], axis: Axis) -> None:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            _size_text(row.size), f"{row.seconds * 1e6:,.1f} us", f"{row.bandwidth / 1e9:,.3f} GB/s"
+            format_size(row.size),
+            f"{row.seconds * 1e6:,.1f} us",
+            f"{row.bandwidth / 1e9:,.3f} GB/s",
         )
     rich("console").Console().print(table)
 
 
-def _size_text(size: int) -> str:
+def format_size(size: int) -> str:
+    """Bytes in the largest unit of which there is a whole number at least."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break

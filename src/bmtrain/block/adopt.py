@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from bmtrain.block.batch_norm import share_statistics
 from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
@@ -234,8 +235,9 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
     """Move `module`'s own buffers and replicated parameters to the rank's device.
 
     A floating-point buffer on meta becomes NaN there, so that results show it if nothing fills it;
-    an integer buffer becomes 0.
+    an integer buffer becomes 0. Statistics of a BatchNorm become those of all ranks' rows.
     """
+    share_statistics(module)
     for param in module._parameters.values():
         if (
             param is not None

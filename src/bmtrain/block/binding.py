@@ -13,7 +13,9 @@ import torch
 from bmtrain.block.adopt import Place, places_of
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.slices import Slices
 from bmtrain.shard.unshard import Use
+from bmtrain.shard.window import as_copy
 from bmtrain.torch_internals import no_torch_function, renew_weights, versions_of
 
 _NATIVE_DATA: Any = torch.Tensor.data  # torch's descriptor
@@ -41,13 +43,19 @@ class ParameterTable(tuple[Row, ...]):
         storages: the storages of the parameters, in order of first appearance.
         positions: index of each parameter among the slots of all storages.
         are_copies: whether gathered tensors are copies; on one rank they alias the parameters.
+        is_replaced: whether ordinary tensors stand in all places, as in
+            `torch.func.functional_call`: there is nothing to gather.
     """
 
     def __new__(cls, modules: Sequence[tuple[str, torch.nn.Module]]) -> ParameterTable:
-        return super().__new__(cls, [Row(place, _sharded(place)) for place in places_of(modules)])
+        places = list(places_of(modules))
+        if not any(isinstance(place.value, torch.nn.Parameter | Slices) for place in places):
+            return super().__new__(cls)
+        return super().__new__(cls, [Row(place, _sharded(place)) for place in places])
 
     def __init__(self, modules: Sequence[tuple[str, torch.nn.Module]]) -> None:
         self.modules = modules
+        self.is_replaced = not self and any(True for _ in places_of(modules))
         self.params = [param for _, param in self]
         self.homes = [(place.module._parameters, place.name) for place, _ in self]
         self.storages = list(dict.fromkeys([param.storage_of for param in self.params]))
@@ -107,12 +115,33 @@ class Bound(torch.Tensor):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-class BoundCopy(Bound):
+class _Copy(torch.Tensor):
+    """A gathered copy. numpy's view of it is read-only: no version counts its writes."""
+
+    __torch_function__: Any = no_torch_function
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's, of which a write would be lost."""
+        return as_copy(super().numpy(*args, **kwargs))
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as an ordinary tensor."""
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class BoundCopy(_Copy, Bound):
     """A gathered copy, which the next release discards.
 
     `.data` shares the version counter of the tensor. The native `.data` has a counter of its own,
     so a write through it would be lost in silence.
     """
+
+    def detach(self) -> torch.Tensor:
+        """torch's."""
+        return super().detach().as_subclass(_Copy)
 
     @property
     def data(self) -> torch.Tensor:
@@ -289,10 +318,8 @@ def _sharded(place: Place) -> DistributedParameter:
     if not isinstance(param, torch.nn.Parameter):
         raise ParameterError(
             f"a tensor was put in the place of parameter {place.path!r} of a block, as "
-            "torch.func.functional_call does: a block "
-            "computes with its own parameters only. Leave such modules out of blocks: "
-            "their parameters, sharded by "
-            "BMTrainModelWrapper, can be replaced by whole tensors."
+            "torch.func.functional_call does, and not in the place of others: replace all of "
+            "a block, by whole tensors, param.gather()."
         )
     raise ParameterError(
         f"parameter {place.path!r} of a block is not sharded: it was put in after the "

@@ -33,7 +33,7 @@ from bmtrain.recompute.scripted import open_slots
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import known_keywords
 from bmtrain.runtime.log import warn
-from bmtrain.shard.module import DistributedModule
+from bmtrain.shard.module import DistributedModule, has_blocks
 from bmtrain.shard.outputs import before_backward_of, has_plain_tensors, map_tensors, tied_to
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
@@ -81,6 +81,9 @@ class Block(DistributedModule):
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models" (2020).
     """
+
+    is_block = True
+    __call__ = torch.nn.Module.__call__  # _forward does the same
 
     @known_keywords
     def __init__(
@@ -196,21 +199,19 @@ class Block(DistributedModule):
         adopt(places, self._policy, context.converted)
         for _, part in parts:
             move_buffers(part, context.device)
+        self._holds_blocks = has_blocks(self._inner)
         if self._stage is not None:
             self.move_to_stage(self._stage)
         if not isinstance(self._runner, CompiledModule):
             self._runner = (
                 CompiledByDefault(self._structure())
-                if self._compiles and not self._has_blocks()
+                if self._compiles and not self._holds_blocks
                 else self._eager
             )
 
     def _structure(self) -> Structure:
         params = [param for _, param in self._binding.table()]
         return self._context.programs.structure(self._inner, params, bool(self._fp8))
-
-    def _has_blocks(self) -> bool:
-        return any(isinstance(module, Block) for module in self._inner.modules())
 
     def _parts(self) -> list[tuple[str, torch.nn.Module]]:
         """The inner module and its plain descendants, with their paths."""
@@ -288,26 +289,29 @@ class Block(DistributedModule):
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._binding.is_running:  # a replacement of `forward` calls `original` from inside
             return original(*args, **kwargs)
+        table = self._binding.table()
+        if table.is_replaced:
+            return original(*args, **kwargs)
         refuse_transforms()
         if not has_plain_tensors((*args, *kwargs.values())):
             args, kwargs = map_tensors(ordinary, (args, kwargs))
-        table = self._binding.table()
         use = Use(table.storages) if self._shared is None else self._shared
         invocation = Invocation(table, use, self._runner_now((*args, *kwargs.values())))
-        if not torch.is_grad_enabled():
-            return self._run_at(Level.NOTHING, invocation, args, kwargs)
-        level = self._level
+        level = self._level if torch.is_grad_enabled() else Level.NOTHING
         if level is None and use.has_hooks:
             # What they do with what is kept is their business: they recompute it, or move it. Once
             # more the same level, if they are those of a checkpoint.
             level = Level.NOTHING
-        # During an outer block's recomputation this call belongs to no pass of the planner.
-        if level is None and not in_backward():
-            return self._run_as_planned(invocation, args, kwargs)
-        # Hold the buffers if compiled code falls back in the middle of the call: without it the
-        # fallback gathers a second time, and ranks that did not fall back never join: a hang.
-        with use.running():
-            return self._run_at(level or Level.BLOCK, invocation, args, kwargs)
+        draws = self._context.draws
+        draws_own = self.training and not (draws.are_own or self._holds_blocks)
+        with draws.own() if draws_own else contextlib.nullcontext():
+            # During an outer block's recomputation this call belongs to no pass of the planner.
+            if level is None and not in_backward():
+                return self._run_as_planned(invocation, args, kwargs)
+            # Hold the buffers if compiled code falls back in the middle of the call: without it the
+            # fallback gathers a second time, and ranks that did not fall back never join: a hang.
+            with use.running():
+                return self._run_at(level or Level.BLOCK, invocation, args, kwargs)
 
     def _run_as_planned(
         self, invocation: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -345,7 +349,7 @@ class Block(DistributedModule):
         levels: Sequence[Level],
     ) -> dict[Level, Option]:
         """The cost of a call at each level, measured on the parameters that its use holds."""
-        if self._has_blocks() or not self._is_repeatable(invocation):
+        if self._holds_blocks or not self._is_repeatable(invocation):
             return unmeasured()
         use = invocation.use
         # Views, not detached tensors: `detach` hides that parameters share one buffer, and the
@@ -355,14 +359,14 @@ class Block(DistributedModule):
         for view, flag in zip(views, use.trainable, strict=True):
             view.requires_grad_(flag)
         named = itertools.chain(enumerate(args), kwargs.items())
-        begun = self._host_state.begin(named, self._context.device)
+        begun = self._host_state.begin(named, self._context.draws)
         trials = Trials(self._inner, invocation.runner, self._host_state, begun)
         with self._bound(invocation, views):
             return measure(trials, levels, views, args, kwargs)
 
     def _is_repeatable(self, invocation: Invocation) -> bool | None:
         """Whether a call can run a second time; None if that is not known yet."""
-        return invocation.runner.is_compiled or self._has_blocks() or self._host_state.is_repeatable
+        return invocation.runner.is_compiled or self._holds_blocks or self._host_state.is_repeatable
 
     def _kind(self, invocation: Invocation, tensors: Sequence[torch.Tensor]) -> object:
         """What determines how much a call keeps, apart from shapes."""
@@ -425,7 +429,7 @@ class Block(DistributedModule):
             self._warn_of_keeping(reason)
 
         named = itertools.chain(enumerate(args), kwargs.items())
-        begun = self._host_state.begin(named, context.device, draws=not host.is_capturing)
+        begun = self._host_state.begin(named, context.draws, is_capturing=host.is_capturing)
         recomputation = Recomputation(body, begun, use.place_of, use.find, keep)
         with context.pinned.saving(moved, None) if moved else contextlib.nullcontext():
             recomputation.save(args, kwargs)
@@ -505,7 +509,10 @@ class Block(DistributedModule):
         with use.running(), again:
             views = use.open_apart() if is_again else use.open()
             with self._bound(invocation, views):
-                with self._saving(use, packs=execution.packs, moved=execution.moved):
+                hooks = use.saving() if execution.packs else contextlib.nullcontext()
+                if execution.moved:
+                    hooks = self._context.pinned.saving(execution.moved, hooks)
+                with hooks:
                     out = execution.run(self._inner, args, kwargs)
                 use.check_unchanged()
             return out, views
@@ -517,13 +524,6 @@ class Block(DistributedModule):
         table = invocation.table
         bound = invocation.use.select(views, table.storages, table.positions)
         return self._binding.running(table, bound, is_compiled=invocation.runner.is_compiled)
-
-    def _saving(
-        self, use: Use, *, packs: bool, moved: Sequence[torch.Tensor]
-    ) -> contextlib.AbstractContextManager[object]:
-        """Hooks for saved tensors: pack views of parameters if `packs`, offload `moved`."""
-        hooks = use.saving() if packs else contextlib.nullcontext()
-        return self._context.pinned.saving(moved, hooks) if moved else hooks
 
     def _tied(
         self,

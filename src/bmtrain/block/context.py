@@ -27,6 +27,7 @@ class Context:
 
     def __init__(self, world: World) -> None:
         self.device, self.mesh, self.defaults = world.device, world.mesh, world.defaults
+        self.draws = world.draws
         self.engine = world.service(Engine)
         self.host = self.engine.host
         self.recorder = world.service(Recorder)

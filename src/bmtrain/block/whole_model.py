@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,14 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.residence import Residence
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.unshard import Use
-from bmtrain.torch_internals import in_backward, in_transform, next_node_number, saved_tensors_hooks
+from bmtrain.torch_internals import (
+    hooks_of,
+    in_backward,
+    in_transform,
+    next_node_number,
+    saved_tensors_hooks,
+    told_once,
+)
 
 # Full parameters and full gradients take four bytes a parameter in bf16. A model is small if they
 # take at most this part of the device's memory.
@@ -40,7 +48,10 @@ _MOST = 1 / 40
 _MOST_ON_CPU = 2**31  # bytes
 _MARGIN = 0.15  # of the device's memory, left free after the forward pass of a trial
 _STATES = 16  # bytes per parameter of a shard: gradients and the optimizer's states, still to come
+# Attempts to compile. What a first call does once, as warnings, is often what does not compile.
+_MOST_FAILURES = 2
 _KEY = "_whole_model"  # in the `__dict__` of a wrapped model
+_NUM_SPECIAL = 2  # shapes that are recorded: those of a step, and of an epoch's last one
 _ON_GPU = {"options": {"triton.cudagraphs": True}}
 
 Forward = Callable[..., Any]
@@ -49,8 +60,8 @@ Forward = Callable[..., Any]
 class Stage(enum.Enum):
     """How far a model has come.
 
-    A trial makes UNTRIED to WHOLE or to APART. Compiled code that fails later makes WHOLE to APART,
-    which is final.
+    A trial makes UNTRIED to WHOLE, or to APART if the model does not compile or fit. Compiled code
+    that fails later makes WHOLE to APART, which is final.
     """
 
     UNTRIED = enum.auto()
@@ -123,6 +134,9 @@ class WholeModel:
         self._residences: list[Residence] = []  # that hold the full parameters
         self._table: ParameterTable | None = None
         self._blocks: list[tuple[dict[str, Any], str, torch.nn.Module]] = []
+        self._hooks: list[Mapping[int, Any]] = []  # of modules below the model
+        self._last: weakref.ref[Use] | None = None  # that of the last call
+        self._num_failed = 0  # attempts to compile
         self._tried = 0  # elements of the largest arguments that a trial has run with
         self._kept = 0  # bytes that its forward pass has left on the device
         self._stage = Stage.UNTRIED if self._is_small() else Stage.APART
@@ -194,24 +208,31 @@ class WholeModel:
         return (self._run(model, args, kwargs),)
 
     def _is_possible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        arguments = (*args, *kwargs.values())
-        # Hooks of the model itself run around `forward`.
-        parts = [part for _, part in self._current().modules][1:]
-        room = None if self._memory.limit_is_open else self._memory.limit()
+        self._current()
         return not (
             in_transform()
             or self._context.recorder.is_listening
-            or is_watched(parts)
-            or changing(arguments) is not None
+            or is_watched(())
+            # Hooks of the model itself run around `forward`.
+            or any(self._hooks)
+            or changing((*args, *kwargs.values())) is not None
             or saved_tensors_hooks() is not None
-            or (room is not None and room < self._memory.allocated() + self._kept)
+            or not self._has_room()
         )
+
+    def _has_room(self) -> bool:
+        """Whether what another call keeps fits beside what the last one has kept."""
+        last = None if self._last is None else self._last()
+        if last is None or last.is_over or self._memory.limit_is_open:
+            return True
+        return self._memory.allocated() + self._kept < self._memory.limit()
 
     def _current(self) -> ParameterTable:
         table = self._binding.table()
         if table is not self._table:
             self._table = table
             self._residences = [self._engine.fixed(each.residence) for each in table.storages]
+            self._hooks = [hooks for _, part in table.modules[1:] for hooks in hooks_of(part)]
             self._blocks = [
                 (part._modules, name, child.inner)
                 for _, part in table.modules
@@ -235,7 +256,9 @@ class WholeModel:
             reason = self._compile(model, args, kwargs)
             (has_failed,) = largest([float(reason is not None)], self._axis, "compiling a model")
             if has_failed:
-                self._end(reason or "another rank could not compile it")
+                self._num_failed += 1
+                if self._num_failed == _MOST_FAILURES:
+                    self._end(reason or "another rank could not compile it")
                 return None
         device, memory = self._context.device, self._memory
         buffers = [(x, x.clone()) for x in self._root.buffers()]
@@ -293,12 +316,16 @@ class WholeModel:
         engine.rest()
         engine.bring(self._residences)
         use = Use(table.storages, self._residences)
+        self._last = weakref.ref(use)
         with use.running(), self._plain_blocks():
             views = use.open()
             bound = use.select(views, table.storages, table.positions)
             with self._binding.running(table, bound, is_compiled=True):
+                # What is said once was said in the call after the first attempt.
+                saying = told_once() if self._num_failed else contextlib.nullcontext()
                 try:
-                    out = self._program(model.training)(model, args, kwargs)
+                    with saying:
+                        out = self._program(model.training)(model, args, kwargs)
                 except NoProgramError as error:
                     if self._gate.is_shut:
                         raise
@@ -313,13 +340,13 @@ class WholeModel:
 
     def _program(self, is_training: bool) -> Program:
         if is_training not in self._programs:
-            options = _ON_GPU if self._context.device.type == "cuda" else {}
+            options = {} if self._context.device.type == "cpu" else _ON_GPU
             forward = self._forward
 
             def call(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
                 return forward(model, *args, **kwargs)
 
-            self._programs[is_training] = Program(call, self._gate, options)
+            self._programs[is_training] = Program(call, self._gate, _NUM_SPECIAL, options)
         return self._programs[is_training]
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
 from bmtrain.block.adopt import Converted, move_buffers, replace, stays_whole
+from bmtrain.block.batch_norm import share_statistics
 from bmtrain.block.block import Block
 from bmtrain.block.choices import chosen_lists
 from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models, is_made_distributed
@@ -26,6 +27,14 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import Sameness, watch_calls
 from bmtrain.shard.storage import Storage
 
+_DRAWING = (
+    torch.nn.Dropout,
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
@@ -54,7 +63,7 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     Raises:
         ParameterError: for a parameter that cannot be sharded (not floating point, lazy, or of a
             tensor subclass). The model is unchanged then.
-        RanksPartedError: on all ranks, if names, shapes, dtypes or values of parameters differ
+        RanksDivergedError: on all ranks, if names, shapes, dtypes or values of parameters differ
             between them. The model is unchanged then. Values are compared by checksum, for large
             tensors of a sample.
     """
@@ -158,12 +167,15 @@ class _Wrapping:
         # and reading attributes is what gathers parameters outside of blocks.
         if isinstance(module, torch.nn.RNNBase):
             return Block(module, use_checkpoint=False, compile=False)
+        share_statistics(module)
         chosen = chosen_lists(module)
         if chosen and not has_methods_of_whole_models(module):
             return self._make_chooser(module, chosen)
         self.wrap_children(module)
-        has_parameters = any(param is not None for param in module._parameters.values())
-        if (has_parameters or has_methods_of_whole_models(module)) and not isinstance(
+        is_distributed = isinstance(module, _DRAWING) or any(
+            param is not None for param in module._parameters.values()
+        )
+        if (is_distributed or has_methods_of_whole_models(module)) and not isinstance(
             module, DistributedModule
         ):
             become_distributed(module)

@@ -8,10 +8,11 @@ import pathlib
 import sys
 from collections.abc import Callable
 
+from bmtrain.checkpoint.files import is_there
 from bmtrain.checkpoint.folder import complete
 from bmtrain.checkpoint.shards import NAME, ShardedCheckpoint, verify
 from bmtrain.checkpoint.writer import write_file
-from bmtrain.errors import CheckpointError
+from bmtrain.errors import CheckpointError, DamagedError
 
 # Exit statuses. argparse exits with 2 for bad arguments, as BAD_INPUT does.
 WHOLE, DAMAGED, BAD_INPUT = 0, 1, 2
@@ -34,7 +35,11 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     folder: pathlib.Path = args.folder
-    found = [folder] if (folder / NAME).exists() else complete(folder)
+    try:
+        found = [folder] if is_there(folder / NAME) else complete(folder)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
     if not found:
         print(f"error: {folder} holds no checkpoint with a manifest", file=sys.stderr)
         return BAD_INPUT
@@ -44,7 +49,8 @@ def _check(args: argparse.Namespace) -> int:
             manifest = verify(path)
         except CheckpointError as error:
             status = DAMAGED
-            print(f"damaged: {error}", flush=True)
+            what = "damaged" if isinstance(error, DamagedError) else "unreadable"
+            print(f"{what}: {error}", flush=True)
         else:
             size = sum(facts.size for facts in manifest.files.values())
             ranks = manifest.world["world_size"]

@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
-from bmtrain.distributed.agreement import agree, everyone
+from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
 from bmtrain.kernels.chunks import Batch
 from bmtrain.kernels.squares import sum_of_squares
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import NUMBER
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
@@ -85,22 +86,56 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield prefix + name, buffer
 
 
-def check_finite(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse weights and optimizer states that have become NaN or infinite. Collective.
+def check_finite(
+    model: torch.nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    only: Collection[str] | None = None,
+    outcome: str = "the checkpoint is not written",
+) -> None:
+    """Refuse weights, states of optimizers and learning rates that are NaN or infinite. Collective.
 
-    Reads each value once, on its device, and waits for one number. Of what is not trained (frozen
-    parameters, buffers) only NaN is refused: masks hold -inf.
+    `CheckpointManager` calls it when it saves and when it has restored. Reads each value once, on
+    its device, and waits for one number. Of what is not trained (frozen parameters, buffers) only
+    NaN is refused: masks hold -inf.
+
+    Args:
+        only: as of `CheckpointManager.save`.
+        outcome: how the message begins.
 
     Raises:
-        CheckpointError: on every rank, naming the first tensor.
+        CheckpointError: on every rank, naming the first.
     """
+    optimizers = list(optimizers)
+
+    def look() -> None:
+        name = _not_finite(model, optimizers, only)
+        if name is not None:
+            raise CheckpointError(
+                f"{outcome}: {name} is not finite any more. The checkpoints before it stay. "
+                "Remedy: go on from one of them, with another learning rate or without the batches "
+                "of these steps."
+            )
+
+    attempt(look, everyone())
+
+
+def _not_finite(
+    model: torch.nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    only: Collection[str] | None,
+) -> str | None:
+    """What is not; None if all is finite."""
     held: list[tuple[str, torch.Tensor, bool]] = []  # name, values, whether it is trained
     names: dict[int, str] = {}
     for entry in entries(model):
         trained = isinstance(entry.tensor, torch.nn.Parameter) and entry.tensor.requires_grad
         names[id(entry.tensor)] = entry.name
-        held.append((f"parameter or buffer {entry.name}", entry.tensor, trained))
+        if only is None or entry.name in only:
+            held.append((f"parameter or buffer {entry.name}", entry.tensor, trained))
     for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            if not NUMBER.holds(group.get("lr", 0.0)):
+                return f"the learning rate of group {number}, {group['lr']},"
         for param, state in optimizer.state.items():
             what = names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
             for key, value in state.items():
@@ -111,15 +146,9 @@ def check_finite(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimi
         for name, x, trained in held
         if x.dtype in _DTYPES and x.layout is torch.strided
     ]
-    error = None
     # Finite if all are: squares are summed in fp64.
     if not bool(sum_of_squares(Batch([(x,) for _, x, _ in own]), world.device()).isfinite()):
         for name, x, trained in own:
             if bool(x.isnan().any()) or (trained and not bool(x.isfinite().all())):
-                error = (
-                    f"the checkpoint is not written: {name} is not finite any more. The "
-                    "checkpoints before it stay. Remedy: go on from one of them, with another "
-                    "learning rate or without the batches of these steps."
-                )
-                break
-    agree(error, everyone())
+                return name
+    return None

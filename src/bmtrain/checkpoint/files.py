@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.errors import CheckpointError
+from bmtrain.errors import CheckpointError, DamagedError
 
 ZIP_MAGIC = b"PK\x03\x04"
 LARGEST_TEXT = 2**28  # bytes: the largest tokenizers have some 2**25
@@ -36,16 +36,33 @@ def check_file(path: pathlib.Path) -> int:
     """The size of a regular file, in bytes; a named pipe would be waited for, a device read on.
 
     Raises:
-        CheckpointError: if there is none.
+        DamagedError: if there is none.
+        CheckpointError: if that cannot be told.
     """
     try:
         found = path.stat()
     except OSError as error:
-        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
+        kind = DamagedError if isinstance(error, FileNotFoundError) else CheckpointError
+        raise kind(unreadable(path, error.strerror or str(error))) from error
     if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
-        raise CheckpointError(unreadable(path, f"it is {kind}, expected a regular file"))
+        what = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+        raise DamagedError(unreadable(path, f"it is {what}, expected a regular file"))
     return found.st_size
+
+
+def is_there(path: pathlib.Path) -> bool:
+    """Whether a file or folder is there; pathlib says no as well where nobody can tell.
+
+    Raises:
+        CheckpointError: if that cannot be told.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
+    return True
 
 
 def inside(folder: pathlib.Path, name: Any) -> pathlib.Path:
@@ -76,17 +93,18 @@ def read_text(path: pathlib.Path, largest: int = LARGEST_TEXT) -> str:
     """A text file, in UTF-8.
 
     Raises:
-        CheckpointError: if it is none, or larger than `largest` bytes.
+        DamagedError: if it is none, or larger than `largest` bytes.
+        CheckpointError: if it cannot be read.
     """
     size = check_file(path)
     if size > largest:
-        raise CheckpointError(unreadable(path, f"it has {size} bytes, expected {largest} at most"))
+        raise DamagedError(unreadable(path, f"it has {size} bytes, expected {largest} at most"))
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(unreadable(path, f"it is no text ({error})")) from error
+        raise DamagedError(unreadable(path, f"it is no text ({error})")) from error
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
@@ -109,14 +127,15 @@ def read_into(memory: memoryview, path: pathlib.Path, offset: int) -> None:
     """Fill `memory` with the bytes of a file from `offset` on; threads may do so together.
 
     Raises:
-        CheckpointError: if the file ends before, or cannot be read.
+        DamagedError: if the file ends before.
+        CheckpointError: if it cannot be read.
     """
     try:
         with path.open("rb", buffering=0) as file:
             while memory:
                 count = os.preadv(file.fileno(), [memory], offset)
                 if count == 0:
-                    raise CheckpointError(unreadable(path, "it became shorter while it was read"))
+                    raise DamagedError(unreadable(path, "it became shorter while it was read"))
                 memory, offset = memory[count:], offset + count
     except OSError as error:
         raise CheckpointError(unreadable(path, error.strerror or str(error))) from error

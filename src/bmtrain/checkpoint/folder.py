@@ -13,6 +13,7 @@ import shutil
 import socket
 import time
 
+from bmtrain.checkpoint.files import is_there, unreadable
 from bmtrain.checkpoint.shards import NAME, read_manifest
 from bmtrain.checkpoint.writer import flush_to_disk
 from bmtrain.errors import CheckpointError
@@ -61,14 +62,18 @@ class Lock:
                     )
                     break
                 if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > end:
-                    holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
+                    holder = log.printable(os.pread(descriptor, 4096, 0).decode(errors="replace"))
                     os.close(descriptor)
                     raise CheckpointError(
-                        f"{folder} belongs to another run: {holder or 'unknown'}. Wait for its "
-                        "end, stop it, or give another folder."
+                        f"{folder} belongs to another run: {holder.strip() or 'unknown'}. Wait for "
+                        "its end, stop it, or give another folder."
                     ) from error
             time.sleep(_PAUSE_S)
         self._descriptor = descriptor
+        # who may only read could hold a lock, too: nobody may do that alone
+        writers = os.fstat(descriptor).st_mode & 0o222
+        with contextlib.suppress(PermissionError):
+            os.fchmod(descriptor, writers | writers << 1)
         about = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -90,14 +95,28 @@ def step_of(path: pathlib.Path) -> int | None:
     return None if found is None else int(found[1])
 
 
-def complete(folder: pathlib.Path, before: int | None = None) -> list[pathlib.Path]:
+def complete(
+    folder: pathlib.Path, before: int | None = None, name: str = NAME
+) -> list[pathlib.Path]:
     """The checkpoints that have a manifest, in the order of their steps, those from `before` on
     left out.
+
+    Args:
+        name: of the manifest: NAME + DAMAGED for those that were set aside.
+
+    Raises:
+        CheckpointError: if the folder cannot be read: it must not pass for one without checkpoints.
     """
     found: dict[int, pathlib.Path] = {}
-    for path in folder.glob("step-*"):
+    try:
+        paths = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(unreadable(folder, error.strerror or str(error))) from error
+    for path in paths:
         step = step_of(path)
-        if step is not None and (before is None or step < before) and (path / NAME).exists():
+        if step is not None and (before is None or step < before) and is_there(path / name):
             found[step] = path
     return [found[step] for step in sorted(found)]
 
@@ -114,17 +133,18 @@ def usable(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def set_aside(path: pathlib.Path) -> None:
     """Let a damaged checkpoint no longer count; its files stay, for whoever wants to look."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # the next run sees the damage too
         os.replace(path / NAME, path / (NAME + DAMAGED))
 
 
-def prune(folder: pathlib.Path, keep: int, keep_every: int | None, newest: pathlib.Path) -> None:
+def tidy(folder: pathlib.Path, keep: int, keep_every: int | None, newest: pathlib.Path) -> None:
     """Remove old checkpoints, and what attempts that were broken off have left.
 
     Those whose step is a multiple of `keep_every` stay, the last `keep` whose files are there, and
     the `newest`, the one just written: a run that went back has later steps in its folder. What is
     damaged, or of another kind, is not touched and not counted.
     """
+    flush_to_disk(newest)  # else a power failure could take the new manifest and those before it
     good = usable(folder)
     for path in good[:-keep]:
         if path != newest and (not keep_every or (step_of(path) or 0) % keep_every):

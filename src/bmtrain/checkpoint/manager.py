@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pathlib
 import secrets
+import time
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from bmtrain.checkpoint import folder as folders
+from bmtrain.checkpoint.entries import check_finite
 from bmtrain.checkpoint.files import read_torch
 from bmtrain.checkpoint.image import HostMemory, Image, Live, Snapshot
 from bmtrain.checkpoint.loading import load
 from bmtrain.checkpoint.shards import (
     MODEL,
+    NAME,
     OPTIMIZER,
     Manifest,
     ShardedCheckpoint,
+    check_block,
     read_manifest,
     verify,
 )
@@ -33,21 +36,23 @@ from bmtrain.checkpoint.state import (
     names_of,
     optimizer_parts,
 )
-from bmtrain.checkpoint.writer import Writer, Writing
+from bmtrain.checkpoint.writer import Writer, Writing, reason_of
 from bmtrain.checkpoint.writing import ShardWriter, as_bytes
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt, told_apart
 from bmtrain.distributed.collectives import Board
 from bmtrain.distributed.ledger import Ledger
-from bmtrain.errors import CheckpointError, ConfigurationError
+from bmtrain.errors import CheckpointError, ConfigurationError, DamagedError
 from bmtrain.optim.manager import OptimManager
 from bmtrain.runtime import log, world
 from bmtrain.runtime.arguments import COUNT, check
+from bmtrain.runtime.process import say
 from bmtrain.runtime.seeding import random_states, set_random_states
 from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
 
 _SHOWN = 120  # characters of a value in a message
+_AGAIN_S = 0.2  # between two looks at files that do not fit
 _CURE = (
     "Facts are finite numbers, texts, lists and dicts with texts as keys; tensors, tuples and the "
     "like are kept in `state`."
@@ -121,6 +126,7 @@ class CheckpointManager:
         self._board = self._world.service(Board)
         self._memory = HostMemory(self._world.device)
         self._snapshot: Snapshot | None = None
+        self._damaged: list[pathlib.Path] = []  # newer than the whole one that `latest` has found
         self._lock = folders.Lock(self.folder)
         attempt(self._open if self._world.rank == 0 else lambda: None, self._axis)
         attempt(self._see, self._axis)
@@ -216,8 +222,9 @@ class CheckpointManager:
         background is printed at once, and raised by it or by the next save.
 
         Raises:
-            CheckpointError: on every rank, if the checkpoint cannot be written, or if ranks ask for
-                different ones; earlier ones are intact.
+            CheckpointError: on every rank, if the checkpoint cannot be written, if ranks ask for
+                different ones, or if weights, buffers, states of optimizers or learning rates are
+                not finite (see `check_finite`); earlier ones are intact.
         """
         axis, device = self._axis, self._world.device
         self._writer.settle()
@@ -230,6 +237,7 @@ class CheckpointManager:
                     f"save got other {name} on each rank ({told}). Nothing was saved. Give all "
                     "ranks the same; what each has for itself is `state`."
                 )
+        check_finite(model, [] if optim_manager is None else optim_manager.optimizers, only)
         step = int(step)
         path = self.folder / f"step-{step:08d}"
         attempt(lambda: self._make(path, step) if self._world.rank == 0 else None, axis)
@@ -259,14 +267,22 @@ class CheckpointManager:
         def write() -> None:
             writer.finish()
             if self._world.rank == 0:
-                folders.prune(self.folder, self.keep, self.keep_every, path)
+                try:
+                    self._set_aside()
+                    folders.tidy(self.folder, self.keep, self.keep_every, path)
+                except Exception as error:  # the checkpoint counts already
+                    say(
+                        f"[rank 0] {path} is saved, but earlier checkpoints and leftovers could "
+                        f"not be tidied away: {reason_of(error)}. The run goes on.\n"
+                    )
 
         return self._writer.begin(Writing(path, write, axis), background=self.background)
 
     def _make(self, path: pathlib.Path, step: int) -> None:
         """Make the folder of a checkpoint."""
-        later = [one for one in folders.complete(self.folder) if (folders.step_of(one) or 0) > step]
-        if later:
+        found = folders.complete(self.folder)
+        later = [one for one in found if (folders.step_of(one) or 0) > step]
+        if later and later[-1] not in self._damaged:
             log.warn(
                 f"{later[-1]} is of a later step than {step}, which is saved now, and restore "
                 "takes the latest step: remove it if the run goes on from here."
@@ -285,34 +301,96 @@ class CheckpointManager:
         return self._snapshot
 
     def latest(self, before: int | None = None) -> pathlib.Path | None:
-        """The newest checkpoint that is whole, checksums and all; None without one. Collective.
+        """The newest checkpoint that is whole, checksums and all; None without any. Collective.
 
-        Damaged ones that are newer are named in a warning, and no longer count.
+        Damaged ones that are newer are named in a warning, and no longer count once `restore` has
+        loaded the one before, or another has been saved. Damage is what two looks at the files have
+        found, of two ranks if there are several.
 
         Args:
             before: look at earlier steps than this alone.
+
+        Raises:
+            CheckpointError: on every rank, if all that are there are damaged, or if files cannot be
+                read just now, on one rank perhaps. Nothing is changed: try again.
         """
         self._writer.settle()
-        axis, is_first = self._axis, self._world.rank == 0
-        damaged: set[str] = set()
-        while True:
-            seen = folders.complete(self.folder, before) if is_first else []
-            names = [path.name for path in seen if path.name not in damaged]
-            name = collectives.broadcast_object(
-                names[-1] if names else None, 0, axis, "CheckpointManager.latest"
-            )
-            if name is None:
-                return None
-            path = self.folder / name
-            try:  # each rank computes its share of the checksums
-                attempt(functools.partial(verify, path, axis.index, axis.size), axis)
-            except CheckpointError as error:
-                damaged.add(name)
-                if is_first:
-                    log.warn(f"{error} An earlier checkpoint is used, if there is one.")
-                    folders.set_aside(path)
-            else:
+        axis, what = self._axis, "CheckpointManager.latest"
+
+        def look() -> list[list[str]]:
+            kinds = (NAME, NAME + folders.DAMAGED) if self._world.rank == 0 else ()
+            return [
+                [path.name for path in folders.complete(self.folder, before, kind)]
+                for kind in kinds
+            ]
+
+        names, aside = collectives.broadcast_object(attempt(look, axis), 0, axis, what)
+        reasons = [f"{self.folder / name} was set aside as damaged." for name in aside]
+        damaged = []
+        for path in [self.folder / name for name in reversed(names)]:
+            reason = self._damage(path)
+            if reason is None:
+                self._damaged = damaged
                 return path
+            damaged.append(path)
+            reasons.append(reason)
+            if self._world.rank == 0:
+                log.warn(f"{reason} An earlier checkpoint is used, if there is one.")
+        if not reasons:
+            return None
+        raise CheckpointError(
+            f"none of the checkpoints in {self.folder} can be used: {' '.join(reasons)} Nothing "
+            "was changed. Bring their files back; or, to begin anew, give another folder or remove "
+            "them."
+        )
+
+    def _damage(self, path: pathlib.Path) -> str | None:
+        """What is wrong with the files of a checkpoint; None if nothing is. Collective.
+
+        Raises:
+            CheckpointError: on every rank, for what one of them cannot read, or sees alone.
+        """
+        axis = self._axis
+
+        def told(share: int | None) -> list[str | None]:
+            def look() -> str | None:
+                try:
+                    if share is None:
+                        read_manifest(path)
+                    else:  # each rank computes its share of the checksums
+                        verify(path, (axis.index + share) % axis.size, axis.size)
+                except DamagedError as error:
+                    return str(error)
+                return None
+
+            return collectives.gather_objects(attempt(look, axis), axis, "CheckpointManager.latest")
+
+        # all ranks see the same names and sizes, or those of one are not up to date
+        found = told(None)
+        if None not in found:
+            time.sleep(_AGAIN_S)
+            found = told(None)
+            if None not in found:
+                return found[0]
+        if not any(found):
+            found = told(0)
+            if not any(found):
+                return None
+            again = told(1)  # of each share by the rank before
+            both = [one for rank, one in enumerate(found) if one and again[rank - 1]]
+            if both:
+                return both[0]
+        first = next(rank for rank, one in enumerate(found) if one)
+        raise CheckpointError(
+            f"{found[first]} Rank {first} alone sees that: its host has other files, or memory or "
+            "a disk that fails. Nothing was changed: see to it, and start again."
+        )
+
+    def _set_aside(self) -> None:
+        """Let damaged checkpoints no longer count, since there is another that is whole."""
+        damaged, self._damaged = self._damaged, []
+        for path in damaged if self._world.rank == 0 else ():
+            folders.set_aside(path)
 
     def restore(
         self,
@@ -321,7 +399,7 @@ class CheckpointManager:
         *,
         path: pathlib.Path | None = None,
     ) -> Restored | None:
-        """Go on from the newest whole checkpoint; None if there is none. Collective.
+        """Go on from the newest whole checkpoint; None if there is no checkpoint. Collective.
 
         Loads weights, optimizers, schedules, loss scale, and at the same number of ranks the random
         states.
@@ -330,11 +408,18 @@ class CheckpointManager:
             path: another checkpoint.
 
         Raises:
-            CheckpointError: on every rank, if it does not fit the model or the optimizers; both are
-                as they were, unless a read failed halfway.
+            CheckpointError: on every rank, if it does not fit the model or the optimizers, or for
+                what `latest` refuses; both are as they were, unless a read failed halfway.
         """
         found = self.latest() if path is None else path
-        return None if found is None else _restore(found, model, optim_manager)
+        if found is None:
+            return None
+        damage = None if path is None else self._damage(path)
+        if damage is not None:
+            raise DamagedError(f"{damage} Nothing was changed.")
+        restored = _restore(found, model, optim_manager)
+        self._set_aside()
+        return restored
 
 
 def facts_of(path: pathlib.Path) -> dict[str, Any]:
@@ -360,9 +445,9 @@ def _restore(
     names = sorted(name for name in manifest.files if name.endswith(".pt"))
     is_alike = manifest.world == _sizes(current) and len(names) == axis.size
     if is_alike:
-        rest = attempt(lambda: _read(path / names[axis.index]), axis)
+        rest = attempt(lambda: _read(path / names[axis.index], manifest), axis)
     else:
-        rest = attempt(lambda: _merged(path, names) if axis.index == 0 else {}, axis)
+        rest = attempt(lambda: _merged(path, names, manifest) if axis.index == 0 else {}, axis)
         rest = collectives.broadcast_object(rest, 0, axis, "CheckpointManager.restore")
 
     def fits() -> list[SavedOptimizer]:
@@ -389,6 +474,11 @@ def _restore(
             manager.load_rest(rest["optim_manager"])
 
     attempt(put_back, axis)
+    check_finite(
+        torch.nn.Module() if model is None else model,
+        [] if manager is None else manager.optimizers,
+        outcome=f"{path} is loaded, but cannot be used",
+    )
     if not is_alike:
         return Restored(manifest.step, manifest.facts, None)
     set_random_states(rest["random"], current.device)
@@ -405,19 +495,22 @@ def _sizes(current: World) -> dict[str, int]:
     }
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
+def _read(path: pathlib.Path, manifest: Manifest) -> dict[str, Any]:
     """What one rank has kept beside tensors."""
+    facts = manifest.files[path.name]
+    for number in range(len(facts.checksums)):
+        check_block(path, number, facts)
     found: dict[str, Any] = read_torch(path, mmap=False)
     if not isinstance(found, dict) or not {"random", "state", "optim_manager"} <= set(found):
         raise CheckpointError(f"cannot load {path}: it holds no state of a rank.")
     return found
 
 
-def _merged(path: pathlib.Path, names: list[str]) -> dict[str, Any]:
+def _merged(path: pathlib.Path, names: list[str], manifest: Manifest) -> dict[str, Any]:
     """What all ranks together have kept of optimizers."""
     if not names:
         raise CheckpointError(f"{path} holds no rank's state.")
-    managers = [_read(path / name)["optim_manager"] for name in names]
+    managers = [_read(path / name, manifest)["optim_manager"] for name in names]
     return {"optim_manager": None if None in managers else merged(managers)}
 
 

@@ -9,7 +9,9 @@ import concurrent.futures
 import dataclasses
 import json
 import math
+import os
 import pathlib
+import sys
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 
 from bmtrain.checkpoint.files import check_file, read_into, read_text, unreadable
 from bmtrain.checkpoint.source import Header, Source
-from bmtrain.errors import CheckpointError
+from bmtrain.errors import CheckpointError, DamagedError
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -102,22 +104,21 @@ class TensorFacts:
 
     def check(self, files: Mapping[str, FileFacts]) -> None:
         """Raise ValueError unless the pieces cover the tensor and lie within their files."""
-        if self.count > 1 and (
-            not 0 <= self.dim < len(self.shape) or self.shape[self.dim] % self.count
-        ):
+        is_split = 0 <= self.dim < len(self.shape) and self.shape[self.dim] % self.count == 0
+        if self.count < 1 or min(self.shape, default=0) < 0 or (self.count > 1 and not is_split):
             raise ValueError(f"{self.count} parts along dim {self.dim} of {self.shape}")
         numel, size = math.prod(self.part_shape), self.dtype.itemsize
-        for part in range(self.count):
-            reached = 0
-            for piece in sorted(
-                (piece for piece in self.pieces if piece.part == part), key=lambda one: one.start
-            ):
-                end = piece.offset + (piece.stop - piece.start) * size
-                if piece.start != reached or end > files[piece.file].size or piece.offset < 0:
-                    raise ValueError(f"{piece} does not go on at element {reached}")
-                reached = piece.stop
-            if reached != numel:
-                raise ValueError(f"{reached} elements of {numel}")
+        part = reached = 0
+        for piece in sorted(self.pieces, key=lambda one: (one.part, one.start)):
+            if reached == numel and piece.part == part + 1:
+                part, reached = piece.part, 0
+            end = piece.offset + (piece.stop - piece.start) * size
+            is_next = piece.part == part and piece.start == reached <= piece.stop
+            if not is_next or end > files[piece.file].size or piece.offset < 0:
+                raise ValueError(f"{piece} does not go on at element {reached} of part {part}")
+            reached = piece.stop
+        if numel and (reached != numel or part + 1 != self.count):
+            raise ValueError(f"{reached} elements of {numel}, {part + 1} parts of {self.count}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +179,18 @@ def parse(text: str, *, is_part: bool = False) -> Manifest:
     """The manifest that a text holds, or one rank's part of it.
 
     Raises:
-        ValueError, KeyError, TypeError: if it holds none, or one that contradicts itself.
+        ValueError, KeyError, TypeError, ...: if it holds none, or one that contradicts itself.
+        CheckpointError: for one of another format.
     """
     found = json.loads(text)
     content = found["manifest"]
     if zlib.crc32(json.dumps(content).encode()) != found["crc32"]:
         raise ValueError("its checksum is another")
     if content["format"] != FORMAT:
-        raise ValueError(f"its format is {content['format']!r}, expected {FORMAT}")
+        raise CheckpointError(
+            f"its format is {content['format']!r}, and this version of bmtrain reads {FORMAT}: "
+            "update bmtrain, or give another folder"
+        )
     files: dict[str, FileFacts] = {}
     for name, (size, *checksums) in dict(content["files"]).items():
         if name in ("", ".", "..", NAME) or "/" in name or "\0" in name:
@@ -215,19 +220,29 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     """The manifest of a checkpoint, whose files are there with the sizes that it says.
 
     Raises:
-        CheckpointError: naming the file and what is wrong with it.
+        DamagedError: naming the file and what is wrong with it.
+        CheckpointError: for a file that cannot be read, or a manifest of another format.
     """
     path = folder / NAME
     text = read_text(path, _LARGEST)
     try:
         manifest = parse(text)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except CheckpointError as error:
+        raise CheckpointError(unreadable(path, str(error))) from error
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         reason = f"it is damaged or no manifest ({type(error).__name__}: {error})"
-        raise CheckpointError(unreadable(path, reason)) from error
+        raise DamagedError(unreadable(path, reason)) from error
     for name, facts in manifest.files.items():
         size = check_file(folder / name)
         if size != facts.size:
-            raise CheckpointError(
+            raise DamagedError(
                 f"the checkpoint {folder} is damaged: {name} has {size} bytes, the manifest says "
                 f"{facts.size}."
             )
@@ -239,31 +254,51 @@ def verify(folder: pathlib.Path, share: int = 0, num_shares: int = 1) -> Manifes
     been compared with its checksum.
 
     Raises:
-        CheckpointError: naming the file and the place.
+        DamagedError: naming the file and the place.
+        CheckpointError: for a file that cannot be read.
     """
     manifest = read_manifest(folder)
     blocks = [
-        (folder / name, number * BLOCK, min(BLOCK, facts.size - number * BLOCK), checksum)
+        (folder / name, number, facts)
         for name, facts in manifest.files.items()
-        for number, checksum in enumerate(facts.checksums)
+        for number in range(len(facts.checksums))
     ]
-
-    def look(path: pathlib.Path, offset: int, length: int, checksum: int) -> None:
-        memory = bytearray(length)
-        read_into(memoryview(memory), path, offset)
-        if zlib.crc32(memory) != checksum:
-            raise CheckpointError(
-                f"the checkpoint {folder} is damaged: bytes {offset} to {offset + length} of "
-                f"{path.name} are not those that were written."
-            )
-
     with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
-        list(pool.map(look, *zip(*blocks[share::num_shares], strict=True)))
+        list(pool.map(lambda block: check_block(*block), blocks[share::num_shares]))
     return manifest
+
+
+def check_block(path: pathlib.Path, number: int, facts: FileFacts) -> None:
+    """Compare a block of a file with its checksum, twice if it is another.
+
+    Raises:
+        DamagedError: naming the file and the place.
+        CheckpointError: if it cannot be read.
+    """
+    offset = number * BLOCK
+    length = min(BLOCK, facts.size - offset)
+    try:
+        memory = bytearray(length)
+        for _ in range(2):
+            read_into(memoryview(memory), path, offset)
+            if zlib.crc32(memory) == facts.checksums[number]:
+                return
+            if sys.platform == "linux":  # the second time from the disk
+                with path.open("rb", buffering=0) as file:
+                    os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
+    except (OSError, MemoryError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(unreadable(path, reason)) from error
+    raise DamagedError(
+        f"the checkpoint {path.parent} is damaged: bytes {offset} to {offset + length} of "
+        f"{path.name} are not those that were written."
+    )
 
 
 class ShardedCheckpoint(Source):
     """The tensors of one section of a checkpoint, whole or in part.
+
+    What is read is compared with its checksums first.
 
     Attributes:
         manifest: of the checkpoint.
@@ -275,6 +310,7 @@ class ShardedCheckpoint(Source):
         self._ties = self.manifest.ties.get(section, {})
         self._tensors = {**self._own, **{name: self._own[k] for name, k in self._ties.items()}}
         headers = {name: Header(one.shape, one.dtype) for name, one in self._tensors.items()}
+        self._checked: set[tuple[str, int]] = set()
         super().__init__(folder, headers, {})
 
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -324,8 +360,10 @@ class ShardedCheckpoint(Source):
         for piece in facts.pieces:
             low, high = max(start, piece.start), min(stop, piece.stop)
             if piece.part == part and low < high:
-                read_into(
-                    memory[(low - start) * size : (high - start) * size],
-                    self.path / piece.file,
-                    piece.offset + (low - piece.start) * size,
-                )
+                path, offset = self.path / piece.file, piece.offset + (low - piece.start) * size
+                last = (offset + (high - low) * size - 1) // BLOCK
+                for number in range(offset // BLOCK, last + 1):
+                    if (piece.file, number) not in self._checked:
+                        check_block(path, number, self.manifest.files[piece.file])
+                        self._checked.add((piece.file, number))
+                read_into(memory[(low - start) * size : (high - start) * size], path, offset)

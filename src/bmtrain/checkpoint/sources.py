@@ -15,6 +15,7 @@ import torch
 from bmtrain.checkpoint.files import (
     check_file,
     inside,
+    is_there,
     read_into,
     read_object,
     read_torch,
@@ -24,9 +25,16 @@ from bmtrain.checkpoint.shards import NAME as MANIFEST
 from bmtrain.checkpoint.shards import ShardedCheckpoint
 from bmtrain.checkpoint.source import Header, Source
 from bmtrain.errors import CheckpointError
+from bmtrain.runtime import log, world
 
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SINGLES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
+# In transformers' order: what was saved last comes before what an earlier save has left.
+HUGGING_FACE = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+MODEL_CENTER = "pytorch_model.pt"
 
 # The dtype names of the safetensors format.
 SAFETENSORS_DTYPES = {
@@ -186,14 +194,16 @@ def without_prefix(source: Source, wanted: Collection[str]) -> Source:
 def open_source(file: str | os.PathLike[str]) -> Source:
     """Open a checkpoint: a `torch.save`d file, a .safetensors file, or a folder of either.
 
-    A folder may be a checkpoint of shards, have an index, or hold a single file under one of the
-    names in `SINGLES`.
+    A folder may be a checkpoint of shards, or hold a file or an index under one of the names in
+    HUGGING_FACE, of which the first counts, with a warning, or under another name that is the only
+    index there, or MODEL_CENTER alone.
 
     Raises:
-        CheckpointError: with the file and the reason why it cannot be read.
+        CheckpointError: with the file and the reason why it cannot be read, or with the files of
+            which any might be meant.
     """
     path = pathlib.Path(file)
-    if not path.exists():
+    if not is_there(path):
         near: list[str] = []
         with contextlib.suppress(OSError):
             near = sorted(one.name for one in path.parent.iterdir() if one.suffix == path.suffix)
@@ -201,20 +211,28 @@ def open_source(file: str | os.PathLike[str]) -> Source:
         raise CheckpointError(f"cannot load {path}: there is no such file or folder{like}.")
     if not path.is_dir():
         return open_file(path)
-    if (path / MANIFEST).exists():
+    if is_there(path / MANIFEST):
         return ShardedCheckpoint(path)
-    indexes = [path / name for name in INDEXES if (path / name).is_file()]
-    indexes = indexes or sorted(path.glob("*.safetensors.index.json"))
-    if indexes:
-        return _open_indexed(path, indexes[0])
-    for name in SINGLES:
-        if (path / name).is_file():
-            return open_file(path / name)
-    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
-    expected = ", ".join((*INDEXES, *SINGLES))
-    raise CheckpointError(
-        f"cannot load the folder {path}: it holds {held}; expected one of {expected}."
-    )
+    found = [name for name in HUGGING_FACE if is_there(path / name)]
+    others = [] if found else sorted(one.name for one in path.glob("*.safetensors.index.json"))
+    own = [MODEL_CENTER] if is_there(path / MODEL_CENTER) else []
+    if len(others) + len(own) > 1 or (found and own):
+        raise CheckpointError(
+            f"cannot load the folder {path}: {', '.join([*found, *others, *own])} may hold other "
+            "weights. Remove those that are not meant, or give the file itself."
+        )
+    if not (found or others or own):
+        held = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
+        expected = ", ".join((*HUGGING_FACE, MODEL_CENTER))
+        raise CheckpointError(
+            f"cannot load the folder {path}: it holds {held}; expected one of {expected}."
+        )
+    first, *rest = [*found, *others, *own]
+    if rest and world.rank() == 0:
+        log.warn(f"{path}: {first} is read, as by transformers, and not {', '.join(rest)}.")
+    if first.endswith(".json"):
+        return _open_indexed(path, path / first)
+    return open_file(path / first)
 
 
 def open_file(path: pathlib.Path) -> Source:

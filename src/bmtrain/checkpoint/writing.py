@@ -19,7 +19,7 @@ import torch
 
 from bmtrain.checkpoint.image import NUM_THREADS, Image, Live, Snapshot
 from bmtrain.checkpoint.shards import BLOCK, NAME, FileFacts, Manifest, TensorFacts, parse
-from bmtrain.checkpoint.writer import flush_folder, flush_to_disk, reason_of
+from bmtrain.checkpoint.writer import flush_to_disk, reason_of
 from bmtrain.distributed.collectives import Board
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import world
@@ -127,7 +127,6 @@ class ShardWriter:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise self._failed(reason_of(error)) from error
-        flush_folder(self._folder, f"{path}, with which this checkpoint counts,")
 
     def _failed(self, reason: str) -> CheckpointError:
         return CheckpointError(

@@ -8,11 +8,9 @@ that are no more. A module of the library that has an old path (`bmtrain.utils`,
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 from bmtrain.compat.functions import Removed
@@ -20,17 +18,26 @@ from bmtrain.compat.functions import Removed
 # An old module, where its names are now, and these; `old=new` where they are called otherwise. All
 # is below `bmtrain`.
 NAMES = """
+benchmark.all_gather      benchmark             all_gather
+benchmark.reduce_scatter  benchmark             reduce_scatter
+benchmark.send_recv       benchmark             send_recv
+benchmark.shape           compat.functions      SHAPES
+benchmark.utils           benchmark.communication format_size
 block_layer               block.block           Block CheckpointBlock
 block_layer               block.stack           TransformerBlockList
-block_layer               utils                 round_up
+block_layer               compat.functions      OpAllGather=OpGather
+block_layer               utils                 round_up tp_split_tensor
 debug                     compat.functions      DEBUG_VARS clear=debug_clear set=debug_set
 debug                     compat.functions      get=debug_get append=debug_append
 debug                     compat.functions      extend=debug_extend
 distributed.ops           distributed.autograd  all_gather all_reduce broadcast reduce_scatter
 distributed.ops           distributed.autograd  recv_activations send_activations
-distributed.ops           distributed.nccl      NCCLCommunicator commCount commRank
+distributed.ops           distributed.nccl      NCCLCommunicator commCount commRank recv
+distributed.ops           distributed.nccl      ncclSend=send ncclRecv=recv ncclAllGather=allGather
+distributed.ops           distributed.nccl      ncclAllReduce=allReduce ncclBroadcast=broadcast
+distributed.ops           distributed.nccl      ncclReduceScatter=reduceScatter
 distributed.ops           compat.functions      OpAllGather OpAllReduce OpBroadcast
-distributed.ops           compat.functions      OpReduceScatter
+distributed.ops           compat.functions      OpReduceScatter DTYPE_LIST
 global_var                runtime.config        ConfigMap=Config config
 global_var                runtime.world         rank world_size
 init                      runtime.topology      topology=Topology
@@ -41,6 +48,10 @@ inspect.model             inspect.parameters   inspect_pipeline_transformer_bloc
 inspect.tensor            inspect.tensors       InspectTensor=Inspector inspect_tensor
 inspect.tensor            inspect.tensors       record_tensor
 inspect.tensor            inspect.tensors       InspectTensorManager=inspect_tensor
+init                      utils                 print_dict
+optim.optim_manager       lr_scheduler.warmup   WarmupLRScheduler
+optim.adam_offload        utils                 check_torch_version
+optim.optim_manager       utils                 print_rank
 layer                     shard.module          DistributedModule
 layer                     shard.parameter       DistributedParameter
 loss._function            compat.functions      has_inf_nan
@@ -64,7 +75,8 @@ parameter                 compat.functions      OpAllGather=OpGather
 pipe_layer                parallel.pipeline     PipelineTransformerBlockList
 store                     checkpoint            load save
 store                     compat.functions      allgather_objects
-store                     compat.functions      allgather_object=allgather_objects
+store                     compat.functions      allgather_object=allgather_objects DTYPE_LIST
+store                     compat.functions      DistributedStateDictWrapper=state_of_rank0
 store                     compat.functions      broadcast_object _save_to_rank0=save_to_rank0
 synchronize               distributed.results   sum_loss synchronize wait_loader
 synchronize               shard.whole           gather_result
@@ -73,68 +85,91 @@ wrapper                   block.wrapper         make_distributed=BMTrainModelWra
 wrapper                   block.wrapper         model_wrapper_dispatch=BMTrainModelWrapper
 """
 
-# By module: names, and what does it now. They can be imported; using one raises RemovedError.
-REMOVED = {
-    "block_layer": {
-        "CheckpointBlockContext": "a block gathers its parameters while it runs; outside of a pass "
-        "read one by parameter.gather(), all by state_dict().",
-        "storage_type_cuda": "memory is made by shape, dtype and device: "
-        "torch.empty(n, dtype=dtype, device=bmtrain.device()).",
-    },
-    "distributed.ops": {
-        "send_meta recv_meta": "send_activations and recv_activations carry shape and dtype along."
-    },
-    "hook_func": {
-        "zero_pre_forward zero_post_forward zero_pre_backward zero_post_backward PreHookFunc "
-        "PostHookFunc OneStepNoGradFunc": "Block(module) gathers, releases and reduces by itself."
-    },
-    "loss._function": {
-        "cross_entropy_forward cross_entropy_backward_inplace fused_sumexp fused_softmax_inplace": (
-            "bmtrain.loss.FusedCrossEntropy computes the loss and its gradient."
-        )
-    },
-    "pipe_layer": {
-        "PipePreFunction PipePostFunction StagePreFunction StagePostFunction": (
-            "PipelineTransformerBlockList moves activations and gradients between stages by itself "
-            "(distributed/stages.py)."
-        )
-    },
-    "store": {
-        "DistributedStateDictWrapper DistributedTensorWrapper": "load_state_dict takes whole "
-        "tensors on every rank, and bmtrain.load(model, file) reads a file slice by slice.",
-        "async_save_to_file": "bmtrain.save(model, file, non_blocking=True) writes in the "
-        "background.",
-    },
-    "zero_context": {
-        "ZeroContext": "Block(module) gathers, releases and reduces by itself; parameter.gather() "
-        "gives one tensor."
-    },
-}
+# What BMTrain's modules import from each other: programs take names from where they find them.
+IMPORTED = """
+benchmark.all_gather      nccl SHAPES config round_up print_rank format_size
+benchmark.reduce_scatter  nccl SHAPES config round_up print_rank format_size
+benchmark.send_recv       nccl SHAPES config print_rank format_size
+block_layer               config nccl DistributedParameter ZeroContext
+distributed.ops           config
+hook_func                 config ZeroContext
+init                      config nccl synchronize
+inspect.model             Block DistributedParameter PipelineTransformerBlockList config nccl
+inspect.model             broadcast_object
+inspect.tensor            config nccl broadcast_object broadcast
+layer                     config tp_split_tensor
+lr_scheduler.cosine       WarmupLRScheduler
+lr_scheduler.exponential  WarmupLRScheduler
+lr_scheduler.linear       WarmupLRScheduler
+lr_scheduler.no_decay     WarmupLRScheduler
+lr_scheduler.noam         WarmupLRScheduler
+nn.column_parallel_linear config OpParallelLinear ReduceType
+nn.parallel_embedding     config OpParallelLinear all_reduce all_gather
+nn.parallel_linear_func   config nccl all_reduce all_gather
+nn.row_parallel_linear    config OpParallelLinear ReduceType
+optim._distributed        all_reduce all_gather
+optim.adam_offload        config nccl state_dict_gather
+optim.optim_manager       config nccl has_inf_nan
+param_init                Block DistributedParameter config
+parameter                 config nccl round_up all_gather
+pipe_layer                Block ZeroContext config nccl round_up all_gather all_reduce broadcast
+pipe_layer                recv_activations send_activations
+store                     Block PipelineTransformerBlockList TransformerBlockList config nccl
+synchronize               config nccl
+wrapper                   Block DistributedModule DistributedParameter TransformerBlockList
+zero_context              config nccl wait_loader
+"""
 
+# A module and names of it, and what does it now. They can be imported; using one raises
+# RemovedError.
+REMOVED = """
+block_layer CheckpointBlockContext
+a block gathers its parameters while it runs; outside of a pass read one by parameter.gather(), all
+by state_dict().
 
-class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and makes modules.
+block_layer storage_type_cuda
+memory is made by shape, dtype and device: torch.empty(n, dtype=dtype, device=bmtrain.device()).
 
-    Args:
-        contents: by the name of the module, its names and their values.
-    """
+distributed.ops send_meta recv_meta
+send_activations and recv_activations carry shape and dtype along.
 
-    def __init__(self, contents: dict[str, dict[str, Any]]) -> None:
-        self._contents = contents
+hook_func zero_pre_forward zero_post_forward zero_pre_backward zero_post_backward PreHookFunc \
+PostHookFunc OneStepNoGradFunc
+Block(module) gathers, releases and reduces by itself.
 
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: types.ModuleType | None = None,
-    ) -> importlib.machinery.ModuleSpec | None:
-        """What Python asks for a module that no folder has."""
-        is_old = fullname in self._contents
-        return importlib.machinery.ModuleSpec(fullname, self) if is_old else None
+loss._function cross_entropy_forward cross_entropy_backward_inplace fused_sumexp \
+fused_softmax_inplace
+bmtrain.loss.FusedCrossEntropy computes the loss and its gradient.
 
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Put the names into the new module."""
-        vars(module).update(self._contents[module.__name__])
+optim._distributed state_dict_gather
+optimizer.state_dict(gather=True) has whole tensors.
+
+optim._function adam_cpu adam_fp16 adam_bf16
+AdamOptimizer and AdamOffloadOptimizer compute the update.
+
+optim._function bf16_from_fp32 fp16_from_fp32
+tensor.bfloat16() and tensor.half() convert.
+
+pipe_layer PipePreFunction PipePostFunction StagePreFunction StagePostFunction
+PipelineTransformerBlockList moves activations and gradients between stages by itself
+(distributed/stages.py).
+
+store DistributedTensorWrapper
+values of DistributedStateDictWrapper are whole tensors.
+
+store async_save_to_file
+bmtrain.save(model, file, non_blocking=True) writes in the background.
+
+zero_context ZeroContext
+Block(module) gathers, releases and reduces by itself; parameter.gather() gives one tensor.
+"""
+
+# NCCL's numbers of dtypes and operations, in their order.
+NCCL_NUMBERS = (
+    "Int8 Char Bool, Uint8, Int32 Int, Uint32, Int64, Uint64, Float16 Half, Float32 Float, "
+    "Float64 Double, BFloat16",
+    "Sum, Prod, Max, Min, Avg",
+)
 
 
 def make_importable() -> None:
@@ -146,21 +181,35 @@ def make_importable() -> None:
         for name in names:
             old, _, now = name.partition("=")
             contents.setdefault(f"bmtrain.{path}", {})[old] = found[now or old]
-    for path, removed in REMOVED.items():
-        for several, remedy in removed.items():
-            for name in several.split():
-                facts = {"__qualname__": f"bmtrain.{path}.{name}", "remedy": remedy}
-                placeholder = Removed(name, (), {**facts, "__doc__": f"Not here: {remedy}"})
-                contents.setdefault(f"bmtrain.{path}", {})[name] = placeholder
+    for entry in REMOVED.strip().split("\n\n"):
+        first, remedy = entry.split("\n", 1)
+        path, *names = first.split()
+        for name in names:
+            facts = {"__qualname__": f"bmtrain.{path}.{name}", "remedy": remedy.replace("\n", " ")}
+            placeholder = Removed(name, (), {**facts, "__doc__": f"Not here: {remedy}"})
+            contents.setdefault(f"bmtrain.{path}", {})[name] = placeholder
+    contents["bmtrain.nccl.enums"] = {
+        f"nccl{name}": number
+        for kind in NCCL_NUMBERS
+        for number, names in enumerate(kind.split(","))
+        for name in names.split()
+    }
+    nccl = importlib.import_module("bmtrain.distributed.nccl")
+    known: dict[str, Any] = {"nccl": nccl}
+    for own in contents.values():
+        known = own | known
+    for line in IMPORTED.strip().splitlines():
+        path, *names = line.split()
+        contents[f"bmtrain.{path}"] |= {name: known[name] for name in names}
+    sys.modules["bmtrain.nccl"] = nccl
+    # An empty path makes a package of it, for nccl.enums.
+    vars(nccl).update(contents["bmtrain.nccl.enums"], __path__=[])
     for path, own in contents.items():
-        own["__all__"] = sorted(name for name in own if not name.startswith("_"))
-        own["__doc__"] = f"BMTrain's `{path}`: bmtrain.compat says where its names are now."
-    sys.meta_path.append(OldPaths(contents))
-    sys.modules["bmtrain.nccl"] = importlib.import_module("bmtrain.distributed.nccl")
-    for path in contents:
+        said = f"BMTrain's `{path}`: bmtrain.compat says where its names are now."
+        module = sys.modules[path] = types.ModuleType(path, said)
+        names = sorted(name for name in own if not name.startswith("_"))
+        spec = importlib.machinery.ModuleSpec(path, None)
+        vars(module).update(own, __all__=names, __spec__=spec)
         parent, _, last = path.rpartition(".")
-        package = vars(sys.modules[parent])
-        # The import replaces an attribute of the same name: `bmtrain.synchronize` stays a function.
-        before = package.get(last)
-        module = importlib.import_module(path)
-        package[last] = module if before is None else before
+        # What has the name already stays: `bmtrain.synchronize` is a function.
+        vars(sys.modules[parent]).setdefault(last, module)

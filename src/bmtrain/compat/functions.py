@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -139,7 +139,37 @@ def iterate_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
         yield from (param for param in model._parameters.values() if param is not None)
 
 
-# bmtrain.store
+# bmtrain.benchmark.shape, bmtrain.distributed.ops and bmtrain.store
+
+SHAPES = [2**power for power in range(10, 33)]
+DTYPE_LIST = [
+    *(torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16),
+    *(torch.int8, torch.bfloat16, torch.bool),
+]
+
+
+def state_of_rank0(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Rank 0's state dict, with whole tensors on the CPU, on every rank. Collective.
+
+    What the other ranks pass is not looked at. `bmtrain.load` needs no whole model on every rank.
+    """
+    axis, out = world.current("DistributedStateDictWrapper").mesh.world, OrderedDict[str, Any]()
+    is_first = axis.index == 0
+    given = state_dict if is_first else {}
+    about = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in given.items()
+    }
+    about, metadata = broadcast_object((about, getattr(given, "_metadata", {})), axis)
+    for name, value in about.items():
+        out[name] = value
+        if isinstance(value, torch.Tensor):
+            whole = given[name] if is_first else torch.empty_like(value, device="cpu")
+            whole = whole.detach().to(world.device(), copy=True)
+            collectives.broadcast_(whole, 0, axis)
+            out[name] = whole.cpu()
+    vars(out)["_metadata"] = metadata
+    return out
 
 
 def allgather_objects(obj: Any, comm: Axis | None = None) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import traceback
 import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -159,28 +160,33 @@ class NoProgramError(RuntimeError):
 class Program:
     """Compiled code of one structure, for one function and training mode.
 
-    One compiled function serves the shapes of the first call's tensors and stays specialised to
-    them when other shapes follow. A second one serves all other shapes. In the second, sizes become
-    dynamic once they vary, and so do integer attributes of modules (layer indices for example).
+    The shapes of the first call's tensors have a compiled function of their own, which stays
+    specialised to them, and so have those of the next `num_special - 1` other ones. One function
+    serves all other shapes. In that, sizes become dynamic once they vary, and so do integer
+    attributes of modules (layer indices for example).
 
     Args:
         function: what is compiled.
         lower: the compiler backend.
-        of_first: what the backend is told for the first function.
+        num_special: numbers of shapes with a function of their own.
+        options: of torch.compile, for those functions.
     """
 
     def __init__(
-        self, function: ModuleCall, lower: backend.Lower, of_first: dict[str, Any] | None = None
+        self,
+        function: ModuleCall,
+        lower: backend.Lower,
+        num_special: int = 1,
+        options: dict[str, Any] | None = None,
     ) -> None:
-        self._function = function
-        self._first: Hashable = None
-        self._of_first = torch.compile(
-            _copy(_run), fullgraph=True, backend=lower, **(of_first or {})
+        self._function, self._num_special = function, num_special
+        self._compiled = functools.partial(
+            torch.compile, fullgraph=True, backend=lower, **(options or {})
         )
+        self._special: dict[Hashable, Any] = {}  # by shapes
         self._of_others = torch.compile(
             _copy(run_any_number if patches_compiler() else _run), fullgraph=True, backend=lower
         )
-        self._has_first = True
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -192,14 +198,16 @@ class Program:
         """
         given = (*args, *kwargs.values())
         shapes = tuple([arg.shape if isinstance(arg, torch.Tensor) else None for arg in given])
-        self._first = self._first or shapes
-        if self._has_first and shapes == self._first:
+        if shapes not in self._special and len(self._special) < self._num_special:
+            self._special[shapes] = self._compiled(_copy(_run))
+        compiled = self._special.get(shapes)
+        if compiled is not None:
             try:
-                return _run_or_refuse(self._of_first, self._function, module, args, kwargs)
+                return _run_or_refuse(compiled, self._function, module, args, kwargs)
             except NoProgramError as error:
                 if not error.has_too_many:
                     raise
-                self._has_first = False
+                self._special[shapes] = None
         return _run_or_refuse(self._of_others, self._function, module, args, kwargs)
 
 

@@ -37,7 +37,7 @@ def check_op(op: str) -> None:
 
 
 def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
-    """Log the collective; RanksPartedError on all ranks if they are known to have diverged."""
+    """Log the collective; RanksDivergedError on all ranks if they are known to have diverged."""
     if axis.size > 1 and world.is_initialized():
         text = what if x is None else f"{what} of {tuple(x.shape)} {x.dtype}"
         world.current().service(Ledger).enter(

@@ -23,7 +23,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from bmtrain.errors import ParameterError, RanksPartedError
+from bmtrain.errors import ParameterError, RanksDivergedError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.watchdog import Line, named
 from bmtrain.runtime.world import World
@@ -151,7 +151,7 @@ class Ledger:
         """Log that this rank is about to do `what` with the others of the axis.
 
         Raises:
-            RanksPartedError: if ranks have diverged before.
+            RanksDivergedError: if ranks have diverged before.
         """
         # What is traced or captured now runs later.
         if axis.size == 1 or torch.compiler.is_compiling() or self._refuse is not None:
@@ -163,7 +163,7 @@ class Ledger:
                 "give it that; or num_workers=0."
             )
         if self._parted is not None:
-            raise RanksPartedError(self._parted)
+            raise RanksDivergedError(self._parted)
         line = self._line(axis)
         line.number += 1
         line.digest = zlib.crc32(what.encode(), line.digest)
@@ -181,7 +181,7 @@ class Ledger:
         """`note`, then `compare` if the host waits for the other ranks anyway or on a CPU.
 
         Raises:
-            RanksPartedError: on all ranks, if they are about to do different things.
+            RanksDivergedError: on all ranks, if they are about to do different things.
         """
         if axis.size == 1 or torch.compiler.is_compiling():
             return
@@ -202,7 +202,7 @@ class Ledger:
         """Compare the logs of all ranks. Collective on the CPU.
 
         Raises:
-            RanksPartedError: on all ranks, if their logs differ or a rank does not arrive.
+            RanksDivergedError: on all ranks, if their logs differ or a rank does not arrive.
         """
         self._largest_(torch.empty(0, dtype=torch.float64, device="cpu"), axis)
 
@@ -212,7 +212,7 @@ class Ledger:
         Collective; travels on the CPU, so it does not synchronise with the device.
 
         Raises:
-            RanksPartedError: as `compare`.
+            RanksDivergedError: as `compare`.
         """
         self.refuse_sealed(axis, "an agreement of the hosts")
         self.note(axis, f"agreement on {what} ({len(figures)} figures)")
@@ -249,7 +249,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def told(self, axis: Axis) -> Iterator[None]:
-        """Turn Gloo's errors about a missing rank into RanksPartedError."""
+        """Turn Gloo's errors about a missing rank into RanksDivergedError."""
         try:
             yield
         except RuntimeError as error:
@@ -284,12 +284,12 @@ class Ledger:
             self._part(axis)
 
     def _part(self, axis: Axis, cause: BaseException | None = None) -> None:
-        """Raise RanksPartedError: the logs differ, or, with a `cause`, a rank is missing."""
+        """Raise RanksDivergedError: the logs differ, or, with a `cause`, a rank is missing."""
         stories, gone = self._exchange_stories(axis)
         waited = None if cause is None else self._timeout
         self._parted = _describe(axis, stories, gone, self._line(axis), waited)
         # what Gloo says of a lost connection would be printed first, and says less
-        raise RanksPartedError(self._parted) from None
+        raise RanksDivergedError(self._parted) from None
 
     def _exchange_stories(self, axis: Axis) -> tuple[dict[int, _Story], dict[int, str]]:
         """The logs of the ranks of an axis, by rank, as far as they arrive within PATIENCE_S, and

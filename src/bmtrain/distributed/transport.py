@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from bmtrain.distributed.exchange import Exchange, rotated
+from bmtrain.distributed.exchange import Exchange, cut, rotated
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import GATHERS, PeerGroups, PeerMemory, Peers
 from bmtrain.runtime.mesh import Axis
-from bmtrain.torch_internals import all_gather_flat, reduce_scatter_flat
+from bmtrain.torch_internals import add_each_, all_gather_flat, copy_each_, reduce_scatter_flat
 
 # Bytes. Smaller shards use collectives: mapping memory into other processes takes whole 2 MiB pages
 # and a few milliseconds.
@@ -159,18 +159,22 @@ class Pending:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outgoing:
-    """A full gradient on its way to the reduction.
+class Reduction:
+    """`total = (total if accumulate else 0) + this rank's part of the sum over ranks`.
 
     Attributes:
-        dtype: dtype in which it is communicated; the parts have it too.
-        parts: makes flat tensors whose concatenation is the gradient.
+        total: this rank's gradient (n,), written.
+        dtype: dtype in which the full gradient is communicated; the parts have it too.
+        parts: makes flat tensors whose concatenation is the full gradient (n * ranks,).
         reads: the tensors that `parts` reads. They are held until it has been computed.
+        accumulate: add to `total` instead of overwriting it.
     """
 
+    total: torch.Tensor
     dtype: torch.dtype
     parts: Callable[[], list[torch.Tensor]]
     reads: Sequence[torch.Tensor]
+    accumulate: bool
 
 
 class ShardSource:
@@ -300,7 +304,7 @@ class Transport:
             The event after all of them; None on a CPU.
 
         Raises:
-            RanksPartedError: on all ranks, if they are known to have diverged.
+            RanksDivergedError: on all ranks, if they are known to have diverged.
         """
         for gather in gathers:
             self.ledger.enter(
@@ -356,53 +360,48 @@ class Transport:
                 exchange.meet()
             self._exchanges[key] = exchange
 
-    def reduce(
-        self, total: torch.Tensor, gradient: Outgoing, axis: Axis, *, accumulate: bool
-    ) -> None:
-        """Start `total = (total if accumulate else 0) + this rank's part of the sum over ranks`.
-
-        Args:
-            total: this rank's gradient (n,), written.
-            gradient: the full gradient (n * ranks,).
-            axis: the ranks.
-            accumulate: add to `total` instead of overwriting it.
+    def reduce(self, reductions: Sequence[Reduction], axis: Axis) -> None:
+        """Start reductions of one dtype, together: that costs little more than the largest of them.
 
         Raises:
-            RanksPartedError: on all ranks, if they are known to have diverged. The caller has
-                logged whose gradient this is.
+            RanksDivergedError: on all ranks, if they are known to have diverged. The caller has
+                logged whose gradients these are.
         """
         if axis.size == 1:
-            self._keep(total, gradient, accumulate)
+            for each in reductions:
+                _keep(each)
             return
-        self.ledger.enter(
-            axis, f"reduction of {total.numel()} elements for every rank", is_on_host=False
-        )
+        numel = sum(each.total.numel() for each in reductions)
+        self.ledger.enter(axis, f"reduction of {numel} elements for every rank", is_on_host=False)
         self._make_room()
-        exchange = self._exchanges.get((axis.ranks, total.numel() * axis.size, gradient.dtype))
-        if exchange is None:
-            self._reduce_by_collective(total, gradient, axis, accumulate)
+        first, dtype = reductions[0], reductions[0].dtype
+        reads = [tensor for each in reductions for tensor in each.reads]
+        exchange = self._exchanges.get((axis.ranks, numel * axis.size, dtype))
+        if exchange is not None and len(reductions) == 1:
+            with self.streams.reducing():
+                exchange.send(first.parts())
+                self._filling = Pending(reads, self.streams.mark_current())
+                exchange.sum(first.total, first.accumulate)
+                self._reductions.append(Pending([], self.streams.mark_current()))
             return
-        with self.streams.reducing():
-            exchange.send(gradient.parts())
-            self._filling = Pending(gradient.reads, self.streams.mark_current())
-            exchange.sum(total, accumulate)
-            self._reductions.append(Pending([], self.streams.mark_current()))
-
-    def _reduce_by_collective(
-        self, total: torch.Tensor, gradient: Outgoing, axis: Axis, accumulate: bool
-    ) -> None:
         # Allocated outside `reducing`, so that the memory belongs to the compute stream's pool;
         # filled on the reduce stream, beside matrix products that leave memory bandwidth idle.
-        full = torch.empty(total.numel() * axis.size, dtype=gradient.dtype, device=total.device)
+        full = torch.empty(numel * axis.size, dtype=dtype, device=first.total.device)
         with self.streams.reducing():
-            torch.cat(gradient.parts(), out=full)
-            self._filling = Pending(gradient.reads, self.streams.mark_current())
-            if not accumulate and full.dtype == total.dtype:
-                reduce_shards(total, full, axis)
+            parts = [each.parts() for each in reductions]
+            if len(parts) > 1:  # what a rank gets of each, one after the other
+                shares = [cut(own, axis.size) for own in parts]
+                parts = [[x for share in shares for x in share[rank]] for rank in range(axis.size)]
+            torch.cat([x for own in parts for x in own], out=full)
+            self._filling = Pending(reads, self.streams.mark_current())
+            if len(reductions) == 1 and not first.accumulate and dtype == first.total.dtype:
+                reduce_shards(first.total, full, axis)
             else:
-                part = torch.empty(total.numel(), dtype=full.dtype, device=full.device)
-                reduce_shards(part, full, axis)
-                _add(total, part, accumulate)
+                own = torch.empty(numel, dtype=dtype, device=full.device)
+                reduce_shards(own, full, axis)
+                sums = own.split([each.total.numel() for each in reductions])
+                for each, part in zip(reductions, sums, strict=True):
+                    _add(each.total, part, each.accumulate)
             self._reductions.append(Pending([full], self.streams.mark_current()))
 
     def wait_for_reductions(self) -> None:
@@ -427,12 +426,18 @@ class Transport:
         while len(self._reductions) >= self.MAX_REDUCTIONS:
             self.streams.compute_waits(self._reductions.popleft().event)
 
-    def _keep(self, total: torch.Tensor, gradient: Outgoing, accumulate: bool) -> None:
-        """Write the gradient of a single rank, which is the sum, without communication."""
-        if gradient.dtype == total.dtype and not accumulate:
-            torch.cat(gradient.parts(), out=total)
-            return
-        _add(total, torch.cat(gradient.parts()), accumulate)
+
+def _keep(reduction: Reduction) -> None:
+    """Write the gradient of a single rank, which is the sum, without communication."""
+    total, parts = reduction.total, reduction.parts()
+    if not total.is_cuda:
+        if reduction.dtype == total.dtype and not reduction.accumulate:
+            torch.cat(parts, out=total)
+        else:
+            _add(total, torch.cat(parts), reduction.accumulate)
+        return
+    places = total.split([part.numel() for part in parts])
+    _ = (add_each_ if reduction.accumulate else copy_each_)(places, parts)
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, accumulate: bool) -> None:

@@ -317,7 +317,8 @@ class GraphedFunction:
         kind.gather()
         if level is Readiness.READY and not self._capture(kind, graphs, current.mesh.world):
             return self._plainly(args, kwargs)
-        return kind.replay()
+        with current.draws.own():
+            return kind.replay()
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function eagerly; results are detached, as those of a replay are."""

@@ -27,11 +27,11 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
     Returns:
         On every rank, for each matching parameter in the order of `model.named_parameters()`, a
         dict with name, shape (of the full tensor), std, mean, max, min, grad_std and grad_mean (of
-        `.grad` as it is: summed over ranks, with the loss scale). Numbers are computed in fp64. An
-        undefined number is None: the std of a single element, any number of an empty or complex
-        tensor or of a gradient that is None. A tied parameter is listed once, under its first name,
-        if any of its names matches. For parameters that are not sharded, each rank returns the
-        statistics of its own copy. A pattern that matches nothing gives an empty list.
+        `.grad` as it is: summed over ranks, with the loss scale; both 0.0 where there is none, as
+        in BMTrain). Numbers are computed in fp64. The std of a single element is NaN, the numbers
+        of an empty or complex tensor are None. A tied parameter is listed once, under its first
+        name, if any of its names matches. For parameters that are not sharded, each rank returns
+        the statistics of its own copy. A pattern that matches nothing gives an empty list.
 
     Raises:
         NotInitializedError: before `init_distributed`.
@@ -62,8 +62,12 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
     ]
     local = (None if x is None else local_of(x) for x in tensors)
     statistics = statistics_of(local, current.device, axis, sharded)
-    halves = zip(statistics[::2], statistics[1::2], strict=True)
-    return [entry(name, shapes[name], *both) for name, both in zip(found, halves, strict=True)]
+    rows = []
+    for name, values, grad in zip(found, statistics[::2], statistics[1::2], strict=True):
+        has_none = grad["mean"] is None and values["mean"] is not None
+        shown = dict.fromkeys(grad, 0.0) if has_none else grad
+        rows.append(entry(name, shapes[name], values, shown))
+    return rows
 
 
 def matching_parameters(

@@ -29,9 +29,8 @@ def statistics_of(
 ) -> list[Statistics]:
     """Mean, std, max and min of the elements of each tensor, in fp64.
 
-    A number that is undefined is None: `std` of fewer than two elements, all four of an empty,
-    complex, meta or missing tensor. NaN therefore always comes from the data. `std` divides by
-    count - 1, torch's default.
+    All four are None for an empty, complex, meta or missing tensor. `std` divides by count - 1,
+    torch's default; as torch's it is NaN of a single element. Other NaN come from the data.
 
     Args:
         tensors: of any shape and dtype; None for one that this rank does not have.
@@ -60,7 +59,7 @@ def statistics_of(
         if not count:
             out.append(dict.fromkeys(("mean", "std", "max", "min")))
             continue
-        std = math.sqrt(squared / (count - 1)) if count > 1 else None
+        std = math.sqrt(squared / (count - 1)) if count > 1 else math.nan
         most, least = (math.nan, math.nan) if nans else (top, -bottom)
         out.append({"mean": total / count, "std": std, "max": most, "min": least})
     return out
@@ -103,8 +102,8 @@ def entry(
 def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
     """A plain-text table of the result of `inspect_model` or `Inspector.get_summary`.
 
-    A header and one line per tensor. Numbers have four significant digits; "-" stands for an
-    undefined number, the gradient of a frozen parameter for example.
+    A header and one line per tensor. Numbers have four significant digits, zero is 0.0000; "-"
+    stands for an undefined number.
 
     Raises:
         ConfigurationError: for anything but a list of such dicts.
@@ -123,7 +122,8 @@ def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
             )
         values = [row.get(column) for column in COLUMNS]
         texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
-        lines.append([text if text != "None" else "-" for text in texts])
+        # Programs of BMTrain look for its zero.
+        lines.append([{"None": "-", "0": "0.0000"}.get(text, text) for text in texts])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

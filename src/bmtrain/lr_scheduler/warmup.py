@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,12 +75,19 @@ class WarmupLRScheduler(abc.ABC):
         """Go to the next iteration, or to `num_iter`, and write its rate to all parameter groups.
 
         Raises:
-            ConfigurationError: for a negative `num_iter`.
+            ConfigurationError: for a negative `num_iter`, or a rate that is not finite; nothing is
+                changed.
         """
-        target = self.num_iter + 1 if num_iter is None else num_iter
+        before, target = self.num_iter, self.num_iter + 1 if num_iter is None else num_iter
         _check_at_least("num_iter", target, 0, "iterations are counted from 0")
         self.num_iter = target
-        lr = self.get_lr()
+        try:
+            lr = self.get_lr()
+        except OverflowError:
+            lr = math.inf
+        if not NUMBER.holds(lr):
+            self.num_iter = before
+            check(f"{type(self).__name__} at iteration {target}", lr=(lr, NUMBER))
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)  # compiled code and CUDA graphs keep reading this tensor

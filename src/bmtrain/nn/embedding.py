@@ -59,22 +59,27 @@ class VPEmbedding(DistributedModule):
 
         Args:
             x: this rank's ids, an integer tensor of any shape (the same shape on all
-                tensor-parallel ranks); with `projection` its hidden states (rows, ...,
-                embedding_size).
+                tensor-parallel ranks); with `projection` its hidden states (rows, embedding_size)
+                or (batch, seq, ..., embedding_size).
             projection: whether to project.
 
         Returns:
-            Embeddings `(*x.shape, embedding_size)`; with `projection` logits (rows of all ranks,
-            ..., vocab_size / tp_size): this rank's part of the vocabulary, for
-            FusedCrossEntropy(parallel=True) with the targets of all ranks' rows.
+            Embeddings `(*x.shape, embedding_size)`; with `projection` logits of this rank's part of
+            the vocabulary, for FusedCrossEntropy(parallel=True): (rows of all ranks, vocab_size /
+            tp_size), or (batch, seq of all ranks, ..., vocab_size / tp_size), since BMTrain's
+            models cut sequences among the tensor-parallel ranks.
 
         Raises:
             ConfigurationError: for ids that are no integers; on every rank, for shapes that differ
                 between ranks or, on a CPU, for an id out of range. On a GPU such an id triggers a
                 device-side assert, as in torch.
         """
-        if projection:
+        if projection and (x.dim() < 3 or self._num_ranks == 1):
             return OpParallelLinear.apply(x, self.weight, gather_input=True)
+        if projection:
+            # Hidden states are gathered first: to turn logits round would copy the largest tensor.
+            whole = tensor_parallel.gather_rows(x.transpose(0, 1).contiguous()).transpose(0, 1)
+            return F.linear(whole.contiguous(), computed_with(self.weight))
         if x.is_floating_point() or x.dtype == torch.bool:
             raise ConfigurationError(
                 f"VPEmbedding got ids of {x.dtype}: expected integers; projection=True "

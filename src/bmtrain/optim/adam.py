@@ -19,7 +19,7 @@ from bmtrain.optim.form import NAMES, StateForm, foreign_masters, in_fp32
 from bmtrain.optim.loss_scale import CarriedScale, LossScale
 from bmtrain.optim.saved import check_adam_state, check_masters, check_optimizer_state
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, PART, Rule, check, known_keywords
+from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, NUMBER, PART, Rule, check, known_keywords
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
@@ -146,6 +146,9 @@ class AdamBase(torch.optim.Optimizer):
         Args:
             verdict: 0-dim fp64 on the device. If it is NaN or infinite, weights and moments do not
                 change. The host need not wait for it; once it knows, it calls `take_back`.
+
+        Raises:
+            ConfigurationError: for a learning rate that is not finite; nothing is changed.
         """
         self.dynamic_scale.wait()
         self._engine.backward.flush()
@@ -153,6 +156,7 @@ class AdamBase(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_rates(self)
         layout = self._lay_out_for_step()
         layout.follow()
         batches = self._updates_of(layout)
@@ -326,6 +330,12 @@ class AdamBase(torch.optim.Optimizer):
     def _load_groups(self, saved: Iterable[dict[str, Any]]) -> None:
         for group, old in zip(self.param_groups, saved, strict=True):
             group.update({name: value for name, value in old.items() if name != "params"})
+
+
+def check_rates(optimizer: torch.optim.Optimizer) -> None:
+    """ConfigurationError for a learning rate that is not finite: weights would not be either."""
+    for number, group in enumerate(optimizer.param_groups):
+        check(f"{type(optimizer).__name__}, group {number}", lr=(group.get("lr", 0.0), NUMBER))
 
 
 def copy_of(one: Any, memo: dict[int, Any], **own: Any) -> Any:

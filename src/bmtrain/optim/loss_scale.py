@@ -12,8 +12,11 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.scale import scale_
 from bmtrain.optim.flat import batch_of, gradients_of, spans_of
 from bmtrain.runtime.arguments import BOUND, NUMBER, POSITIVE, SIZE, check
-from bmtrain.runtime.log import print_rank, warn
+from bmtrain.runtime.log import tell, warn
 from bmtrain.shard.engine import Engine
+
+# in place of the squares of gradients that are finite, and of which Adam cannot keep the squares
+TOO_LARGE = -math.inf
 
 
 class FiniteCheck(HostCopy):
@@ -24,8 +27,11 @@ class FiniteCheck(HostCopy):
         super().__init__([number])
 
     def wait(self) -> bool:
-        """Wait for the number; True if it is finite."""
-        return bool(self.values()[0].isfinite())
+        """Wait for the number; True if it is finite. Tells what -inf is: see `TOO_LARGE`."""
+        value = float(self.values()[0])
+        if value == TOO_LARGE:
+            tell("the gradients are finite, but Adam's second moment would be infinite for good")
+        return math.isfinite(value)
 
 
 class LossScale:
@@ -96,9 +102,7 @@ class LossScale:
     def _skip(self) -> None:
         before = self._value
         self.shrink()
-        print_rank(
-            f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped"
-        )
+        tell(f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped")
 
     def judge_later(self, is_finite: FiniteCheck, take_back: Callable[[], None]) -> None:
         """Register a step that the device skips if the check fails.
@@ -159,7 +163,7 @@ class NoScaling(LossScale):
         return 1.0
 
     def _skip(self) -> None:
-        print_rank(
+        tell(
             "the loss or a gradient is not finite: the step is skipped on all ranks "
             f"({self.num_in_a_row} in a row, {self.num_skipped} in all)"
         )
@@ -168,9 +172,8 @@ class NoScaling(LossScale):
 class CarriedScale:
     """The loss scale that the gradients of some parameters carry.
 
-    A step may change the scale, and one of torch's optimizers divides by it first. What is kept
-    over a step, because the program does not clear it, would be added to gradients of another
-    scale, or clipped and applied by another.
+    A step may change the scale. What is kept over it, because the program does not clear it, would
+    be added to gradients of another scale, or clipped and applied by another.
     """
 
     def __init__(self, value: float) -> None:

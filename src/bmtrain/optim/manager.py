@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import ConfigurationError, NonFiniteError
 from bmtrain.optim import resharding
-from bmtrain.optim.adam import AdamBase, copy_of
+from bmtrain.optim.adam import AdamBase, check_rates, copy_of
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
-from bmtrain.optim.loss_scale import CarriedScale, FiniteCheck, LossScale, NoScaling
+from bmtrain.optim.loss_scale import TOO_LARGE, CarriedScale, FiniteCheck, LossScale, NoScaling
 from bmtrain.optim.saved import check_manager_state
 from bmtrain.optim.schedules import Restorable, check_steps_alone, step_schedules
 from bmtrain.runtime import world
@@ -248,7 +248,8 @@ class OptimManager:
         """Update all parameters and learning rates, or skip both on all ranks.
 
         A step is skipped if a loss given to `backward` since the last one, or a gradient, is not
-        finite on any rank: weights, states of optimizers and schedules, and their counts stay as
+        finite on any rank, or a gradient so large that Adam's second moment, fp32, would be
+        infinite for good: weights, states of optimizers and schedules, and their counts stay as
         they are, as if its batch had not been. A loss scale is lowered then. `skipped_steps` counts
         them. Loss and gradients are those of this manager: `loss.backward()` shows no loss.
 
@@ -260,7 +261,10 @@ class OptimManager:
 
         Raises:
             NonFiniteError: on all ranks, after `max_skipped_steps` in a row were skipped.
+            ConfigurationError: for a learning rate that is not finite; nothing is changed.
         """
+        for optimizer in self.optimizers:
+            check_rates(optimizer)
         self._engine.backward.flush()
         self._scale.wait()
         if self._scale.num_in_a_row >= self._max_skipped:
@@ -282,15 +286,17 @@ class OptimManager:
         params = [x for one in self.optimizers for x in parameters_of(one.param_groups)]
         mark, self._mark = self._mark, None
         total = global_sum_of_squares(*gradients_of(self._spans_of(params)), mark)
+        total = _bounded(total, self.optimizers, params, scale)
         is_finite = FiniteCheck(total)
         if self._can_take_back():
             self._scale.judge_later(is_finite, self._advance_if_finite(scale, total))
             if not is_finite.needs_waiting:
                 self._scale.wait()
         else:
-            if is_finite.wait():
+            is_good = is_finite.wait()
+            if is_good:
                 self._advance(scale)
-            self._scale.judge(is_finite.wait())
+            self._scale.judge(is_good)
 
     def _can_take_back(self) -> bool:
         """Whether the device can skip a step that the host undoes later."""
@@ -306,17 +312,18 @@ class OptimManager:
 
     def _advance(self, scale: float) -> None:
         """Take one step with all optimizers and schedules."""
-        for optimizer, carried in zip(self.optimizers, self._carried, strict=True):
+        for optimizer in self.optimizers:
             if isinstance(optimizer, AdamBase):
                 optimizer.step(scale=scale)
                 continue
-            if scale != 1.0:
-                params = parameters_of(optimizer.param_groups)
-                for found in gradients_of(self._spans_of(params)):
-                    for part in found:
-                        part.grad.div_(scale)
-                carried.value = 1.0
+            spans = self._spans_of(parameters_of(optimizer.param_groups)) if scale != 1.0 else []
+            grads = [part.grad for found in gradients_of(spans) for part in found]
+            for grad in grads:
+                grad.div_(scale)
             optimizer.step()
+            # They carry the scale again: the program may write others into them, or add to them.
+            for grad in grads:
+                grad.mul_(scale)
         for schedule in self._schedules:
             schedule.step()
         self._num_steps += 1
@@ -421,6 +428,24 @@ class OptimManager:
         self._scale.num_in_a_row = 0
 
 
+def _bounded(
+    total: torch.Tensor,
+    optimizers: Sequence[torch.optim.Optimizer],
+    params: Sequence[torch.Tensor],
+    scale: float,
+) -> torch.Tensor:
+    """A sum of squared gradients; TOO_LARGE if Adam's second moments could become infinite.
+
+    Such a moment stays, and the parameter would never move again.
+    """
+    is_adam = all(isinstance(one, AdamBase) for one in optimizers)  # an SGD may take more
+    if not is_adam or all(x.dtype == torch.float64 for x in params):
+        return total
+    share = max(1 - group["betas"][1] for one in optimizers for group in one.param_groups)
+    most = torch.finfo(torch.float32).max * scale**2 / share
+    return total.masked_fill((total > most) & total.isfinite(), TOO_LARGE)
+
+
 def _checked(loss: Any) -> torch.Tensor:
     if loss is None:
         raise ConfigurationError("backward got no loss: call optim_manager.backward(loss).")
@@ -468,7 +493,9 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
                 "backward pass, use an optimizer of bmtrain.optim, or shard the model "
                 "with BMTrainModelWrapper."
             )
+    scale = optimizer.scale if isinstance(optimizer, AdamBase) else 1.0
     total = global_sum_of_squares(*gradients_of(spans_of(params)))
+    total = _bounded(total, [optimizer], params, scale)
     is_finite = FiniteCheck(total).wait()
     has_fp16 = any(param.dtype == torch.float16 for param in params)
     if isinstance(optimizer, AdamBase) and (optimizer.scale != 1 or has_fp16):

@@ -114,6 +114,7 @@ class PipelineTransformerBlockList(BlockList):
         with contextlib.ExitStack() as stack:
             for part in dict.fromkeys(part for block in self._own for part in _with_inner(block)):
                 stack.enter_context(part.together())
+            stack.enter_context(current.draws.own())
             enter = stack.enter_context(current.service(Recorder).pipelined_pass(axis.index))
             for number in range(count):
                 with enter(number):

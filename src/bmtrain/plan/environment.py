@@ -19,21 +19,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.collect_env import get_env_info
 
 from bmtrain.plan.settings import GIB
 from bmtrain.runtime import world
-from bmtrain.runtime.process import C_COMPILERS
 from bmtrain.version import __version__
 
 PACKAGES = """torch, triton, transformers, tokenizers, peft, safetensors, datasets, accelerate,
 deepspeed, plainshard, bmtrain, model-center, numpy, ray, tensorboard, wandb"""
-# Variables that change what a run does, and those of launchers, by how their names begin.
-VARIABLES = """BMTRAIN, CC, CUBLAS, CUDA, CUDNN, CXX, GLOO, HF_, HUGGINGFACE, LD_LIBRARY_PATH,
-LD_PRELOAD, MKL, MODELSCOPE, NCCL, NVIDIA, OMP, PYTHON, PYTORCH, TENSORBOARD, TOKENIZERS, TORCH,
-TRANSFORMERS, TRITON, WANDB"""
-LAUNCHERS = """FLUX, GROUP_RANK, GROUP_WORLD_SIZE, JSM, LOCAL_, MASTER_, MPI_, NODE_RANK, OMPI,
-PALS, PMI, RANK, RAY, ROLE_, SKYPILOT, SLURM, TORCHELASTIC, WORLD_SIZE"""
-_SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH|COOKIE)S?(_|$)")
+# Variables that change what a run does, and those of launchers, by patterns of whole names. Values
+# of others are never shown: what a secret is called nobody knows.
+VARIABLES = r"""CC|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON(PATH|HASHSEED|UTF8|WARNINGS|MALLOC)
+|(CUBLAS|CUDA|CUDNN|GLOO|MKL|NCCL|NVIDIA|OMP|PYTORCH|TOKENIZERS|TORCH|TORCHINDUCTOR|TRITON)_\w+
+|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_OFFLINE|ENDPOINT|XET_\w+)|TRANSFORMERS_(CACHE|OFFLINE)
+|MODELSCOPE_CACHE|WANDB_(MODE|DIR|PROJECT)"""
+LAUNCHERS = r"""(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|NODE_RANK|MASTER_(ADDR|PORT)
+|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|USE_AGENT_STORE)|PMIX?_(RANK|SIZE)|MPI_LOCAL\w+
+|OMPI_COMM_WORLD_\w+|SKYPILOT_NUM_NODES|SKYPILOT_NODE_RANK
+|SLURM_(PROCID|LOCALID|NTASKS|NPROCS|NNODES|JOB_ID|JOB_NUM_NODES|STEP_ID|STEP_NUM_\w+|HET_SIZE)
+|SLURM_((JOB_|STEP_)?NODELIST|DISTRIBUTION)"""
 _GROUP = pathlib.Path("/sys/fs/cgroup")
 
 
@@ -54,11 +58,13 @@ def collect() -> dict[str, Any]:
     return {name: _read(item) for name, item in ITEMS.items()}
 
 
-def masked(variables: Mapping[str, str]) -> dict[str, str]:
-    """Values of names that speak of secrets replaced, and user names and passwords in addresses."""
+def shown(variables: Mapping[str, str], names: str) -> dict[str, str]:
+    """Those whose names match; of addresses without user names, passwords and queries."""
+    known = re.compile(names.replace("\n", ""))
     return {
-        name: "***" if _SECRET.search(name.upper()) else re.sub(r"//[^/@\s]+@", "//***@", text)
+        name: re.sub(r"//[^/@\s]*@", "//***@", re.sub(r"\?\S*", "?***", text))
         for name, text in sorted(variables.items())
+        if known.fullmatch(name)
     }
 
 
@@ -83,11 +89,6 @@ def _read(item: Callable[[], Any]) -> Any:
         return item()
     except Exception as error:  # one item must not cost the others
         return f"not known ({type(error).__name__}: {str(error).strip() or 'no reason given'})"
-
-
-def _variables(beginnings: str) -> dict[str, str]:
-    chosen = tuple(beginnings.replace("\n", " ").split(", "))
-    return masked({n: text for n, text in world.environment().items() if n.startswith(chosen)})
 
 
 def _packages() -> dict[str, str]:
@@ -126,18 +127,13 @@ def _output(*words: str) -> list[str]:
     return done.stdout.strip().splitlines()
 
 
-def _cpu() -> dict[str, Any]:
-    info = pathlib.Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
-    model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+def _of_torch() -> dict[str, Any]:
+    """Versions, driver, compilers and processor, as torch's own reports of faults have them."""
+    found = get_env_info()._asdict()
     return {
-        "model": model[1] if model else platform.processor() or platform.machine(),
-        "cores of the host": os.cpu_count(),
-        "cores of this process": world.num_cores(),
-        "limit of the control group": _read(
-            lambda: (_GROUP / "cpu.max").read_text("ascii").strip()
-        ),
-        "torch's threads": torch.get_num_threads(),
+        name: text.splitlines() if isinstance(text, str) and "\n" in text else text
+        for name, text in found.items()
+        if text
     }
 
 
@@ -147,37 +143,29 @@ def _memory() -> dict[str, Any]:
     return {
         "all": f"{sizes['MemTotal'] / GIB:.1f} GiB",
         "available": f"{sizes['MemAvailable'] / GIB:.1f} GiB",
-        "limit of the control group": _read(
-            lambda: (_GROUP / "memory.max").read_text("ascii").strip()
-        ),
+        "limit of the control group": _read(lambda: _limit("memory.max")),
         "shared memory (/dev/shm)": _read(
             lambda: f"{shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB"
         ),
     }
 
 
-def _compilers() -> dict[str, Any]:
-    found = {}
-    for name in dict.fromkeys((*C_COMPILERS, "g++", "nvcc")):
-        said = _read(lambda: _output(name, "--version")[-1 if name == "nvcc" else 0])  # noqa: B023
-        found[name] = f"{shutil.which(name)}: {said}"
-    return found
+def _limit(name: str) -> str:
+    return (_GROUP / name).read_text("ascii").strip()
 
 
 ITEMS: dict[str, Callable[[], Any]] = {
     "bmtrain": lambda: __version__,
     "python": lambda: f"{platform.python_version()} ({sys.executable})",
-    "system": platform.platform,
     "packages": _packages,
-    "torch was built with": lambda: f"CUDA {torch.version.cuda}, debug {torch.version.debug}",
+    "torch": _of_torch,
     "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())),
     "GPUs": _gpus,
-    "driver": lambda: _output("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv"),
     "topology": lambda: _output("nvidia-smi", "topo", "-m"),
-    "CPU": _cpu,
+    "cores of this process": world.num_cores,
+    "limit of the control group, of cores": lambda: _limit("cpu.max"),
     "host memory": _memory,
-    "compilers": _compilers,
     "network interfaces": lambda: sorted(os.listdir("/sys/class/net")),
-    "variables": lambda: _variables(VARIABLES),
-    "launcher's variables": lambda: _variables(LAUNCHERS),
+    "variables": lambda: shown(world.environment(), VARIABLES),
+    "launcher's variables": lambda: shown(world.environment(), LAUNCHERS),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.runtime.seeding import is_same_state, read_generator, write_generator
+from bmtrain.runtime.seeding import Draws, is_same_state, read_generator, write_generator
 from bmtrain.torch_internals import DeviceContext, function_modes
 
 # Getter and setter of each. They select kernels, and so which tensors are saved for backward.
@@ -25,16 +25,17 @@ class AmbientState:
     """The ambient state at the time of construction.
 
     Args:
-        device: where the pass computes.
-        generators: those that it may draw from.
+        draws: of the rank.
+        generators: those that the pass may draw from.
     """
 
-    def __init__(self, device: torch.device, generators: Iterable[Any]) -> None:
+    def __init__(self, draws: Draws, generators: Iterable[Any]) -> None:
+        self._draws, self._are_own = draws, draws.are_own
         self._generators = [(generator, read_generator(generator)) for generator in generators]
         self._switches = [read() for read, _ in _SWITCHES]
         self._default_device = _default_device()
         self._autocast = [
-            (kind, _autocast_of(kind)) for kind in dict.fromkeys((device.type, "cpu"))
+            (kind, _autocast_of(kind)) for kind in dict.fromkeys((draws.device.type, "cpu"))
         ]
 
     @contextlib.contextmanager
@@ -46,6 +47,7 @@ class AmbientState:
         now = [(generator, read_generator(generator)) for generator, _ in self._generators]
         switches = [read() for read, _ in _SWITCHES]
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._draws.kept(self._are_own))
             if _default_device() is not self._default_device:
                 stack.enter_context(self._default_device or torch.device("cpu"))
             for kind, state in self._autocast:
@@ -73,9 +75,10 @@ def _set(wanted: Iterable[Any], present: Iterable[Any]) -> None:
 
 
 def _default_device() -> DeviceContext | None:
-    return next(
-        (mode for mode in reversed(function_modes()) if isinstance(mode, DeviceContext)), None
-    )
+    for mode in reversed(function_modes()):
+        if isinstance(mode, DeviceContext):
+            return mode
+    return None
 
 
 def _autocast_of(kind: str) -> tuple[bool, torch.dtype, bool]:

@@ -29,7 +29,7 @@ import torch
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.ambient import AmbientState
 from bmtrain.recompute.scripts import Scripts
-from bmtrain.runtime.seeding import default_generators, is_generator
+from bmtrain.runtime.seeding import Draws, default_generators, is_generator
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import version_of, versions_of
@@ -296,12 +296,13 @@ class HostState:
         """State for a copy, which has other modules."""
         return {**self.__dict__, "_snapshot": None}
 
-    def begin(self, arguments: Any, device: torch.device, *, draws: bool = True) -> Begun:
+    def begin(self, arguments: Any, draws: Draws, *, is_capturing: bool = False) -> Begun:
         """A pass begins.
 
         Args:
             arguments: of the pass; direct tensors among them are the caller's.
-            draws: whether the device's generator can be read and set.
+            draws: of the rank.
+            is_capturing: whether the device's generator cannot be read and set.
         """
         if self._snapshot is None or not self._snapshot.is_current():
             self._snapshot = Snapshot()
@@ -310,7 +311,7 @@ class HostState:
         for name, value in arguments:
             if not isinstance(value, torch.Tensor):
                 given.add(value, f"argument {name}")
-        return Begun(self, self._snapshot, given, device, draws=draws)
+        return Begun(self, self._snapshot, given, draws, is_capturing=is_capturing)
 
 
 class Begun:
@@ -321,9 +322,9 @@ class Begun:
         owner: HostState,
         snapshot: Snapshot,
         given: Snapshot,
-        device: torch.device,
+        draws: Draws,
         *,
-        draws: bool,
+        is_capturing: bool,
     ) -> None:
         self._owner, self._parts = owner, (snapshot, given)
         self._num_scripts = owner.scripts.count()
@@ -331,8 +332,8 @@ class Begun:
         self._copies: dict[int, torch.Tensor] = {}  # of buffers, by position
         if owner.writes_buffers:
             self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
-        generators = default_generators(device if draws else None)
-        self._ambient = AmbientState(device, [*generators, *snapshot.generators, *given.generators])
+        generators = default_generators(None if is_capturing else draws.device)
+        self._ambient = AmbientState(draws, [*generators, *snapshot.generators, *given.generators])
 
     def obstacle(self) -> str | None:
         """After the pass: why it cannot be recomputed from this state, or None."""

@@ -51,8 +51,8 @@ class Trials:
         def body(given: tuple[Any, ...], named: dict[str, Any], _: bool) -> Any:
             return call(self._module, given, named)
 
-        device = world.current("Block").device
-        begun = self._state.begin([*enumerate(args), *kwargs.items()], device)
+        draws = world.current("Block").draws
+        begun = self._state.begin([*enumerate(args), *kwargs.items()], draws)
         recomputation = Recomputation(
             body, begun, lambda _: None, _nowhere, lambda _: call.forget()
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,15 +30,13 @@ class Config(Mapping[str, Any]):
     """
 
     def __getitem__(self, key: str) -> Any:
-        if key not in _VALUES:
-            near = difflib.get_close_matches(str(key), _VALUES, n=1, cutoff=0.0)
+        if key not in _BEFORE:
+            near = difflib.get_close_matches(str(key), _BEFORE, n=1, cutoff=0.0)
             raise KeyError(
                 f"config has no {key!r}: the nearest name is {near[0]!r}; all are "
-                f"{', '.join(_VALUES)}."
+                f"{', '.join(_BEFORE)}."
             )
-        if world.is_initialized():
-            return _VALUES[key](world.current("config"))
-        return _BEFORE.get(key)
+        return (_values(world.current("config")) if world.is_initialized() else _BEFORE)[key]
 
     def __setitem__(self, key: str, value: object) -> None:
         if key != "save_param_to_cpu":
@@ -54,10 +52,10 @@ class Config(Mapping[str, Any]):
         world.current("config['save_param_to_cpu']").service(_Saving).to_cpu = value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_VALUES)
+        return iter(_BEFORE)
 
     def __len__(self) -> int:
-        return len(_VALUES)
+        return len(_BEFORE)
 
     def __repr__(self) -> str:
         return f"Config({dict(self)})"
@@ -88,46 +86,52 @@ class _Streams:
         self.event = torch.cuda.Event() if is_gpu else None
 
 
-_VALUES: dict[str, Callable[[World], Any]] = {
-    "rank": lambda current: current.rank,
-    "local_rank": lambda current: current.local_rank,
-    "world_size": lambda current: current.world_size,
-    "local_size": lambda current: current.local_size,
-    "initialized": lambda current: True,
-    "pipe_size": lambda current: current.mesh.topology.pipe_size,
-    "pipe_enabled": lambda current: current.pipe_enabled,
-    "tp_size": lambda current: current.mesh.topology.tp_size,
-    "tp_rank": lambda current: current.mesh.tp.index,
-    "tp_zero_rank": lambda current: current.mesh.tp_zero.index,
-    "tp_zero_size": lambda current: current.mesh.tp_zero.size,
-    "zero_rank": lambda current: current.mesh.world.index,
-    "zero_size": lambda current: current.mesh.world.size,
-    "micros": lambda current: current.num_micro_batches,
-    "topology": lambda current: current.mesh.topology,
-    "comm": lambda current: current.mesh.world,
-    "zero_comm": lambda current: current.mesh.world,
-    "tp_comm": lambda current: current.mesh.tp,
-    "tp_zero_comm": lambda current: current.mesh.tp_zero,
-    "pipe_comm": lambda current: current.mesh.pipe,
-    "pp_zero_comm": lambda current: current.mesh.pp_zero,
-    "pp_tp_zero_comm": lambda current: current.mesh.pp_tp_zero,
-    "calc_stream": lambda current: (
-        None if current.device.type == "cpu" else torch.cuda.current_stream(current.device)
-    ),
-    "load_stream": lambda current: current.service(_Streams).load,
-    "tp_comm_stream": lambda current: current.service(_Streams).tensor_parallel,
-    "pp_comm_stream": lambda current: current.service(_Streams).pipeline,
-    "barrier_stream": lambda current: current.service(_Streams).barrier,
-    "load_event": lambda current: current.service(_Streams).event,
-    "zero_level": lambda current: current.defaults.zero_level,
-    "num_micro_batches": lambda current: current.num_micro_batches,
-    "loss_scale_factor": lambda current: current.defaults.loss_scale_factor,
-    "loss_scale_steps": lambda current: current.defaults.loss_scale_steps,
-    "save_param_to_cpu": lambda current: current.service(_Saving).to_cpu,
-}
+def _values(current: World) -> dict[str, Any]:
+    streams = current.service(_Streams)
+    return {
+        "rank": current.rank,
+        "local_rank": current.local_rank,
+        "world_size": current.world_size,
+        "local_size": current.local_size,
+        "initialized": True,
+        "pipe_size": current.mesh.topology.pipe_size,
+        "pipe_enabled": current.pipe_enabled,
+        "tp_size": current.mesh.topology.tp_size,
+        "tp_rank": current.mesh.tp.index,
+        "tp_zero_rank": current.mesh.tp_zero.index,
+        "tp_zero_size": current.mesh.tp_zero.size,
+        "zero_rank": current.mesh.world.index,
+        "zero_size": current.mesh.world.size,
+        "micros": current.num_micro_batches,
+        "topology": current.mesh.topology,
+        "comm": current.mesh.world,
+        "zero_comm": current.mesh.world,
+        "tp_comm": current.mesh.tp,
+        "tp_zero_comm": current.mesh.tp_zero,
+        "pipe_comm": current.mesh.pipe,
+        "pp_zero_comm": current.mesh.pp_zero,
+        "pp_tp_zero_comm": current.mesh.pp_tp_zero,
+        "calc_stream": (
+            None if current.device.type == "cpu" else torch.cuda.current_stream(current.device)
+        ),
+        "load_stream": streams.load,
+        "tp_comm_stream": streams.tensor_parallel,
+        "pp_comm_stream": streams.pipeline,
+        "barrier_stream": streams.barrier,
+        "load_event": streams.event,
+        "zero_level": current.defaults.zero_level,
+        "num_micro_batches": current.num_micro_batches,
+        "loss_scale_factor": current.defaults.loss_scale_factor,
+        "loss_scale_steps": current.defaults.loss_scale_steps,
+        "save_param_to_cpu": current.service(_Saving).to_cpu,
+    }
 
-# The values of a single process before `init_distributed`; keys not listed are None.
+
+_NONE = """comm, zero_comm, tp_comm, tp_zero_comm, pipe_comm, pp_zero_comm, pp_tp_zero_comm,
+calc_stream, load_stream, tp_comm_stream, pp_comm_stream, barrier_stream, load_event"""
+# All keys, with the values of a single process before `init_distributed`.
 _BEFORE: dict[str, Any] = {
+    **dict.fromkeys(_NONE.replace("\n", " ").split(", ")),
     **dict.fromkeys(("rank", "local_rank", "tp_rank", "tp_zero_rank", "zero_rank"), 0),
     **dict.fromkeys(("world_size", "local_size", "pipe_size", "tp_size", "tp_zero_size"), 1),
     **dict.fromkeys(("zero_size", "micros", "num_micro_batches"), 1),

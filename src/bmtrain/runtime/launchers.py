@@ -167,6 +167,12 @@ def meeting_place(launch: Launch, environment: Environment) -> str:
         )
     if environment.get("MASTER_PORT"):
         port = check_port(environment)
+    return tcp_url(address, port)
+
+
+def tcp_url(address: str, port: int) -> str:
+    """Of a host, or of an IPv6 address in brackets or without."""
+    address = address.strip("[]")
     return f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
 
 
@@ -235,7 +241,13 @@ def _read(launcher: str, names: tuple[str, ...], environment: Environment) -> La
     if size == 1:
         local_rank, local_size = local_rank or 0, local_size or 1
     return Launch(
-        launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size
+        launcher=launcher,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        # torchrun draws it, and no other user knows it
+        run=environment.get(TORCHRUN, "") if names is _TORCH else "",
     )
 
 

@@ -7,16 +7,26 @@ draws a name for each run and tells it to the ranks that have come for it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
+import ipaddress
+import socket
+import threading
 import time
+import urllib.parse
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from bmtrain.runtime.process import say
+
 Store: TypeAlias = Any  # torch declares none to type checkers
+WORD_S = 35.0  # of waiting for a rank to join, until that is said
+_IN_VAIN = "in vain: "
 FOREVER = datetime.timedelta(days=365)
 
 
@@ -30,7 +40,17 @@ class Meetings:
     def __init__(self) -> None:
         self._stores: dict[tuple[str, int, int], Store] = {}
 
-    def meet(self, url: str, rank: int, size: int, timeout: float, job: str = "") -> Store:
+    def meet(
+        self,
+        url: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        job: str = "",
+        *,
+        is_hosted: bool = True,
+        is_local: bool = False,
+    ) -> Store:
         """A store that the ranks of this run share, and no other run. Collective.
 
         Args:
@@ -38,17 +58,77 @@ class Meetings:
             timeout: seconds to wait for the others, and that the store waits for a key.
             job: what the launcher calls the job. Ranks of another one that come to the same place
                 wait there in vain, instead of joining this run.
+            is_hosted: whether rank 0 hosts the store, and not torchrun.
+            is_local: whether all ranks are on this host: nobody else can reach what rank 0 hosts
+                then, where the address is a loopback one.
 
         Raises:
-            RuntimeError, ValueError, OSError: of torch, if they do not come in time.
+            RuntimeError, ValueError, OSError: if they do not come in time, saying why.
         """
         limit, end = datetime.timedelta(seconds=timeout), time.monotonic() + timeout
         key = (url, rank, size)
         if key not in self._stores:
-            self._stores[key], _, _ = next(rendezvous(url, rank, size, timeout=limit))
+            opened = functools.partial(_opened, url, rank, size, limit, is_hosted, is_local)
+            self._stores[key] = _in_time(opened, url, end)
         store = self._stores[key]
         store.set_timeout(limit)
         return _own_room(room(store, f"job {job}") if job else store, rank, size, end)
+
+
+def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
+    """What a step of torch's gives, which may wait for ever for what a stranger does not say."""
+    found: list[Store] = []
+    errors: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            found.append(step())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
+    thread.start()
+    thread.join(max(0.0, end - time.monotonic()) + 1.0)  # torch may say more at its end
+    if errors:
+        raise errors[0]
+    if not found:
+        raise RuntimeError(f"{url} takes connections and answers nothing: is it another program's?")
+    return found[0]
+
+
+def _opened(
+    url: str, rank: int, size: int, limit: datetime.timedelta, is_hosted: bool, is_local: bool
+) -> Store:
+    place = urllib.parse.urlparse(url)
+    if place.scheme != "tcp" or not place.hostname:
+        return next(rendezvous(url, rank, size, timeout=limit))[0]
+    for left in (2, 1, 0):  # torch would ask for the name until the time is up, twice
+        try:
+            family, *_, address = socket.getaddrinfo(
+                place.hostname, place.port, type=socket.SOCK_STREAM
+            )[0]
+            break
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN or not left:
+                raise OSError(f"{place.hostname}: {error.strerror}") from error
+            time.sleep(1)
+    listener: int | None = None
+    if is_hosted and rank == 0 and is_local and ipaddress.ip_address(address[0]).is_loopback:
+        with socket.socket(family, socket.SOCK_STREAM) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(address)
+            one.listen(size)
+            listener = one.detach()
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        place.hostname,
+        place.port,
+        size,
+        is_master=is_hosted and rank == 0,
+        timeout=limit,
+        wait_for_workers=False,  # `_own_room` says who has not come
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )
 
 
 def adopt(store: Store, rank: int, size: int, timeout: float) -> Store:
@@ -85,29 +165,44 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
         card = f"bmtrain invites {uuid.uuid4()}"
         store.set(hello[rank], card)
         try:
-            return room(store, store.get(card).decode())
+            if not _comes(store, card, 0, end):
+                raise RuntimeError("rank 0 has not come")
+            answer = store.get(card).decode()
         except BaseException:
             # else rank 0 would take this attempt for the next
             if store.check([hello[rank]]) and store.get(hello[rank]).decode() == card:
                 store.delete_key(hello[rank])
             raise
-    cards = []
+        if answer.startswith(_IN_VAIN):
+            raise RuntimeError(answer.removeprefix(_IN_VAIN))
+        return room(store, answer)
+    cards, late = [], []
     for other in range(1, size):
-        try:
-            left = datetime.timedelta(seconds=max(0.001, end - time.monotonic()))
-            store.wait([hello[other]], left)
-        except RuntimeError as error:
-            late = [str(one) for one in range(other, size) if not store.check([hello[one]])]
-            if not late:
-                raise
-            are = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
-            raise RuntimeError(f"{are} not come") from error
-        cards.append(store.get(hello[other]).decode())
-        store.delete_key(hello[other])
-    name = f"bmtrain {uuid.uuid4()}"
+        if _comes(store, hello[other], other, end):
+            cards.append(store.get(hello[other]).decode())
+            store.delete_key(hello[other])
+        else:
+            late.append(str(other))
+    are = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
+    answer = f"{_IN_VAIN}{are} not come" if late else f"bmtrain {uuid.uuid4()}"
     for card in cards:
-        store.set(card, name)
-    return room(store, name)
+        store.set(card, answer)
+    if late:
+        raise RuntimeError(answer.removeprefix(_IN_VAIN))
+    return room(store, answer)
+
+
+def _comes(store: Store, key: str, other: int, end: float) -> bool:
+    """Whether a rank leaves a key in time; it is said once that it takes long."""
+    begin = time.monotonic()
+    for limit in (min(end, begin + WORD_S), end):
+        with contextlib.suppress(RuntimeError):
+            left = max(0.001, limit - time.monotonic())
+            store.wait([key], datetime.timedelta(seconds=left))
+            return True
+        if limit < end:
+            say(f"rank {other} has not come to init_distributed for {WORD_S:.0f} s.\n")
+    return bool(store.check([key]))
 
 
 class Groups:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from bmtrain.runtime.topology import Topology
+from bmtrain.torch_internals import in_transform
 
 
 def seed_everything(seed: int) -> None:
@@ -49,13 +54,79 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of `device`."""
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator: torch.Generator = torch.cuda.default_generators[index]
+    return generator
+
+
 def default_generators(device: torch.device | None) -> Sequence[Any]:
     """The default generators: the CPU's, the device's, those of `random` and of numpy."""
     found: list[Any] = [torch.default_generator, random, np.random]
     if device is not None and device.type != "cpu":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        found.insert(2, torch.cuda.default_generators[index])
+        found.insert(2, generator_of(device))
     return found
+
+
+class Draws:
+    """Which random numbers modules draw in training: others on ranks with other rows.
+
+    Torch's default generators are the same on all ranks and stay so: models that are made later,
+    orders of rows, and what a program decides by them between two layers are alike. While a block
+    or a layer runs, that of the device draws numbers of this rank's own, which follow from its
+    state. Tensor-parallel ranks draw the same.
+
+    Attributes:
+        are_own: whether the generator draws this rank's numbers now.
+        same_rows: whether all ranks have the rows of one process, as `verify` gives them: then all
+            draw its numbers.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        self._salt = topology.tp_idx.to_bytes(8, "little")
+        self.device, self._generator = device, generator_of(device)
+        self.are_own, self.same_rows = topology.world_size == topology.tp_size, False
+
+    @contextlib.contextmanager
+    def kept(self, are_own: bool) -> Iterator[None]:
+        """Draw inside from the generator as it is."""
+        before, self.are_own = self.are_own, are_own
+        try:
+            yield
+        finally:
+            self.are_own = before
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """Draw numbers of this rank's own inside.
+
+        Afterwards the generator is as before, or one number further if any was drawn.
+        """
+        generator = self._generator
+        # While a CUDA graph is captured no state can be read: its replay is inside of this. Nor can
+        # it in a transform of torch.func.
+        is_captured = self.device.type != "cpu" and torch.cuda.is_current_stream_capturing()
+        if self.are_own or self.same_rows or is_captured or in_transform():
+            yield
+            return
+        before = generator.get_state()
+        state = hashlib.blake2b(before.numpy(), digest_size=8, salt=self._salt)
+        seed = int.from_bytes(state.digest(), "little")
+        generator.manual_seed(seed)
+        begin = generator.get_state()
+        self.are_own = True
+        try:
+            yield
+        finally:
+            self.are_own = False
+            if generator.initial_seed() == seed:  # else the module has seeded it
+                has_drawn = not torch.equal(generator.get_state(), begin)
+                generator.set_state(before)
+                if has_drawn:
+                    torch.rand((), generator=generator, device=self.device)
 
 
 def is_generator(value: object) -> bool:

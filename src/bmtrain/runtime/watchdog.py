@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -19,17 +20,18 @@ from bmtrain.runtime.meeting import FOREVER, Store, room
 from bmtrain.runtime.process import Exit, say
 from bmtrain.torch_internals import flight_record
 
-FLOOR_S = 600.0  # least limit that is guessed
-FACTOR = 20  # limit that is guessed, in times of the longest pause so far
+# without progress, after which a rank that waits asks the others where they are, and again
+ASK_S = (20.0, 35.0, 600.0)
 SHARE = 0.9  # of the time limit of NCCL's collectives, which end the run with less to say
-AFTER_S = 10.0  # time to raise RanksPartedError, where collectives that time out can
+AFTER_S = 10.0  # time to raise RanksDivergedError, where collectives that time out can
 ANSWER_S = 5.0  # how long ranks may take to say where they are
 _END_S = 12.0  # after which a process ends whatever the store does
 _WORDS_S = 2.0  # how long the last words of a rank may take
 _PARTING_S = 60.0  # how long threads may stay in the store when the run is over
 _HEARD_S = 1.0  # how long the store stays for those who have not heard
 _LOOKS = 20  # per limit
-_STORE_ENDS = "the store ends: "
+_STORE_ENDS, _ASK, _LEAVE = "the store ends: ", "ask ", "leave"
+_BUSY_TICKS = 50  # of 10 ms: what a process takes between two looks that does anything
 _MOST_STACKS = 20_000  # characters of a rank's stacks that travel
 _STATES = {
     "T": "is stopped (SIGSTOP)",
@@ -92,7 +94,7 @@ class Report:
     is_waiting: bool
     place: str
     lines: tuple[Line, ...]
-    stacks: str
+    stacks: str = ""
     extra: str = ""
 
     @classmethod
@@ -120,22 +122,25 @@ class Watchdog:
     """Notices that a run stands still. One per rank, from `init_distributed` to `shutdown`.
 
     What goes on is progress: collectives that are entered in the ledger, and optimizer steps.
+    A rank that waits for others asks them after ASK_S where they are, and says who has not come,
+    and where that one is. One that answers may be at work, and nothing is ended. One of the same
+    host that answers nobody, and is stopped or uses no CPU, as two looks say, ends the run: within
+    a minute, before the first step too. If after the last of ASK_S all of them wait, none of them
+    works, and the run ends.
+
     A rank without progress for the limit raises the alarm: all ranks say what they wait in, where
     they are in the program and the stacks of their threads; the lowest that answers prints it all
     in one report, which names who has not come and who does not answer, and all processes end with
     Exit.HUNG. In a process that is somebody else's they report, once, and go on: ranks that wait
     get an error when their collective's time is up.
 
-    The limit is `seconds` if given. Otherwise it is guessed: FACTOR times the longest pause since
-    the first optimizer step, but at least FLOOR_S. That holds for ranks that wait for others or for
-    their device. One that does not wait computes something of its own, a long evaluation perhaps,
-    and may take as long as the others can wait for it, which is also the most for those that wait:
-    SHARE of `timeout` on GPUs; on a CPU `timeout` and AFTER_S, because there a collective that has
-    timed out raises RanksPartedError first. Before the first optimizer step, while a program
-    loads, prepares data or compiles, and inside of `off`, only ranks that wait are watched, with
-    that longest limit.
+    The limit is `seconds` if given, from the first optimizer step on. Otherwise it is the most that
+    ranks wait for each other: SHARE of `timeout` on GPUs; on a CPU `timeout` and AFTER_S, because
+    there a collective that has timed out raises RanksDivergedError first. Before the first step,
+    while a program loads, prepares data or compiles, and inside of `off`, only ranks that wait are
+    watched.
 
-    Without other ranks nothing is guessed, since nobody waits: a notebook may stand still.
+    Alone a rank is watched if `seconds` are given: a notebook may stand still.
 
     The thread runs while the main thread waits in C without Python's lock, as it does in
     collectives and for its device. If the lock is held, the other ranks say so.
@@ -162,13 +167,15 @@ class Watchdog:
         self._last = place.timeout + AFTER_S
         if place.device.type != "cpu":
             self._last = place.timeout * SHARE
-        self._longest, self._seen, self._since = 0.0, 0, time.monotonic()
+        self._seen, self._since = 0, time.monotonic()
         self._alarm = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._idle = 0.0
         self._host_words: str | None = None
         # the one that trains, which is not the main one in a worker of others
         self._thread = threading.current_thread()
+        self._asked, self._is_asking = 0, False  # while nothing goes on
+        self._looks: dict[int, tuple[str, int] | None] = {}  # at those that did not answer
 
     def start(self, processes: Sequence[tuple[str, int]], *, is_on: bool) -> None:
         """Begin to watch and, with other ranks, to listen to them.
@@ -198,7 +205,7 @@ class Watchdog:
         """
         self._ending.set()
         self.say_last("has left the run: its program has come to its end")
-        self._post("leave", [self._place.rank])
+        self._post(_LEAVE, [self._place.rank])
         end = time.monotonic() + _PARTING_S
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -296,14 +303,8 @@ class Watchdog:
         is_settled = self.num_steps > 0 and not self._off
         if self._seconds is not None and is_settled:
             return self._seconds
-        if self._place.size == 1:
-            return float("inf")
-        guess = max(FLOOR_S, FACTOR * self._longest) if is_settled else self._last
-        guess = min(guess, self._last)
-        # what needs the stacks is asked when it matters only
-        if self._idle < guess or self._is_waiting():
-            return guess
-        return self._last if is_settled else float("inf")
+        is_free = not is_settled and self._idle > self._last and not self._is_waiting()
+        return float("inf") if self._place.size == 1 or is_free else self._last
 
     def _is_waiting(self) -> bool:
         if process.is_communicating():
@@ -316,53 +317,131 @@ class Watchdog:
             return False
 
     def _watch(self) -> None:
-        shortest = min(self._place.timeout, self._seconds or FLOOR_S)
-        pause = min(5.0, shortest / _LOOKS)
+        pause = min(self._place.timeout, self._seconds or ASK_S[0], ASK_S[0]) / _LOOKS
+        now = time.monotonic()
         while not self._ending.wait(pause):
-            now = time.monotonic()
+            before, now = now, time.monotonic()
+            if now - before > pause + ANSWER_S:  # this process was stopped, which is not its doing
+                self._since += now - before - pause
             if self.progress != self._seen:
-                if self.num_steps > 1 and not self._off:
-                    self._longest = max(self._longest, now - self._since)
                 self._seen, self._since = self.progress, now
+                self._asked, self._is_asking, self._looks = 0, False, {}
             self._idle = now - self._since
-            if self._idle > (limit := self._limit()) and self._seen == self.progress:
+            limit = self._limit()
+            is_over, times = self._idle > limit, ASK_S[self._asked :]
+            is_due = bool(times) and self._idle > times[0] and self._store is not None
+            if not is_over and is_due and self._is_waiting():
+                is_over, limit = self._one_hangs(limit), self._idle
+                now = time.monotonic()
+            if is_over and self._seen == self.progress:
                 # The alarm: all ranks say where they are, and end.
                 self._post(str(limit), range(self._place.size))
                 self._end(limit)
                 return
 
+    def _one_hangs(self, limit: float) -> bool:
+        """Ask the other ranks where they are; the second time say who keeps this one waiting.
+
+        One of those that wait does so. Returns whether another cannot come.
+        """
+        self._asked += 1
+        own, store = self._report(), self._store
+        reports, rank = {own.rank: own}, own.rank
+        question = f"{_ASK}{rank} {self._seen} {self._asked}"
+        others = [other for other in range(self._place.size) if other != rank]
+        is_anothers = threading.Event()
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                mine = store.clone()
+                if not self._is_asking and mine.add(f"asked at {self._seen}", 1) > 1:
+                    is_anothers.set()
+                    return
+                self._post(question, others)
+                end = time.monotonic() + ANSWER_S
+                while len(reports) <= len(others) and time.monotonic() < end:
+                    for other in others:
+                        if other not in reports and mine.check([f"{question} {other}"]):
+                            reports[other] = Report.loaded(mine.get(f"{question} {other}"))
+                    time.sleep(0.05)
+
+        # a store that does not answer is that of a process that is stopped
+        asking = self._start(ask, "ask")
+        asking.join(ANSWER_S + 2 * _WORDS_S)
+        if is_anothers.is_set():
+            self._asked = len(ASK_S)
+            return False
+        self._is_asking = True
+        silent = [other for other in others if other not in reports]
+        if asking.is_alive() and rank:
+            silent = [0]
+        before = self._looks
+        self._looks = {other: _look(*self._processes[other]) for other in silent}
+        if self._asked == 1:
+            return False
+        late = [
+            f"rank {other} has not come: it answers, and is at {one.place}.\n"
+            for other, one in sorted(reports.items())
+            if not one.is_waiting and one.idle > ASK_S[0] and not self._off
+        ]
+        late += [f"rank {other} {_state(*self._processes[other])}.\n" for other in silent]
+        for other, look in self._looks.items():
+            first = before.get(other)
+            if look and first and look[0] in "ST" and look[1] - first[1] < _BUSY_TICKS:
+                return True
+        if late:
+            say(
+                f"[rank {rank}] nothing has gone on for {self._idle:.0f} s, and this rank waits "
+                f"for others at {own.place}.\n{''.join(late)}If that is work, all is well: "
+                f"nothing is ended before {limit:.0f} s without progress.\n"
+            )
+        return not late and self._asked == len(ASK_S) and not self._off
+
     def _listen(self) -> None:
         """Wait for a word of another rank's watchdog."""
-        store, key = self._ear, f"to {self._place.rank}"
-        if store is None:
+        store, rank = self._ear, self._place.rank
+        for number in itertools.count(1) if store is not None else ():
+            try:
+                store.wait([f"to {rank} {number}"], FOREVER)
+                word = store.get(f"to {rank} {number}").decode()
+                if word.startswith(_ASK):
+                    store.set(f"{word} {rank}", json.dumps(dataclasses.asdict(self._report())))
+                    continue
+            except RuntimeError:
+                return  # who hosts it has ended, which ends the run in another way
+            if word.startswith(_STORE_ENDS):
+                self._host_words = word.removeprefix(_STORE_ENDS)
+            elif word != _LEAVE and not self._ending.is_set():
+                self._end(float(word))
             return
-        try:
-            store.wait([key], FOREVER)
-            word = store.get(key).decode()
-        except RuntimeError:
-            return  # who hosts it has ended, which ends the run in another way
-        if word.startswith(_STORE_ENDS):
-            self._host_words = word.removeprefix(_STORE_ENDS)
-        elif word != "leave" and not self._ending.is_set():
-            self._end(float(word))
 
     def _post(self, word: str, ranks: Collection[int]) -> None:
         """Leave a word for the listeners of these ranks."""
         store = self._store
-        if store is not None:
-            self._patiently(lambda: [store.set(f"to {rank}", word) for rank in ranks])
+
+        def post() -> None:
+            for rank in ranks if store is not None else ():
+                store.set(f"to {rank} {store.add(f'words to {rank}', 1)}", word)
+
+        self._patiently(post)
+
+    def _report(self) -> Report:
+        """Where this rank is."""
+        return Report(
+            rank=self._place.rank,
+            idle=time.monotonic() - self._since,
+            is_waiting=self._is_waiting(),
+            place=process.place(self._thread),
+            lines=tuple(self.collectives()),
+        )
 
     def _end(self, limit: float) -> None:
         """Say what is known, and end the process. Once."""
         if not self._alarm.acquire(blocking=False):
             return
         try:
-            own = Report(
-                rank=self._place.rank,
-                idle=time.monotonic() - self._since,
-                is_waiting=self._is_waiting(),
-                place=process.place(self._thread),
-                lines=tuple(self.collectives()),
+            own = dataclasses.replace(
+                self._report(),
                 stacks=process.stacks()[-_MOST_STACKS:],
                 extra=flight_record() if self._place.device.type != "cpu" else "",
             )
@@ -421,20 +500,27 @@ class Watchdog:
         )
 
 
+def _look(host: str, number: int) -> tuple[str, int] | None:
+    """The state of a process of this host, a letter, and its time on CPUs; None if unknown."""
+    if host == socket.gethostname():
+        with contextlib.suppress(OSError):
+            text = pathlib.Path(f"/proc/{number}/stat").read_text(errors="replace")
+            # the name before them may hold blanks and brackets
+            fields = text.rpartition(")")[2].split()
+            return fields[0], int(fields[11]) + int(fields[12])
+    return None
+
+
 def _state(host: str, number: int) -> str:
     """What this process can tell of another; the form continues "rank 1 "."""
-    where = f"process {number} on {host}"
-    if host != socket.gethostname():
-        return f"does not answer ({where})"
-    try:
-        fields = pathlib.Path(f"/proc/{number}/stat").read_text(errors="replace")
-    except OSError:
-        has_proc = pathlib.Path("/proc/self/stat").exists()
-        return f"{'has ended' if has_proc else 'does not answer'} ({where})"
-    # the name before it may hold blanks and brackets
-    letter = fields.rpartition(")")[2].split()[0]
-    says = _STATES.get(letter, "runs, but Python does not: a call into C holds its lock")
-    return f"{says} ({where})"
+    look = _look(host, number)
+    if look is not None:
+        says = _STATES.get(look[0], "runs, but Python does not: a call into C holds its lock")
+    elif host == socket.gethostname() and pathlib.Path("/proc/self/stat").exists():
+        says = "has ended"
+    else:
+        says = "does not answer"
+    return f"{says} (process {number} on {host})"
 
 
 def _as_text(reports: Mapping[int, Report]) -> str:

@@ -30,9 +30,10 @@ from bmtrain.errors import (
     ConfigurationError,
     JoinError,
     NotInitializedError,
-    RanksPartedError,
+    RanksDivergedError,
 )
 from bmtrain.runtime import process
+from bmtrain.runtime.arguments import COUNT, Rule, check
 from bmtrain.runtime.launchers import (
     FOREIGN,
     TORCHRUN,
@@ -42,17 +43,25 @@ from bmtrain.runtime.launchers import (
     meeting_place,
     number,
     read_launch,
+    tcp_url,
 )
 from bmtrain.runtime.meeting import Groups, Meetings, Store, adopt, tell_all
 from bmtrain.runtime.mesh import Mesh, build_mesh
 from bmtrain.runtime.process import Exit, Launcher, say, this_host
-from bmtrain.runtime.seeding import seed_everything
+from bmtrain.runtime.seeding import Draws, seed_everything
 from bmtrain.runtime.topology import Topology
 from bmtrain.runtime.watchdog import Place, Watchdog, own_process
 from bmtrain.torch_internals import default_store
 
 Service = TypeVar("Service")
 TRANSPORTS = ("auto", "copy_engine", "collective")
+_TRANSPORT = Rule(f"one of {', '.join(TRANSPORTS)}", TRANSPORTS.__contains__)
+_DTYPE = Rule(
+    "a floating point torch.dtype or None",
+    lambda x: x is None or (isinstance(x, torch.dtype) and x.is_floating_point),
+)
+_SWITCH = Rule("True or False", lambda x: isinstance(x, bool))
+_BYTES = Rule("a whole number of bytes, or None", lambda x: x is None or COUNT.holds(x))
 _ANY_GPU = torch.device("cuda")
 
 
@@ -103,27 +112,15 @@ class Defaults:
 
     def __post_init__(self) -> None:
         check_zero_level(self.zero_level)
-        if self.transport not in TRANSPORTS:
-            raise ConfigurationError(
-                f"transport is {self.transport!r}: expected one of {', '.join(TRANSPORTS)}."
-            )
-        for name, dtype in (
-            ("reduce_dtype", self.reduce_dtype),
-            ("accumulate_dtype", self.accumulate_dtype),
-        ):
-            is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            if dtype is not None and not is_dtype:
-                raise ConfigurationError(
-                    f"{name} is {dtype!r}: expected a floating point torch.dtype or None."
-                )
-        for name, value in (("compile", self.compile), ("fp8", self.fp8)):
-            if not isinstance(value, bool):
-                raise ConfigurationError(f"{name} is {value!r}: expected True or False.")
-        limit = self.memory_limit
-        if limit is not None and not (type(limit) is int and limit >= 0):
-            raise ConfigurationError(
-                f"memory_limit is {limit!r}: expected a whole number of bytes, or None."
-            )
+        check(
+            "init_distributed",
+            transport=(self.transport, _TRANSPORT),
+            reduce_dtype=(self.reduce_dtype, _DTYPE),
+            accumulate_dtype=(self.accumulate_dtype, _DTYPE),
+            compile=(self.compile, _SWITCH),
+            fp8=(self.fp8, _SWITCH),
+            memory_limit=(self.memory_limit, _BYTES),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,6 +128,7 @@ class World:
     """This process's part in the run: rank, device, axes, defaults and the services on top.
 
     Attributes:
+        draws: the random numbers of this rank.
         watchdog: gets a note of all progress.
         launcher: the torchrun that started this process; None without, and in the process of
             somebody else.
@@ -150,6 +148,7 @@ class World:
     seed: int
     mesh: Mesh
     defaults: Defaults
+    draws: Draws
     pipe_enabled: bool
     num_micro_batches: int
     timeout: float
@@ -279,7 +278,8 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     Args:
         init_method: rendezvous URL of torch.distributed; "env://" is where the launcher says.
         seed: seeds torch, random and numpy identically on every rank, so that all ranks initialise
-            the same model.
+            the same model. In training blocks and layers draw numbers of each data-parallel rank's
+            own, for dropout: see `bmtrain.runtime.seeding.Draws`.
         pipe_size: number of pipeline stages; -1 for no pipeline.
         num_micro_batches: micro-batches of the pipeline; by default the number of stages.
         tp_size: ranks that share each tensor-parallel layer.
@@ -346,13 +346,12 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             store = _meet(launch, url, timeout, is_adopted)
             (local_rank, local_size), chosen = _settle(launch, store, device, is_adopted)
             is_main = threading.current_thread() is threading.main_thread()
-            agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             place = Place(
                 launch.rank,
                 launch.size,
                 chosen,
                 timeout,
-                is_host=launch.rank == 0 and not is_adopted and not agent_hosts,
+                is_host=launch.rank == 0 and not is_adopted and not _agent_hosts(),
                 # a process that torchrun has started is the program's own
                 is_guest=is_adopted or not (is_main or is_torchrun),
             )
@@ -368,6 +367,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             seed=seed,
             mesh=mesh,
             defaults=defaults,
+            draws=Draws(topology, chosen),
             pipe_enabled=pipe_size > 0,
             num_micro_batches=num_micro_batches or topology.pipe_size,
             timeout=timeout,
@@ -606,7 +606,22 @@ def _meet(launch: Launch, url: str, timeout: float, is_adopted: bool) -> Store:
     if launch.size == 1 and url == "env://":
         return dist.HashStore()  # type: ignore[attr-defined]
     _check_meeting_place(url, launch.size)
-    return _PROCESS.meetings.meet(url, launch.rank, launch.size, timeout, launch.run)
+    if url == "env://":
+        url = tcp_url(os.environ["MASTER_ADDR"], check_port(os.environ))
+    return _PROCESS.meetings.meet(
+        url,
+        launch.rank,
+        launch.size,
+        timeout,
+        launch.run,
+        is_hosted=not _agent_hosts(),
+        is_local=launch.local_size == launch.size,
+    )
+
+
+def _agent_hosts() -> bool:
+    """Whether torchrun hosts the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _open(place: Place, store: Store, is_adopted: bool) -> Groups:
@@ -673,18 +688,22 @@ def _leave_loudly(
     summary = "".join(traceback.format_exception_only(kind, error)).strip()
     trace_lines = traceback.format_exception(kind, error, trace)
     others = ""
-    if isinstance(error, RanksPartedError):
+    if isinstance(error, RanksDivergedError):
         # what matters is where the ranks are in the program, not how they found out
         trace_lines = traceback.format_list(process.calls_of_program(traceback.extract_tb(trace)))
     else:
         gone = world.watchdog.whereabouts({*range(world.world_size)} - {world.rank})
         others = "".join(f" rank {number} {why}." for number, why in sorted(gone.items()))
-    say(
-        f"[rank {world.rank}] this rank failed; the run ends.{others} {summary}\n"
-        + "".join(trace_lines)
-    )
+    if issubclass(kind, KeyboardInterrupt):
+        call = process.calls_of_program(traceback.extract_tb(trace))[-1]
+        say(f"[rank {world.rank}] interrupted at {call.filename}:{call.lineno} in {call.name}.\n")
+    else:
+        say(
+            f"[rank {world.rank}] this rank failed; the run ends.{others} {summary}\n"
+            + "".join(trace_lines)
+        )
     world.watchdog.take_store_down(f"has failed: {summary.splitlines()[0]}")
-    code = Exit.PARTED if issubclass(kind, RanksPartedError) else Exit.FAILED
+    code = Exit.PARTED if issubclass(kind, RanksDivergedError) else Exit.FAILED
     os._exit(Exit.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else code)
 
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import torch
 
 from bmtrain.distributed.ledger import Ledger
-from bmtrain.distributed.transport import Transport
+from bmtrain.distributed.transport import Reduction, Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
@@ -217,18 +217,26 @@ class Backward:
         if use in self._uses:
             self._uses.remove(use)
 
-    def add(self, gradient: Gradient, grads: Sequence[torch.Tensor | None]) -> None:
-        """Reduce one full gradient of a storage; inside `deferring`, keep it on this rank."""
+    def add(self, found: Sequence[tuple[Gradient, Sequence[torch.Tensor | None]]]) -> None:
+        """Reduce full gradients of storages; inside `deferring`, keep them on this rank."""
         self.join()
-        self._host.when_computed(functools.partial(self._add, gradient, grads, self._deferring))
+        self._host.when_computed(functools.partial(self._add, found, self._deferring))
 
     def _add(
-        self, gradient: Gradient, grads: Sequence[torch.Tensor | None], is_deferred: bool
+        self, found: Sequence[tuple[Gradient, Sequence[torch.Tensor | None]]], is_deferred: bool
     ) -> None:
-        self._open(gradient)
-        if not is_deferred:
-            self._note_reduction(gradient)
-        gradient.add(grads, defer=is_deferred)
+        # Those of one axis and dtype together.
+        together: dict[tuple[str, torch.dtype], tuple[Axis, list[Reduction]]] = {}
+        for gradient, grads in found:
+            self._open(gradient)
+            if not is_deferred:
+                self._note_reduction(gradient)
+            reduction = gradient.add(grads, defer=is_deferred)
+            if reduction is not None:
+                key, axis = (gradient.axis.name, reduction.dtype), gradient.axis
+                together.setdefault(key, (axis, []))[1].append(reduction)
+        for axis, members in together.values():
+            self._transport.reduce(members, axis)
 
     def add_slice(self, gradient: Gradient, index: int, grad: torch.Tensor) -> None:
         """Add the gradient of this rank's slice of slot `index`, already summed over ranks."""
@@ -301,7 +309,9 @@ class Backward:
                 self._gradients.append(gradient)
             if gradient.has_deferred:
                 self._note_reduction(gradient)
-            gradient.flush()
+            reduction = gradient.flush()
+            if reduction is not None:
+                self._transport.reduce([reduction], gradient.axis)
         self._waiting.clear()
 
     def _note_reduction(self, gradient: Gradient) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bmtrain.distributed.transport import Outgoing, Transport
+from bmtrain.distributed.transport import Reduction, Transport
 from bmtrain.errors import ParameterError
 from bmtrain.shard.label import Label
 from bmtrain.shard.layout import Layout
@@ -170,25 +170,28 @@ class Gradient:
             self._touched = [False] * len(self._live)
         self._set_aside(grads)
 
-    def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> None:
+    def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> Reduction | None:
         """Add one full gradient: a tensor per slot, None for zeros.
 
         `defer` holds it back on this rank until a later call, which reduces the sum of both.
+
+        Returns:
+            The reduction that the caller has to start; None if it is held back.
         """
         self._touched = [t or g is not None for t, g in zip(self._touched, grads, strict=True)]
         self._check_deferring(defer)
         grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
         if not defer and self._deferred is None:
-            self._reduce(lambda: self._parts(grads), [grad for grad in grads if grad is not None])
-            return
+            return self._reduction(
+                lambda: self._parts(grads), [grad for grad in grads if grad is not None]
+            )
         full = torch.cat(self._parts(grads))
         self._deferred = (
             full.to(self.policy.accumulate_dtype)
             if self._deferred is None
             else self._deferred.add_(full)
         )
-        if not defer:
-            self.flush()
+        return None if defer else self.flush()
 
     def add_slice(self, index: int, grad: torch.Tensor, *, defer: bool) -> None:
         """Add the gradient of this rank's slice of slot `index`, already summed over ranks."""
@@ -234,11 +237,12 @@ class Gradient:
             self._slots[index].copy_(before)
         self._before.clear()
 
-    def flush(self) -> None:
-        """Reduce what was deferred."""
+    def flush(self) -> Reduction | None:
+        """The reduction of what was deferred, which the caller has to start."""
         deferred, self._deferred, self._keeps_slices = self._deferred, None, False
-        if deferred is not None:
-            self._reduce(lambda: [_flat(deferred, self.policy.reduce_dtype)], [deferred])
+        if deferred is None:
+            return None
+        return self._reduction(lambda: [_flat(deferred, self.policy.reduce_dtype)], [deferred])
 
     def close(self, touched: Sequence[bool]) -> None:
         """End the pass: show the sum in `.grad`.
@@ -442,17 +446,15 @@ class Gradient:
             parts.append(zeros(self.layout.numel - end))
         return parts
 
-    def _reduce(
+    def _reduction(
         self, parts: Callable[[], list[torch.Tensor]], reads: Sequence[torch.Tensor]
-    ) -> None:
-        """Start to reduce the full gradient that `parts` makes from the tensors it `reads`."""
+    ) -> Reduction:
+        """Of the full gradient that `parts` makes from the tensors it `reads`."""
         if self._total is None:
             raise RuntimeError("a gradient was reduced before it was opened")
-        outgoing = Outgoing(self.policy.reduce_dtype, parts, reads)
-        self._transport.reduce(
-            self._total, outgoing, self.axis, accumulate=self._content is Content.CURRENT
-        )
+        accumulates = self._content is Content.CURRENT
         self._content = Content.CURRENT
+        return Reduction(self._total, self.policy.reduce_dtype, parts, reads, accumulates)
 
 
 def _flat(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

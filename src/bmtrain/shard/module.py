@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ParameterError
+from bmtrain.runtime import world
 from bmtrain.runtime.config import device_of_state_dicts
 from bmtrain.shard.listing import full_values
 from bmtrain.shard.parameter import DistributedParameter
@@ -24,6 +25,21 @@ class DistributedModule(torch.nn.Module):
     (`config["save_param_to_cpu"] = False`: on the rank's device). They are copies, but an in-place
     write to one is written to the model. `load_state_dict` takes full tensors.
     """
+
+    is_block = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; in training it draws random numbers of this rank's own (see `Draws`).
+
+        Not one with Blocks below it, which do: all ranks must decide alike which of them run.
+        """
+        if not self.training or not world.is_initialized():
+            return super().__call__(*args, **kwargs)
+        draws = world.current().draws
+        if draws.are_own or has_blocks(self):
+            return super().__call__(*args, **kwargs)
+        with draws.own():
+            return super().__call__(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         registered = self.__dict__.get("_parameters", {}).get(name)
@@ -81,8 +97,8 @@ class DistributedModule(torch.nn.Module):
 
         Raises:
             ParameterError: for `assign=True`, which would replace the shards.
-            RanksPartedError: on all ranks, for parameters that differ between them; the model is as
-                it was. Buffers may differ.
+            RanksDivergedError: on all ranks, for parameters that differ between them; the model is
+                as it was. Buffers may differ.
         """
         if assign:
             raise ParameterError(
@@ -162,6 +178,15 @@ class DistributedModule(torch.nn.Module):
             for module, sharded in hidden:
                 module._parameters.update(sharded)
         return self
+
+
+def has_blocks(module: torch.nn.Module) -> bool:
+    """Whether there is a Block below `module`."""
+    return any(
+        (isinstance(child, DistributedModule) and child.is_block) or has_blocks(child)
+        for child in module._modules.values()
+        if child is not None
+    )
 
 
 class _Kind:

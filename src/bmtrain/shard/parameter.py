@@ -436,7 +436,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
                     grad if index == param._index else None
                     for index in range(len(storage.layout.slots))
                 ]
-                storage.engine.backward.add(storage.gradient, own)
+                storage.engine.backward.add([(storage.gradient, own)])
             return grad.new_zeros(()).expand(grad.shape)
 
         torch.Tensor.register_hook(self, collect)

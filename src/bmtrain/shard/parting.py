@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import evenly_spaced
 from bmtrain.distributed.ledger import Ledger
-from bmtrain.errors import ParameterError, RanksPartedError
+from bmtrain.errors import ParameterError, RanksDivergedError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
@@ -70,7 +70,7 @@ class Sameness:
             self._is_known = before
 
     def check(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """RanksPartedError on all ranks unless all bring the same names, shapes, dtypes and values.
+        """RanksDivergedError on all ranks unless names, shapes, dtypes and values are the same.
 
         Collective. Values are compared by a checksum, for tensors above 65536 elements of a sample:
         it finds another seed or another file, not one element.
@@ -101,7 +101,7 @@ def _note_call(model: torch.nn.Module, args: Any) -> None:
 
 
 def check_same_state(state: Mapping[str, Any], names: Collection[str]) -> None:
-    """RanksPartedError on all ranks unless entries `names` of a state dict are the same everywhere.
+    """RanksDivergedError on all ranks unless entries `names` of a state dict are the same.
 
     Collective. Call it on all ranks before anything of `state` is copied into the model: ranks that
     load different files would hold slices of different models. Without names nothing is compared.
@@ -118,7 +118,7 @@ def check_same_state(state: Mapping[str, Any], names: Collection[str]) -> None:
 
 
 def check_same(what: str, entries: Sequence[tuple[str, Any]], axis: Axis, cure: str) -> None:
-    """RanksPartedError on all ranks unless all have the same names and values, in the same order.
+    """RanksDivergedError on all ranks unless all have the same names and values, in the same order.
 
     Collective.
     """
@@ -136,7 +136,7 @@ def check_same(what: str, entries: Sequence[tuple[str, Any]], axis: Axis, cure: 
     for rank, texts in zip(axis.ranks, told, strict=True):
         shown.setdefault(texts[place] if place < len(texts) else "no more", []).append(str(rank))
     deeds = "; ".join(f"on rank {', '.join(ranks)} {text}" for text, ranks in shown.items())
-    raise RanksPartedError(
+    raise RanksDivergedError(
         f"{what}. The first difference is number {place}: {deeds}. None of them has been changed. "
         f"{cure}"
     )

@@ -11,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bmtrain.distributed import collectives
-from bmtrain.errors import ParameterError, RanksPartedError
+from bmtrain.errors import ParameterError, RanksDivergedError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.backward import Backward, HostSteps
 from bmtrain.shard.unreadable import Unreadable
@@ -95,7 +95,7 @@ class Replicated:
         Raises:
             ParameterError: if a parameter has hooks of the program, which have seen this rank's
                 gradient only.
-            RanksPartedError: if a parameter had a gradient before on some ranks only.
+            RanksDivergedError: if a parameter had a gradient before on some ranks only.
         """
         params = [reference() for reference in self._params]
         try:
@@ -121,7 +121,7 @@ class Replicated:
         for param, _, (*_, some_had, some_had_none) in agreed:
             if param is not None and some_had and some_had_none:
                 self.discard()
-                raise RanksPartedError(_PARTED.format(tuple(param.shape)))
+                raise RanksDivergedError(_PARTED.format(tuple(param.shape)))
         for param, grad, (is_dense, is_sparse, *_) in agreed:
             if param is None or not (is_dense or is_sparse):
                 continue

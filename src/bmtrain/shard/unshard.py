@@ -233,6 +233,11 @@ class Use:
         )
 
     @property
+    def is_over(self) -> bool:
+        """Whether backward has come to its end."""
+        return self._ended_in != -1
+
+    @property
     def is_shared_by_ranks(self) -> bool:
         """Whether other ranks take part in its gathers and reductions."""
         return any(storage.axis.size > 1 for storage in self._storages)
@@ -409,15 +414,18 @@ class Use:
         self._reduce(grads)
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
+        found = []
         for storage, own in self._trained():
             # Frozen since the forward pass: autograd would add no gradient either.
             with plain_functions():
                 wanted = [param is None or param.requires_grad for param in storage.params]
-            found = [
+            shown = [
                 grad if is_wanted else None
                 for grad, is_wanted in zip(grads[own], wanted, strict=True)
             ]
-            storage.engine.backward.add(storage.gradient, found)
+            found.append((storage.gradient, shown))
+        if found:
+            self._storages[0].engine.backward.add(found)
 
     def _trained(self) -> Iterator[tuple[Storage, slice]]:
         """The storages with something to train, each with its range of slots among those of all."""

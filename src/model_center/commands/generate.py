@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
 
 import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.distributed.collectives import broadcast_object
 from bmtrain.runtime import world
-from model_center.commands.train import TOKENIZERS
+from bmtrain.runtime.log import printable
 from model_center.errors import ConfigError, InputError
 from model_center.generation.session import Session
 from model_center.generation.text import TextGenerator
-from model_center.model.causal import CausalModel
-from model_center.tokenizer import GLMTokenizer
 from model_center.training.adapters import add_adapters
 from model_center.training.quantization import quantize
-from model_center.training.setup import DTYPES, class_of
+from model_center.training.setup import DTYPES
+from model_center.training.subject import TheirSubject, own_class, tokenizer_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,14 +82,55 @@ def run(args: argparse.Namespace) -> None:
             say("\n")
 
 
-def opened(args: argparse.Namespace, session: Session) -> TextGenerator:
+class TheirGenerator:
+    """What TextGenerator does, with a model that transformers has and this package has not.
+
+    Texts come whole, not in pieces.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: Callable[[], str]) -> None:
+        if not world.is_initialized():
+            bmt.init_distributed()
+        subject = TheirSubject(args.model_config)
+        subject.load(
+            argparse.Namespace(**vars(args), load=None, from_scratch=False, use_checkpoint=False)
+        )
+        if args.load_in_4bit:
+            quantize(subject.model, subject.model.get_output_embeddings())
+        if args.adapter:
+            subject.add_adapters(pathlib.Path(args.adapter))
+            subject.read_tokenizer(folder())
+        self._subject, self._args = subject, args
+
+    def stream(self, text: str) -> Iterator[str]:
+        """What follows the text."""
+        return self._behind(self._subject.tokenizer.encode(text))
+
+    def stream_chat(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
+        """The next message of a conversation."""
+        tokenizer = self._subject.tokenizer
+        if not tokenizer.chat_template:
+            raise InputError("the tokenizer has no chat template: use generate.")
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self._behind(tokenizer.encode(text, add_special_tokens=False))
+
+    def _behind(self, ids: Sequence[int]) -> Iterator[str]:
+        args = self._args
+        draws = {"do_sample": False}
+        if args.temperature:
+            torch.manual_seed(args.seed)
+            draws = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
+        found = self._subject.answer(torch.tensor([list(ids)]), args.max_new_tokens, **draws)
+        yield self._subject.tokenizer.decode(found, skip_special_tokens=True)
+
+
+def opened(args: argparse.Namespace, session: Session) -> TextGenerator | TheirGenerator:
     """The generator of the model and flags; the run is joined where torchrun has started it."""
     if world.launched_size() > 1:
         bmt.init_distributed()
-    kind = class_of(args.model_config, CausalModel)
-    tokenizers: dict[str, Any] = {**TOKENIZERS, "GLM": GLMTokenizer}
-    if kind.__name__ not in tokenizers:
-        raise ConfigError(f"{kind.__name__} is not served by this program.")
+    kind = own_class(args.model_config)
+    if kind is None:
+        return TheirGenerator(args, lambda: of_the_first_rank(lambda: _tokenizer_folder(args)))
     model = kind.from_pretrained(args.model_config, dtype=DTYPES[args.dtype])
     if not world.is_initialized():
         model = model.to(bmt.device())
@@ -103,9 +144,7 @@ def opened(args: argparse.Namespace, session: Session) -> TextGenerator:
         else {}
     )
     folder = of_the_first_rank(lambda: _tokenizer_folder(args))
-    tokenizer = attempt(
-        lambda: tokenizers[kind.__name__].from_pretrained(folder), everyone(), ConfigError
-    )
+    tokenizer = attempt(lambda: tokenizer_of(kind, folder), everyone(), ConfigError)
     return TextGenerator(
         model.eval(), tokenizer, session=session, max_new_tokens=args.max_new_tokens, **draws
     )
@@ -130,7 +169,7 @@ def of_the_first_rank(read: Callable[[], str]) -> str:
 
 
 def say(text: str) -> None:
-    """On the first rank, at once."""
+    """On the first rank, at once; what would control a terminal is written out on one."""
     if bmt.rank() == 0:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()

@@ -1,16 +1,22 @@
-"""`python -m model_center train`: a decoder learns from JSON lines, whole or by LoRA."""
+"""`python -m model_center train`: a decoder learns from rows of data, whole or by LoRA."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import bmtrain as bmt
+from bmtrain.distributed.agreement import attempt, everyone
+from bmtrain.runtime import world
 from model_center.arguments import (
     add_model_config_args,
     add_run_args,
@@ -19,48 +25,31 @@ from model_center.arguments import (
     problem_of,
     share,
 )
-from model_center.dataset.chat import PLAIN, Writer
-from model_center.dataset.instructions import InstructionDataset
+from model_center.commands.account import account, shown
+from model_center.dataset.chat import PLAIN
+from model_center.dataset.instructions import InstructionDataset, TooLong
 from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
-from model_center.dataset.packing import PackedSamples, segment_mask
+from model_center.dataset.packing import PackedSamples
 from model_center.errors import ConfigError, DataError
-from model_center.generation import generate
-from model_center.model.causal import CausalModel, TokenModel
-from model_center.model.llama import Llama
-from model_center.tokenizer import (
-    GPT2Tokenizer,
-    GPTjTokenizer,
-    LlamaTokenizer,
-    MistralTokenizer,
-    OPTTokenizer,
-    Qwen2Tokenizer,
-)
-from model_center.training import Run, class_of, make_loader, pretrained, save_model, setup
-from model_center.training import untrained as from_scratch
-from model_center.training.adapters import ALL, ATTENTION, Lora
-from model_center.training.flops import flops_per_token
+from model_center.training import Run, make_loader, setup
+from model_center.training.adapters import ALL
 from model_center.training.listener import OnStep
-from model_center.training.quantization import quantize
+from model_center.training.subject import Subject, subject_of
 
-Batch = dict[str, torch.Tensor]
-# By the model's class, whose tokens each reads.
-TOKENIZERS: dict[str, Any] = {
-    "GPT2": GPT2Tokenizer,
-    "GPTj": GPTjTokenizer,
-    "Llama": LlamaTokenizer,
-    "Mistral": MistralTokenizer,
-    "OPT": OPTTokenizer,
-    "Qwen2": Qwen2Tokenizer,
-    "Qwen3": Qwen2Tokenizer,
-}
+PROGRESS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
     parser.description = (
-        "Train GPT-2, GPT-J, LLaMA, Mistral, OPT or Qwen on conversations, questions with answers, "
-        "or texts. Start it with torchrun on as many GPUs as there are: torchrun "
-        "--nproc_per_node=8 -m model_center train ..."
+        "Train a causal language model, of this package or of transformers, on conversations, "
+        "questions with answers, or texts. Start it with torchrun on as many GPUs as there are: "
+        "torchrun --nproc_per_node=8 -m model_center train ..."
     )
     add_model_config_args(parser)
     parser.add_argument(
@@ -68,20 +57,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin with random weights: of --model-config only configuration and tokenizer count",
     )
-    data = parser.add_argument_group("data: JSON lines; docs/site/en/guides/fine-tuning.md")
+    data = parser.add_argument_group("data: docs/site/en/guides/fine-tuning.md")
     data.add_argument(
         "--data",
         nargs="+",
-        metavar="FILE[:WEIGHT]",
-        help="to learn from; with a weight, as many times in each pass, or the share below 1",
+        metavar="NAME[:WEIGHT]",
+        help="to learn from: files (JSON lines or array, Parquet, CSV, text), folders of them, or "
+        "data sets of the hub; with a weight, as many times in each pass, or the share below 1",
     )
-    data.add_argument("--validation", nargs="+", metavar="FILE", help="to measure the loss on")
+    data.add_argument("--validation", nargs="+", metavar="NAME", help="to measure the loss on")
     data.add_argument(
         "--validation-share",
         type=share,
         default=0.0,
         metavar="SHARE",
-        help="of each --data file, set aside in place of --validation (default: 0)",
+        help="of the rows of each --data, set aside in place of --validation (default: 0)",
+    )
+    data.add_argument(
+        "--too-long",
+        type=TooLong,
+        default=TooLong.CUT,
+        metavar="{cut,drop,refuse}",
+        help="conversations of more than --max-length tokens lose their end, are left out, or are "
+        "an error (default: cut). Texts go on in the next row",
+    )
+    data.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        help="where tokens are kept, so that data are tokenised once (default: tokens in --save)",
+    )
+    data.add_argument(
+        "--look", type=positive, metavar="N", help="show N rows as they would be learnt, and end"
     )
     data.add_argument(
         "--eval-iters", type=positive, help="steps between measurements (default: once a pass)"
@@ -104,7 +110,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lora.add_argument(
         "--lora-targets",
         nargs="+",
-        default=list(ATTENTION),
         metavar="LAYER",
         help=f"names of layers, or {ALL} (default: those of attention)",
     )
@@ -143,112 +148,98 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
         raise ConfigError(f"{problem}.")
     if args.load_in_4bit and (args.from_scratch or not args.lora_rank):
         raise ConfigError("--load-in-4bit is for pretrained weights beside adapters: --lora-rank.")
-    args.dataset_name = " ".join(args.data)
     setup(args)
-    kind = class_of(args.model_config, CausalModel)
-    if kind is CausalModel:
-        raise ConfigError(
-            f"the configuration of {args.model_config} names no model_type: make it one of Hugging "
-            "Face by python -m model_center convert --to hf."
-        )
-    if not issubclass(kind, TokenModel | Llama):
-        raise ConfigError(f"{kind.__name__} is not trained by this program.")
-    tokenizer = TOKENIZERS[kind.__name__].from_pretrained(args.model_config)
+    subject = subject_of(args.model_config)
     # It is saved with the model, which then is asked as it was taught.
-    tokenizer.chat_template = tokenizer.chat_template or PLAIN
-    learnt, measured = _parts(args, tokenizer)
-    rows = make_loader(_packed(learnt, args), args, shuffle=True)
-    model = (from_scratch if args.from_scratch else pretrained)(kind, args)
-    lora = _lora(model, args)
-    judge = Judge(model, tokenizer, measured, args) if measured else None
-    flops = flops_per_token(model, args.max_length)
-    with Run(model, rows, args, flops, on_step) as training:
+    subject.tokenizer.chat_template = subject.tokenizer.chat_template or PLAIN
+    learnt, measured = _read(args, subject.tokenizer)
+    _check_ids([*learnt, *measured], subject)
+    if args.look:
+        samples = Mixture(learnt)
+        for number in range(min(args.look, len(samples))):
+            _say(f"row {number + 1}\n{shown(samples[number], subject.tokenizer)}\n")
+        return
+    args.dataset_name = _name_of(learnt, args)
+    subject.load(args)
+    if subject.num_positions is not None and args.max_length > subject.num_positions:
+        raise ConfigError(
+            f"--max-length {args.max_length}: the model has {subject.num_positions} positions."
+        )
+    packed = _packed(learnt, args, subject)
+    rows = make_loader(packed, args, shuffle=True)
+    subject.adapt(args)
+    for line in account(learnt, packed, subject, args):
+        _say(line)
+    judge = Judge(subject, measured, args) if measured else None
+    flops = subject.flops(args.max_length)
+    with Run(subject.model, rows, args, flops, on_step) as training:
+        every = args.eval_iters
+        step = training.step
+        is_due = step > 0 and (step % every == 0 if every else step >= args.train_iters)
+        if judge is not None and is_due and not training.is_recorded:
+            judge.report(training)  # the run before has saved that step, and came no further
         for _ in training.epochs():
             for batches in training.steps():
                 mean = bmt.loss.TokenMean(batch["targets"] for batch in batches)
-                training.update(mean(loss_sum(model, batch)) for batch in batches)
-                if judge is not None and args.eval_iters and training.step % args.eval_iters == 0:
+                training.update(mean(subject.loss_sum(batch)) for batch in batches)
+                if judge is not None and every and training.step % every == 0:
                     judge.report(training)
-            if judge is not None and not args.eval_iters:
+            if judge is not None and not every:
                 judge.report(training)
-        if lora is None:
-            save_model(model, args, tokenizer)
-        elif args.save is not None:
-            lora.save(pathlib.Path(args.save, args.save_name or "adapter"), tokenizer)
-
-
-def loss_sum(model: CausalModel, batch: Batch) -> torch.Tensor:
-    """The cross-entropy of all targets of packed rows, summed."""
-    out = model(
-        batch["input_ids"],
-        attention_mask=segment_mask(batch["segments"]),
-        position_ids=model.position_ids_of(batch["position_ids"]),
-        output_logits=False,
-    )
-    learnt = batch["targets"] != -100
-    logits = model.logits(out.last_hidden_state[learnt])
-    return bmt.loss.FusedCrossEntropy(reduction="sum")(logits, batch["targets"][learnt])
+        subject.save(args)
 
 
 class Judge:
     """Measures a model on data that it does not learn from. Collective."""
 
-    def __init__(
-        self, model: CausalModel, tokenizer: Any, parts: Sequence[Part], args: argparse.Namespace
-    ) -> None:
-        self._model, self._tokenizer = model, tokenizer
-        self._loader = make_loader(_packed(parts, args), args, shuffle=False)
-        self._questions = _questions(parts, args.samples)
+    def __init__(self, subject: Subject, parts: Sequence[Part], args: argparse.Namespace) -> None:
+        self._subject = subject
+        self._loader = make_loader(_packed(parts, args, subject), args, shuffle=False)
+        self._questions = _questions(Mixture(parts), args.samples)
         self._max_length = args.max_length
 
     def report(self, training: Run) -> None:
         """Record loss and perplexity per token, and show answers."""
         loss = self.mean_loss()
         training.record(validation_loss=loss, perplexity=math.exp(min(loss, 700.0)))
-        for fields in self._questions:
-            training.log.say(self.answer(fields))
+        for asked in self._questions:
+            training.log.say(self.answer(asked))
 
     @torch.no_grad()
     def mean_loss(self) -> float:
         """The loss per token that is learnt."""
-        self._model.eval()
+        model = self._subject.model
+        model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=bmt.device())  # loss, tokens
         for batch in self._loader:
-            sums[0] += loss_sum(self._model, batch)
+            sums[0] += self._subject.loss_sum(batch)
             sums[1] += (batch["targets"] != -100).sum()
-        self._model.train()
+        model.train()
         loss, tokens = bmt.sum_loss(sums).tolist()
         return float(loss / tokens)
 
-    def answer(self, fields: dict[str, Any]) -> str:
-        """A conversation up to its last answer, and the model's."""
-        asked = Writer(self._tokenizer, fields["tools"]).text(fields["messages"][:-1], answer=True)
-        ids = torch.tensor([self._tokenizer.encode(asked, add_special_tokens=False)])
-        end = self._tokenizer.eos_token_id
-        room = max(self._max_length - ids.shape[1], 1)
-        found = generate(self._model, ids, eos_token_id=end, max_new_tokens=room)
-        return asked + self._tokenizer.decode(found.rows()[0])
+    def answer(self, asked: torch.Tensor) -> str:
+        """The tokens of a conversation up to its last answer, and the model's, as text."""
+        room = max(self._max_length - len(asked), 1)
+        found = self._subject.answer(asked[None], room)
+        decode = self._subject.tokenizer.decode
+        return str(decode(asked.tolist()) + decode(found))
 
 
-def _lora(model: CausalModel, args: argparse.Namespace) -> Lora | None:
-    if args.load_in_4bit:
-        quantize(model)
-    if not args.lora_rank:
-        return None
-    return Lora(
-        model,
-        args.lora_rank,
-        args.lora_alpha,
-        args.lora_dropout,
-        args.lora_targets,
-        args.model_config,
-    )
+Parts = tuple[list[Part], list[Part]]  # what is learnt, and what is measured
 
 
-def _parts(args: argparse.Namespace, tokenizer: Any) -> tuple[list[Part], list[Part]]:
-    """What is learnt, and what is measured."""
+def _read(args: argparse.Namespace, tokenizer: Any) -> Parts:
+    """The data, tokenised by one process of each host where the others find it. Collective."""
     if args.validation and args.validation_share:
         raise ConfigError("--validation and --validation-share: give one of them.")
+    keeps = args.cache is not None or args.save is not None
+    is_first = not keeps or not world.is_initialized() or world.current().local_rank == 0
+    first = attempt(lambda: _parts(args, tokenizer) if is_first else None, everyone(), DataError)
+    return attempt(lambda: first or _parts(args, tokenizer), everyone(), DataError)
+
+
+def _parts(args: argparse.Namespace, tokenizer: Any) -> Parts:
     learnt, measured = [], [_part(name, args, tokenizer) for name in args.validation or ()]
     for place, name in enumerate(args.data):
         path, weight = _path_and_weight(name)
@@ -260,36 +251,80 @@ def _parts(args: argparse.Namespace, tokenizer: Any) -> tuple[list[Part], list[P
     return learnt, measured
 
 
-def _packed(parts: Sequence[Part], args: argparse.Namespace) -> PackedSamples:
-    return PackedSamples(Mixture(parts), args.max_length, least=bmt.world_size())
+def _part(name: str, args: argparse.Namespace, tokenizer: Any) -> Part:
+    folder = args.cache or (args.save and pathlib.Path(args.save, "tokens"))
+    console = Console(stderr=True)
+    is_shown = bmt.rank() == 0 and console.is_terminal
+    with Progress(*PROGRESS, console=console, transient=True, disable=not is_shown) as bar:
+        task = bar.add_task(f"tokens of {name}", total=None)
+        samples = InstructionDataset(
+            name,
+            tokenizer,
+            args.max_length,
+            args.too_long,
+            cache=pathlib.Path(folder) if folder else None,
+            workers=os.cpu_count() or 1,
+            report=lambda rows: bar.update(task, completed=rows),
+        )
+    return Part(samples, range(samples.num_rows))
 
 
-def _part(path: str, args: argparse.Namespace, tokenizer: Any) -> Part:
-    samples = InstructionDataset(path, tokenizer, args.max_length)
-    return Part(samples, range(len(samples)))
+def _name_of(parts: Sequence[Part], args: argparse.Namespace) -> str:
+    """What a run that goes on compares: the tokens that are learnt, wherever the data lie."""
+    found = hashlib.sha256(f"{args.max_length} {args.too_long.value}".encode())
+    for part in parts:
+        found.update(part.samples.tokens.key.encode())
+        found.update(torch.tensor(part.numbers).numpy().tobytes())
+    return f"{sum(len(part.numbers) for part in parts)} rows {found.hexdigest()[:12]}"
+
+
+def _packed(parts: Sequence[Part], args: argparse.Namespace, subject: Subject) -> PackedSamples:
+    return PackedSamples(
+        Mixture(parts), args.max_length, least=bmt.world_size(), alone=not subject.is_packed
+    )
+
+
+def _check_ids(parts: Sequence[Part], subject: Subject) -> None:
+    """Refuse ids that the model does not know."""
+    for part in parts:
+        ids = part.samples.tokens.ids
+        largest = int(ids.max()) if len(ids) else 0
+        if largest >= subject.vocab_size:
+            raise DataError(
+                f"the tokenizer makes the id {largest} "
+                f"({subject.tokenizer.convert_ids_to_tokens(largest)!r}) of the data, and the "
+                f"model has {subject.vocab_size}: expected a tokenizer of this model."
+            )
+
+
+def _say(text: str) -> None:
+    if bmt.rank() == 0:
+        print(text, flush=True)
 
 
 def _path_and_weight(name: str) -> tuple[str, float]:
-    """`FILE` or `FILE:WEIGHT`; a file whose name ends so is taken as it is."""
+    """`NAME` or `NAME:WEIGHT`; a file whose name ends so is taken as it is."""
     path, colon, text = name.rpartition(":")
     if not colon or pathlib.Path(name).exists():
         return name, 1.0
     try:
         weight = float(text)
     except ValueError:
-        weight = math.nan
+        return name, 1.0  # a split of a data set of the hub
     if not 0 < weight < math.inf:
-        raise DataError(f"--data {name}: expected FILE or FILE:WEIGHT, the weight above 0.")
+        raise DataError(f"--data {name}: expected NAME or NAME:WEIGHT, the weight above 0.")
     return path, weight
 
 
-def _questions(parts: Sequence[Part], count: int) -> list[dict[str, Any]]:
-    """The first conversations that end with an answer."""
-    rows = (part.samples.examples[number].fields for part in parts for number in part.numbers)
-    found: list[dict[str, Any]] = []
-    for row in rows:
+def _questions(samples: Mixture, count: int) -> list[torch.Tensor]:
+    """The first conversations that end with an answer, without it."""
+    found: list[torch.Tensor] = []
+    for number in range(len(samples)):
         if len(found) == count:
             break
-        if "messages" in row and row["messages"][-1]["role"] == "assistant":
-            found.append(dict(row))
+        targets = samples[number]["targets"]
+        learnt = (targets != -100).nonzero()[:, 0]
+        silent = (targets[: learnt[-1]] == -100).nonzero()[:, 0] if len(learnt) else learnt
+        if len(silent) and not samples.is_text(number):
+            found.append(samples[number]["input_ids"][: int(silent[-1]) + 2])
     return found

@@ -10,7 +10,13 @@ from model_center.errors import ArgumentError
 
 
 class Positional(type):
-    """The type of a class whose `arguments()` are the names of its first arguments, in order."""
+    """The type of a class whose `arguments()` are the names of its first arguments, in order.
+
+    Attributes:
+        POSITIONS_END: why there are no more of them, for the error.
+    """
+
+    POSITIONS_END = ""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         """An object of the class.
@@ -22,7 +28,8 @@ class Positional(type):
         names = cls.arguments() if args else ()
         if len(args) > len(names):
             raise TypeError(
-                f"{cls.__name__} takes {len(names)} arguments by position: got {len(args)}."
+                f"{cls.__name__} takes {len(names)} arguments by position: got {len(args)}. Give "
+                f"the others by name.{cls.POSITIONS_END}"
             )
         by_position = dict(zip(names, args, strict=False))
         twice = sorted(by_position.keys() & given.keys())

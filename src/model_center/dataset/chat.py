@@ -10,7 +10,8 @@ from model_center.dataset.task_dataset import Tokenizer
 from model_center.errors import DataError
 
 Span = tuple[int, int]
-MARK = "\ue000"  # of Unicode's private use: no text has it
+# Unicode's private use: one of them is in no text at hand
+MARKS = range(0xE000, 0xF900)
 # For tokenizers without a chat template: headings, and each answer ended by `eos_token`.
 PLAIN = (
     "{{ bos_token or '' }}{% for message in messages %}"
@@ -27,6 +28,10 @@ class ChatTokenizer(Tokenizer, Protocol):
     bos_token: str | None
     eos_token: str | None
     chat_template: str | Mapping[str, str] | None
+
+    def get_added_vocab(self) -> Mapping[str, int]:
+        """Tokens beside the model's own, special ones among them."""
+        ...
 
     def apply_chat_template(self, conversation: Sequence[Message], **options: Any) -> str:
         """A conversation as one text."""
@@ -58,27 +63,51 @@ class Writer:
 
         A model learns what it is to write where it is asked: an answer starts where the template's
         invitation ends. It may be shown otherwise than when it was the last message (Qwen 3 leaves
-        the thoughts of earlier answers out), or not at all; then what is shown is learnt.
+        the thoughts of earlier answers out), or not at all; then what is shown is learnt. Some
+        templates invite behind every answer, asked or not: that is not learnt.
 
         Raises:
             DataError: if an answer cannot be found in the text.
         """
         text = self.text(messages)
-        if MARK in text:
-            raise DataError(f"a conversation holds the character U+E000: {text!r}.")
-        spans = [
-            self._span(text, messages, place)
-            for place, message in enumerate(messages)
-            if is_learnt(message)
-        ]
+        places = [place for place, message in enumerate(messages) if is_learnt(message)]
+        spans = [self._span(text, messages, place) for place in places]
         return text, [span for span in spans if span is not None]
 
     def _span(self, text: str, messages: Sequence[Message], place: int) -> Span | None:
         before = self.text(messages[:place], answer=True)
-        through = self.text(messages[: place + 1])
-        if text.startswith(before) and text.startswith(through):
-            return len(before), len(through.rstrip())
+        through = text if place + 1 == len(messages) else self.text(messages[: place + 1])
+        if text.startswith(before):
+            mark = _mark(text)
+            through = through[
+                : len(through) - self._unasked(messages, place, before, through, mark)
+            ]
+            if text.startswith(through):
+                return len(before), len(through.rstrip())
         return self._rewritten(text, messages, place, before)
+
+    def _unasked(
+        self, messages: Sequence[Message], place: int, before: str, through: str, mark: str
+    ) -> int:
+        """How many characters at the end of a text, through the answer at `place`, are an
+        invitation that the template writes unasked.
+        """
+        # It would stand at the end of `before`, too, and be there whether asked for or not.
+        if not _same_beginning(before[::-1], through[::-1]).strip():
+            return 0
+        marked = [*messages[:place], {"role": "assistant", "content": mark}]
+        tail = self.text(marked).rpartition(mark)[2]
+        if self.text(marked, answer=True).rpartition(mark)[2] != tail:
+            return 0
+        _, shown, another = self.text([*marked, {"role": "user", "content": "a"}]).rpartition(mark)
+        if not shown or another.startswith(tail.rstrip()):
+            return 0
+        # What ends the answer is in both; the headings behind it may begin alike.
+        same = _same_beginning(tail, another)
+        for token in sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True):
+            if same.strip().startswith(token):
+                return len(tail) - len(same[: same.find(token) + len(token)])
+        return len(tail)
 
     def _rewritten(
         self, text: str, messages: Sequence[Message], place: int, before: str
@@ -87,18 +116,38 @@ class Writer:
 
         With another content in that place, the text differs there and nowhere else.
         """
-        marked = {"role": "assistant", "content": MARK}
+        mark = _mark(text)
+        marked = {"role": "assistant", "content": mark}
         other = self.text([*messages[:place], marked, *messages[place + 1 :]])
-        if MARK not in other:
+        if mark not in other:
             return None
-        begin, rest = other.partition(MARK)[0], other.rpartition(MARK)[2]
+        begin, rest = other.partition(mark)[0], other.rpartition(mark)[2]
         start, stop = len(begin), len(text) - len(rest)
         if not (start <= stop and text.startswith(begin) and text.endswith(rest)):
             raise DataError("it writes other messages otherwise when an answer is another.")
-        end = self.text([*messages[:place], marked]).rpartition(MARK)[2].rstrip()
+        last = self.text([*messages[:place], marked])
+        last = last[: len(last) - self._unasked(messages, place, before, last, mark)]
+        end = last.rpartition(mark)[2].rstrip()
         invitation = before.removeprefix(self.text(messages[:place]))
         invited = text.rfind(invitation, 0, start) + len(invitation)
         # else it is that of an earlier answer: the template invites in other words than it writes
         if invitation in begin and not (end and end in text[invited:start]):
             start = invited
         return start, stop + len(end) if end and text.startswith(end, stop) else stop
+
+
+def _mark(text: str) -> str:
+    """A character that is not in the text.
+
+    Raises:
+        DataError: if all that are tried are.
+    """
+    found = next((chr(code) for code in MARKS if chr(code) not in text), None)
+    if found is None:
+        raise DataError("a conversation holds all characters of Unicode's private use.")
+    return found
+
+
+def _same_beginning(one: str, other: str) -> str:
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))]

@@ -1,60 +1,114 @@
-"""Rows of JSON lines from which a language model learns: conversations, or plain text.
+"""What rows of data mean to a language model: conversations, or plain text.
 
-A row is one of
+A row has one of these forms; the first that it has the field of counts.
 
     {"messages": [{"role": "system" | "user" | "assistant" | "tool", "content": text}, ...]}
     {"conversations": [{"from": "system" | "human" | "gpt", "value": text}, ...]}
-    {"instruction": text, "input": text, "output": text}
-    {"prompt": text, "response" | "completion": text}
-    {"text": text}
+    {"instruction": text, "input" | "context": text, "output": text}
+    {"prompt" | "question" | "query": text, "response" | "completion" | "answer" | "output": text}
+    {"prompt": messages, "completion": messages}, of which the completion is learnt
+    {"text" | "content": text}
 
-as OpenAI, ShareGPT and Alpaca write the first three. `input` may be missing. A row of the first
-four may have `tools`, a list of functions in OpenAI's format or its JSON, and one of the second to
-fourth `system`, a text. A message of the assistant may have `tool_calls` in place of a content, and
-is not learnt with `"weight": 0`; in ShareGPT's format a call is said by "function_call" and what
-the tool returned by "observation". What else a message has is for the chat template.
+as OpenAI, ShareGPT, Alpaca, Dolly, ms-swift and TRL write them. `messages` and `conversations` may
+have turns of either kind. All but texts may have `system`, a text, `history`, pairs of a question
+and an answer that came before, and `tools`, functions in OpenAI's format or its JSON. A message of
+the assistant may have `tool_calls` in place of a content, and is not learnt where one of `FLAGS`
+says so; in ShareGPT's format a call is said by "function_call" and what the tool returned by
+"observation". What is null is not given. Fields of `REFUSED` would change what is learnt, and are
+not computed. What else a message has is for the chat template; what else a row has is counted, so
+that a run can say what was not read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from model_center.dataset.example import Example
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 Message = Mapping[str, Any]
 Row = Mapping[str, Any]
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
     "function_call": "assistant",
     "tool": "tool",
+    "function": "tool",
     "observation": "tool",
 }
+# Of a message: whether it is learnt, as OpenAI, axolotl, ms-swift and torchtune say it.
+FLAGS = {
+    **dict.fromkeys(("weight", "loss_weight", "train", "training", "trainable"), True),
+    **dict.fromkeys(("train_on_turn", "loss", "loss_mask", "learn", "is_learnt"), True),
+    **dict.fromkeys(("masked", "ignore"), False),
+}
+_SEEN = "a model of language alone does not see it"
+_PAIRS = "pairs of a better and a worse answer are not learnt by this program"
+_PIECES = "parts of a message cannot be masked here; make a message of each"
+# Of a row, and of a message: what would be lost if it was passed over, and why it is not read.
+REFUSED = {
+    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _SEEN),
+    **dict.fromkeys(("chosen", "rejected", "kto_tag"), _PAIRS),
+}
+REFUSED_OF_MESSAGE = {
+    **REFUSED,
+    **dict.fromkeys(("train_detail", "training_detail"), _PIECES),
+    "mask": "it is not known whether 1 means learnt or left out; say it by weight",
+}
+ANSWERS = ("output", "response", "completion", "answer")
+CONTEXTS = ("input", "context")
+SYSTEMS = ("system", "system_prompt")
 
 
-def read(line: str) -> list[Example]:
-    """The conversation of a line: `messages` and `tools`, or `text`.
+class Parsed(NamedTuple):
+    """What a row says.
+
+    Attributes:
+        messages: of a conversation; none of a text.
+        text: of a row that is a text.
+        tools: that a conversation may use.
+        unread: names of the fields that no form knows.
+    """
+
+    messages: Sequence[Message] = ()
+    text: str | None = None
+    tools: Sequence[Any] | None = None
+    unread: Sequence[str] = ()
+
+
+def parse(row: Row) -> Parsed:
+    """The conversation of a row, or its text.
 
     Raises:
-        KeyError, ValueError: for a field that is missing or wrong.
+        KeyError, ValueError: for a field that is missing or wrong, or would change what is learnt
+            and is not read.
     """
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError(f"got {type(row).__name__}: expected a JSON object.")
-    found = next((field for field in FORMATS if field in row), None)
+    row = {name: value for name, value in row.items() if value is not None}
+    found = next((field for field in FORMS if field in row), None)
     if found is None:
         raise ValueError(
             f"got the fields {', '.join(row)}: expected messages, conversations, instruction and "
             "output, prompt and response, or text."
         )
-    if found == "text":
-        return [Example(fields={"text": _text(row, "text")}, label=None)]
-    messages = [_message(message) for message in _with_system(row, FORMATS[found](row))]
+    _refuse(row, REFUSED)
+    if row.get("weight", 1) != 1 or isinstance(row.get("label"), bool):
+        name = "label" if "label" in row else "weight"
+        raise ValueError(f"got {name} {row[name]!r} of a row: rows are learnt alike here.")
+    form = FORMS[found]
+    unread = [name for name in row if name not in _names_read(row, found)]
+    if form is None:
+        others = [name for name in (*SYSTEMS, "history", "tools") if row.get(name)]
+        if others:
+            raise ValueError(f"got a text with {', '.join(others)}: expected a conversation.")
+        return Parsed(text=_text(row, found), unread=unread)
+    messages = [_message(message) for message in [*_before(row), *form(row)]]
+    _one_system(messages)
     if not any(is_learnt(message) for message in messages):
         raise ValueError("there is no answer of the assistant to learn.")
     # templates cannot say where it begins when nothing is before it
@@ -63,7 +117,7 @@ def read(line: str) -> list[Example]:
             "it begins with an answer of the assistant: expected a message of the user or "
             "system before it."
         )
-    return [Example(fields={"messages": messages, "tools": _tools(row)}, label=None)]
+    return Parsed(messages=messages, tools=_tools(row), unread=unread)
 
 
 def is_learnt(message: Message) -> bool:
@@ -71,71 +125,151 @@ def is_learnt(message: Message) -> bool:
     return bool(message["role"] == "assistant" and message.get("weight", 1))
 
 
-def _of_sharegpt(row: Row) -> list[Message]:
-    return [_turn(turn["from"], turn["value"]) for turn in row["conversations"]]
+def _turns(name: str) -> Callable[[Row], list[Any]]:
+    def form(row: Row) -> list[Any]:
+        turns = row[name]
+        if not isinstance(turns, list | tuple):
+            raise ValueError(f"got {turns!r} as {name}: expected a list of messages.")
+        return list(turns)
+
+    return form
 
 
-def _turn(role: str, value: Any) -> Message:
-    if role != "function_call":
-        return {"role": role, "content": value}
-    calls = json.loads(value)
-    functions = calls if isinstance(calls, list) else [calls]
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": function} for function in functions],
-    }
+def _asked(field: str, row: Row) -> list[Message]:
+    context = next((_text(row, name) for name in CONTEXTS if row.get(name)), "")
+    asked = "\n\n".join(filter(None, (_text(row, field), context)))
+    answer = next((name for name in ANSWERS if name in row), None)
+    if answer is None:
+        raise KeyError("output" if field == "instruction" else "response")
+    return [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": _text(row, answer)},
+    ]
 
 
-def _of_alpaca(row: Row) -> list[Message]:
-    asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-    return _asked_and_answered(asked, row["output"])
-
-
-def _of_pairs(row: Row) -> list[Message]:
-    return _asked_and_answered(
-        _text(row, "prompt"), _text(row, "completion" if "completion" in row else "response")
+def _of_prompts(row: Row) -> list[Message]:
+    """TRL's: only the completion is learnt where both are messages."""
+    if not isinstance(row["prompt"], list):
+        return _asked("prompt", row)
+    completion = row["completion"]
+    said = (
+        completion
+        if isinstance(completion, list)
+        else [{"role": "assistant", "content": _text(row, "completion")}]
     )
+    return [*({**message, "weight": 0} for message in row["prompt"]), *said]
 
 
-def _asked_and_answered(asked: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-
-
-# By the field that tells a format: the messages of a row.
-FORMATS: dict[str, Callable[[Row], list[Message]]] = {
-    "messages": lambda row: list(row["messages"]),
-    "conversations": _of_sharegpt,
-    "instruction": _of_alpaca,
-    "prompt": _of_pairs,
-    "text": lambda row: [],
+# By the field that tells a form: the messages of a row; None for texts.
+FORMS: dict[str, Callable[[Row], list[Any]] | None] = {
+    "messages": _turns("messages"),
+    "conversations": _turns("conversations"),
+    "instruction": lambda row: _asked("instruction", row),
+    "prompt": _of_prompts,
+    "question": lambda row: _asked("question", row),
+    "query": lambda row: _asked("query", row),
+    "text": None,
+    "content": None,
 }
 
 
-def _with_system(row: Row, messages: list[Message]) -> list[Message]:
-    system = "messages" not in row and row.get("system")
-    return [{"role": "system", "content": system}, *messages] if system else messages
+def _names_read(row: Row, found: str) -> set[str]:
+    """The fields that `parse` reads or refuses in a row of a form."""
+    names = {found, *SYSTEMS, *REFUSED, "history", "tools", "functions", "weight"}
+    if found in {"instruction", "prompt", "question", "query"}:
+        names |= {*[name for name in ANSWERS if name in row][:1]}
+        names |= {*[name for name in CONTEXTS if row.get(name)][:1]}
+        names |= {name for name in CONTEXTS if not row.get(name)}
+    return names
+
+
+def _refuse(fields: Row, refused: Mapping[str, str]) -> None:
+    for name, reason in refused.items():
+        if fields.get(name) not in (None, "", [], {}):
+            raise ValueError(f"got {name}: {reason}.")
+
+
+def _before(row: Row) -> list[Message]:
+    """What a row says before its own messages."""
+    system = next((_text(row, name) for name in SYSTEMS if row.get(name)), None)
+    before: list[Message] = [{"role": "system", "content": system}] if system else []
+    for pair in row.get("history") or ():
+        if isinstance(pair, Mapping):
+            before.append(pair)
+            continue
+        if not (isinstance(pair, list | tuple) and len(pair) == 2):
+            raise ValueError(f"got {pair!r} in history: expected a question and its answer.")
+        asked, answer = pair
+        before += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return before
+
+
+def _one_system(messages: list[dict[str, Any]]) -> None:
+    """A system message of the row and the same one of its messages are one."""
+    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "system":
+        return
+    if messages[0]["content"] != messages[1]["content"]:
+        raise ValueError("got two system messages at its beginning: expected one.")
+    del messages[0]
 
 
 def _tools(row: Row) -> list[Any] | None:
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    if not tools and row.get("functions"):  # as OpenAI named them before
+        tools = [{"type": "function", "function": function} for function in row["functions"]]
     if tools and not isinstance(tools, list):
         raise ValueError(f"got the tools {tools!r}: expected a list of functions.")
     return tools or None
 
 
-def _message(message: Message) -> Message:
-    role, content = message["role"], message.get("content")
+def _message(turn: Any) -> dict[str, Any]:
+    """A turn of either kind as {"role", "content", ...}, with "weight" 0 if it is not learnt."""
+    if not isinstance(turn, Mapping):
+        raise ValueError(f"got {turn!r} as a message: expected an object.")
+    message = {name: value for name, value in turn.items() if value is not None}
+    _refuse(message, REFUSED_OF_MESSAGE)
+    role = message.pop("from", None) if "role" not in message else message.pop("role")
+    if role is None:
+        raise KeyError("role")
+    content = message.pop("value", None) if "content" not in message else message.pop("content")
+    calls = message.pop("function_call", None)
+    if role == "function_call":
+        calls, content = (json.loads(content) if isinstance(content, str) else content), None
+    if calls is not None:
+        functions = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [{"type": "function", "function": one} for one in functions]
+    if content is None and "refusal" in message:
+        content = message.pop("refusal")
     if content is None and not message.get("tool_calls"):
         raise KeyError("content")
     if isinstance(content, list):  # OpenAI's parts
-        content = "".join([_text(part, "text") for part in content])
+        content = "".join(map(_text_of_part, content))
     if role not in ROLES or not isinstance(content or "", str):
         raise ValueError(
-            f"got the message {message!r}: expected a role of {', '.join(ROLES)} and a text."
+            f"got the message {turn!r}: expected a role of {', '.join(ROLES)} and a text."
         )
+    named = {name: message.pop(name) for name in FLAGS if name in message}
+    for name, value in named.items():
+        if value not in (0, 1):
+            raise ValueError(f"got {name} {value!r} of a message: expected 0, 1, false or true.")
+        learnt = bool(value) is FLAGS[name]
+        if learnt and ROLES[role] != "assistant" and FLAGS[name] and "weight" not in name:
+            raise ValueError(
+                f"got {name} {value!r} of a message of the {role}: only those of the assistant "
+                "are learnt."
+            )
+        if not learnt:
+            message["weight"] = 0
     return {**message, "role": ROLES[role], "content": content or ""}
+
+
+def _text_of_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        raise ValueError(f"got {part!r} as a part of a message: expected a text.")
+    return str(part["text"])
 
 
 def _text(row: Row, field: str) -> str:

@@ -96,6 +96,14 @@ class MMapIndexedDataset(Dataset[Array]):
             )
         return sequence
 
+    def get(self, idx: SupportsIndex, offset: int = 0, length: int | None = None) -> Array:
+        """`length` elements of a sequence from `offset` on; None for all that are left."""
+        return self[idx][offset:][:length]
+
+    def get_doc_idx(self) -> npt.NDArray[np.int64]:
+        """`doc_idx` under its older name."""
+        return self.doc_idx
+
     @staticmethod
     def exists(path: str) -> bool:
         """Whether there are token data `path`.bin and `path`.idx."""

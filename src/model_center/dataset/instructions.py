@@ -1,41 +1,81 @@
-"""Instruction tuning: rows of JSON lines, of which a model learns the answers.
+"""Instruction tuning and plain texts: rows of which a language model learns.
 
-`conversations` says what a row may be, `chat` where its answers are.
+`rows` says where rows may come from, `conversations` what they may be, `chat` where their answers
+are, `tokenised` keeps their tokens.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 import pathlib
-import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from model_center.dataset import padding
-from model_center.dataset.chat import ChatTokenizer, Span, Writer
-from model_center.dataset.conversations import read
-from model_center.dataset.line_file import LineFile
+from model_center.dataset.chat import ChatTokenizer
 from model_center.dataset.padding import Item
+from model_center.dataset.rows import source
 from model_center.dataset.task_dataset import at_least
+from model_center.dataset.tokenised import tokens_of
 from model_center.errors import DataError
+
+
+class TooLong(enum.Enum):
+    """What becomes of a conversation of more than `max_length` tokens.
+
+    CUT loses its end, DROP all of it; REFUSE is an error.
+    """
+
+    CUT = "cut"
+    DROP = "drop"
+    REFUSE = "refuse"
 
 
 class InstructionDataset(torch.utils.data.Dataset[Item]):
     """Conversations as `chat.Writer` writes them; texts between the tokenizer's bos and eos.
 
-    Items hold `input_ids`, int64 (length,), at most `max_length`, the end is cut; `targets`, int64
-    (length,): the next id where that is part of an answer of the assistant or ends it, or of a
-    text, -100 elsewhere; and `input_length`. Tokenised in `__getitem__`; to waste no padding, see
+    A conversation is a sample. A text is as many as it takes: what does not fit into one goes on in
+    the next, and nothing is lost. Items hold `input_ids`, int64 (length,), at most `max_length`;
+    `targets`, int64 (length,): the next id where that is part of an answer of the assistant or ends
+    it, or of a text, -100 elsewhere; and `input_length`. To waste no padding, see
     `packing.PackedSamples`.
+
+    Attributes:
+        tokens: of all rows, whole.
+        num_rows: rows of the data.
+        lengths, num_learnt: int64 (samples,), tokens of each and those that are learnt.
+        num_cut, num_dropped, tokens_lost: conversations that did not fit, and their tokens.
+        passed_over: files of a folder that were not read.
     """
 
-    def __init__(self, path: str | pathlib.Path, tokenizer: ChatTokenizer, max_length: int) -> None:
-        """The conversations of a file.
+    def __init__(
+        self,
+        path: str | pathlib.Path,
+        tokenizer: ChatTokenizer,
+        max_length: int,
+        too_long: TooLong = TooLong.CUT,
+        *,
+        cache: pathlib.Path | None = None,
+        workers: int = 1,
+        report: Callable[[int], object] = lambda rows: None,
+    ) -> None:
+        """The rows of a file, a folder or a data set of the hub.
+
+        Args:
+            path: its name, see `rows.source`.
+            tokenizer: a fast one of transformers.
+            max_length: of samples, tokens.
+            too_long: what becomes of conversations that are longer.
+            cache, workers, report: of `tokenised.tokens_of`.
 
         Raises:
-            DataError: for a file that is missing or empty, naming file and line for one that is not
-                of a known format, and for a tokenizer without offsets.
+            DataError: for data that are missing or empty, naming file and row for one that cannot
+                be read, is not of a known form, is refused by the chat template, or is too long
+                where that is refused; and for a tokenizer without offsets.
         """
         at_least(max_length, 2, "max_length")
         if not tokenizer.is_fast:
@@ -43,11 +83,40 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
                 f"{type(tokenizer).__name__} does not tell where tokens come from: "
                 "expected a fast tokenizer."
             )
-        if not pathlib.Path(path).is_file():
-            raise DataError(f"there is no file {path}: expected conversations in JSON lines.")
-        self.examples = LineFile(pathlib.Path(path), read, labelled=False)
+        data = source(path)
         self.tokenizer = tokenizer
         self.max_length = max_length
+        self.passed_over = data.passed_over
+        self.tokens = tokens_of(data, tokenizer, cache, workers=workers, report=report)
+        lengths = self.tokens.stops - self.tokens.starts
+        is_long = (lengths > max_length) & ~self.tokens.is_text
+        if too_long is TooLong.REFUSE and is_long.any():
+            number = int(is_long.argmax())
+            row = next(itertools.islice(data.rows(), number, None))
+            raise DataError(
+                f"{row.place}: the conversation has {lengths[number]} tokens, and "
+                f"{is_long.sum()} of {len(lengths)} rows have more than {max_length}: raise "
+                "max_length, or let them be cut or dropped."
+            )
+        is_dropped = is_long if too_long is TooLong.DROP else np.zeros_like(is_long)
+        counts = np.where(self.tokens.is_text, -(-lengths // max_length), lengths > 0)
+        counts[is_dropped] = 0
+        # (rows + 1,): the number of the first sample of each row
+        self._firsts = np.concatenate([[0], counts.cumsum()])
+        row = np.repeat(np.arange(len(lengths)), counts)
+        piece = np.arange(self._firsts[-1]) - self._firsts[row]
+        self._starts = self.tokens.starts[row] + piece * max_length
+        self.lengths: npt.NDArray[np.int64] = np.minimum(
+            self.tokens.stops[row] - self._starts, max_length
+        )
+        # The last token of a text's sample is learnt from the first one of the next sample.
+        self._goes_on = self.tokens.is_text[row]
+        predicting = self.lengths - ~self._goes_on
+        self.num_learnt: npt.NDArray[np.int64] = _sums(self.tokens.learnt, self._starts, predicting)
+        self.num_rows = len(lengths)
+        self.num_dropped = int(is_dropped.sum())
+        self.num_cut = int(is_long.sum()) - self.num_dropped
+        self.tokens_lost = int(lengths.sum() - self.lengths.sum())
 
     @property
     def fill(self) -> dict[str, int]:
@@ -55,41 +124,48 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         return {"input_ids": self.tokenizer.pad_token_id or 0, "targets": -100}
 
     def __len__(self) -> int:
-        """The number of conversations."""
-        return len(self.examples)
+        """The number of samples."""
+        return len(self.lengths)
+
+    def samples_of(self, row: int) -> range:
+        """The numbers of the samples of a row: none of one that was dropped, several of a text."""
+        return range(int(self._firsts[row]), int(self._firsts[row + 1]))
+
+    def is_text(self, index: int) -> bool:
+        """Whether sample `index` is one of a text."""
+        return bool(self._goes_on[index])
 
     def __getitem__(self, index: int) -> Item:
-        """Conversation `index`.
-
-        Raises:
-            DataError: if the chat template refuses it.
-        """
-        text, answers = self._written(self.examples[index].fields)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = torch.tensor(encoded["input_ids"][: self.max_length])
-        learnt = [
-            any(begin < stop and start < end for start, stop in answers)
-            for begin, end in encoded["offset_mapping"]
-        ]
-        targets = torch.full_like(ids, -100)
-        targets[:-1] = ids[1:].where(torch.tensor(learnt[1 : len(ids)], dtype=torch.bool), -100)
-        return {"input_ids": ids, "targets": targets, "input_length": torch.tensor(len(ids))}
+        """Sample `index`."""
+        index = range(len(self))[index]
+        start, length = int(self._starts[index]), int(self.lengths[index])
+        stop = start + length
+        ids = torch.from_numpy(self.tokens.ids[start:stop].astype(np.int64))
+        # a text's tokens lie one after the other, through all its samples
+        following = np.zeros(length, np.int64)
+        behind = self.tokens.ids[start + 1 : stop + 1]
+        following[: len(behind)] = behind
+        learnt = self.tokens.learnt[start:stop].astype(bool)
+        learnt[-1] &= self._goes_on[index]
+        targets = torch.from_numpy(np.where(learnt, following, -100))
+        return {"input_ids": ids, "targets": targets, "input_length": torch.tensor(length)}
 
     def collate(self, items: Sequence[Item]) -> Item:
         """A batch: (B, longest) tensors, padded on the right, and (B,) lengths."""
         return padding.collate(items, self.fill)
 
-    def _written(self, fields: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """The text of a row, and the (start, stop) of what is learnt of it."""
-        if "text" in fields:
-            bos, eos = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
-            text = bos + fields["text"] + eos
-            return text, [(len(bos), len(text))]
-        try:
-            return Writer(self.tokenizer, fields["tools"]).text_and_answers(fields["messages"])
-        # a template raises what its author likes: that roles must alternate, for example
-        except Exception as error:
-            raise DataError(
-                f"{self.examples.path}: the chat template of {type(self.tokenizer).__name__} "
-                f"refuses a conversation: {error} (it is {reprlib.repr(fields['messages'])})."
-            ) from error
+
+def _sums(
+    values: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The sum of `lengths` values from each start on; what is summed does not overlap."""
+    if not len(starts):
+        return np.zeros(0, np.int64)
+    found = np.zeros(len(starts), np.int64)
+    some = np.flatnonzero(lengths)
+    ends = np.stack([starts[some], starts[some] + lengths[some]], 1).reshape(-1)
+    if len(ends) and ends[-1] == len(values):
+        ends = ends[:-1]
+    if len(ends):
+        found[some] = np.add.reduceat(values, ends, dtype=np.int64)[::2]
+    return found

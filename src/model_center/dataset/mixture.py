@@ -1,10 +1,11 @@
-"""Samples of several files as one data set, in shares, and parts of it set aside."""
+"""Rows of several files as one data set, in shares, and parts of it set aside."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from model_center.dataset.instructions import InstructionDataset
@@ -14,35 +15,52 @@ from model_center.errors import DataError
 
 
 class Part(NamedTuple):
-    """Some samples of a data set, by number; one may be there several times."""
+    """Some rows of a data set, by number; one may be there several times."""
 
     samples: InstructionDataset
     numbers: Sequence[int]
 
 
 class Mixture(torch.utils.data.Dataset[Item]):
-    """The parts one after the other; all have one tokenizer and `max_length`.
+    """The samples of the parts one after the other; all have one tokenizer and `max_length`.
+
+    Attributes:
+        lengths, num_learnt: as of `InstructionDataset`.
 
     Raises:
         DataError: without a sample.
     """
 
-    def __init__(self, parts: Iterable[Part]) -> None:
-        parts = list(parts)
-        self._places = [(part.samples, number) for part in parts for number in part.numbers]
-        if not self._places:
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = [part.samples for part in parts]
+        numbers = [
+            np.array([n for row in part.numbers for n in part.samples.samples_of(row)], np.int64)
+            for part in parts
+        ]
+        self._ends = np.cumsum([len(some) for some in numbers])
+        if not len(self):
             raise DataError("there is nothing to learn from: all parts of the data are empty.")
-        first = parts[0].samples
+        self._numbers = np.concatenate(numbers)
+        pairs = list(zip(self._parts, numbers, strict=True))
+        self.lengths = np.concatenate([samples.lengths[some] for samples, some in pairs])
+        self.num_learnt = np.concatenate([samples.num_learnt[some] for samples, some in pairs])
+        first = self._parts[0]
         self.max_length, self.fill, self.collate = first.max_length, first.fill, first.collate
 
     def __len__(self) -> int:
         """The number of samples."""
-        return len(self._places)
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> Item:
-        """Sample `index`, tokenised now."""
-        samples, number = self._places[index]
-        return samples[number]
+        """Sample `index`."""
+        index = range(len(self))[index]
+        part = int(np.searchsorted(self._ends, index, "right"))
+        return self._parts[part][int(self._numbers[index])]
+
+    def is_text(self, index: int) -> bool:
+        """Whether sample `index` is one of a text."""
+        part = int(np.searchsorted(self._ends, index, "right"))
+        return self._parts[part].is_text(int(self._numbers[index]))
 
 
 def weighted(part: Part, weight: float, *key: int) -> Part:
@@ -51,7 +69,7 @@ def weighted(part: Part, weight: float, *key: int) -> Part:
     Args:
         part: what is repeated.
         weight: above 0.
-        key: of the chance: the same part and key give the same samples.
+        key: of the chance: the same part and key give the same rows.
     """
     count = len(part.numbers)
     some = permutation(count, *key)[: round(weight % 1 * count)]
@@ -60,7 +78,7 @@ def weighted(part: Part, weight: float, *key: int) -> Part:
 
 
 def set_aside(part: Part, share: float, *key: int) -> tuple[Part, Part]:
-    """The part without a share of it, drawn by `key`, and that share: at least one sample if
+    """The part without a share of it, drawn by `key`, and that share: at least one row if
     `share` is above 0.
     """
     count = len(part.numbers)

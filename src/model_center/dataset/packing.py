@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from model_center.dataset import padding
@@ -23,8 +24,7 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
     Attention must not cross samples: `segment_mask(segments)` is a model's `attention_mask`, and
     `segments` is CPM-1's `span`.
 
-    Construction tokenises every sample once to learn its length; the same file and tokenizer always
-    give the same rows.
+    The same samples always give the same rows.
 
     Attributes:
         rows: the numbers of the samples in each row.
@@ -32,9 +32,16 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
     """
 
     def __init__(
-        self, samples: InstructionDataset | Mixture, max_length: int, least: int = 1
+        self,
+        samples: InstructionDataset | Mixture,
+        max_length: int,
+        least: int = 1,
+        *,
+        alone: bool = False,
     ) -> None:
         """Pack `samples` into rows: into `least` where there are so many samples, one a rank.
+
+        With `alone` each sample has a row of its own, for models that mix what shares one.
 
         Raises:
             DataError: if the samples may be longer than a row, or none has an answer within its
@@ -45,27 +52,25 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
                 f"samples have up to {samples.max_length} tokens, rows {max_length}: "
                 "expected rows to hold any sample."
             )
-        lengths = [
-            len(item["input_ids"]) if (item["targets"] >= 0).any() else 0
-            for item in map(samples.__getitem__, range(len(samples)))
-        ]
-        useful = [number for number, length in enumerate(lengths) if length]
+        useful = np.flatnonzero(samples.num_learnt).tolist()
         if not useful:
             raise DataError(
                 f"no sample has an answer within its first {samples.max_length} tokens: "
                 "raise max_length."
             )
         self.samples = samples
-        self.num_without_answer = len(lengths) - len(useful)
-        rows = best_fit([lengths[number] for number in useful], max_length)
+        self.num_without_answer = len(samples) - len(useful)
+        rows = best_fit(samples.lengths[useful].tolist(), max_length)
         self.rows = [[useful[place] for place in row] for row in spread(rows, least)]
+        if alone:
+            self.rows = [[number] for number in useful]
 
     def __len__(self) -> int:
         """The number of rows."""
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Item:
-        """Row `index`, its samples tokenised now."""
+        """Row `index`."""
         items = [self.samples[number] for number in self.rows[index]]
         lengths = [len(item["input_ids"]) for item in items]
         return {

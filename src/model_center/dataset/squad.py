@@ -36,7 +36,8 @@ class Question:
     @property
     def prompt(self) -> str:
         """What the model reads."""
-        return f"Question: {self.question} Answer: <extra_id_0> Context: {self.context}"
+        question, context = self.question.lstrip(), self.context.lstrip()
+        return f"Question: {question} Answer: <extra_id_0> Context: {context}"
 
 
 class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -45,7 +46,7 @@ class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     Train items hold int64 tensors, `input_ids` and `attention_mask` (max_encoder_length,) and,
     (max_decoder_length,), `targets`, padded with -100; `decoder_input_ids`, which is `targets` one
     place later behind the pad id, padded with it; `decoder_attention_mask`. Of several answers one
-    is chosen at random, the same in every epoch. Dev items hold texts: `inputs`, the prompt, and
+    is chosen at random, the same in every epoch. Other items hold texts: `inputs`, the prompt, and
     `targets`, the set of answers; batches of `collate` hold a list of each, as generation takes it.
     """
 
@@ -66,7 +67,9 @@ class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         max_decoder_length: int,
         seed: int = 0,
     ) -> None:
-        """The questions of "train" or "dev"; `seed` chooses among several answers.
+        """The questions of "train", "dev" or "test"; `seed` chooses among several answers.
+
+        A test split, which is not published, is empty without its file, as in ModelCenter.
 
         Raises:
             DataError: for a file that is missing, not of SQuAD's format or empty.
@@ -74,11 +77,12 @@ class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         at_least(max_encoder_length, 4, "max_encoder_length")
         at_least(max_decoder_length, 4, "max_decoder_length")
         file = pathlib.Path(path, f"{split}-v1.1.json")
-        if split not in {"train", "dev"} or not file.is_file():
+        self.may_be_empty = split == "test" and not file.is_file() and file.parent.is_dir()
+        if split not in {"train", "dev", "test"} or not (file.is_file() or self.may_be_empty):
             raise DataError(
                 f"SQuAD, split {split!r}: there is no {file}. Splits are 'train' and 'dev'."
             )
-        self.questions = read(file)
+        self.questions = [] if self.may_be_empty else read(file)
         self.for_training = split == "train"
         self.tokenizer = tokenizer
         self.max_encoder_length, self.max_decoder_length = max_encoder_length, max_decoder_length

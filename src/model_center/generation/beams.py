@@ -128,9 +128,11 @@ class BeamSearch(Search):
     def _candidates(self, logits: torch.Tensor) -> tuple[Hypotheses, torch.Tensor]:
         """The best continuations, best first, and the sequence (prompts, number) of each."""
         place = self._prefix + self._num_new
-        log_probs = self._filters(
-            logits.float().log_softmax(-1), self._live.ids[:, :, :place].flatten(0, 1)
-        )
+        scores, ids = logits.float(), self._live.ids[:, :, :place].flatten(0, 1)
+        if self._task.config.normalize_last:
+            log_probs = self._filters(scores, ids).log_softmax(-1)
+        else:
+            log_probs = self._filters(scores.log_softmax(-1), ids)
         log_probs = log_probs.unflatten(0, (-1, self.copies))
         totals = (self._live.scores[:, :, None] + log_probs).flatten(1)
         scores, flat = totals.topk(min(self._num_candidates, totals.shape[1]))

@@ -1,7 +1,7 @@
 """What ModelCenter's generation classes, `X(model, tokenizer).generate(texts)`, share.
 
-`max_length` counts new tokens in all of them; LLaMA's beam search makes one more. No text ends
-before its first token, and only generated tokens count as repeated.
+`max_length` counts new tokens; beam search with LLaMA and T5 makes one more. No text ends before
+its first token, only generated tokens count as repeated, and special tokens are written out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ class Generation:
         self.model, self.tokenizer = model, tokenizer
         self.writer = self.WRITER(model, tokenizer, min_new_tokens=1)
 
+    def _written(self, texts: Sequence[str], **options: Any) -> list[str]:
+        return [self.tokenizer.decode(row) for row in self.writer.tokens(texts, **options)]
+
 
 class BeamSearchTexts(Generation):
     """Generation by beam search."""
@@ -44,12 +47,18 @@ class BeamSearchTexts(Generation):
         Args:
             text_list: the prompts.
             beam_size: number of beams; scores are log-probabilities divided by length.
-            max_length: most new tokens, in LLaMA one less than that, as in ModelCenter.
+            max_length: most new tokens, with LLaMA and T5 one less than that, as in ModelCenter.
             repetition_penalty, repetition_window: as in GenerationConfig, for generated tokens.
         """
         most = max_length + self.MORE_TOKENS if max_length > 0 else max_length
         repetition = _repetition(repetition_penalty, repetition_window)
-        return self.writer(text_list, num_beams=beam_size, max_new_tokens=most, **repetition)
+        return self._written(
+            text_list,
+            num_beams=beam_size,
+            normalize_last=beam_size > 1,
+            max_new_tokens=most,
+            **repetition,
+        )
 
 
 class RandomSamplingTexts(Generation):
@@ -70,16 +79,16 @@ class RandomSamplingTexts(Generation):
         Args:
             text_list: the prompts.
             max_length: most new tokens.
-            top_k, top_p, temperature: as in GenerationConfig.
+            top_k, top_p, temperature: as in GenerationConfig; a `top_p` of 0 is no limit.
             repetition_penalty, repetition_window: as in GenerationConfig, for generated tokens.
         """
         repetition = _repetition(repetition_penalty, repetition_window)
-        return self.writer(
+        return self._written(
             text_list,
             do_sample=True,
             max_new_tokens=max_length,
             top_k=top_k,
-            top_p=top_p,
+            top_p=top_p or 1.0,
             temperature=temperature,
             **repetition,
         )

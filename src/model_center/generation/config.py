@@ -13,7 +13,7 @@ DEFAULT_NEW_TOKENS = 100  # ModelCenter's
 # What is of no use without another option: a value other than the default would do nothing in
 # silence.
 OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")
-OF_BEAMS = ("length_penalty", "early_stopping")
+OF_BEAMS = ("length_penalty", "early_stopping", "normalize_last")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class GenerationConfig:
         early_stopping: True to stop as soon as there are `num_beams` complete sequences; False when
             none of those going on is better at its present length; "never" when none can get better
             at any length.
+        normalize_last: whether penalties and forbidden tokens change a beam's scores before these
+            become log-probabilities, as in ModelCenter, or after, as in transformers.
         num_return_sequences: results for each prompt: drawn ones, or the best beams.
         return_scores: whether to return log-probabilities.
 
@@ -73,6 +75,7 @@ class GenerationConfig:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    normalize_last: bool = False
     num_return_sequences: int = 1
     return_scores: bool = False
 

@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 from model_center.generation.classic import family
+from model_center.generation.generation_utils import (
+    BeamHypotheses,
+    apply_repetition_penalty,
+    pad,
+    top_k_top_p_filtering,
+)
 from model_center.generation.sentinels import SentinelTextGenerator
 
-T5Generation, T5BeamSearch, T5RandomSampling = family("T5", __name__, SentinelTextGenerator)
+__all__ = [
+    "BeamHypotheses",
+    "T5BeamSearch",
+    "T5Generation",
+    "T5RandomSampling",
+    "apply_repetition_penalty",
+    "pad",
+    "top_k_top_p_filtering",
+]
+
+T5Generation, T5BeamSearch, T5RandomSampling = family(
+    "T5", __name__, SentinelTextGenerator, more_tokens=1
+)

@@ -59,6 +59,12 @@ class TextGenerator:
         """
         return texts_of(self._run(lambda: self._encoded(texts), options, search_of), self.tokenizer)
 
+    def tokens(self, texts: Sequence[str], **options: Any) -> Rows:
+        """As when called, the new tokens of each, without the one that ends them."""
+        run = self._run(lambda: self._encoded(texts), options, search_of)
+        rows, ends = run.completed().rows(), run.task.config.eos_ids
+        return [row[:-1] if row[-1] in ends else row for row in rows]
+
     def chat(self, conversations: Sequence[Sequence[Message]], **options: Any) -> list[str]:
         """The next message of each conversation, in the form of the tokenizer's chat template.
 

@@ -263,7 +263,8 @@ class TransformerBlock(torch.nn.Module):
                 in layers without cross-attention.
 
         Returns the hidden states, followed by the cache where asked for, by the probabilities of
-        self-attention and, in decoders, of cross-attention, and by the normalised input.
+        self-attention (None in a decoder's layer without it) and, in decoders, of cross-attention,
+        and by the normalised input.
         """
         hidden, extras = self_hidden_states, (past_key_value,) if use_cache else ()
         if self.self_att is not None:
@@ -279,6 +280,8 @@ class TransformerBlock(torch.nn.Module):
             hidden, extras = split_extras(out)
         elif output_normed:
             extras = (*extras, hidden)
+        elif output_attentions and self.cross_att is not None:
+            extras = (*extras, None)  # the place of its probabilities
         if self.cross_att is not None:
             known = past_key_value.cross if isinstance(past_key_value, LayerCache) else None
             out = self.cross_att(

@@ -93,7 +93,7 @@ def run_layers(
 ) -> StackOutput:
     """Run all layers on `hidden` (batch, seq, dim_model), each with `args`, and the last norm."""
     entered: list[torch.Tensor] = []
-    probabilities: list[tuple[torch.Tensor, ...]] = []
+    probabilities: list[tuple[torch.Tensor | None, ...]] = []
     cache = wanted.cache
     extras = {"output_attentions": True} if wanted.attentions else {}
     if wanted.normed and wanted.hidden_states:
@@ -117,7 +117,9 @@ def run_layers(
 
 
 def _of_all(
-    probabilities: list[tuple[torch.Tensor, ...]], place: int, wanted: Wanted
+    probabilities: list[tuple[torch.Tensor | None, ...]], place: int, wanted: Wanted
 ) -> tuple[torch.Tensor, ...] | None:
-    found = tuple(of_layer[place] for of_layer in probabilities if len(of_layer) > place)
+    found = tuple(
+        x for of_layer in probabilities for x in of_layer[place : place + 1] if x is not None
+    )
     return found if wanted.attentions and found else None

@@ -61,7 +61,9 @@ class LlamaConfig(TransformerConfig):
         "ffn_bias": ("mlp_bias", False),
     }
 
-    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = ("", "", "", "num_heads_kv")
+    POSITIONS_END: ClassVar[str] = (
+        " The fourth is dim_head in ModelCenter's releases, num_heads_kv in its repository."
+    )
 
     vocab_size: int = 32000
     dim_model: int = 4096
@@ -82,6 +84,11 @@ class LlamaConfig(TransformerConfig):
     rope_scaling: dict[str, Any] | None = None
     position_size: int = 2048
     sliding_window: int | None = None
+
+    @classmethod
+    def arguments(cls) -> tuple[str, ...]:
+        """What all versions of ModelCenter have in this order; after it they differ."""
+        return super().arguments()[:3]
 
     def __post_init__(self) -> None:
         """As in TransformerConfig; a window holds at least the token itself."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import multiprocessing
+import functools
 import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import rich.console
 import rich.progress
 
 from model_center.dataset.indexed_builder import MMapIndexedDatasetBuilder, make_builder
+from model_center.dataset.tokenised import in_order
 from model_center.errors import DataError
 from model_center.preprocess import documents
 from model_center.preprocess.documents import Batch, batches, check_files
@@ -181,21 +181,11 @@ def _encoded(
     if workers == 1:
         yield from ((batch, encode(recipe, batch)) for batch in source)
         return
-    # Not forked: tokenizers and the progress bar have threads, which a fork would leave behind
-    # holding their locks.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        waiting: collections.deque[tuple[Batch, Future[Encoded]]] = collections.deque()
-        try:
-            for batch in source:
-                waiting.append((batch, pool.submit(encode, recipe, batch)))
-                if len(waiting) > 4 * workers:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            while waiting:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    yield from in_order(functools.partial(_with, recipe), source, workers)
+
+
+def _with(recipe: Recipe, batch: Batch) -> tuple[Batch, Encoded]:
+    return batch, encode(recipe, batch)
 
 
 @contextlib.contextmanager

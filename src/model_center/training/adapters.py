@@ -96,7 +96,7 @@ class Lora:
             "inference_mode": True,
         }
         written = self._peft.LoraConfig(**{**self._config.to_dict(), **facts})
-        staging = Staging(folder, weights=("adapter_model.*",), config=CONFIG)
+        staging = adapter_staging(folder)
         try:
             with writing(folder):
                 safetensors.torch.save_file(content, staging.path(FILE), {"format": "pt"})
@@ -106,6 +106,11 @@ class Lora:
         except BaseException:
             staging.abandon()
             raise
+
+
+def adapter_staging(folder: pathlib.Path) -> Staging:
+    """Files of adapters on their way into a folder."""
+    return Staging(folder, weights=("adapter_model.*",), config=CONFIG)
 
 
 def add_adapters(model: BaseModel, folder: pathlib.Path) -> None:

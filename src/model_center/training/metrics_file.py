@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable
+import shutil
 from typing import Any
 
-from model_center.training.files import write_whole
+from bmtrain.runtime import log
+from model_center.training.files import to_disk, write_whole
 
 Record = dict[str, Any]
 
@@ -39,29 +40,62 @@ MEASURED = frozenset({"time", "tokens_per_second", "memory", "seconds", "mfu"})
 class MetricsFile:
     """A JSONL file with one record per step and per evaluation. One process writes it.
 
-    A run that goes on from a checkpoint takes back what was written after it, so that no step is
-    there twice.
+    A run that goes on from a checkpoint takes back what was written of later steps, and what it
+    measures again takes the place of what was there, so that nothing is there twice. Lines that
+    cannot be read are left out; the file as it was stays beside, as `metrics.jsonl.damaged`.
 
     Args:
         path: of the file; its folder is made. `fields_path` of it has the units of all fields.
-        is_kept: whether a record of an earlier part of the run stays.
+        last_step: of the earlier part of the run.
+
+    Raises:
+        OSError: if the file cannot be read or written.
     """
 
-    def __init__(self, path: pathlib.Path, is_kept: Callable[[Record], bool]) -> None:
+    def __init__(self, path: pathlib.Path, last_step: int) -> None:
         self.path = path
+        self._waiting: list[Record] = []  # what could not be written yet
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(
-            path,
-            "".join(json.dumps(record) + "\n" for record in read_metrics(path) if is_kept(record)),
-        )
+        found, damaged = _read(path)
+        if damaged:
+            shutil.copyfile(path, f"{path}.damaged")
+            log.warn(f"{path}: {damaged} lines cannot be read; the file is kept as {path}.damaged.")
+        kept = [record for record in found if record["step"] <= last_step]
+        # measured after the last step: it may come again
+        self._again = {_kind(record) for record in kept if record["step"] == last_step}
+        self._write(kept)
         fields = {name: {"unit": unit, "is": text} for name, (unit, text) in FIELDS.items()}
         text = json.dumps({"format": FORMAT, "fields": fields}, indent=1)
         write_whole(fields_path(path), f"{text}\n")
 
     def add(self, record: Record) -> None:
-        """Append a record."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        """Append a record, and those before it that could not be written.
+
+        Raises:
+            OSError: if it cannot be written now: the next call tries it again.
+        """
+        self._waiting.append(record)
+        again = self._again.intersection(map(_kind, self._waiting))
+        if again:
+            self._write([one for one in read_metrics(self.path) if _kind(one) not in again])
+            self._again -= again
+        text = "".join(json.dumps(one, default=_plain) + "\n" for one in self._waiting).encode()
+        with self.path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                while text:
+                    text = text[file.write(text) :]
+            except OSError:
+                file.truncate(size)  # no half of a line
+                raise
+        self._waiting = []
+
+    def to_disk(self) -> None:
+        """Wait until all that was added is on the disk."""
+        to_disk(self.path)
+
+    def _write(self, records: list[Record]) -> None:
+        write_whole(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def fields_path(path: pathlib.Path) -> pathlib.Path:
@@ -70,11 +104,36 @@ def fields_path(path: pathlib.Path) -> pathlib.Path:
 
 
 def read_metrics(path: pathlib.Path) -> list[Record]:
-    """All records; lines that a killed run left half-written are passed over."""
+    """All records; lines that cannot be read are passed over, as a killed run leaves them."""
+    return _read(path)[0]
+
+
+def _read(path: pathlib.Path) -> tuple[list[Record], int]:
+    """All records, and the number of lines that hold none, but for a last one without an end."""
     records: list[Record] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    damaged = 0
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+            record = json.loads(line)
+            records.append({**record, "step": int(record["step"])})
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            damaged += bool(line.strip()) and number < len(lines)
+    return records, damaged
+
+
+def _kind(record: Record) -> tuple[Any, ...]:
+    """The step, and what was measured: names, and texts that tell data sets from each other."""
+    return tuple(
+        (name, value if name == "step" or isinstance(value, str) else None)
+        for name, value in sorted(record.items())
+        if name != "time"
+    )
+
+
+def _plain(value: Any) -> float | str:
+    """A number of another type, a tensor's for example, as one of Python's; else its text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)

@@ -13,7 +13,8 @@ import pathlib
 from typing import Any
 
 import bmtrain as bmt
-from bmtrain.checkpoint.files import read_object, read_torch
+from bmtrain.checkpoint.files import is_there, read_object, read_torch
+from bmtrain.checkpoint.folder import complete
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime.seeding import set_random_states
@@ -24,15 +25,12 @@ OF_THE_CHECKPOINT = ("world_size", "made_with")  # what run.json holds beside th
 
 def is_old(checkpoint: pathlib.Path) -> bool:
     """Whether a checkpoint is of this kind."""
-    return (checkpoint / RUN_FILE).is_file()
+    return is_there(checkpoint / RUN_FILE)
 
 
 def latest(folder: pathlib.Path, before: int | None) -> pathlib.Path | None:
     """The newest one in a folder, of an earlier step than `before`."""
-    found = [path for path in folder.glob("step-????????") if is_old(path)]
-    return max(
-        (path for path in found if before is None or path.name < f"step-{before:08d}"), default=None
-    )
+    return next(reversed(complete(folder, before, RUN_FILE)), None)
 
 
 def read_facts(checkpoint: pathlib.Path) -> dict[str, Any]:

@@ -5,6 +5,9 @@ Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import torch
 
 import bmtrain as bmt
@@ -12,9 +15,13 @@ from model_center.layer.linear import Linear
 from model_center.layer.quantized import QuantizedLinear, frozen, library, whole
 
 
-def quantize(model: torch.nn.Module) -> None:
+def quantize(model: torch.nn.Module, head: torch.nn.Module | None = None) -> None:
     """Freeze a model and keep the weights of its linear layers, but for the head's, in 4 bits.
     Collective if it is sharded; the memory of a block is free once all of it was replaced.
+
+    Args:
+        model: of this package or of transformers.
+        head: of one of transformers.
 
     Raises:
         ConfigError: where bitsandbytes is missing; the model is unchanged.
@@ -22,9 +29,10 @@ def quantize(model: torch.nn.Module) -> None:
     library()
     made: dict[torch.nn.Module, torch.nn.Module] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(module, Linear) and not path.endswith("_projection"):
+        is_layer = isinstance(module, Linear) and not path.endswith("_projection")
+        if is_layer or (type(module) is torch.nn.Linear and module is not head):
             parent, _, name = path.rpartition(".")
-            made[module] = made.get(module) or QuantizedLinear(module)
+            made[module] = made.get(module) or QuantizedLinear(_as_ours(module))
             model.get_submodule(parent).add_module(name, made[module])
     # What is left of a block shares its memory with the weights that are gone.
     fresh: dict[torch.Tensor, torch.nn.Parameter] = {}
@@ -36,3 +44,17 @@ def quantize(model: torch.nn.Module) -> None:
     model.requires_grad_(False)
     if bmt.is_initialized():
         bmt.BMTrainModelWrapper(model)
+
+
+def _as_ours(layer: torch.nn.Module) -> Any:
+    """A linear layer of torch with what QuantizedLinear reads of one of this package."""
+    if isinstance(layer, Linear):
+        return layer
+    return types.SimpleNamespace(
+        dim_in=layer.in_features,
+        dim_out=layer.out_features,
+        length_scale=False,
+        length_scale_before=False,
+        weight=layer.weight,
+        bias=layer.bias,
+    )

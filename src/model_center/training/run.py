@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
-from bmtrain.checkpoint.entries import check_finite, entries
+from bmtrain.checkpoint.entries import entries
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime.process import Exit
 from model_center.dataset.loader import DistributedDataLoader
@@ -93,6 +93,8 @@ class Run:
     Attributes:
         step: the number of steps done, skipped ones too.
         optimizer, scheduler, manager, log: what does it.
+        is_recorded: whether something was recorded after the last step; of a resumed run, before
+            its checkpoint: if not, what is due at that step is still to be measured.
         total_steps: the last step, as far as can be said now: `--epochs` passes, but at most
             `--train-iters` steps.
 
@@ -143,7 +145,7 @@ class Run:
         self.step: int = args.start_step
         # the step at which the first pass would have begun with steps of this size
         self._origin: int = args.start_step
-        self._recorded = False  # whether something was recorded after the last step
+        self.is_recorded = False
         self._tokens, self._clock = 0, time.perf_counter()
         newest = self._latest()
         checkpoint = attempt(lambda: self._to_go_on_from(newest), everyone(), ResumeError)
@@ -193,7 +195,13 @@ class Run:
         if isinstance(error, Stopped):
             self.log.say(
                 f"stopped after step {self.step}: "
-                + ("--resume goes on." if self.checkpoints else "nothing was kept.")
+                + (
+                    "run the same command"
+                    + ("" if self.args.resume else " with --resume")
+                    + f" to resume from step {self.step}."
+                    if self.checkpoints
+                    else "nothing was kept."
+                )
             )
         if error is None:
             self.log.say(f"finished after step {self.step}.")
@@ -251,7 +259,7 @@ class Run:
                 self._leave_out(figures.loss)
             else:
                 self.manager.step()
-        self._recorded = False
+        self.is_recorded = False
         bad = is_left_out or self.manager.skipped_steps > skipped
         self._report(figures, lr, loss_scale, bad)
         if not is_left_out:
@@ -304,12 +312,12 @@ class Run:
         checkpoint = self._latest()
         if checkpoint is None:
             return None
-        done, origin, recorded = self.step, self._origin, self._recorded
+        done, origin, recorded = self.step, self._origin, self.is_recorded
         place, spikes = self.loader.state_dict(), self.spikes.state_dict()
         self._go_to(checkpoint)
         before = self.step
         self._restore(checkpoint)
-        self.step, self._origin, self._recorded = done, origin, recorded
+        self.step, self._origin, self.is_recorded = done, origin, recorded
         self.loader.load_state_dict(place)
         self.spikes.load_state_dict(spikes)
         self._kept.moved()
@@ -378,9 +386,12 @@ class Run:
         self._stop.request_stop(requeue=requeue)
 
     def record(self, **values: Any) -> None:
-        """Show and log what was found out about the model as it is after this step."""
+        """Show and log what was found out about the model as it is after this step.
+
+        What a resumed run measures once more takes the place of the first record.
+        """
         self.log.record(self.step, **values)
-        self._recorded = True
+        self.is_recorded = True
 
     def _figures(self, total: torch.Tensor, grad_norm: torch.Tensor) -> Figures:
         """What all ranks say of the step at hand. Waits for the device."""
@@ -441,7 +452,7 @@ class Run:
             self.base.load(checkpoint)
         progress = read_facts(checkpoint)["progress"]
         self.loader.load_state_dict(progress["loader"])
-        self.step, self._origin, self._recorded = (
+        self.step, self._origin, self.is_recorded = (
             progress["step"],
             progress["origin"],
             progress["recorded"],
@@ -472,7 +483,6 @@ class Run:
             first_step=self.step,
             num_steps=self.total_steps,
             log_every=self.args.log_iters,
-            is_kept=self._is_kept,
             curves=asked_curves(self.args),
         )
 
@@ -491,24 +501,18 @@ class Run:
             return
         if self._replay is not None:
             return
-        check_finite(self.model, self.manager.optimizers)
         progress = {
             "step": self.step,
             "origin": self._origin,
             "steps_per_epoch": self._steps_per_epoch(),
-            "recorded": self._recorded,
+            "recorded": self.is_recorded,
             "spikes": self.spikes.state_dict(),
             "loader": self.loader.state_dict(),
         }
         own = {"loader": self.loader.state_dict()}
+        self.log.to_disk()  # else a power failure could leave steps that are in no record
         self.checkpoints.save(progress, self.base, self.manager, self.made_with, own)
         self._saved, self._clock = self.step, time.perf_counter()
-
-    def _is_kept(self, record: dict[str, Any]) -> bool:
-        """Whether it came before the checkpoint, or the checkpoint knows of it."""
-        return record["step"] < self.step or (
-            record["step"] == self.step and (self._recorded or "loss" in record)
-        )
 
 
 def _checkpoints(args: argparse.Namespace) -> Checkpoints | None:

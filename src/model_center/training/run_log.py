@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import functools
+import os
 import pathlib
 import sys
 import time
@@ -14,15 +17,31 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import bmtrain as bmt
+from bmtrain.runtime.log import printable
+from bmtrain.runtime.process import say
 from model_center.training.curves import Curves, open_curves
 from model_center.training.listener import Listener, OnStep
 from model_center.training.metrics_file import MetricsFile, Record
 
-METRICS = "metrics.jsonl"
+METRICS, OUTPUT = "metrics.jsonl", "standard output"
 COLUMNS = (
     "columns: step, mean loss of all ranks, learning rate, norm of the gradient before clipping, "
     "tokens/s of all ranks, {mfu}time per step, peak memory of rank 0, time left"
 )
+
+
+class _Console(Console):
+    """Goes on where nobody reads any more; rich's own ends the program, and says nothing."""
+
+    def on_broken_pipe(self) -> None:
+        """Write into nothing from now on."""
+        self.write_into_nothing()
+        raise OSError("nobody reads it any more")
+
+    def write_into_nothing(self) -> None:
+        """Else Python would end with an error, by what it writes last."""
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,8 +81,6 @@ class RunLog:
         first_step: the last step done before.
         num_steps: the step that the run ends with.
         log_every: steps between plain lines.
-        is_kept: which records of an earlier part of the run stay; by default those up to
-            `first_step`.
         curves: where curves go too: "tensorboard", "wandb", "wandb:PROJECT".
 
     Raises:
@@ -77,19 +94,20 @@ class RunLog:
         first_step: int,
         num_steps: int,
         log_every: int,
-        is_kept: Callable[[Record], bool] | None = None,
         curves: Sequence[str] = (),
     ) -> None:
         self.enabled = bmt.rank() == 0
         self.first_step = first_step
         self.num_steps = num_steps
         self.log_every = log_every
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = _Console(highlight=False, soft_wrap=True)
         self._listener = Listener()
         self.terminal = self.enabled and self.console.is_terminal
-        kept = is_kept or (lambda record: record["step"] <= first_step)
+        self._failed: set[str] = set()  # ways of telling
         self.metrics = (
-            MetricsFile(folder / METRICS, kept) if self.enabled and folder is not None else None
+            MetricsFile(folder / METRICS, first_step)
+            if self.enabled and folder is not None
+            else None
         )
         self.curves: list[Curves] = (
             open_curves(curves, folder, first_step) if self.enabled and folder is not None else []
@@ -102,13 +120,17 @@ class RunLog:
         self._task = self._bar.add_task("", total=num_steps, completed=first_step)
 
     def __enter__(self) -> RunLog:
-        self._bar.start()
+        self.tell(OUTPUT, self._bar.start)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._bar.stop()
+        self.tell(OUTPUT, self._bar.stop)
         for curves in self.curves:
-            curves.close()
+            self.tell(type(curves).__name__, curves.close)
+        try:
+            self.console.file.flush()
+        except (OSError, ValueError):
+            self.console.write_into_nothing()
 
     def heard_by(self, call: OnStep | None) -> RunLog:
         """Hand steps and records to a callable too, on every rank; see `Listener`. Returns self."""
@@ -145,23 +167,43 @@ class RunLog:
             words = "  ".join(f"{_words(name)} {_number(value)}" for name, value in values.items())
             self._line(step, words)
 
+    def to_disk(self) -> None:
+        """Wait until the record is on the disk."""
+        if self.metrics is not None:
+            self.tell(str(self.metrics.path), self.metrics.to_disk)
+
     def say(self, text: str) -> None:
-        """A line for the user."""
+        """A line for the user; letters that the terminal lacks, or would obey, are written out."""
         if self.enabled:
-            self.console.print(text, markup=False)
-            sys.stdout.flush()
+            name = self.console.encoding
+            text = printable(text).encode(name, "backslashreplace").decode(name)
+            self.tell(OUTPUT, lambda: self.console.print(text, markup=False))
+
+    def tell(self, what: str, deed: Callable[[], object]) -> None:
+        """Do what tells others of the run: an error of it is told once, and ends nothing."""
+        try:
+            deed()
+        except Exception as error:  # of files, packages, networks; training is not its victim
+            if what not in self._failed:
+                self._failed.add(what)
+                text = (
+                    f"{what} cannot be written ({type(error).__name__}: {error}): the run goes on."
+                )
+                say(f"{text}\n") if what == OUTPUT else self.say(text)
 
     def _line(self, step: int, words: str) -> None:
         now = datetime.datetime.now().strftime("%H:%M:%S")
         self.say(f"{now}  step {step:>5}/{self.num_steps}  {words}")
 
     def _keep(self, record: Record) -> None:
-        if self.metrics is not None:
-            now = datetime.datetime.now(datetime.timezone.utc)
-            self.metrics.add({**record, "time": now.isoformat(timespec="milliseconds")})
+        metrics = self.metrics
+        if metrics is not None:
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+            self.tell(str(metrics.path), lambda: metrics.add({**record, "time": now}))
         values = {name: value for name, value in record.items() if name != "step"}
         for curves in self.curves:
-            curves.add(record["step"], values)
+            point = functools.partial(curves.add, record["step"], values)
+            self.tell(type(curves).__name__, point)
 
     def _time_left(self, step: int) -> str:
         seconds = int(

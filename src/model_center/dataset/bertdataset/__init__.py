@@ -6,6 +6,7 @@ from model_center.dataset.bertdataset.superglue import (
     CB_Dataset,
     COPA_Dataset,
     RTE_Dataset,
+    SuperGLUE,
     WiC_Dataset,
     WSC_Dataset,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "COPA_Dataset",
     "DATASET",
     "RTE_Dataset",
+    "SuperGLUE",
     "WSC_Dataset",
     "WiC_Dataset",
 ]

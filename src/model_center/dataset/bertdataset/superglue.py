@@ -24,7 +24,7 @@ from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer,
 KEYS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-class BertTask(TaskDataset):
+class SuperGLUE(TaskDataset):
     """A SuperGLUE task for BERT; a subclass says how an example is written."""
 
     task = ""
@@ -65,7 +65,7 @@ class BertTask(TaskDataset):
         return {key: torch.tensor(encoded[key]) for key in KEYS}
 
 
-class BoolQ_Dataset(BertTask):
+class BoolQ_Dataset(SuperGLUE):
     """One text: the passage, then the question."""
 
     task = "BoolQ"
@@ -75,7 +75,7 @@ class BoolQ_Dataset(BertTask):
         return self.written(f"{example.fields['passage']}. {example.fields['question']}")
 
 
-class RTE_Dataset(BertTask):
+class RTE_Dataset(SuperGLUE):
     """Premise and hypothesis."""
 
     task = "RTE"
@@ -105,7 +105,7 @@ class CB_Dataset(RTE_Dataset):
         return super().__getitem__(self.order[index])
 
 
-class COPA_Dataset(BertTask):
+class COPA_Dataset(SuperGLUE):
     """Two pairs, one for each choice."""
 
     task = "COPA"
@@ -121,7 +121,7 @@ class COPA_Dataset(BertTask):
         }
 
 
-class WiC_Dataset(BertTask):
+class WiC_Dataset(SuperGLUE):
     """The two sentences, without the word."""
 
     task = "WiC"
@@ -131,7 +131,7 @@ class WiC_Dataset(BertTask):
         return self.written(example.fields["sentence1"], example.fields["sentence2"])
 
 
-class WSC_Dataset(BertTask):
+class WSC_Dataset(SuperGLUE):
     """One text that ends with the question."""
 
     task = "WSC"

@@ -8,6 +8,7 @@ from model_center.dataset.gpt2dataset.superglue import (
     MultiRC_Dataset,
     ReCoRD_Dataset,
     RTE_Dataset,
+    SuperGLUE,
     WiC_Dataset,
     WSC_Dataset,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "MultiRC_Dataset",
     "RTE_Dataset",
     "ReCoRD_Dataset",
+    "SuperGLUE",
     "WSC_Dataset",
     "WiC_Dataset",
 ]

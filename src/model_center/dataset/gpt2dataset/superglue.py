@@ -9,13 +9,13 @@ from __future__ import annotations
 from model_center.dataset.decoder_task import DecoderTask, tasks_of
 
 
-class GPT2Task(DecoderTask):
+class SuperGLUE(DecoderTask):
     """Words of classes are written after a space, as they come in a text."""
 
     word_prefix = " "
 
 
-DATASET = tasks_of(GPT2Task)
+DATASET = tasks_of(SuperGLUE)
 (
     BoolQ_Dataset,
     CB_Dataset,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from model_center.dataset.decoder_task import DecoderTask, tasks_of
 
 
-class LlamaTask(DecoderTask):
+class SuperGLUE(DecoderTask):
     """Words of classes are written without a space: SentencePiece adds one itself."""
 
 
-DATASET = tasks_of(LlamaTask)
+DATASET = tasks_of(SuperGLUE)
 (
     BoolQ_Dataset,
     CB_Dataset,

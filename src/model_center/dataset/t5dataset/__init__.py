@@ -9,6 +9,7 @@ from model_center.dataset.t5dataset.superglue import (
     MultiRC_Dataset,
     ReCoRD_Dataset,
     RTE_Dataset,
+    SuperGLUE,
     WiC_Dataset,
     WSC_Dataset,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "RTE_Dataset",
     "ReCoRD_Dataset",
     "SQuAD_Dataset",
+    "SuperGLUE",
     "WSC_Dataset",
     "WiC_Dataset",
 ]

@@ -23,7 +23,7 @@ from model_center.dataset.squad import SQuAD_Dataset
 from model_center.dataset.task_dataset import TaskDataset, Tokenizer, at_least
 
 
-class T5Task(TaskDataset):
+class SuperGLUE(TaskDataset):
     """A SuperGLUE task for T5: prompts end with `<extra_id_0>.`; their last ids are kept."""
 
     task: ClassVar[str]
@@ -81,7 +81,7 @@ class T5Task(TaskDataset):
         }
 
 
-DATASET = tasks_of(T5Task)
+DATASET = tasks_of(SuperGLUE)
 (
     BoolQ_Dataset,
     CB_Dataset,

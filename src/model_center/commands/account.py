@@ -1,0 +1,91 @@
+"""What a run says before its first step: rows, tokens, model, and a row as it is learnt."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import bmtrain as bmt
+from model_center.dataset.mixture import Part
+from model_center.dataset.packing import PackedSamples
+from model_center.dataset.padding import Item
+from model_center.training.optimization import in_steps
+from model_center.training.subject import Subject
+
+SHOWN = 1200  # characters of a row
+OPEN, CLOSE = "[[", "]]"  # around what is learnt
+
+
+def account(
+    parts: Sequence[Part], packed: PackedSamples, subject: Subject, args: argparse.Namespace
+) -> Iterator[str]:
+    """The lines."""
+    samples = packed.samples
+    tokens, learnt = int(samples.lengths.sum()), int(samples.num_learnt.sum())
+    rows = sum(len(part.numbers) for part in parts)
+    yield f"data: {rows:,} rows, {tokens:,} tokens, {learnt:,} learnt ({learnt / tokens:.1%})"
+    data = {id(part.samples): part.samples for part in parts}.values()
+    lost = {
+        f"{args.too_long.value} for being longer than --max-length {args.max_length}": sum(
+            one.num_cut + one.num_dropped for one in data
+        ),
+        "left out for having nothing to learn in that length": packed.num_without_answer,
+    }
+    if any(lost.values()):
+        gone = sum(one.tokens_lost for one in data)
+        said = "; ".join(f"{number:,} rows {why}" for why, number in lost.items() if number)
+        yield f"  {said}; {gone:,} tokens lost"
+    passed = [str(path) for one in data for path in one.passed_over]
+    if passed:
+        more = " ..." if len(passed) > 5 else ""
+        yield f"  files of no known kind, not read: {', '.join(passed[:5])}{more}"
+    unread: collections.Counter[str] = collections.Counter()
+    for one in data:
+        unread.update(one.tokens.unread)
+    if unread:
+        names = ", ".join(f"{name} ({number:,} rows)" for name, number in unread.most_common(8))
+        yield f"  fields that are not read: {names}"
+    room = len(packed) * args.max_length
+    kind = (
+        "packed into" if subject.is_packed else "one to a row (this model mixes what shares one):"
+    )
+    used = sum(int(samples.lengths[row].sum()) for row in packed.rows)
+    yield f"  {kind} {len(packed):,} rows of {args.max_length}, {1 - used / room:.1%} padding"
+    counts = [(param.numel(), param.requires_grad) for param in subject.model.parameters()]
+    trained = sum(number for number, is_trained in counts if is_trained)
+    yield (
+        f"model: {type(subject.model).__name__}, {sum(number for number, _ in counts):,} "
+        f"parameters, {trained:,} trained"
+    )
+    size = args.batch_size * bmt.world_size() * args.gradient_accumulation
+    steps = min(args.epochs * -(-len(packed) // size), args.train_iters)
+    where = (
+        pathlib.Path(args.save, args.save_name or ("adapter" if args.lora_rank else "model"))
+        if args.save
+        else "nowhere, for want of --save"
+    )
+    yield (
+        f"steps: {steps:,}, the first {in_steps(args.warmup_iters, steps):,} of them warm-up, "
+        f"learning rate {args.lr:g} ({args.lr_decay_style}); saved: {where}"
+    )
+    first = samples[packed.rows[0][0]]
+    yield f"the first row, what is learnt in {OPEN} {CLOSE}:\n{shown(first, subject.tokenizer)}"
+
+
+def shown(item: Item, tokenizer: Any) -> str:
+    """A sample as text, what is learnt of it between brackets."""
+    ids = item["input_ids"].tolist()
+    learnt = [False, *(item["targets"][:-1] != -100).tolist()]
+    pairs = zip(ids, learnt, strict=True)
+    parts = []
+    for is_learnt, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
+        text = tokenizer.decode([number for number, _ in run])
+        parts.append(f"{OPEN}{text}{CLOSE}" if is_learnt else text)
+    if int(item["targets"][-1]) != -100:
+        parts.append(" (goes on)")
+    text = "".join(parts)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ... ({len(text):,} characters)"

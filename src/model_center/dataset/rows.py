@@ -1,0 +1,276 @@
+"""Rows of data as people have it: JSON lines, JSON arrays, Parquet, CSV, texts, folders, the hub.
+
+Every command reads rows here. A row is a dict; what is null in it is not there. Rows are read one
+after the other, and a row that cannot be read is a DataError that names file and row.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import hashlib
+import io
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NamedTuple
+
+from model_center.errors import DataError
+from model_center.optional import package
+
+# Names of the hub, with a configuration, and a split behind a colon: org/name/config:split
+_HUB = re.compile(r"[\w.-]+(?:/[\w.-]+){0,2}(?::[\w\[\]:%+-]+)?")
+_CHUNK = 2**22  # bytes that are hashed at a time
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_EXTRA = "install this package with its extra [data]"
+
+
+class Row(NamedTuple):
+    """One row.
+
+    Attributes:
+        place: for messages: "chat.jsonl, line 3".
+        content: its fields, without those that are null.
+    """
+
+    place: str
+    content: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Data by its name: a file, a folder, or a data set of the hub.
+
+    Attributes:
+        name: as it was given.
+        files: that are read, in order; none of a data set of the hub.
+        passed_over: files of a folder that are of no known kind.
+    """
+
+    name: str
+    files: tuple[pathlib.Path, ...]
+    passed_over: tuple[pathlib.Path, ...] = ()
+
+    def rows(self) -> Iterator[Row]:
+        """All rows, in order.
+
+        Raises:
+            DataError: naming file and row, for what cannot be read.
+        """
+        if not self.files:
+            for number, content in enumerate(_from_hub(self.name), start=1):
+                yield Row(f"{self.name}, row {number}", without_nulls(content))
+        for path in self.files:
+            try:
+                yield from _reader(path)(path)
+            except (OSError, EOFError) as error:
+                raise DataError(f"{path} cannot be read: {error}") from error
+
+    def digest(self) -> str:
+        """A hash of the bytes that are read, wherever they lie."""
+        found = hashlib.sha256(b"" if self.files else self.name.encode())
+        files = self.files or [
+            pathlib.Path(one["filename"]) for one in _from_hub(self.name).cache_files
+        ]
+        for path in files:
+            try:
+                with path.open("rb") as file:
+                    while chunk := file.read(_CHUNK):
+                        found.update(chunk)
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error}") from error
+            found.update(b"\0end of file\0" + kind_of(path).encode())
+        return found.hexdigest()[:16]
+
+
+def source(name: str | os.PathLike[str]) -> Source:
+    """The data of this name.
+
+    A file of another ending than `READERS` knows is taken for JSON lines; in a folder, which is
+    read with all that is below it, it is passed over. Files whose names begin with a dot are none.
+
+    Raises:
+        DataError: where there is nothing of this name, or a folder holds nothing to read.
+    """
+    path = pathlib.Path(name)
+    if path.is_file():
+        return Source(str(name), (path,))
+    if path.is_dir():
+        inside = [
+            file
+            for file in sorted(path.rglob("*"))
+            if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
+        ]
+        known = tuple(file for file in inside if kind_of(file) in READERS)
+        if not known:
+            raise DataError(
+                f"the folder {path} holds no data: expected files that end with "
+                f"{', '.join(READERS)}, or these with .gz."
+            )
+        return Source(str(name), known, tuple(file for file in inside if file not in known))
+    if kind_of(path) in READERS or not _HUB.fullmatch(str(name)):
+        raise DataError(
+            f"there is no file {name}: expected a file, a folder, or a name of the hub."
+        )
+    return Source(str(name), ())
+
+
+def kind_of(path: pathlib.Path) -> str:
+    """The ending that tells how a file is read: ".json" of a.JSON.gz."""
+    return pathlib.Path(path.stem if path.suffix == ".gz" else path.name).suffix.lower()
+
+
+def without_nulls(value: Any) -> Any:
+    """What a table means: a struct has all fields that any row has, those it lacks are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [without_nulls(one) for one in value]
+    return value
+
+
+def parsed(text: bytes, place: str) -> Any:
+    """A value of JSON.
+
+    Raises:
+        DataError: naming the place, for what is none, or no Unicode.
+    """
+    try:
+        value = json.loads(text.decode())
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1].encode("unicode_escape").decode()
+        raise DataError(
+            f"{place}: {half} is half of a surrogate pair, which is no character."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: no UTF-8 ({error.reason} at byte {error.start}).") from error
+    except json.JSONDecodeError as error:
+        where = (
+            f"line {error.lineno}, column {error.colno}"
+            if error.lineno > 1
+            else f"column {error.colno}"
+        )
+        raise DataError(f"{place}: no JSON ({error.msg} at {where}).") from error
+    except RecursionError as error:
+        raise DataError(f"{place}: nested too deeply to be read.") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{place}: {error}") from error
+    return value
+
+
+def _opened(path: pathlib.Path) -> IO[bytes]:
+    """The bytes of a file, behind the mark that some programs put at its beginning."""
+    file: Any = (gzip.GzipFile if path.suffix == ".gz" else io.FileIO)(path)
+    file = io.BufferedReader(file)
+    if file.read(3) != b"\xef\xbb\xbf":
+        file.seek(0)
+    return file
+
+
+def _row(place: str, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: got {type(value).__name__}: expected a JSON object.")
+    return Row(place, {key: one for key, one in value.items() if one is not None})
+
+
+def _json_lines(path: pathlib.Path) -> Iterator[Row]:
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                place = f"{path}, line {number}"
+                yield _row(place, parsed(line, place))
+
+
+def _json(path: pathlib.Path) -> Iterator[Row]:
+    """An array, or lines under this name, as many are."""
+    with _opened(path) as file:
+        first = file.readline()
+        while first and not first.strip():
+            first = file.readline()
+        if not first.lstrip().startswith(b"["):
+            yield from _json_lines(path)
+            return
+        whole = parsed(first + file.read(), str(path))
+    for number, value in enumerate(whole, start=1):
+        yield _row(f"{path}, row {number}", value)
+
+
+def _parquet(path: pathlib.Path) -> Iterator[Row]:
+    arrow = package("pyarrow", "Parquet", DataError, instead=_EXTRA)
+    parquet = package("pyarrow.parquet", "Parquet", DataError, name="pyarrow", instead=_EXTRA)
+    try:
+        number = 0
+        for batch in parquet.ParquetFile(path).iter_batches(1000):
+            for value in batch.to_pylist():
+                number += 1
+                yield Row(f"{path}, row {number}", without_nulls(value))
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{path}, behind row {number}: {error}") from error
+
+
+def _table(path: pathlib.Path) -> Iterator[Row]:
+    """CSV, with names in the first line; what is empty is not given."""
+    with _opened(path) as file:
+        lines = csv.DictReader(
+            io.TextIOWrapper(file, encoding="utf-8", newline=""),
+            delimiter="\t" if kind_of(path) == ".tsv" else ",",
+            strict=True,
+        )
+        try:
+            for value in lines:
+                place = f"{path}, line {lines.line_num}"
+                if None in value:
+                    raise DataError(f"{place}: more cells than names in the first line.")
+                yield Row(place, {key: one for key, one in value.items() if one})
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}, line {lines.line_num + 1}: {error}") from error
+
+
+def _text(path: pathlib.Path) -> Iterator[Row]:
+    """A file is a document."""
+    with _opened(path) as file:
+        try:
+            yield Row(str(path), {"text": file.read().decode()})
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: no UTF-8 ({error.reason} at byte {error.start}).") from error
+
+
+READERS: dict[str, Callable[[pathlib.Path], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".parquet": _parquet,
+    ".csv": _table,
+    ".tsv": _table,
+    ".txt": _text,
+    ".md": _text,
+}
+
+
+def _reader(path: pathlib.Path) -> Callable[[pathlib.Path], Iterator[Row]]:
+    return READERS.get(kind_of(path), _json_lines)
+
+
+def _from_hub(name: str) -> Any:
+    """A data set of the hub, its split "train" unless one is named."""
+    library = package(
+        "datasets",
+        f"there is no file or folder {name}, and a data set of the hub",
+        DataError,
+        instead=f"{_EXTRA}, or name a file",
+    )
+    repository, _, split = name.partition(":")
+    parts = repository.split("/")
+    try:
+        return library.load_dataset("/".join(parts[:2]), *parts[2:], split=split or "train")
+    except Exception as error:  # whatever its many readers and the network raise
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"there is no file or folder {name}, and it could not be loaded as a data set of the "
+            f"hub: {type(error).__name__}: {reason}"
+        ) from error

@@ -1,0 +1,320 @@
+"""Data as people have it: every form and every file is read alike, or refused with its place."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import pathlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from tests.data_sets.common import refused, tokenizer, write_rows
+
+from model_center.dataset.instructions import InstructionDataset, TooLong
+from model_center.dataset.mixture import Mixture, Part, set_aside
+from model_center.dataset.packing import PackedSamples
+from model_center.dataset.rows import source
+from model_center.dataset.tokenised import FEW, tokens_of
+
+GPT2 = tokenizer("gpt2")
+END = "<|endoftext|>"
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+ASKED = f"{END}### User:\na\n\n### Assistant:\n"
+
+
+def read(path: Any, length: int = 512, **options: Any) -> list[tuple[str, str]]:
+    """What each sample is, and what is learnt of it."""
+    data = InstructionDataset(path, GPT2, length, **options)
+    found = []
+    for item in map(data.__getitem__, range(len(data))):
+        assert item["targets"][:-1][item["targets"][:-1] >= 0].tolist() == [
+            number
+            for number, target in zip(item["input_ids"][1:].tolist(), item["targets"], strict=False)
+            if target >= 0
+        ]
+        learnt = item["targets"][item["targets"] >= 0]
+        found.append((GPT2.decode(item["input_ids"]), GPT2.decode(learnt)))
+    assert data.lengths.tolist() == [len(data[n]["input_ids"]) for n in range(len(data))]
+    assert data.num_learnt.tolist() == [
+        int((data[n]["targets"] >= 0).sum()) for n in range(len(data))
+    ]
+    return found
+
+
+def one(row: Any, tmp_path: pathlib.Path) -> tuple[str, str]:
+    (found,) = read(write_rows(tmp_path / "a.jsonl", row))
+    return found
+
+
+SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+ROWS: dict[str, dict[str, Any]] = {
+    "nulls": {"messages": None, "prompt": "a", "response": "b", "text": None},
+    "null weights": {"messages": [{**turn, "weight": None} for turn in TALK]},
+    "turns of the other kind": {"conversations": TALK},
+    "and the other way round": {"messages": SHARED},
+    "a name for OpenAI's": {"prompt": "a", "messages": TALK, "prompt_id": 7},
+    "other roles": {"conversations": [{"from": "user", "value": "a"}, {"from": "bot", "value": "b"}]},
+    "question": {"question": "a", "answer": "b"},
+    "query": {"query": "a", "response": "b", "images": [], "history": []},
+    "dolly": {"instruction": "a", "context": "", "response": "b"},
+    "trl": {"prompt": TALK[:1], "completion": TALK[1:]},
+    "half of trl": {"prompt": TALK[:1], "completion": "b"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_row_may_be_said_so(row: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    assert one(row, tmp_path) == (f"{ASKED}b{END}\n\n", f"b{END}")
+
+
+EARLIER = [["x", "y"]]
+WHOLE = f"{END}### User:\nx\n\n### Assistant:\ny{END}\n\n{ASKED.removeprefix(END)}b{END}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "learnt"),
+    [
+        ({"instruction": "a", "output": "b", "history": EARLIER}, WHOLE, f"y{END}b{END}"),
+        ({"query": "a", "response": "b", "history": EARLIER}, WHOLE, f"y{END}b{END}"),
+        (
+            {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, *TALK[:1]], "completion": TALK[1:]},
+            WHOLE,
+            f"b{END}",
+        ),
+        *(
+            (
+                {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", **flag}, *TALK]},
+                WHOLE,
+                f"b{END}",
+            )
+            for flag in ({"weight": 0}, {"train": False}, {"loss": False}, {"masked": True}, {"loss_mask": 0})
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y", "weight": 0}, *SHARED]},
+            WHOLE,
+            f"b{END}",
+        ),
+        (
+            {"messages": TALK, "system": "s"},
+            f"{END}### System:\ns\n\n{ASKED.removeprefix(END)}b{END}\n\n",
+            f"b{END}",
+        ),
+        (
+            {"system_prompt": "s", "question": "a", "response": "b"},
+            f"{END}### System:\ns\n\n{ASKED.removeprefix(END)}b{END}\n\n",
+            f"b{END}",
+        ),
+        ({"content": "plain"}, f"{END}plain{END}", f"plain{END}"),
+        ({"messages": [TALK[0], {"role": "assistant", "content": "\ue000"}]}, f"{ASKED}\ue000{END}\n\n", f"\ue000{END}"),
+    ],
+)  # fmt: skip
+def test_what_was_passed_over_is_read(
+    row: dict[str, Any], text: str, learnt: str, tmp_path: pathlib.Path
+) -> None:
+    assert one(row, tmp_path) == (text, learnt)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"messages": TALK, "images": ["a.png"]}, "got images: a model of language alone"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "got chosen: pairs of a better"),
+        ({"prompt": "a", "completion": "b", "label": True}, "got label True of a row"),
+        ({"messages": TALK, "weight": 0.5}, "got weight 0.5 of a row"),
+        ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, "got weight 0.5 of a message"),
+        ({"messages": [{**TALK[0], "train": True}, TALK[1]]}, "got train True of a message of the"),
+        ({"messages": [TALK[0], {**TALK[1], "mask": 1}]}, "got mask: it is not known"),
+        ({"messages": [{**TALK[0], "images": ["a.png"]}, TALK[1]]}, "got images: a model"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "as a part of a mes"),
+        ({"text": "a", "history": EARLIER}, "got a text with history"),
+        ({"query": "a", "response": "b", "history": ["x"]}, "got 'x' in history"),
+        ({"messages": [{"role": "system", "content": "t"}, *TALK], "system": "s"}, "two system"),
+        ({"messages": 3}, "got 3 as messages"),
+        ('{"prompt": "a \\ud83d b", "response": "ok"}\n', r"\\ud83d is half of a surrogate pair"),
+        ('{"prompt": ' + "[" * 100_000 + "\n", "nested too deeply"),
+        ('{"prompt": ' + "1" * 5000 + ', "response": "a"}\n', "line 1: Exceeds the limit"),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_is_refused(row: Any, complaint: str, tmp_path: pathlib.Path) -> None:
+    with refused(rf"a\.jsonl, line 1: .*{complaint}|a\.jsonl, {complaint}"):
+        one(row, tmp_path)
+
+
+PAIRS = [{"prompt": f"What is {n}?", "response": str(n)} for n in range(3)]
+
+
+def as_parquet(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+WRITE: dict[str, Callable[[pathlib.Path], Any]] = {
+    "a.jsonl": lambda path: write_rows(path, *PAIRS),
+    "b.jsonl": lambda path: path.write_text(
+        "\n" + "".join(json.dumps(row) + "\r\n" for row in PAIRS), "utf-8-sig"
+    ),
+    "c.json": lambda path: path.write_text(json.dumps(PAIRS, indent=1), "utf-8-sig"),
+    "d.json": lambda path: write_rows(path, *PAIRS),
+    "e.parquet": lambda path: as_parquet(path, [*PAIRS]),
+    "f.csv": lambda path: path.write_text(
+        "prompt,response\n" + "".join(f'"{row["prompt"]}",{row["response"]}\n' for row in PAIRS)
+    ),
+    "g.tsv": lambda path: path.write_text(
+        "prompt\tresponse\n" + "".join("\t".join(row.values()) + "\n" for row in PAIRS)
+    ),
+    "h.jsonl.gz": lambda path: path.write_bytes(
+        gzip.compress("".join(json.dumps(row) + "\n" for row in PAIRS).encode())
+    ),
+    "i.dat": lambda path: write_rows(path, *PAIRS),
+}
+
+
+def test_files_of_all_kinds_are_one_data_set(tmp_path: pathlib.Path) -> None:
+    """By themselves and as a folder, in which texts are documents and what is of no kind is told."""
+    for name, write in WRITE.items():
+        write(tmp_path / name)
+        assert read(tmp_path / name) == read(tmp_path / "a.jsonl"), name
+    folder = tmp_path / "deep" / "er"
+    folder.mkdir(parents=True)
+    (tmp_path / ".hidden.jsonl").write_text("{")
+    (folder / "z.txt").write_text("Once upon a time", "utf-8-sig")
+    whole = read(tmp_path)
+    text = f"{END}Once upon a time{END}"
+    pairs = read(tmp_path / "a.jsonl")
+    # sorted by name, so that the folder "deep" comes after d.json
+    assert whole == [*pairs * 4, (text, text.removeprefix(END)), *pairs * 4]
+    assert source(tmp_path).passed_over == (tmp_path / "i.dat",)
+
+
+def test_structs_of_tables_have_nulls(tmp_path: pathlib.Path) -> None:
+    """Arguments of another row's call are none of this one's."""
+    calls: list[dict[str, Any]] = [{"a": 1}, {"b": "x"}]
+    rows = [
+        {"messages": [TALK[0], {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": call}}]}]}
+        for call in calls
+    ]  # fmt: skip
+    as_parquet(tmp_path / "a.parquet", rows)
+    found = [row.content["messages"][1] for row in source(tmp_path / "a.parquet").rows()]
+    assert found == [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": call}}]}
+        for call in calls
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: no UTF-8 \(invalid start byte"),
+        ("a.json", b'[\n{"text": "a"},\n]', r"a\.json: no JSON .* at line 3, column 1"),
+        ("a.json", b'[{"text": "a"}, 3]', "row 2: got int: expected a JSON object"),
+        ("a.json", b'{"data": [\n]}', "line 1: no JSON"),
+        ("a.parquet", b"PAR1", "a.parquet, behind row 0: "),
+        ("a.csv", b"text\na\nb,c\n", "line 3: more cells than names"),
+        ("a.csv", b'text\n"a\n', "line 2: unexpected end of data"),
+        ("a.txt", b"\xff", "a.txt: no UTF-8"),
+        ("a.jsonl.gz", b"{}", "a.jsonl.gz cannot be read: Not a gzipped file"),
+        ("a.jsonl", b"\n", "holds no rows: expected at least one"),
+        ("folder/a.bin", b"", "holds no data: expected files that end with"),
+    ],
+)
+def test_bad_files_are_named(
+    name: str, content: bytes, complaint: str, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    with refused(complaint):
+        read(path.parent if "/" in name else path)
+
+
+def test_a_name_of_the_hub() -> None:
+    """Needs its package."""
+    with refused("there is no file nowhere/rows.jsonl: expected a file, a folder, or a name"):
+        source("nowhere/rows.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "datasets", None)
+        with refused("there is no file or folder org/name:test, and a data set of the hub needs"):
+            next(source("org/name:test").rows())
+
+
+def test_texts_go_on_in_the_next_sample(tmp_path: pathlib.Path) -> None:
+    """Each token but the first is learnt once, whatever the length; both ends of a document that is
+    set aside are.
+    """
+    texts = [f"Document {n}. " + "abc def " * (17 * n) for n in range(4)]
+    path = write_rows(tmp_path / "a.jsonl", *({"text": text} for text in texts), PAIRS[0])
+    whole = InstructionDataset(path, GPT2, 10_000)
+    for length in (2, 7, 64):
+        data = InstructionDataset(path, GPT2, length)
+        assert data.num_rows == 5 and data.num_cut <= 1
+        for row in range(4):
+            items = [data[number] for number in data.samples_of(row)]
+            for key in ("input_ids", "targets"):
+                assert torch.cat([item[key] for item in items]).equal(whole[row][key])
+            assert all(len(item["input_ids"]) == length for item in items[:-1])
+        packed = PackedSamples(data, length)
+        learnt = sum(int((packed[n]["targets"] >= 0).sum()) for n in range(len(packed)))
+        assert learnt == sum(data.num_learnt) >= sum(whole.num_learnt[:4])
+        rest, aside = set_aside(Part(data, range(5)), 0.4, 3)
+        assert len(Mixture([rest])) + len(Mixture([aside])) == len(data)
+        assert {*rest.numbers}.isdisjoint(aside.numbers) and len(aside.numbers) == 2
+
+
+def test_conversations_that_do_not_fit(tmp_path: pathlib.Path) -> None:
+    """Are cut, dropped or refused, and counted."""
+    rows = [
+        PAIRS[0],
+        {"prompt": "a", "response": "word " * 99},
+        {"prompt": "w " * 99, "response": "b"},
+    ]
+    path = write_rows(tmp_path / "a.jsonl", *rows)
+    whole = InstructionDataset(path, GPT2, 10_000)
+    cut = InstructionDataset(path, GPT2, 40)
+    assert (cut.num_cut, cut.num_dropped) == (2, 0) and len(cut) == 3
+    assert cut.tokens_lost == sum(whole.lengths) - len(whole[0]["input_ids"]) - 80
+    assert PackedSamples(cut, 40).num_without_answer == 1
+    dropped = InstructionDataset(path, GPT2, 40, TooLong.DROP)
+    assert (dropped.num_cut, dropped.num_dropped, len(dropped)) == (0, 2, 1)
+    assert dropped[0]["targets"].equal(whole[0]["targets"])
+    with refused(rf"a\.jsonl, line 2: the conversation has {whole.lengths[1]} tokens, and 2 of 3"):
+        InstructionDataset(path, GPT2, 40, TooLong.REFUSE)
+    assert len(InstructionDataset(path, GPT2, 10_000, TooLong.REFUSE)) == 3
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_tokens_are_made_once(workers: int, tmp_path: pathlib.Path) -> None:
+    """By other processes as by one; found again where the data lie elsewhere, and not for other
+    data, another tokenizer or another template.
+    """
+    rows = [{"prompt": f"What is {n}?", "response": str(n)} for n in range(FEW + 300)]
+    path, cache = write_rows(tmp_path / "a.jsonl", *rows), tmp_path / "cache"
+    seen: list[int] = []
+    alone = tokens_of(source(path), GPT2)
+    made = tokens_of(source(path), GPT2, cache, workers=workers, report=seen.append)
+    assert seen[-1] == len(made) == len(rows) and seen == sorted(seen)
+    for name in ("ids", "learnt", "starts", "stops", "is_text"):
+        assert np.array_equal(vars(alone)[name], vars(made)[name]), name
+    again = pickle.loads(pickle.dumps(made))
+    assert np.array_equal(again.ids, made.ids) and len(pickle.dumps(made)) < 200
+    moved = path.rename(tmp_path / "moved.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model_center.dataset.tokenised._write", None)  # not to be called
+        assert tokens_of(source(moved), GPT2, cache).key == made.key
+    other = copy.deepcopy(GPT2)
+    other.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert tokens_of(source(moved), other, cache).key != made.key
+    write_rows(moved, *rows[1:])
+    assert tokens_of(source(moved), GPT2, cache).key != made.key
+    assert len([*cache.iterdir()]) == 3
+    broken = write_rows(tmp_path / "b.jsonl", *rows, '{"prompt": 3, "response": "a"}\n')
+    with refused(rf"b\.jsonl, line {len(rows) + 1}: got 3 as prompt"):
+        tokens_of(source(broken), GPT2, cache)
+    assert len([*cache.iterdir()]) == 3
+    with refused(r"the tokens of .*b\.jsonl cannot be kept: .*Not a directory"):
+        tokens_of(source(broken), GPT2, broken / "cache")

@@ -1,0 +1,98 @@
+"""BatchNorm in training is one process's: its statistics are those of all ranks' rows."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from tests.ranks import models
+from tests.ranks.runner import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain.errors import ParameterError
+from bmtrain.runtime import world
+
+
+class Net(nn.Module):
+    """In blocks and outside of them, of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(
+                    nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, momentum=None), nn.Tanh()
+                ),
+                nn.Sequential(nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 4, 1, bias=False)),
+                nn.Sequential(
+                    nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, track_running_stats=False)
+                ),
+            ]
+        )
+        self.frozen, self.last = nn.BatchNorm2d(4).eval(), nn.BatchNorm1d(4)
+
+    def train(self, mode: bool = True) -> Net:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.last(torch.tanh(self.frozen(x)).mean((2, 3)))
+        return out
+
+
+def trained(use_checkpoint: bool) -> None:
+    world.current("a test").draws.same_rows = False
+    torch.manual_seed(2)
+    plain, rows = Net().train().double(), torch.randn(10, 2, 5, 5, dtype=torch.float64)
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain), use_checkpoint=use_checkpoint)
+    assert isinstance(model.last, nn.BatchNorm1d)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    sizes = [5, 2, 3]
+    own = rows.split(sizes)[bmt.rank()]
+    for step in range(3):
+        for optimizer, m, x in ((ours, model, own), (theirs, plain, rows)):
+            optimizer.zero_grad()
+            (m(x.roll(step, 1)) ** 3).sum().backward()
+        found, want = models.full_gradients(model), models.plain_gradients(plain)
+        models.assert_same_dicts(found, want, f"gradients of step {step}", 1e-9)
+        ours.step()
+        theirs.step()
+        models.assert_same_dicts(models.cloned_state(model), plain.state_dict(), "state", 1e-9)
+    before = models.cloned_state(model)
+    model(own * math.inf)
+    models.assert_same_dicts(models.cloned_state(model), before, "after what is not finite", 0.0)
+    # Without running statistics those of a batch are taken in evaluation, too.
+    models.assert_same(
+        model.eval()(own), plain.eval()(rows).split(sizes)[bmt.rank()], "evaluation", 1e-9
+    )
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_statistics_are_of_all_rows(use_checkpoint: bool) -> None:
+    run_ranks(trained, 3, use_checkpoint)
+
+
+class Own(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def refused() -> None:
+    world.current("a test").draws.same_rows = False
+    plain = nn.Sequential(Own(3))
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    with pytest.raises(ParameterError, match=r"Own has a forward pass of its own.*BatchNorm"):
+        model(torch.ones(2, 3))
+    models.assert_same(model.eval()(torch.ones(2, 3)), plain.eval()(torch.ones(2, 3)), "evaluation")
+
+
+def test_another_forward_pass_is_refused_in_training() -> None:
+    run_ranks(refused, 2)

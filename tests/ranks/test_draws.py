@@ -1,0 +1,156 @@
+"""Random numbers in training: other ones for other rows, and nothing else that differs by rank."""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+import torch.nn.functional as F
+from tests.ranks import models
+from tests.ranks.runner import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bmtrain as bmt
+from bmtrain.runtime import world
+
+WIDTH = 12
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(torch.tanh(self.map(x)), 0.5, self.training)
+
+
+class Listed(nn.Module):
+    """Layers that are left out at random; dropout outside of blocks, and under a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Dropout(0.5)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.after = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for layer in self.layers:
+            if not self.training or torch.rand(()) > 0.3:
+                x = layer(x)
+        out: torch.Tensor = checkpoint(self.after, x, use_reentrant=False)
+        return out
+
+
+class Nested(nn.Module):
+    """A block with blocks inside, of which it leaves some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = bmt.Block(Inner())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(x)
+        return out
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Layer(), Layer()])
+        for number, layer in enumerate(self.blocks):
+            self.blocks[number] = bmt.Block(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if torch.rand(()) > 0.3:
+                x = block(x)
+        out: torch.Tensor = self.map(x)
+        return out
+
+
+def draw(tp_size: int) -> None:
+    """On two data-parallel ranks, or on one of two tensor-parallel ones."""
+    draws = world.current("a test").draws
+    for use_checkpoint in (True, False, "auto"):
+        for make in (Listed, Layer, Nested):
+            torch.manual_seed(3)
+            draws.same_rows = False
+            model = bmt.BMTrainModelWrapper(make(), use_checkpoint=use_checkpoint)
+            rows, step = torch.randn(4, WIDTH), 1e-2 * torch.randn(4, WIDTH)
+            state = torch.get_rng_state()
+
+            def again(
+                x: torch.Tensor, model: nn.Module = model, state: torch.Tensor = state
+            ) -> torch.Tensor:
+                torch.set_rng_state(state)
+                out: torch.Tensor = model(x)
+                return out
+
+            leaf = rows.clone().requires_grad_()
+            out = again(leaf)
+            with torch.no_grad():
+                models.assert_same(again(rows), out, "drawn again", 0.0)
+                change = (again(rows + step) - again(rows - step)).sum() / 2
+            torch.set_rng_state(state)
+            out.sum().backward()
+            assert leaf.grad is not None
+            models.assert_same((leaf.grad * step).sum(), change, "masks of backward", 2e-2)
+            again(rows)
+            for value, alike in (
+                (out.detach(), tp_size == 2),
+                (torch.randperm(30).float(), True),
+                (bmt.Block(nn.Linear(3, 3)).weight.gather().detach(), True),
+                (model.eval()(rows).detach(), True),
+            ):
+                first, second = bmt.gather_result(value[None])
+                assert torch.equal(first, second) == alike
+    # Nothing is drawn where nothing draws: orders of rows are those of one process.
+    calm = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(WIDTH, 3), nn.Dropout(0.0)))
+    calm[1].p = 0.0
+    state = torch.get_rng_state()
+    calm[0](torch.ones(2, WIDTH))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_ranks_draw_for_their_rows() -> None:
+    run_ranks(draw, 2, 1)
+
+
+def test_tensor_ranks_draw_the_same() -> None:
+    run_ranks(draw, 2, 2, init={"tp_size": 2})
+
+
+def resume(folder: str) -> None:
+    world.current("a test").draws.same_rows = False
+
+    def build() -> tuple[nn.Module, bmt.optim.OptimManager]:
+        torch.manual_seed(5)
+        model, manager = bmt.BMTrainModelWrapper(Listed()), bmt.optim.OptimManager()
+        manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.1))
+        return model, manager
+
+    def train(model: nn.Module, manager: bmt.optim.OptimManager) -> list[float]:
+        losses = []
+        for _ in range(3):
+            manager.zero_grad()
+            loss = model(torch.ones(3, WIDTH)).square().mean()
+            manager.backward(loss)
+            manager.step()
+            losses.append(loss.item())
+        return losses
+
+    model, manager = build()
+    train(model, manager)
+    with bmt.CheckpointManager(pathlib.Path(folder)) as checkpoints:
+        checkpoints.save(1, model, manager)
+        want = train(model, manager)
+        model, manager = build()
+        assert checkpoints.restore(model, manager) is not None
+    assert train(model, manager) == want
+
+
+def test_masks_go_on_after_a_resume(tmp_path: pathlib.Path) -> None:
+    run_ranks(resume, 2, str(tmp_path))

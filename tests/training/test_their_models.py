@@ -1,0 +1,150 @@
+"""Causal models that transformers has and this package has not: learnt, kept, adapted, gone on with,
+as transformers computes them.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from tests.ranks.runner import run_ranks
+from tests.training.lm_programs import DATA, TINY, command, losses, same_learning
+from tests.training.their_models import arguments, check_learning, make
+
+from model_center.errors import ConfigError
+from model_center.training.setup import DTYPES
+from model_center.training.subject import subject_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
+# Whether samples share rows.
+FEW = {"gemma3_text": True, "qwen3_moe": True, "olmo2": True, "mamba": False}
+MANY = {
+    **dict.fromkeys(
+        ["arcee", "apertus", "aria_text", "cohere", "cohere2_moe", "cwm", "deepseek_v3", "doge"],
+        True,
+    ),
+    **dict.fromkeys(
+        ["ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma2", "glm", "glm4_moe", "granite"], True
+    ),
+    **dict.fromkeys(
+        ["gpt_neox", "helium", "lfm2", "llama4_text", "ministral3", "mixtral", "olmo", "olmo3"],
+        True,
+    ),
+    **dict.fromkeys(
+        ["olmoe", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "stablelm", "starcoder2"],
+        True,
+    ),
+    **dict.fromkeys(
+        ["bart", "bloom", "falcon", "granitemoe", "minimax", "qwen3_next", "xglm"], False
+    ),
+}
+NO_LANGUAGE_MODELS = ["electra", "cpmant", "xlm-roberta"]
+
+
+def all_learn(folders: dict[str, str]) -> dict[str, bool]:
+    """On a rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some of transformers' own
+        return {kind: check_learning(Path(path)) for kind, path in folders.items()}
+
+
+@pytest.mark.parametrize(
+    "kinds", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few", "many"]
+)
+# transformers leaves a thread behind
+@pytest.mark.fresh
+def test_packed_and_padded_rows(kinds: dict[str, bool], tmp_path: Path) -> None:
+    """Loss and gradients, against each sample alone in one process."""
+    folders = {kind: str(make(kind, tmp_path)) for kind in kinds}
+    for found in run_ranks(all_learn, 2, folders, timeout=300):
+        assert found == kinds
+
+
+def refused(folders: list[str]) -> None:
+    for path in folders:
+        subject = subject_of(path)
+        with pytest.raises(ConfigError, match="its tokens see those that follow"):
+            subject.load(arguments(Path(path)))
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+def test_models_that_are_no_language_models(tmp_path: Path) -> None:
+    run_ranks(refused, 1, [str(make(kind, tmp_path)) for kind in NO_LANGUAGE_MODELS])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen3_moe", "fp32"), ("gemma3_text", "bf16")])
+def test_a_run_of_one(kind: str, dtype: str, tmp_path: Path) -> None:
+    """All weights and adapters, also beside 4 bits; a run goes on bit by bit, and what comes out is
+    read by transformers, by peft and by `generate`.
+    """
+    path = make(kind, tmp_path, DTYPES[dtype])
+    words = ["--model-config", path, "--max-length 64", TINY, "--dtype", dtype, "--batch-size 2"]
+    words += ["--data", DATA / "chat" / "train.jsonl"]
+    command(*words, "--train-iters 4 --epochs 2 --save", tmp_path / "whole")
+    command(*words, "--train-iters 2 --epochs 2 --save", tmp_path / "parts")
+    command(*words, "--train-iters 4 --epochs 2 --resume --save", tmp_path / "parts")
+    same_learning(tmp_path / "parts", tmp_path / "whole")
+    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0]
+    whole, parts = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict()
+        for name in ("whole", "parts")
+    )
+    before: Any = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    assert any(
+        not torch.equal(value, before[name].to(value.dtype)) for name, value in whole.items()
+    )
+    command(*words, "--lora-rank 4 --train-iters 2 --epochs 2 --save", tmp_path / "lora")
+    command(*words, "--lora-rank 4 --load-in-4bit --train-iters 1 --save", tmp_path / "4bit")
+    base = transformers.AutoModelForCausalLM.from_pretrained(path)
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "lora" / "adapter"))
+    moved = [p for name, p in adapted.named_parameters() if "lora_B" in name]
+    assert moved and all(p.abs().max() > 0 for p in moved)
+    ids = torch.arange(5, 12)[None]
+    how: Any = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = [
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)[0, 7:].tolist()
+        for model in (
+            transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+            adapted.float(),
+        )
+    ]
+    found = run_ranks(answers, 2, str(path), str(tmp_path / "lora" / "adapter"), ids)
+    assert [list(one) for one in found] == [expected] * 2
+    assert json.loads((tmp_path / "4bit" / "adapter" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(path)
+
+
+def test_adapters_beside_the_experts(tmp_path: Path) -> None:
+    """The short part of the above: a run by LoRA, whose files peft reads."""
+    path = make("qwen3_moe", tmp_path)
+    words = [
+        "--model-config",
+        path,
+        "--max-length 64",
+        TINY,
+        "--data",
+        DATA / "chat" / "train.jsonl",
+    ]
+    command(*words, "--lora-rank 4 --train-iters 2 --batch-size 2 --save", tmp_path / "run")
+    base = transformers.AutoModelForCausalLM.from_pretrained(path)
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter"))
+    assert all(p.abs().max() > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
+
+
+def answers(path: str, adapter: str, ids: torch.Tensor) -> tuple[list[int], list[int]]:
+    """On a rank: what the model says, alone and with an adapter."""
+    subject: Any = subject_of(path)
+    subject.load(arguments(Path(path)))
+    plain = subject.answer(ids, 5)
+    subject.add_adapters(Path(adapter))
+    return plain, subject.answer(ids, 5)
