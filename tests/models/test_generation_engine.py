@@ -292,7 +292,7 @@ gpt2 {'max_length': 6} max_length is 6, and the prompt has 6 tokens
 gpt2 {'max_new_tokens': 35} the model has 40 positions; ask for at most 34 new tokens
 gpt2 {'num_beams': True} num_beams is True: expected a whole number
 gpt2 {'num_beams': 2.0} num_beams is 2.0
-gpt2 {'num_beams': 2, 'do_sample': True} choose one of both
+gpt2 {'num_beams': 2, 'do_sample': True} choose one
 gpt2 {'num_return_sequences': 2} expected at most as many as beams
 gpt2 {'num_beams': 2, 'num_return_sequences': 3} expected at most as many as beams
 gpt2 {'temperature': 0.5} temperature: of no effect without do_sample=True

@@ -259,7 +259,11 @@ def test_ranks_that_leave_or_err_harm_no_other(folder: pathlib.Path) -> None:
     expected = list(stream(alone, prompts(0)[0], max_new_tokens=8))
     (short, told, after), (whole, own, others_after) = run_ranks(left_early, 2, folder)
     assert short == expected[:2] and whole == expected and len(expected) == 8
-    assert told == ["generate was called wrongly on rank 1, which says how: no rank generates."] * 5
+    assert (
+        told
+        == ["generate failed on rank 1, whose message names the cause: call it again on all ranks."]
+        * 5
+    )
     parts = "nearest: 'temperature'", "20 positions", "token 99", "prompt 0", "session is not open"
     for part, text in zip(parts, own, strict=True):
         assert part in text

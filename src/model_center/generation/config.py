@@ -182,7 +182,7 @@ class GenerationConfig:
         if self.do_sample and self.num_beams > 1:
             raise ConfigError(
                 f"do_sample with num_beams={self.num_beams}: beam search takes the best "
-                "tokens; choose one of both."
+                "tokens; choose one."
             )
         self._require_default(OF_SAMPLING, self.do_sample, "do_sample=True")
         self._require_default(OF_BEAMS, self.num_beams > 1, "num_beams above 1")

@@ -55,6 +55,6 @@ class Peers:
             raise error
         if failed:
             raise InputError(
-                f"generate was called wrongly on rank {failed[0]}, which says how: no rank "
-                "generates."
+                f"generate failed on rank {failed[0]}, whose message names the cause: call it "
+                "again on all ranks."
             )

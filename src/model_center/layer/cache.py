@@ -136,8 +136,8 @@ class LayerCache(Sequence[torch.Tensor]):
         if self._memory is not None:
             if self.length >= self.capacity:
                 raise InputError(
-                    f"the cache has room for {self.capacity} tokens, and as many are there: make "
-                    "it for more."
+                    f"the KV cache is full: it has room for {self.capacity} tokens; make a "
+                    "larger one."
                 )
             self.length += 1
 

@@ -147,7 +147,7 @@ def mask_from(
         if attention_mask.is_floating_point():
             raise InputError(
                 "attention_mask has 4 dims of floating point: expected bool, True where a "
-                "key is seen, no summands."
+                "query attends to a key, not an additive mask."
             )
         return AttentionMask(pairs=attention_mask.bool(), blanks=True)
     shape = tuple(attention_mask.shape)
