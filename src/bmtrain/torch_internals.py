@@ -157,6 +157,9 @@ def saved_tensors_hooks() -> object:
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 is_tracing: Callable[[], bool] = torch._C._is_tracing
+#: The mode by which torch.export and make_fx trace, or None: `dispatch_mode(PROXIES)`.
+dispatch_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
+PROXIES: Any = torch._C._TorchDispatchModeKey.PROXY
 has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -54,6 +54,13 @@ class DistributedModule(torch.nn.Module):
                 f"other module; to change its values, write them, module.{name}.data.copy_(values)."
             )
         super().__setattr__(name, value)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """ParameterError from `torch.jit.script`."""
+        raise ParameterError(
+            "a sharded model cannot be scripted: script one that is not sharded, after "
+            "plain.load_state_dict(model.state_dict())."
+        )
 
     def sharded_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """(prefix, module) of the modules whose parameters this one saves and loads: itself."""
