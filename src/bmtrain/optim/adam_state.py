@@ -335,10 +335,9 @@ class AdamLayout:
         sharded, ordinary = gradients_of(self._spans)
         for part in (*sharded, *ordinary):
             first = part.piece.params[0]
-            grad = gradient_of(first)
-            if grad is not None and grad.is_sparse:
+            if (grad := gradient_of(first)) is not None and grad.is_sparse:
                 raise ParameterError(
-                    f"the gradient of a parameter of shape {tuple(first.shape)} is sparse, which "
+                    f"the gradient of a parameter of shape {first.shape} is sparse, which "
                     "Adam does not take: give the embedding sparse=False, or leave it to "
                     "torch.optim.SparseAdam."
                 )

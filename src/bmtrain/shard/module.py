@@ -33,10 +33,8 @@ class DistributedModule(torch.nn.Module):
 
         Not one with Blocks below it, which do: all ranks must decide alike which of them run.
         """
-        if not self.training or not world.is_initialized():
-            return super().__call__(*args, **kwargs)
-        draws = world.current().draws
-        if draws.are_own or has_blocks(self):
+        draws = world.current().draws if self.training and world.is_initialized() else None
+        if draws is None or draws.are_own or has_blocks(self):
             return super().__call__(*args, **kwargs)
         with draws.own():
             return super().__call__(*args, **kwargs)
