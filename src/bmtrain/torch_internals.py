@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropouts
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_map_only as _tree_map_only
 __all__ = [
     "BatchNorm",
     "DeviceContext",
+    "Dropouts",
     "TorchDispatchMode",
     "TreeSpec",
     "tree_flatten",
@@ -160,6 +162,9 @@ def saved_tensors_hooks() -> object:
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 is_tracing: Callable[[], bool] = torch._C._is_tracing
+#: The mode by which torch.export and make_fx trace, or None: `dispatch_mode(PROXIES)`.
+dispatch_mode = torch._C._get_dispatch_mode
+PROXIES = torch._C._TorchDispatchModeKey.PROXY
 has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 
 

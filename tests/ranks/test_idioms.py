@@ -599,7 +599,7 @@ def other_values_for_one_call(run: Run) -> Tensors:
     return {"out": out, **gradients}
 
 
-@refused
+@idiom
 def gradients_by_func(run: Run) -> Tensors:
     values = {name: p.detach() for name, p in run.model.named_parameters()}
     return torch.func.grad(

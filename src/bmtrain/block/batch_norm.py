@@ -25,7 +25,7 @@ def share_statistics(module: torch.nn.Module) -> None:
         and not isinstance(module, torch.nn.SyncBatchNorm | _OfAllRanks)
     ):
         kind: Any = type(module)
-        object.__setattr__(module, "__class__", _of_all_ranks(kind))
+        module.__class__ = _of_all_ranks(kind)
 
 
 @functools.cache
@@ -81,7 +81,7 @@ class _OfAllRanks(BatchNorm):
 class _Unknown(_OfAllRanks):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """ParameterError in training."""
-        if self.training and not world.current("BatchNorm").draws.same_rows:
+        if self.training:
             raise ParameterError(
                 f"{type(self).__name__} has a forward pass of its own and would normalise each "
                 "rank's rows by themselves, other than one process: take torch.nn.BatchNorm or "

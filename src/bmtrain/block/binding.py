@@ -96,10 +96,18 @@ class ParameterTable(tuple[Row, ...]):
         return self.storages[0].engine.num_registered if self.storages else 0
 
 
-class Bound(torch.Tensor):
-    """A full tensor in the place of a parameter: isinstance(x, torch.nn.Parameter) is true."""
+class _Plain(torch.Tensor):
+    """Computes, and pickles, as an ordinary tensor."""
 
     __torch_function__: Any = no_torch_function
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class Bound(_Plain):
+    """A full tensor in the place of a parameter: isinstance(x, torch.nn.Parameter) is true."""
+
     _is_param = True  # read by isinstance(x, torch.nn.Parameter)
 
     def set_(self, *args: Any) -> Bound:
@@ -110,15 +118,9 @@ class Bound(torch.Tensor):
             super().set_(*args)
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as an ordinary tensor."""
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
-
-class _Copy(torch.Tensor):
+class _Copy(_Plain):
     """A gathered copy. numpy's view of it is read-only: no version counts its writes."""
-
-    __torch_function__: Any = no_torch_function
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         """torch's, of which a write would be lost."""
@@ -126,10 +128,6 @@ class _Copy(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as an ordinary tensor."""
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 class BoundCopy(_Copy, Bound):

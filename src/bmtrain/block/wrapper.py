@@ -26,15 +26,8 @@ from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import Sameness, watch_calls
 from bmtrain.shard.storage import Storage
+from bmtrain.torch_internals import Dropouts
 
-_DRAWING = (
-    torch.nn.Dropout,
-    torch.nn.Dropout1d,
-    torch.nn.Dropout2d,
-    torch.nn.Dropout3d,
-    torch.nn.AlphaDropout,
-    torch.nn.FeatureAlphaDropout,
-)
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
@@ -172,7 +165,7 @@ class _Wrapping:
         if chosen and not has_methods_of_whole_models(module):
             return self._make_chooser(module, chosen)
         self.wrap_children(module)
-        is_distributed = isinstance(module, _DRAWING) or any(
+        is_distributed = isinstance(module, Dropouts) or any(
             param is not None for param in module._parameters.values()
         )
         if (is_distributed or has_methods_of_whole_models(module)) and not isinstance(

@@ -27,7 +27,7 @@ from bmtrain.errors import ParameterError, RanksDivergedError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.watchdog import Line, named
 from bmtrain.runtime.world import World
-from bmtrain.torch_internals import all_gather_flat
+from bmtrain.torch_internals import PROXIES, all_gather_flat, dispatch_mode, is_tracing
 
 PATIENCE_S = 10.0  # after a failure, how long a rank waits for the other ranks' logs
 _NUM_REMEMBERED = 1024
@@ -143,8 +143,16 @@ class Ledger:
             self._refuse = None
 
     def refuse_sealed(self, axis: Axis, what: str) -> None:
-        """Inside of `sealed`, have `what` refused."""
-        if self._refuse is not None and axis.size > 1:
+        """Inside of `sealed`, have `what` refused; while torch traces raise ParameterError."""
+        if axis.size == 1:
+            return
+        if is_tracing() or dispatch_mode(PROXIES) is not None:
+            raise ParameterError(
+                f"torch traces (torch.jit.trace, torch.onnx, torch.export, make_fx), and {what} "
+                "communicates: trace a model that is not sharded, after "
+                "plain.load_state_dict(model.state_dict())."
+            )
+        if self._refuse is not None:
             self._refuse(what)
 
     def note(self, axis: Axis, what: str) -> None:
@@ -182,6 +190,7 @@ class Ledger:
 
         Raises:
             RanksDivergedError: on all ranks, if they are about to do different things.
+            ParameterError: while torch traces.
         """
         if axis.size == 1 or torch.compiler.is_compiling():
             return

@@ -13,7 +13,7 @@ from bmtrain.kernels.adam import AdamTensors
 from bmtrain.kernels.adam_compact import CompactTensors
 from bmtrain.kernels.bf16 import remainders_of
 from bmtrain.kernels.blockwise import Blocks
-from bmtrain.optim.flat import FlatSpan, gradients_of, parameters_of, spans_of
+from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
 from bmtrain.optim.form import CODES, MOMENT_NAMES, NAMES, SCALES, StateForm, cut_of
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.parameter import DistributedParameter
@@ -334,6 +334,13 @@ class AdamLayout:
         batches: dict[tuple[int, int], ParamBatch] = {}
         sharded, ordinary = gradients_of(self._spans)
         for part in (*sharded, *ordinary):
+            first = part.piece.params[0]
+            if (grad := gradient_of(first)) is not None and grad.is_sparse:
+                raise ParameterError(
+                    f"the gradient of a parameter of shape {first.shape} is sparse, which "
+                    "Adam does not take: give the embedding sparse=False, or leave it to "
+                    "torch.optim.SparseAdam."
+                )
             group, state = self._span_states[id(part.span)]
             flat = part.grad.reshape(-1)
             for piece in part.piece.split(self._step_of):

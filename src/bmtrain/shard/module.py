@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,10 +33,8 @@ class DistributedModule(torch.nn.Module):
 
         Not one with Blocks below it, which do: all ranks must decide alike which of them run.
         """
-        if not self.training or not world.is_initialized():
-            return super().__call__(*args, **kwargs)
-        draws = world.current().draws
-        if draws.are_own or has_blocks(self):
+        draws = world.current().draws if self.training and world.is_initialized() else None
+        if draws is None or draws.are_own or has_blocks(self):
             return super().__call__(*args, **kwargs)
         with draws.own():
             return super().__call__(*args, **kwargs)
@@ -54,6 +52,13 @@ class DistributedModule(torch.nn.Module):
                 f"other module; to change its values, write them, module.{name}.data.copy_(values)."
             )
         super().__setattr__(name, value)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """ParameterError from `torch.jit.script`."""
+        raise ParameterError(
+            "a sharded model cannot be scripted: script one that is not sharded, after "
+            "plain.load_state_dict(model.state_dict())."
+        )
 
     def sharded_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """(prefix, module) of the modules whose parameters this one saves and loads: itself."""

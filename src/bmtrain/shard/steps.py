@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from bmtrain.distributed.agreement import Comparison, differ, look
+from bmtrain.distributed.agreement import Comparison, differ
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
@@ -95,6 +95,12 @@ class Steps:
         ordinary = [x for x in params if _is_ordinary(x)]
         alone = [x for x in ordinary if x.requires_grad and id(x) not in known]
         if any(isinstance(param, Slices) for param in params):
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                raise ParameterError(
+                    "SparseAdam cannot train sharded parameters, whose gradients are dense: take "
+                    "another optimizer (SGD and Adagrad do with dense gradients what they do with "
+                    "sparse ones), or leave the embedding out of what is sharded."
+                )
             self._ledger.enter(self._axis, _described(optimizer, params, given), is_on_host=False)
             if alone:
                 raise _not_summed(
@@ -105,7 +111,7 @@ class Steps:
         state = self._ordinary.setdefault(optimizer, _Ordinary())
         state.num_steps += 1
         if alone:
-            self._compare_gradients(optimizer, state, alone, given)
+            self._compare_gradients(optimizer, alone, given)
         self._compare_values(optimizer, state, ordinary)
 
     def _compare_values(
@@ -119,8 +125,6 @@ class Steps:
         awaited, state.awaited = state.awaited, None  # a program that mends them can go on
         if awaited is not None:
             self._judge(optimizer, *awaited)
-        if not state.is_due:
-            return
         comparison = Comparison(params, self._axis, "parameters")
         shapes = [tuple(param.shape) for param in params]
         if self._ledger.is_immediate or state.num_steps <= _NUM_AWAITED:
@@ -147,39 +151,26 @@ class Steps:
     def _compare_gradients(
         self,
         optimizer: torch.optim.Optimizer,
-        state: _Ordinary,
         params: Sequence[torch.Tensor],
         given: Mapping[Any, Any],
     ) -> None:
         """Check that ordinary parameters have the same gradients and settings on all ranks.
 
         They do where DistributedDataParallel has summed the gradients, and where a second model is
-        trained on the same rows everywhere. The host has to wait for the gradients, so this is done
-        in steps 1, 2, 4, 8, ..., and for each parameter until its gradient has once not been zero:
-        first gradients behind a layer that begins with zeros are zero, and say nothing.
+        trained on the same rows everywhere. The host waits for them.
         """
         self._ledger.note(self._axis, _described(optimizer, params, given))
-        looked_at = [
-            param
-            for param in params
-            if param.grad is not None and (state.is_due or id(param) not in state.seen)
-        ]
-        if not looked_at:
+        having = [param for param in params if param.grad is not None]
+        if not having:
             return
-        grads = [param.grad for param in looked_at if param.grad is not None]
-        for param, is_other in zip(looked_at, differ(grads, self._axis, "gradients"), strict=True):
+        grads = [param.grad for param in having if param.grad is not None]
+        for param, is_other in zip(having, differ(grads, self._axis, "gradients"), strict=True):
             if is_other:
                 raise _not_summed(
                     optimizer,
                     param,
                     "its gradient differs between ranks, and there are sharded parameters beside",
                 )
-        unseen = [
-            (id(param), grad)
-            for param, grad in zip(looked_at, grads, strict=True)
-            if id(param) not in state.seen
-        ]
-        state.seen.update(key for key, grad in unseen if look(grad)[0] > 0)
 
 
 @dataclasses.dataclass
@@ -188,18 +179,11 @@ class _Ordinary:
 
     Attributes:
         num_steps: steps so far.
-        seen: ids of the parameters that have had a gradient other than zero.
         awaited: the comparison of their values that was begun in the last step, and their shapes.
     """
 
     num_steps: int = 0
-    seen: set[int] = dataclasses.field(default_factory=set)
     awaited: tuple[Comparison, list[tuple[int, ...]]] | None = None
-
-    @property
-    def is_due(self) -> bool:
-        """Whether ranks compare at this step: the 1st, 2nd, 4th, 8th, ..."""
-        return self.num_steps & (self.num_steps - 1) == 0
 
 
 def _is_ordinary(x: torch.Tensor) -> bool:

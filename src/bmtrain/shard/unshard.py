@@ -71,8 +71,8 @@ def refuse_transforms() -> None:
     if in_transform():
         raise ParameterError(
             "a sharded parameter was used inside of a transform of torch.func (grad, "
-            "vmap, jvp and the like): take whole = "
-            "param.gather() of the parameters outside, and compute with those, or use "
+            "vmap, jvp and the like): take whole = param.gather() of all parameters outside, and "
+            "compute with those, torch.func.functional_call(model, wholes, inputs), or use "
             "torch.autograd."
         )
 

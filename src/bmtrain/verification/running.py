@@ -93,21 +93,15 @@ def run_reference(program: Program, settings: Settings) -> Record:
 
 def run_on_ranks(program: Program, settings: Settings) -> Record:
     """Run the steps on this rank of the current run, and return their record. Collective."""
-    return _run(program, settings, on_ranks=True)
-
-
-def _run(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
-    if not on_ranks:
-        return _run_seeded(program, settings, on_ranks=False)
     draws = world.current("verify").draws
     draws.same_rows = program.batch == "same"
     try:
-        return _run_seeded(program, settings, on_ranks=True)
+        return _run(program, settings, on_ranks=True)
     finally:
         draws.same_rows = False
 
 
-def _run_seeded(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
+def _run(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
     is_there = on_ranks or world.is_initialized()
     device = world.device() if is_there else torch.device(settings.device)
     seed_everything(settings.seed)
