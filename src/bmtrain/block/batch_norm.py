@@ -79,7 +79,7 @@ class _OfAllRanks(BatchNorm):
 
 
 class _Unknown(_OfAllRanks):
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """ParameterError in training."""
         if self.training:
             raise ParameterError(
@@ -87,5 +87,5 @@ class _Unknown(_OfAllRanks):
                 "rank's rows by themselves, other than one process: take torch.nn.BatchNorm or "
                 "torch.nn.SyncBatchNorm, or freeze it, module.eval()."
             )
-        out: torch.Tensor = super(_OfAllRanks, self).forward(x, *args, **kwargs)
+        out: torch.Tensor = super(_OfAllRanks, self).forward(*args, **kwargs)
         return out

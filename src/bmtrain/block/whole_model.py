@@ -202,14 +202,14 @@ class WholeModel:
             return None
         num_elements = sum(x.numel() for x in tensors_of((args, kwargs)))
         cannot = not self._is_possible(args, kwargs)
-        has_failed, cannot, agreed = largest(
+        has_failed, is_impossible, agreed = largest(
             [float(self._failure is not None), float(cannot), float(num_elements)],
             self._axis,
             "a call of the whole model",
         )
         if has_failed:
             self._end(self._failure or _ELSEWHERE)
-        if has_failed or cannot:
+        if has_failed or is_impossible:
             return None
         if agreed > self._tried:
             return self._try(model, args, kwargs, int(agreed))

@@ -65,7 +65,7 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
     rows = []
     for name, values, grad in zip(found, statistics[::2], statistics[1::2], strict=True):
         has_none = grad["mean"] is None and values["mean"] is not None
-        slopes = dict.fromkeys(grad, 0.0) if has_none else grad
+        slopes = {key: 0.0 if has_none else value for key, value in grad.items()}
         rows.append(entry(name, shapes[name], values, slopes))
     return rows
 

@@ -113,7 +113,7 @@ class Draws:
             yield
             return
         before = generator.get_state()
-        state = hashlib.blake2b(before.numpy(), digest_size=8, salt=self._salt)
+        state = hashlib.blake2b(before.numpy().tobytes(), digest_size=8, salt=self._salt)
         seed = int.from_bytes(state.digest(), "little")
         generator.manual_seed(seed)
         begin = generator.get_state()
