@@ -301,7 +301,7 @@ def test_tokens_are_made_once(workers: int, tmp_path: pathlib.Path) -> None:
     for name in ("ids", "learnt", "starts", "stops", "is_text"):
         assert np.array_equal(vars(alone)[name], vars(made)[name]), name
     again = pickle.loads(pickle.dumps(made))
-    assert np.array_equal(again.ids, made.ids) and len(pickle.dumps(made)) < 200
+    assert np.array_equal(again.ids, made.ids) and len(pickle.dumps(made)) < 300
     moved = path.rename(tmp_path / "moved.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("model_center.dataset.tokenised._write", None)  # not to be called

@@ -28,6 +28,8 @@ def test_commands_are_taken() -> None:
         words = shlex.split(command)
         files = [word for word in words if word.startswith("examples/launch/")]
         assert all((ROOT / name).is_file() for name in files)
+        if words[2:4] == ["bmtrain", "plan"]:  # read by its parser in tests/docs
+            continue
         if not files:
             check(words)
         elif words[0] == "python":

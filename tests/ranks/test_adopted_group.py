@@ -76,7 +76,7 @@ def runs_beside_a_group(init: dict[str, Any]) -> None:
         assert not bmt.is_initialized() and manners() == before
     ours()
     compare_with_one_process()
-    with pytest.raises(RuntimeError, match="second time"):
+    with pytest.raises(bmt.errors.AlreadyInitializedError, match="open in this process"):
         ours()
     compare_with_one_process()
 

@@ -601,7 +601,11 @@ def other_values_for_one_call(run: Run) -> Tensors:
 
 @idiom
 def gradients_by_func(run: Run) -> Tensors:
-    values = {name: p.detach() for name, p in run.model.named_parameters()}
+    # On GPUs kernels under a transform cannot take slices: refused, with this cure.
+    values = {
+        name: p.gather().detach() if p.is_cuda and not run.is_plain else p.detach()
+        for name, p in run.model.named_parameters()
+    }
     return torch.func.grad(
         lambda values: torch.func.functional_call(run.model, values, (batch(),)).square().mean()
     )(values)

@@ -186,7 +186,7 @@ def embeddings() -> None:
         call = functools.partial(head, projection=True)
         answer = column(True, False, int(len(sizes) > 2))  # sequences come whole
         check(head, rows_of_all(*sizes), answer, f"projection {sizes}", call)
-        assert call(rows_of_all(*sizes)[bmt.rank()]).is_contiguous()
+        assert call(rows_of_all(*sizes)[bmt.rank()].to(bmt.device())).is_contiguous()
 
 
 @on_ranks(4, init={"tp_size": 2})

@@ -16,6 +16,7 @@ import torch
 import transformers
 from tests.training.lm_programs import tiny
 
+import bmtrain as bmt
 from model_center.__main__ import main
 from model_center.commands import train
 from model_center.commands.configuration import differences, keep, model_in, words_of
@@ -123,3 +124,4 @@ def test_adapters_and_their_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     words = ["train", "--ranks", "1", "--data", "x", "--model-config", str(run / "adapter")]
     assert main(words) == 1
     assert "make one model of them" in capsys.readouterr().err
+    bmt.shutdown()  # of the command that was refused

@@ -155,11 +155,6 @@ class Block(DistributedModule):
     _module = _inner  # BMTrain's name
 
     @property
-    def inner(self) -> torch.nn.Module:
-        """The module that it computes with."""
-        return self._inner
-
-    @property
     def runs_compiled_by_default(self) -> bool:
         """Whether nothing was set for it but that activations are kept, or "auto"."""
         is_default = isinstance(self._runner, CompiledByDefault) or self._has_blocks()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -178,7 +179,7 @@ class WholeModel:
         waiting = [("", self._root)]
         while waiting:
             path, module = waiting.pop()
-            module = module.inner if isinstance(module, Block) else module
+            module = _inner(module) if isinstance(module, Block) else module
             if id(module) not in found:
                 found[id(module)] = (path, module)
                 waiting += [
@@ -245,7 +246,7 @@ class WholeModel:
             parts = [part for _, part in table.modules[1:]]
             self._hooks = [hooks for part in (*parts, *blocks) for hooks in hooks_of(part)]
             self._blocks = [
-                (part._modules, name, child.inner)
+                (part._modules, name, _inner(child))
                 for _, part in table.modules
                 for name, child in part._modules.items()
                 if isinstance(child, Block)
@@ -276,7 +277,10 @@ class WholeModel:
         random, before = get_random_state(device), memory.allocated()
         out, fits = None, True
         try:
-            out = self._run(model, args, kwargs)
+            with warnings.catch_warnings():
+                # The compiler's memory pool for graphs begins with one.
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                out = self._run(model, args, kwargs)
             if not memory.limit_is_open:
                 self._kept = max(self._kept, memory.allocated() - before)
                 to_come = _STATES * sum(x.layout.shard_numel for x in self._current().storages)
@@ -374,6 +378,11 @@ class WholeModel:
         finally:
             for (home, name, _), block in zip(self._blocks, blocks, strict=True):
                 home[name] = block
+
+
+def _inner(block: Block) -> torch.nn.Module:
+    _, module = next(block.sharded_modules())
+    return module
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:

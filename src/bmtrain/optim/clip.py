@@ -97,8 +97,10 @@ def global_sum_of_squares(
     sharded: Sequence[GradientPart],
     replicated: Sequence[GradientPart],
     mark: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """The sum of squares of all gradients on all ranks: 0-dim fp64 on the device. Collective.
+    """`factor` times the sum of squares of all gradients on all ranks: 0-dim fp64 on the device.
+    Collective.
 
     Finite if and only if every gradient on every rank is, and every rank's `mark` (0-dim: 0 or
     NaN). Sharded gradients are summed over ranks; those of ordinary parameters are the same on all
@@ -107,7 +109,9 @@ def global_sum_of_squares(
     current = world.current("clip_grad_norm")
     total = sum_of_squares(batch_of(sharded), current.device)
     if mark is not None:
-        total += mark
+        total = torch.add(mark, total, alpha=factor)
+    elif factor != 1:
+        total *= factor
     if not replicated:
         collectives.all_reduce_(total, "sum", current.mesh.world)
         return total
@@ -115,7 +119,7 @@ def global_sum_of_squares(
     # Without it, ranks whose copy is finite would take a step that the others skip.
     total += torch.where(own.isfinite(), 0.0, own)
     collectives.all_reduce_(total, "sum", current.mesh.world)
-    return total + own
+    return torch.add(total, own, alpha=factor)
 
 
 def _global_norm(

@@ -15,9 +15,6 @@ from bmtrain.runtime.arguments import BOUND, NUMBER, POSITIVE, SIZE, check
 from bmtrain.runtime.log import tell, warn
 from bmtrain.shard.engine import Engine
 
-# in place of the squares of gradients that are finite, and of which Adam cannot keep the squares
-TOO_LARGE = -math.inf
-
 
 class FiniteCheck(HostCopy):
     """Whether a number on a device is finite; its copy to the host starts at construction."""
@@ -27,11 +24,8 @@ class FiniteCheck(HostCopy):
         super().__init__([number])
 
     def wait(self) -> bool:
-        """Wait for the number; True if it is finite. Tells what -inf is: see `TOO_LARGE`."""
-        value = float(self.values()[0])
-        if value == TOO_LARGE:
-            tell("the gradients are finite, but Adam's second moment would be infinite for good")
-        return math.isfinite(value)
+        """Wait for the number; True if it is finite."""
+        return math.isfinite(self.values()[0])
 
 
 class LossScale:
@@ -164,7 +158,8 @@ class NoScaling(LossScale):
 
     def _skip(self) -> None:
         tell(
-            "the loss or a gradient is not finite: the step is skipped on all ranks "
+            "the loss or a gradient is not finite, or so large that Adam's second moment would be "
+            "infinite for good: the step is skipped on all ranks "
             f"({self.num_in_a_row} in a row, {self.num_skipped} in all)"
         )
 

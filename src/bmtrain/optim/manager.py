@@ -20,7 +20,7 @@ from bmtrain.optim import resharding
 from bmtrain.optim.adam import AdamBase, check_rates, copy_of
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
-from bmtrain.optim.loss_scale import TOO_LARGE, CarriedScale, FiniteCheck, LossScale, NoScaling
+from bmtrain.optim.loss_scale import CarriedScale, FiniteCheck, LossScale, NoScaling
 from bmtrain.optim.saved import check_manager_state
 from bmtrain.optim.schedules import Restorable, check_steps_alone, step_schedules
 from bmtrain.runtime import world
@@ -285,8 +285,8 @@ class OptimManager:
         )
         params = [x for one in self.optimizers for x in parameters_of(one.param_groups)]
         mark, self._mark = self._mark, None
-        total = global_sum_of_squares(*gradients_of(self._spans_of(params)), mark)
-        total = _bounded(total, self.optimizers, params, scale)
+        factor = _factor(self.optimizers, params, scale)
+        total = global_sum_of_squares(*gradients_of(self._spans_of(params)), mark, factor)
         is_finite = FiniteCheck(total)
         if self._can_take_back():
             self._scale.judge_later(is_finite, self._advance_if_finite(scale, total))
@@ -320,10 +320,13 @@ class OptimManager:
             grads = [part.grad for found in gradients_of(spans) for part in found]
             for grad in grads:
                 grad.div_(scale)
-            optimizer.step()
-            # They carry the scale again: the program may write others into them, or add to them.
-            for grad in grads:
-                grad.mul_(scale)
+            try:
+                optimizer.step()
+            finally:
+                # They carry the scale again: the program may write others into them, add to them,
+                # or step again after an error.
+                for grad in grads:
+                    grad.mul_(scale)
         for schedule in self._schedules:
             schedule.step()
         self._num_steps += 1
@@ -428,22 +431,19 @@ class OptimManager:
         self._scale.num_in_a_row = 0
 
 
-def _bounded(
-    total: torch.Tensor,
-    optimizers: Sequence[torch.optim.Optimizer],
-    params: Sequence[torch.Tensor],
-    scale: float,
-) -> torch.Tensor:
-    """A sum of squared gradients; TOO_LARGE if Adam's second moments could become infinite.
+def _factor(
+    optimizers: Sequence[torch.optim.Optimizer], params: Sequence[torch.Tensor], scale: float
+) -> float:
+    """What makes a sum of squared gradients infinite if Adam's second moments could become so.
 
     Such a moment stays, and the parameter would never move again.
     """
     is_adam = all(isinstance(one, AdamBase) for one in optimizers)  # an SGD may take more
     if not is_adam or all(x.dtype == torch.float64 for x in params):
-        return total
+        return 1.0
     share = max(1 - group["betas"][1] for one in optimizers for group in one.param_groups)
     most = torch.finfo(torch.float32).max * scale**2 / share
-    return total.masked_fill((total > most) & total.isfinite(), TOO_LARGE)
+    return torch.finfo(torch.float64).max / most
 
 
 def _checked(loss: Any) -> torch.Tensor:
@@ -494,8 +494,8 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
                 "with BMTrainModelWrapper."
             )
     scale = optimizer.scale if isinstance(optimizer, AdamBase) else 1.0
-    total = global_sum_of_squares(*gradients_of(spans_of(params)))
-    total = _bounded(total, [optimizer], params, scale)
+    factor = _factor([optimizer], params, scale)
+    total = global_sum_of_squares(*gradients_of(spans_of(params)), factor=factor)
     is_finite = FiniteCheck(total).wait()
     has_fp16 = any(param.dtype == torch.float16 for param in params)
     if isinstance(optimizer, AdamBase) and (optimizer.scale != 1 or has_fp16):

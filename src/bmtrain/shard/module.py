@@ -33,7 +33,8 @@ class DistributedModule(torch.nn.Module):
 
         Not one with Blocks below it, which do: all ranks must decide alike which of them run.
         """
-        draws = world.current().draws if self.training and world.is_initialized() else None
+        is_own = torch.compiler.is_compiling() or not (self.training and world.is_initialized())
+        draws = None if is_own else world.current().draws
         if draws is None or draws.are_own or has_blocks(self):
             return super().__call__(*args, **kwargs)
         with draws.own():
