@@ -292,7 +292,12 @@ def measure(args: argparse.Namespace) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for rows in args.batch:
         torch.manual_seed(rank)
-        record: dict[str, Any] = {"backend": args.backend, "mode": args.mode, "model": args.model}
+        record: dict[str, Any] = {
+            "what": "as written",
+            "backend": args.backend,
+            "mode": args.mode,
+            "model": args.model,
+        }
         record |= {"gpus": world, "rows": rows, "recomputes": args.recomputes}
         batch, times, first = batch_of(args.model, rows), [], 0.0
         torch.cuda.reset_peak_memory_stats()
@@ -350,7 +355,14 @@ def run_suite(name: str, limit: float) -> list[dict[str, Any]]:
             text, told = str(error.stdout or b"", "utf-8"), f"longer than {limit:.0f} s"
         found = [json.loads(x.removeprefix(RESULT)) for x in text.splitlines() if RESULT in x]
         if not found:
-            found = [{"backend": backend, "model": words.split()[0], "failed": told}]
+            found = [
+                {
+                    "what": "as written",
+                    "backend": backend,
+                    "model": words.split()[0],
+                    "failed": told,
+                }
+            ]
         for record in found:
             print(json.dumps(record), flush=True)
         records += [{"suite": name, **record} for record in found]

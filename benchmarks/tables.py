@@ -439,6 +439,23 @@ def table(columns: Sequence[str], rows: Sequence[str]) -> str:
     )
 
 
+def as_written_cells(records: Sequence[Record]) -> list[dict[str, object]]:
+    """Programs without an option, and their peers."""
+    return [
+        {
+            "model": r["model"],
+            "GPUs": r["gpus"],
+            "rows": r["rows"],
+            "library": "bmtrain" if r["backend"] == "ours" else f"{r['backend']} {r['mode'] or ''}",
+            "tokens/s a GPU": f"{r['tokens_per_s']:,}",
+            "GiB allocated": r["peak_gib"],
+            "s to the first step": r["first_step_s"],
+        }
+        for r in records
+        if "tokens_per_s" in r
+    ]
+
+
 def tables_of(report: dict[str, Any]) -> str:
     """The tables of one file of results."""
     records = report["records"]
@@ -468,7 +485,15 @@ def tables_of(report: dict[str, Any]) -> str:
     disk = [r for r in records if r["what"] == "file states disk"]
     updates = [r for r in records if r["what"] == "file states update"]
     apart = {"loading", "fp8 losses", "saving", "small states step", "small states losses"}
-    apart |= {"recipe", "decoding", "start-up", "file states disk", "file states update"}
+    written = [r for r in records if r["what"] == "as written"]
+    apart |= {
+        "as written",
+        "recipe",
+        "decoding",
+        "start-up",
+        "file states disk",
+        "file states update",
+    }
     steps = [r for r in records if r["what"] not in apart]
     parts = (
         table(STEP_COLUMNS, steps_of(steps)),
@@ -482,6 +507,7 @@ def tables_of(report: dict[str, Any]) -> str:
         table_of(startup_cells(startup)),
         table_of(disk_cells(disk)),
         table_of(file_update_cells(updates)),
+        table_of(as_written_cells(written)),
     )
     return "\n".join(filter(None, parts))
 

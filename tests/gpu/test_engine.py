@@ -55,7 +55,9 @@ def train_odd(sharded: bool, level: int, recompute: bool, kind: str) -> dict[str
 
 
 def compare_odd() -> None:
-    warnings.filterwarnings("ignore", message=".*OddBlock runs uncompiled")  # it branches on values
+    warnings.filterwarnings(
+        "ignore", message=".*Odd(Block runs uncompiled|Model runs block by block)"
+    )  # they branch on values
     torch.backends.cuda.matmul.allow_tf32 = False
     want = train_odd(False, 3, False, "torch")
     for level, recompute, kind in itertools.product(

@@ -353,7 +353,8 @@ def test_few_launches() -> None:
     """
     for names in on_gpus(launches):
         assert sum("adamw_kernel" in name for name in names) == 2
-        assert len(names) <= 15, "\n".join(names)
+        # One of them makes the sum infinite where Adam could not keep it.
+        assert len(names) <= 16, "\n".join(names)
 
 
 def offloaded() -> None:

@@ -201,9 +201,6 @@ class WholeModel:
             return None
         if in_backward():
             return None
-        # Updates that go on behind the next forward pass would be waited for before it.
-        if any(storage.residence.is_late for storage in self._current().storages):
-            return None
         num_elements = sum(x.numel() for x in tensors_of((args, kwargs)))
         cannot = not self._is_possible(args, kwargs)
         has_failed, is_impossible, agreed = largest(
