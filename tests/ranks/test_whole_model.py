@@ -135,6 +135,9 @@ def test_a_small_model_is_one_graph_and_exact() -> None:
     plain.get_parameter("layers.0.map.weight").requires_grad_(False)
     check(model, plain, 7)
     assert stage_of(model) is Stage.WHOLE
+    values = {name: param.gather().detach() * 2 for name, param in model.named_parameters()}
+    expected = torch.func.functional_call(plain, values, (ids, labels))
+    assert torch.equal(torch.func.functional_call(model, values, (ids, labels)), expected)
     again, twin = copy.deepcopy((model, plain))
     check(again, twin, 8)
     assert stage_of(again) is Stage.WHOLE

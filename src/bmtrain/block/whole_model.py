@@ -165,10 +165,9 @@ class WholeModel:
             or not all(block.runs_compiled_by_default for block in blocks)
         ):
             return False
-        params = list(self._root.parameters())
-        if not all(isinstance(param, DistributedParameter) for param in params):
+        if not self._is_sharded():
             return False
-        num_bytes = sum(2 * param.numel() * param.element_size() for param in params)
+        num_bytes = sum(2 * x.numel() * x.element_size() for x in self._root.parameters())
         if self._context.device.type == "cpu":
             return num_bytes <= _MOST_ON_CPU
         return num_bytes <= _MOST * torch.cuda.mem_get_info(self._context.device)[1]
@@ -196,10 +195,15 @@ class WholeModel:
 
         Collective while the model is not APART.
         """
-        # The program records by itself, or this is a call from inside of another.
-        if self._stage is Stage.APART or self._binding.is_running or self._engine.host.tape:
-            return None
-        if in_backward():
+        # The program records by itself, this is a call from inside of another, or other tensors
+        # stand in the places of parameters: those of a block around it, or of functional_call.
+        if (
+            self._stage is Stage.APART
+            or self._binding.is_running
+            or self._engine.host.tape is not None
+            or in_backward()
+            or not self._is_sharded()
+        ):
             return None
         num_elements = sum(x.numel() for x in tensors_of((args, kwargs)))
         cannot = not self._is_possible(args, kwargs)
@@ -215,6 +219,14 @@ class WholeModel:
         if agreed > self._tried:
             return self._try(model, args, kwargs, int(agreed))
         return (self._run(model, args, kwargs),)
+
+    def _is_sharded(self) -> bool:
+        return (self._table is not None and self._table.are_current()) or all(
+            isinstance(param, DistributedParameter)
+            for _, part in self._parts()
+            for param in part._parameters.values()
+            if param is not None
+        )
 
     def _is_possible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         self._current()
