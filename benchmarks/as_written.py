@@ -143,34 +143,23 @@ def model_of(name: str, dtype: torch.dtype, recomputes: bool) -> nn.Module:
 
 def of_transformers(name: str, recomputes: bool) -> nn.Module:
     """BERT-large for masked tokens, T5-base, or Llama-3-8B with LoRA by peft."""
+    settings: dict[str, Any]
     if name == "bert-large":
-        config = transformers.BertConfig(
-            hidden_size=1024,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            intermediate_size=4096,
-            vocab_size=30528,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-        return transformers.BertForMaskedLM(config)
+        settings = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+        settings |= {"intermediate_size": 4096, "vocab_size": 30528}
+        settings |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return transformers.BertForMaskedLM(transformers.BertConfig(**settings))
     if name == "t5-base":
-        config = transformers.T5Config(
-            d_model=768, d_ff=3072, num_layers=12, num_heads=12, dropout_rate=0.0, use_cache=False
-        )
-        return transformers.T5ForConditionalGeneration(config)
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        rope_theta=500000.0,
-        use_cache=False,
-    )
+        settings = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
+        settings |= {"dropout_rate": 0.0, "use_cache": False}
+        settings |= {"decoder_start_token_id": 0, "pad_token_id": 0}
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(**settings))
+    settings = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
+    settings |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    settings |= {"rope_theta": 500000.0, "use_cache": False}
     lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    base = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    base: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    base = base.to(torch.bfloat16)
     if recomputes:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         base.enable_input_require_grads()
