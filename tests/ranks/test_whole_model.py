@@ -175,6 +175,30 @@ def test_all_ranks_run_whole_or_none(what: str) -> None:
     check(model, plain, 9)
 
 
+class Recurrent(Net):
+    """With a layer whose block does not compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, _ = self.rnn(self.tokens(ids))
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).view(-1, 11), labels.reshape(-1))
+
+
+@on_ranks(2, init=COMPILED)
+def test_a_block_that_does_not_compile_keeps_all_apart() -> None:
+    torch.manual_seed(0)
+    plain = Recurrent()
+    model, _ = wrapped(plain)
+    for number in range(2):
+        check(model, plain, number)
+    assert stage_of(model) is Stage.APART
+
+
 @on_ranks(2, init=COMPILED)
 def test_dropout_is_that_of_the_rank() -> None:
     """Other masks on other ranks, the generator as one draw later on all of them."""

@@ -157,7 +157,7 @@ class Block(DistributedModule):
     @property
     def runs_compiled_by_default(self) -> bool:
         """Whether nothing was set for it but that activations are kept, or "auto"."""
-        is_default = isinstance(self._runner, CompiledByDefault) or self._has_blocks()
+        is_default = isinstance(self._runner, CompiledByDefault) or self._holds_blocks
         return self._compiles and is_default and self._level in (None, Level.NOTHING)
 
     @property
