@@ -213,3 +213,60 @@ def test_dropout_is_that_of_the_rank() -> None:
     assert len({float(x) for x in both.flatten()}) == 6
     states = bmt.distributed.all_gather(torch.get_rng_state())
     assert torch.equal(states[0], states[1])
+
+
+class TwoHeads(nn.Module):
+    """Takes a tensor that requires grad; gives two losses, a count, and its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.heads = nn.ModuleList([nn.Linear(8, 1) for _ in range(3)])  # the last is not used
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.layers[1](self.layers[0](x))
+        one, two = (head(y).square().mean() for head in self.heads[:2])
+        return {"one": one, "two": two, "count": (y > 0).sum(), "x": x}
+
+
+def _passes(model: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor | None]]:
+    """Gradients of passes through a part of the graph: of parameters, and of the input."""
+    params = dict(model.named_parameters())
+    some = [params["layers.0.map.weight"], params["heads.0.bias"]]
+    of_params: dict[str, Tensor | None] = {}
+
+    def note(what: str) -> None:
+        for name, param in params.items():
+            grad: Any = param.grad
+            of_params[f"{what} {name}"] = getattr(grad, "full_tensor", lambda x=grad: x)()
+            param.grad = None
+
+    x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+    out = model(x)
+    out["one"].backward(inputs=some, retain_graph=True)
+    note("two parameters")
+    out["two"].backward(inputs=[x, *some[:1]], retain_graph=True)
+    note("the input and a parameter")
+    (of_input,) = torch.autograd.grad(out["one"] + out["x"].sum(), [x], retain_graph=True)
+    note("the input")
+    for _ in range(2):
+        (out["one"] + out["two"]).backward(retain_graph=True)
+    note("twice")
+    assert not out["count"].requires_grad
+    return of_params, [out["count"], of_input, x.grad]
+
+
+@on_ranks(2, init=COMPILED)
+def test_backward_through_a_part_of_the_graph() -> None:
+    torch.manual_seed(0)
+    plain = TwoHeads()
+    model, _ = wrapped(plain)
+    for _ in range(3):
+        ours, inputs = _passes(model)
+        known, expected = _passes(plain)
+        torch.testing.assert_close(inputs, expected)
+        for name, grad in known.items():
+            # All ranks have the same rows, and their gradients are added up.
+            total = None if grad is None else grad * bmt.world_size()
+            torch.testing.assert_close(ours[name], total, msg=lambda x, name=name: f"{name}: {x}")
+    assert stage_of(model) is Stage.WHOLE

@@ -1,9 +1,9 @@
 """Small models: the whole forward pass as one compiled graph, on a GPU recorded as CUDA graphs.
 
 The blocks of a small model are bound by the host, and what stands around them (embeddings, head,
-loss) would run uncompiled. Such a model needs no gather per block: its full parameters are brought
-to fixed addresses, once per call, and the compiler sees a plain model. Backward reduces all
-gradients at its end, through the same `Unshard` as that of a block.
+loss) would run uncompiled. Such a model needs no gather per block: its full parameters are leaves
+at fixed addresses, brought up to date once per call, and the compiler sees a plain model. The node
+of the compiled code hands all their gradients to the engine, which reduces them together.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from bmtrain.block.binding import Binding, ParameterTable
 from bmtrain.block.block import Block
@@ -29,9 +30,10 @@ from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.seeding import get_random_state, set_random_state
 from bmtrain.runtime.world import World
+from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.outputs import map_tensors, tensors_of, tied_to
 from bmtrain.shard.parameter import DistributedParameter
-from bmtrain.shard.residence import Residence
+from bmtrain.shard.residence import Residence, alias
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import (
@@ -40,8 +42,10 @@ from bmtrain.torch_internals import (
     in_backward,
     in_transform,
     next_node_number,
+    node_number,
     saved_tensors_hooks,
     told_once,
+    will_run,
 )
 
 # Full parameters and full gradients take four bytes a parameter in bf16. A model is small if they
@@ -70,6 +74,142 @@ class Stage(enum.Enum):
     UNTRIED = enum.auto()
     WHOLE = enum.auto()
     APART = enum.auto()
+
+
+class Results(torch.autograd.Function):
+    """Copies of what a call has computed; the first node of the call that backward reaches.
+
+    Copies, because a CUDA graph overwrites its results in the next replay, while the program may
+    keep them. The sharded parameters are inputs, so that `backward(inputs=[parameter])` has a path
+    to them; they get no gradient here. So is a leaf of the engine: backward comes to this call on
+    every rank, whatever its rows have computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gradients: LeafGradients,
+        num: int,
+        leaf: torch.Tensor,
+        *tensors: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.gradients, ctx.num = gradients, num
+        ctx.params_given = [param is not None for param in tensors[num:]]
+        ctx.set_materialize_grads(False)
+        return tuple([x.clone() for x in tensors[:num] if x is not None])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        refuse_create_graph()
+        (leaf, _), *edges = ctx.next_functions
+        results, owners = edges[: ctx.num], iter(edges[ctx.num :])
+        wanted = None
+        if not will_run(leaf):  # backward(inputs=...): the leaf is not among them
+            nodes = [next(owners)[0] if is_given else None for is_given in ctx.params_given]
+            wanted = [node is not None and will_run(node) for node in nodes]
+        ctx.gradients.begin(results, grads, wanted)
+        return (None, None, None, *grads, *[None for _ in ctx.params_given])
+
+
+class LeafGradients:
+    """Hands the gradients of one call's leaves to its use, in each pass that reaches the call.
+
+    Args:
+        use: of the call.
+        leaves: one per slot of all its storages.
+        node: of the compiled code, whose inputs they are; None if the results depend on no leaf.
+    """
+
+    def __init__(self, use: Use, leaves: Sequence[torch.Tensor], node: Any) -> None:
+        self._use, self._leaves, self._node = use, leaves, node
+        self._wanted: Sequence[bool] | None = None  # all, if None
+        self._is_asking = False
+        if node is not None:
+            node.register_hook(self._arrive)
+
+    def begin(
+        self,
+        results: Sequence[tuple[Any, int]],
+        grads: Sequence[torch.Tensor | None],
+        wanted: Sequence[bool] | None,
+    ) -> None:
+        """Backward has reached the call.
+
+        Args:
+            results: node and number of each result of the compiled code.
+            grads: of the results.
+            wanted: by slot, whether `backward(inputs=...)` names its parameter.
+        """
+        self._wanted = wanted
+        if self._node is None:
+            self._end([None for _ in self._leaves])
+        elif wanted is not None and any(wanted) and not will_run(self._node):
+            # No leaf is among the pass's inputs: autograd leaves the compiled code out.
+            asked = [
+                leaf for leaf, is_wanted in zip(self._leaves, wanted, strict=True) if is_wanted
+            ]
+            edges = [
+                GradientEdge(*edge) for edge, x in zip(results, grads, strict=True) if x is not None
+            ]
+            self._is_asking = True
+            try:
+                found = torch.autograd.grad(
+                    edges,
+                    asked,
+                    [x for x in grads if x is not None],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+            finally:
+                self._is_asking = False
+            rest = iter(found)
+            self._end([next(rest) if is_wanted else None for is_wanted in wanted])
+
+    def _arrive(self, grads: Sequence[Any], _: object) -> Sequence[Any] | None:
+        """The compiled code has computed the gradients of all its inputs."""
+        if self._is_asking:
+            return None
+        places = {id(leaf): place for place, leaf in enumerate(self._leaves)}
+        own: list[torch.Tensor | None] = [None for _ in self._leaves]
+        rest = list(grads)
+        for index, (node, _) in enumerate(self._node.next_functions):
+            place = places.get(id(getattr(node, "variable", None)))
+            if place is not None:
+                own[place], rest[index] = grads[index], None
+        self._end(own)
+        return tuple(rest)
+
+    def _end(self, grads: Sequence[torch.Tensor | None]) -> None:
+        wanted = self._wanted
+        if wanted is None:
+            self._use.end(grads)
+        elif any(wanted):
+            self._use.end(
+                [x if is_wanted else None for x, is_wanted in zip(grads, wanted, strict=True)]
+            )
+
+
+def compiled_node(
+    tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], since: int
+) -> Any:
+    """The node above the results of a call that has leaves as inputs; None if there is none.
+
+    The call's nodes have numbers from `since` on.
+    """
+    known = set(map(id, leaves))
+    waiting = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for following, _ in node.next_functions:
+            if following is None or following in seen:
+                continue
+            if id(getattr(following, "variable", None)) in known:
+                return node
+            if node_number(following) >= since:
+                seen.add(following)
+                waiting.append(following)
+    return None
 
 
 class CompiledOnly(Exception):
@@ -135,6 +275,7 @@ class WholeModel:
         self._gate = Gate(backend.AtOnce(backend.Seeded(backend.inductor)))
         self._programs: dict[bool, Program] = {}  # by training mode
         self._residences: list[Residence] = []  # that hold the full parameters
+        self._leaves: list[torch.Tensor] = []  # the full parameters
         self._table: ParameterTable | None = None
         self._blocks: list[tuple[dict[str, Any], str, torch.nn.Module]] = []
         self._hooks: list[Mapping[int, Any]] = []  # of modules below the model
@@ -253,6 +394,7 @@ class WholeModel:
         if table is not self._table:
             self._table = table
             self._residences = [self._engine.fixed(each.residence) for each in table.storages]
+            self._leaves = []
             # A program registers hooks of a block's module with the block.
             blocks = [x for x in self._root.modules() if isinstance(x, Block)]
             parts = [part for _, part in table.modules[1:]]
@@ -328,7 +470,8 @@ class WholeModel:
 
     def _end(self, reason: str) -> None:
         """No call runs whole any more."""
-        self._stage, self._programs, self._residences, self._table = Stage.APART, {}, [], None
+        self._stage, self._programs, self._table = Stage.APART, {}, None
+        self._residences, self._leaves = [], []
         warn(f"{self._name} runs block by block, not as one compiled graph: {reason}.")
 
     def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -344,26 +487,76 @@ class WholeModel:
         engine.bring(self._residences)
         use = Use(table.storages, self._residences)
         self._last = weakref.ref(use)
-        with use.running(), self._plain_blocks():
+        draws = self._context.draws
+        draws_own = model.training and not draws.are_own
+        with self._plain_blocks(), draws.own() if draws_own else contextlib.nullcontext():
+            leaves = self._leaves_for(use)
+            bound = use.select(leaves, table.storages, table.positions)
+            try:
+                # What is said once was said in the call after the first attempt.
+                with (
+                    told_once() if self._num_failed else contextlib.nullcontext(),
+                    self._binding.running(table, bound, is_compiled=True),
+                ):
+                    out = self._program(model.training)(model, args, kwargs)
+            except NoProgramError as error:
+                if self._gate.is_shut:
+                    raise
+                self._failure = str(error)
+                return self._run_uncompiled(model, args, kwargs, table, use, first_node)
+        return self._results(out, (args, kwargs), use, leaves, first_node)
+
+    def _leaves_for(self, use: Use) -> Sequence[torch.Tensor]:
+        """The full parameters as leaves, one per slot of all storages."""
+        if not self._leaves:
+            with torch.inference_mode(False):
+                self._leaves = [
+                    leaf
+                    for storage, residence in zip(use.storages, self._residences, strict=True)
+                    # A gather writes the memory; for a graph that has saved a leaf it is no change.
+                    for leaf in storage.leaves(alias(residence.memory))
+                ]
+        for leaf, is_trained in zip(self._leaves, use.trainable, strict=True):
+            if leaf.requires_grad is not is_trained:
+                leaf.requires_grad_(is_trained)
+        use.expect()
+        return self._leaves
+
+    def _results(
+        self, out: Any, given: Any, use: Use, leaves: Sequence[torch.Tensor], first_node: int
+    ) -> Any:
+        """What compiled code has returned, for the program."""
+        tensors = {id(x): x for x in tensors_of(out)}
+        wanted = {key: x for key, x in tensors.items() if x.requires_grad}
+        if not wanted and any(use.trainable):  # arguments are passed on
+            inputs = {id(x) for x in tensors_of(given)}
+            wanted = {
+                key: x for key, x in tensors.items() if key in inputs and x.is_floating_point()
+            }
+        if not wanted:
+            return out
+        node = compiled_node(list(wanted.values()), leaves, first_node)
+        gradients = LeafGradients(use, leaves, node)
+        params = [param for storage in use.storages for param in storage.params]
+        copies = Results.apply(gradients, len(wanted), self._engine.leaf, *wanted.values(), *params)
+        shown = dict(zip(wanted, copies, strict=True))
+        return map_tensors(lambda x: shown.get(id(x), x), out)
+
+    def _run_uncompiled(
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        table: ParameterTable,
+        use: Use,
+        first_node: int,
+    ) -> Any:
+        with use.running():
             views = use.open()
             bound = use.select(views, table.storages, table.positions)
-            with self._binding.running(table, bound, is_compiled=True):
-                # What is said once was said in the call after the first attempt.
-                saying = told_once() if self._num_failed else contextlib.nullcontext()
-                draws = self._context.draws
-                draws_own = model.training and not draws.are_own
-                with draws.own() if draws_own else contextlib.nullcontext():
-                    try:
-                        with saying:
-                            out = self._program(model.training)(model, args, kwargs)
-                    except NoProgramError as error:
-                        if self._gate.is_shut:
-                            raise
-                        self._failure = str(error)
-                        out = self._forward(model, *args, **kwargs)
+            with self._binding.running(table, bound, is_compiled=False):
+                out = self._forward(model, *args, **kwargs)
             use.check_unchanged()
-        # A graph overwrites its results in the next replay, while the program may keep them.
-        out = map_tensors(_copy, out)
         if self._axis.size > 1:
             out = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=False)
         return out
@@ -395,10 +588,6 @@ class WholeModel:
 def _inner(block: Block) -> torch.nn.Module:
     _, module = next(block.sharded_modules())
     return module
-
-
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    return x if x.grad_fn is None else x.clone()
 
 
 def _nothing() -> None:

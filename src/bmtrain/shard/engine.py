@@ -165,7 +165,7 @@ class Engine:
             for each in missing:
                 each.arrives(ready)
         for residence in residences:
-            residence.release(residence.acquire(Phase.FORWARD))
+            residence.bring()
 
     def bring_changed(self, residences: Sequence[Residence]) -> None:
         """`bring` between passes, without gathers of what no rank has written since the last one.

@@ -26,9 +26,7 @@ def num_references(tensor: torch.Tensor) -> int:
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the memory of the contiguous `tensor`, apart from its version and graph."""
-    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    out.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    return out
+    return tensor.data
 
 
 def _nothing() -> None:
@@ -82,6 +80,14 @@ class Residence:
     def fixed(self) -> Residence:
         """One of the same values whose full buffer never moves: a CUDA graph reads its address."""
         return self
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The full buffer of a residence that never moves, whatever it holds now."""
+        return self._source.get()
+
+    def bring(self) -> None:
+        """Make the values of a residence that never moves readable on the compute stream."""
 
     def forget(self) -> None:
         """Parameters may change now: the next `acquire` gathers them anew.
@@ -236,17 +242,24 @@ class Fixed(Residence):
 
     def arrives(self, ready: torch.Event | None) -> None:
         """The values are there after `ready`."""
-        if self._full is None:
-            raise RuntimeError("a gather left no buffer")
         with torch.inference_mode(False):  # which counts no writes
-            self._shown = alias(self._full)
+            self._shown = alias(self.memory)
         self._shown_version = version_of(self._shown)
         self._ready, self._values = ready, Values.CURRENT
 
-    def acquire(self, phase: Phase) -> torch.Tensor:
-        self.prefetch(phase)
+    @property
+    def memory(self) -> torch.Tensor:
+        if self._full is None:
+            raise RuntimeError("a fixed buffer was read before its first gather")
+        return self._full
+
+    def bring(self) -> None:
+        self.prefetch(Phase.FORWARD)
         # Without this wait, the module would read the buffer before the gather has filled it.
         self._transport.streams.compute_waits(self._ready)
+
+    def acquire(self, phase: Phase) -> torch.Tensor:
+        self.bring()
         if self._shown is None:
             raise RuntimeError("a gather left no buffer")
         return self._shown

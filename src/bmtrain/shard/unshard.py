@@ -211,6 +211,11 @@ class Use:
             ]
 
     @property
+    def storages(self) -> Sequence[Storage]:
+        """That it gathers."""
+        return self._storages
+
+    @property
     def has_hooks(self) -> bool:
         """Whether the program's hooks for saved tensors, or those of a call around it, were set."""
         return self._hooks is not None
@@ -256,8 +261,7 @@ class Use:
         refuse_transforms()
         if self._tied is not None:
             return self._tied
-        for storage, _ in self._trained():
-            storage.gradient.expect()
+        self.expect()
         engine = self._storages[0].engine
         # The AccumulateGrad node of a parameter that is in an older graph remembers that graph's
         # stream. Autograd would synchronise a captured pass with that stream, which breaks the
@@ -271,6 +275,11 @@ class Use:
         if self._calls is Calls.OPEN:
             self._tied = views
         return views
+
+    def expect(self) -> None:
+        """Backward may come, and bring gradients. Collective the first time."""
+        for storage, _ in self._trained():
+            storage.gradient.expect()
 
     def open_apart(self) -> list[torch.Tensor]:
         """The same as leaves of their own graph: recomputation takes their gradients itself."""
