@@ -51,6 +51,23 @@ def tree_map_only(kind: Any, fn: Callable[[Any], Any], tree: Any) -> Any:
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+def all_gather_each(
+    fulls: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup
+) -> None:
+    """`all_gather_flat` of each pair, as one operation of the group."""
+    group.allgather_into_tensor_coalesced(fulls, shards).wait()
+
+
+def reduce_scatter_each(
+    shards: list[torch.Tensor], fulls: list[torch.Tensor], group: dist.ProcessGroup
+) -> None:
+    """`reduce_scatter_flat` of the sum of each pair, as one operation of the group."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp.SUM
+    group.reduce_scatter_tensor_coalesced(shards, fulls, options).wait()
+
+
 # Tensors
 # --------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def all_gather(max_size: int | None = None) -> list[Row]:
     def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None]:
         shard = torch.zeros(numel // axis.size, dtype=torch.float16, device=device)
         full = torch.empty(shard.numel() * axis.size, dtype=torch.float16, device=device)
-        return lambda: gather_shards(full, shard, axis)
+        return lambda: gather_shards([full], [shard], axis)
 
     return _measure("all_gather", prepare, _share, max_size)
 
@@ -63,7 +63,7 @@ def reduce_scatter(max_size: int | None = None) -> list[Row]:
     def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None]:
         shard = torch.empty(numel // axis.size, dtype=torch.float16, device=device)
         full = torch.zeros(shard.numel() * axis.size, dtype=torch.float16, device=device)
-        return lambda: reduce_shards(shard, full, axis)
+        return lambda: reduce_shards([shard], [full], axis)
 
     return _measure("reduce_scatter", prepare, _share, max_size)
 

@@ -481,7 +481,7 @@ class WholeModel:
         collectives, and later calls run block by block on all ranks.
         """
         first_node = next_node_number()
-        table, engine = self._current(), self._engine
+        table, engine = self._table or self._current(), self._engine
         args, kwargs = map_tensors(ordinary, (args, kwargs))
         engine.rest()
         engine.bring(self._residences)

@@ -78,7 +78,7 @@ class Overlap:
             for part, chunk, place in zip(
                 own.chunk(count), chunks, _slices(rows, count), strict=True
             ):
-                gather_shards(chunk.view(-1), part.reshape(-1), self.axis)
+                gather_shards([chunk.view(-1)], [part.reshape(-1)], self.axis)
                 if everything is not None and count > 1:
                     # copied rank by rank, both sides are contiguous, which the fast copy requires
                     for rank in range(size):
@@ -130,7 +130,7 @@ class Overlap:
             for rank in range(size):
                 _multiply(by_rank[rank, place], matrix, None, chunk[rank])
             with self._streams.reducing():
-                reduce_shards(total[place].view(-1), chunk.view(-1), self.axis)
+                reduce_shards([total[place].view(-1)], [chunk.view(-1)], self.axis)
                 arrived = self._streams.mark_current()
         return Scattering(total, partial, arrived)
 

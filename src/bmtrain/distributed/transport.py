@@ -13,11 +13,18 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from bmtrain.distributed.exchange import Exchange, cut, rotated
+from bmtrain.distributed.exchange import Exchange, rotated
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import GATHERS, PeerGroups, PeerMemory, Peers
 from bmtrain.runtime.mesh import Axis
-from bmtrain.torch_internals import add_each_, all_gather_flat, copy_each_, reduce_scatter_flat
+from bmtrain.torch_internals import (
+    add_each_,
+    all_gather_each,
+    all_gather_flat,
+    copy_each_,
+    reduce_scatter_each,
+    reduce_scatter_flat,
+)
 
 # Bytes. Smaller shards use collectives: mapping memory into other processes takes whole 2 MiB pages
 # and a few milliseconds.
@@ -294,7 +301,7 @@ class Transport:
         return self.gather_together([Gather(full, source, axis, place)])
 
     def gather_together(self, gathers: Sequence[Gather]) -> torch.Event | None:
-        """Start several gathers as one, which costs little more than the largest of them.
+        """Start gathers; several as one, which costs little more than the largest of them.
 
         They wait for all work issued so far on the compute stream: without that, a gather could
         send a shard that is still being written, or fill memory that the allocator has handed out
@@ -311,28 +318,30 @@ class Transport:
                 gather.axis, f"gather of {gather.place or gather.source.name}", is_on_host=False
             )
         streams = self.streams
-        by_copies: dict[Peers, list[Gather]] = {}
         with streams.gathering(streams.mark_compute()):
-            for gather in gathers:
-                if gather.source.peers is None:
-                    gather_shards(gather.full, gather.source.get(), gather.axis)
-                else:
-                    by_copies.setdefault(gather.source.peers, []).append(gather)
-            for peers, members in by_copies.items():
-                self._copy_shards(peers, members)
+            if len(gathers) == 1 and gathers[0].source.peers is not None:
+                self._copy_shards(gathers[0].source.peers, gathers[0])
+            else:
+                by_axis: dict[Axis, list[Gather]] = {}
+                for gather in gathers:
+                    by_axis.setdefault(gather.axis, []).append(gather)
+                for axis, members in by_axis.items():
+                    gather_shards(
+                        [each.full for each in members],
+                        [each.source.get() for each in members],
+                        axis,
+                    )
             return streams.mark_current()
 
-    def _copy_shards(self, peers: Peers, gathers: Sequence[Gather]) -> None:
+    def _copy_shards(self, peers: Peers, gather: Gather) -> None:
         axis = peers.axis
         # held until the copies are issued: it keeps the memory mapped
-        memories = [(gather.full, gather.source.memory) for gather in gathers]
-        copies = [
-            (full.chunk(axis.size), memory.parts) for full, memory in memories if memory is not None
-        ]
+        memory = gather.source.memory
+        pieces = gather.full.chunk(axis.size)
 
         def copy_from(rank: int) -> None:
-            for pieces, parts in copies:
-                pieces[rank].copy_(parts[rank])
+            if memory is not None:
+                pieces[rank].copy_(memory.parts[rank])
 
         # Without it, the copies could read a peer's shard before its optimizer has written it.
         peers.barrier(GATHERS)
@@ -388,19 +397,18 @@ class Transport:
         # filled on the reduce stream, beside matrix products that leave memory bandwidth idle.
         full = torch.empty(numel * axis.size, dtype=dtype, device=first.total.device)
         with self.streams.reducing():
-            parts = [each.parts() for each in reductions]
-            if len(parts) > 1:  # what a rank gets of each, one after the other
-                shares = [cut(own, axis.size) for own in parts]
-                parts = [[x for share in shares for x in share[rank]] for rank in range(axis.size)]
-            torch.cat([x for own in parts for x in own], out=full)
+            torch.cat([part for each in reductions for part in each.parts()], out=full)
             self._filling = Pending(reads, self.streams.mark_current())
-            if len(reductions) == 1 and not first.accumulate and dtype == first.total.dtype:
-                reduce_shards(first.total, full, axis)
-            else:
-                own = torch.empty(numel, dtype=dtype, device=full.device)
-                reduce_shards(own, full, axis)
-                sums = own.split([each.total.numel() for each in reductions])
-                for each, part in zip(reductions, sums, strict=True):
+            sums = [
+                torch.empty_like(each.total, dtype=dtype)
+                if each.accumulate or dtype != each.total.dtype
+                else each.total
+                for each in reductions
+            ]
+            fulls = full.split([part.numel() * axis.size for part in sums])
+            reduce_shards(sums, fulls, axis)
+            for each, part in zip(reductions, sums, strict=True):
+                if part is not each.total:
                     _add(each.total, part, each.accumulate)
             self._reductions.append(Pending([full], self.streams.mark_current()))
 
@@ -444,11 +452,23 @@ def _add(total: torch.Tensor, part: torch.Tensor, accumulate: bool) -> None:
     _ = total.add_(part) if accumulate else total.copy_(part)
 
 
-def gather_shards(full: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
-    """All-gather `shard` (n,) into `full` (axis.size * n,) in rank order, on the gather group."""
-    all_gather_flat(full, shard, group=axis.communicators.gather)
+def gather_shards(
+    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], axis: Axis
+) -> None:
+    """All-gather shards (n,) into `fulls` (axis.size * n,) in rank order, on the gather group."""
+    group = axis.communicators.gather
+    if len(fulls) == 1:
+        all_gather_flat(fulls[0], shards[0], group=group)
+    else:
+        all_gather_each(list(fulls), list(shards), group)
 
 
-def reduce_shards(shard: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
-    """Reduce-scatter the sum of `full` (axis.size * n,) into `shard` (n,), on the reduce group."""
-    reduce_scatter_flat(shard, full, op=dist.ReduceOp.SUM, group=axis.communicators.reduce)
+def reduce_shards(
+    shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], axis: Axis
+) -> None:
+    """Reduce-scatter sums of `fulls` (axis.size * n,) into shards (n,), on the reduce group."""
+    group = axis.communicators.reduce
+    if len(fulls) == 1:
+        reduce_scatter_flat(shards[0], fulls[0], op=dist.ReduceOp.SUM, group=group)
+    else:
+        reduce_scatter_each(list(shards), list(fulls), group)

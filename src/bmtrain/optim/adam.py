@@ -180,6 +180,19 @@ class AdamBase(torch.optim.Optimizer):
         layout.close()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """torch's, without a call for each sharded parameter."""
+        backward = self._engine.backward
+        backward.abandon_if_dead()
+        if not set_to_none or backward.has_deferred or self._engine.host.is_capturing:
+            super().zero_grad(set_to_none)
+            return
+        for param in parameters_of(self.param_groups):
+            if isinstance(param, DistributedParameter):
+                param.shown_grad = None
+            else:
+                param.grad = None
+
     def take_back(self) -> None:
         """Undo the step counts of the last step, which the device skipped."""
         for state in self._stepped:

@@ -214,6 +214,7 @@ class AdamLayout:
                     self._spans.append(span)
         self._ids = _ids(groups)
         self._shown = [(param, states[param]) for param in parameters_of(groups)]
+        self._states_of = {id(x): [states[param] for param in x.params] for x in self._spans}
         # of tensors: a step count is another object after each step
         self._views = [
             (shown, name, x)
@@ -343,10 +344,14 @@ class AdamLayout:
                 )
             group, state = self._span_states[id(part.span)]
             flat = part.grad.reshape(-1)
-            for piece in part.piece.split(self._step_of):
+            known = self._states_of[id(part.span)] if part.piece is part.span else []
+            are_alike = bool(known) and all(x["step"] == known[0]["step"] for x in known)
+            for piece in [part.piece] if are_alike else part.piece.split(self._step_of):
                 key = group, self._step_of(piece.params[0])
                 batch = batches.setdefault(key, ParamBatch(group))
-                batch.states.extend(self._states[param] for param in piece.params)
+                batch.states += (
+                    known if are_alike else [self._states[param] for param in piece.params]
+                )
                 tensors = state.update_of(piece, part.piece.cut(flat, piece))
                 batch.parts.append(UpdatePart(part.span, piece, tensors))
         return list(batches.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from bmtrain.kernels.chunks import Batch
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 from bmtrain.shard.storage import Storage
+
+_SHOWN = operator.attrgetter("shown_grad")
+_STORAGE = operator.attrgetter("storage_of")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +82,12 @@ class FlatSpan:
         piece = self.storage.piece(param.index_in_storage)
         return piece.begin - self.begin, piece.end - self.begin
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters are still in this storage: a block may have taken them over."""
+        storage = self.storage
+        return storage is None or all(x is storage for x in map(_STORAGE, self.params))
+
     def cut(self, values: torch.Tensor, part: FlatSpan) -> torch.Tensor:
         """The elements of `part` of this span in `values` (numel,)."""
         return values if part is self else values[part.begin - self.begin : part.end - self.begin]
@@ -94,6 +104,13 @@ class FlatSpan:
         """Cut the span where `key` changes from one parameter to the next."""
         parts = [list(members) for _, members in itertools.groupby(self.params, key)]
         return [self] if len(parts) == 1 else [FlatSpan.of(self.storage, part) for part in parts]
+
+    def is_shown(self) -> bool:
+        """Whether `.grad` of all parameters is what the storage itself wrote."""
+        if self.storage is None:
+            return False
+        first = self.params[0].index_in_storage
+        return self.storage.gradient.shows(list(map(_SHOWN, self.params)), first)
 
     def gradient(self) -> torch.Tensor:
         """The gradient of a part of which `gradient_kind` is the same everywhere: (numel,).
@@ -159,7 +176,7 @@ def gradient_kind(param: torch.nn.Parameter) -> object:
     if grad is None:
         return "none"
     is_shown = isinstance(param, DistributedParameter) and param.storage_of.gradient.shows(
-        param.shown_grad, param.index_in_storage
+        [grad], param.index_in_storage
     )
     return "shown" if is_shown else id(param)
 
@@ -181,7 +198,8 @@ def gradients_of(spans: Iterable[FlatSpan]) -> tuple[list[GradientPart], list[Gr
     sharded: list[GradientPart] = []
     ordinary: list[GradientPart] = []
     for span in spans:
-        for piece in span.split(gradient_kind):
+        # Looked up for all parameters at once: this is most of what a step costs the host.
+        for piece in [span] if span.is_shown() else span.split(gradient_kind):
             if gradient_of(piece.params[0]) is not None:
                 found = ordinary if span.storage is None else sharded
                 found.append(GradientPart(span, piece, piece.gradient()))

@@ -234,11 +234,7 @@ class OptimManager:
         """Kept by parameter list: a training loop asks for the same few at every step."""
         key = tuple(map(id, params))
         found = self._known.get(key)
-        if found is None or any(
-            span.storage is not None and param.storage_of is not span.storage
-            for span in found
-            for param in span.params
-        ):  # unknown, or a block has taken parameters over
+        if found is None or not all(span.is_current for span in found):
             if len(self._known) >= 8:
                 self._known.clear()
             found = self._known[key] = spans_of(params)

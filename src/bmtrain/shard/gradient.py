@@ -332,9 +332,10 @@ class Gradient:
                 ]
             )
 
-    def shows(self, grad: object, index: int) -> bool:
-        """Whether `grad`, of the parameter of slot `index`, is the view that this object shows."""
-        return bool(self._views) and grad is self._views[index]
+    def shows(self, grads: Sequence[object], index: int) -> bool:
+        """Whether `grads`, of the slots from `index` on, are the views that this object shows."""
+        shown = self._views[index : index + len(grads)]
+        return len(shown) == len(grads) and all(map(operator.is_, grads, shown))
 
     def _grads(self) -> list[Slices | None]:
         """The `.grad` of each parameter."""
