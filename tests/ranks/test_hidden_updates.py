@@ -225,6 +225,11 @@ def restored(run: Run) -> Any:
     return [run.values, train(run, 3).values]
 
 
+def zeroed(run: Run) -> Any:
+    run.optimizer.zero_grad(set_to_none=False)
+    return run.values
+
+
 def loaded_at_once(run: Run) -> Any:
     weights = make_model(run.param.dtype, 3).state_dict()
     run.model.load_state_dict({name: torch.full_like(x, 0.25) for name, x in weights.items()})
@@ -321,7 +326,7 @@ READERS: dict[str, Callable[[Run], Any]] = {
     "AdamOptimizer": stepped_by(AdamOptimizer),
     "evaluation": evaluated(torch.no_grad),
     "inference mode": evaluated(torch.inference_mode),
-    "zero_grad": lambda run: [run.optimizer.zero_grad(set_to_none=False), run.values][1:],
+    "zero_grad": zeroed,
     "overwritten gradients": changed_gradients(lambda grad: grad.fill_(100.0)),
     "add_param_group": grown,
     "steps without forward": changed_gradients(lambda grad: grad.mul_(2.0)),

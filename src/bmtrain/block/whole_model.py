@@ -33,7 +33,7 @@ from bmtrain.runtime.world import World
 from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.outputs import map_tensors, tensors_of, tied_to
 from bmtrain.shard.parameter import DistributedParameter
-from bmtrain.shard.residence import Residence, alias
+from bmtrain.shard.residence import Residence
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import (
@@ -80,35 +80,52 @@ class Results(torch.autograd.Function):
     """Copies of what a call has computed; the first node of the call that backward reaches.
 
     Copies, because a CUDA graph overwrites its results in the next replay, while the program may
-    keep them. The sharded parameters are inputs, so that `backward(inputs=[parameter])` has a path
-    to them; they get no gradient here. So is a leaf of the engine: backward comes to this call on
-    every rank, whatever its rows have computed.
+    keep them. `owner` is an input too: backward comes to this call on every rank, whatever its rows
+    have computed, and `backward(inputs=[parameter])` has a path to the parameters.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        gradients: LeafGradients,
-        num: int,
-        leaf: torch.Tensor,
-        *tensors: torch.Tensor | None,
+        ctx: Any, gradients: LeafGradients, owner: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.gradients, ctx.num = gradients, num
-        ctx.params_given = [param is not None for param in tensors[num:]]
+        ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        return tuple([x.clone() for x in tensors[:num] if x is not None])
+        return tuple([x.clone() for x in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         refuse_create_graph()
-        (leaf, _), *edges = ctx.next_functions
-        results, owners = edges[: ctx.num], iter(edges[ctx.num :])
-        wanted = None
-        if not will_run(leaf):  # backward(inputs=...): the leaf is not among them
-            nodes = [next(owners)[0] if is_given else None for is_given in ctx.params_given]
-            wanted = [node is not None and will_run(node) for node in nodes]
-        ctx.gradients.begin(results, grads, wanted)
-        return (None, None, None, *grads, *[None for _ in ctx.params_given])
+        (owner, _), *results = ctx.next_functions
+        ctx.gradients.begin(results, grads, owner)
+        return (None, None, *grads)
+
+
+class Owner(torch.autograd.Function):
+    """A tensor that depends on a leaf of the engine and on parameters, which get no gradient.
+
+    Made once and part of many graphs: autograd comes to older nodes later, so the host passes these
+    edges after it has started the backward pass of the compiled code.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, *params: torch.Tensor | None) -> torch.Tensor:
+        ctx.are_given = [param is not None for param in params]
+        ctx.set_materialize_grads(False)
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
+        return (None, *[None for _ in ctx.are_given])
+
+
+def wanted_of(owner: Any) -> list[bool] | None:
+    """Which parameters `backward(inputs=...)` names, by the node of their owner; None for all."""
+    (leaf, _), *edges = owner.next_functions
+    if will_run(leaf):
+        return None
+    nodes = iter(edges)
+    given = [next(nodes)[0] if is_given else None for is_given in owner.are_given]
+    return [node is not None and will_run(node) for node in given]
 
 
 class LeafGradients:
@@ -128,19 +145,16 @@ class LeafGradients:
             node.register_hook(self._arrive)
 
     def begin(
-        self,
-        results: Sequence[tuple[Any, int]],
-        grads: Sequence[torch.Tensor | None],
-        wanted: Sequence[bool] | None,
+        self, results: Sequence[tuple[Any, int]], grads: Sequence[torch.Tensor | None], owner: Any
     ) -> None:
         """Backward has reached the call.
 
         Args:
             results: node and number of each result of the compiled code.
             grads: of the results.
-            wanted: by slot, whether `backward(inputs=...)` names its parameter.
+            owner: the node of the parameters' owner.
         """
-        self._wanted = wanted
+        wanted = self._wanted = wanted_of(owner)
         if self._node is None:
             self._end([None for _ in self._leaves])
         elif wanted is not None and any(wanted) and not will_run(self._node):
@@ -276,6 +290,7 @@ class WholeModel:
         self._programs: dict[bool, Program] = {}  # by training mode
         self._residences: list[Residence] = []  # that hold the full parameters
         self._leaves: list[torch.Tensor] = []  # the full parameters
+        self._owner: torch.Tensor | None = None
         self._table: ParameterTable | None = None
         self._blocks: list[tuple[dict[str, Any], str, torch.nn.Module]] = []
         self._hooks: list[Mapping[int, Any]] = []  # of modules below the model
@@ -394,7 +409,7 @@ class WholeModel:
         if table is not self._table:
             self._table = table
             self._residences = [self._engine.fixed(each.residence) for each in table.storages]
-            self._leaves = []
+            self._leaves, self._owner = [], None
             # A program registers hooks of a block's module with the block.
             blocks = [x for x in self._root.modules() if isinstance(x, Block)]
             parts = [part for _, part in table.modules[1:]]
@@ -471,7 +486,7 @@ class WholeModel:
     def _end(self, reason: str) -> None:
         """No call runs whole any more."""
         self._stage, self._programs, self._table = Stage.APART, {}, None
-        self._residences, self._leaves = [], []
+        self._residences, self._leaves, self._owner = [], [], None
         warn(f"{self._name} runs block by block, not as one compiled graph: {reason}.")
 
     def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -514,11 +529,13 @@ class WholeModel:
                     leaf
                     for storage, residence in zip(use.storages, self._residences, strict=True)
                     # A gather writes the memory; for a graph that has saved a leaf it is no change.
-                    for leaf in storage.leaves(alias(residence.memory))
+                    for leaf in storage.leaves(residence.memory.data)
                 ]
-        for leaf, is_trained in zip(self._leaves, use.trainable, strict=True):
-            if leaf.requires_grad is not is_trained:
+        if [leaf.requires_grad for leaf in self._leaves] != use.trainable or self._owner is None:
+            for leaf, is_trained in zip(self._leaves, use.trainable, strict=True):
                 leaf.requires_grad_(is_trained)
+            params = [param for storage in use.storages for param in storage.params]
+            self._owner = Owner.apply(self._engine.leaf, *params)
         use.expect()
         return self._leaves
 
@@ -537,8 +554,7 @@ class WholeModel:
             return out
         node = compiled_node(list(wanted.values()), leaves, first_node)
         gradients = LeafGradients(use, leaves, node)
-        params = [param for storage in use.storages for param in storage.params]
-        copies = Results.apply(gradients, len(wanted), self._engine.leaf, *wanted.values(), *params)
+        copies = Results.apply(gradients, self._owner, *wanted.values())
         shown = dict(zip(wanted, copies, strict=True))
         return map_tensors(lambda x: shown.get(id(x), x), out)
 

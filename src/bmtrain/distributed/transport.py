@@ -22,6 +22,7 @@ from bmtrain.torch_internals import (
     all_gather_each,
     all_gather_flat,
     copy_each_,
+    current_stream_number,
     reduce_scatter_each,
     reduce_scatter_flat,
 )
@@ -82,6 +83,8 @@ class Mark(torch.cuda.Event):
     """
 
     age: int
+    #: the stream that has waited for it last, by its number
+    waited: int | None = None
 
 
 class CudaStreams(Streams):
@@ -105,7 +108,11 @@ class CudaStreams(Streams):
 
     def compute_waits(self, event: torch.Event | None) -> None:
         if isinstance(event, Mark) and event.age == self._age:
-            torch.cuda.current_stream().wait_event(event)
+            stream = current_stream_number(self._device)
+            # Storages that were gathered together share an event.
+            if event.waited != stream:
+                torch.cuda.current_stream().wait_event(event)
+                event.waited = stream
 
     def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
         if isinstance(after, Mark) and after.age == self._age:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from bmtrain.kernels.launch import kernel, tl
+from bmtrain.torch_internals import current_stream_number
 
 # Multiples of this allow the widest loads and stores.
 ALIGNMENT = 16
@@ -60,7 +61,7 @@ class Batch:
 
     def tables(self, length: int) -> list[tuple[Dtypes, Chunks]]:
         """Tables for chunks of `length` elements, one or two per combination of column dtypes."""
-        stream = _current_stream(self.rows[0][0].device) if self.rows else 0
+        stream = current_stream_number(self.rows[0][0].device) if self.rows else 0
         if (length, stream) not in self._tables:
             kinds: dict[Dtypes, list[Sequence[torch.Tensor]]] = {}
             for row in self.rows:
@@ -106,7 +107,7 @@ def chunks_of(columns: Sequence[Sequence[torch.Tensor]], length: int) -> tuple[C
     if not rows:
         return ()
     device = columns[0][0].device
-    stream = _current_stream(device)
+    stream = current_stream_number(device)
     return _tables(
         rows, tuple(column[0].element_size() for column in columns), length, device, stream
     )
@@ -149,7 +150,7 @@ def table_of(rows: Iterable[Row], length: int, device: torch.device, *, is_align
 
     Cached as those of `chunks_of` are.
     """
-    return _cached_table(tuple(rows), length, device, _current_stream(device), is_aligned)
+    return _cached_table(tuple(rows), length, device, current_stream_number(device), is_aligned)
 
 
 def _table(
@@ -176,10 +177,6 @@ def _row_of(counts: tuple[int, ...], device: torch.device, stream: int) -> torch
     """
     numbers = torch.arange(len(counts), dtype=torch.int32, device="cpu")
     return _sent(numbers.repeat_interleave(torch.tensor(counts, device="cpu")), device)
-
-
-def _current_stream(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -213,17 +214,15 @@ class AdamLayout:
                         self._show(param, state)
                     self._spans.append(span)
         self._ids = _ids(groups)
-        self._shown = [(param, states[param]) for param in parameters_of(groups)]
         self._states_of = {id(x): [states[param] for param in x.params] for x in self._spans}
+        self._params = parameters_of(groups)
+        self._dicts = [states[param] for param in self._params]
         # of tensors: a step count is another object after each step
-        self._views = [
-            (shown, name, x)
-            for _, shown in self._shown
-            for name, x in shown.items()
-            if name != "step"
-        ]
+        views = [(own, name) for own in self._dicts for name in own if name != "step"]
+        self._places = [own for own, _ in views], [name for _, name in views]
+        self._views = list(map(dict.get, *self._places))
         self._sharded = [span for span in self._spans if span.storage is not None]
-        for _, _, view in self._views:
+        for view in self._views:
             if isinstance(view, ShardedState):
                 view.count_holders()
         self._num_holders = self._count_holders()
@@ -236,8 +235,8 @@ class AdamLayout:
         return (
             states is self._states
             and _ids(groups) == self._ids
-            and all(states.get(param) is shown for param, shown in self._shown)
-            and all(shown.get(name) is view for shown, name, view in self._views)
+            and all(map(operator.is_, map(states.get, self._params), self._dicts))
+            and all(map(operator.is_, map(dict.get, *self._places), self._views))
         )
 
     def follow(self) -> None:

@@ -26,7 +26,9 @@ def num_references(tensor: torch.Tensor) -> int:
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the memory of the contiguous `tensor`, apart from its version and graph."""
-    return tensor.data
+    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    out.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return out
 
 
 def _nothing() -> None:

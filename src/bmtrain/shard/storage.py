@@ -19,7 +19,7 @@ from bmtrain.shard.engine import Engine
 from bmtrain.shard.gradient import Gradient, GradientPolicy
 from bmtrain.shard.layout import Layout, Piece, Split
 from bmtrain.shard.placement import EVERYWHERE, Placement
-from bmtrain.shard.residence import Absent, Gathered, Residence, alias, num_references
+from bmtrain.shard.residence import Absent, Gathered, Residence, num_references
 from bmtrain.shard.sharded import Sharded
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import version_of
@@ -246,7 +246,7 @@ class Storage:
             return self.views(full)
         if self._leaves is None:
             before = num_references(self._shard)
-            self._leaves = self.views(alias(self.shard))
+            self._leaves = self.views(self.shard.data)
             self._num_leaf_views = num_references(self._shard) - before
         return self._leaves
 
