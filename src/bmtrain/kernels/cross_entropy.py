@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from bmtrain.kernels.launch import Kernel, kernel, kernel_with, tl
+from bmtrain.kernels.launch import Kernel, kernel, tl
 
 # Elements of the plain-torch path's fp32 scratch: 1 MiB stays in a CPU's cache.
 CHUNK_NUMEL = 2**18
@@ -76,7 +76,8 @@ def row_sums(logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: boo
         weight: class weights (columns,) in the arithmetic dtype; None for 1 each.
         smoothed: whether to compute `below`.
     """
-    by = row_sums_by_torch if _is_plain(logits) else row_sums_by_triton
+    is_plain = logits.device.type == "cpu" or torch.compiler.is_compiling()
+    by = row_sums_by_torch if is_plain else row_sums_by_triton
     return by(logits, weight, smoothed=smoothed)
 
 
@@ -98,12 +99,9 @@ def row_gradient(
         smoothed: whether `smooth` is used.
         in_place: whether to overwrite the logits, whose rows must be contiguous then.
     """
-    by = row_gradient_by_torch if _is_plain(logits) else row_gradient_by_triton
+    is_plain = logits.device.type == "cpu" or torch.compiler.is_compiling()
+    by = row_gradient_by_torch if is_plain else row_gradient_by_triton
     return by(logits, sums, factors, weight, smoothed=smoothed, in_place=in_place)
-
-
-def _is_plain(logits: torch.Tensor) -> bool:
-    return logits.device.type == "cpu" or torch.compiler.is_compiling()
 
 
 # Plain torch
@@ -255,7 +253,7 @@ def _launch(
     )
 
 
-@kernel_with(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
 def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     logits: tl.tensor,
     stride: tl.tensor,
@@ -315,7 +313,7 @@ def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argu
         tl.store(below + number, tl.zeros_like(top))
 
 
-@kernel_with(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
 def row_gradient_kernel(  # noqa: PLR0913 (as above)
     logits: tl.tensor,
     stride: tl.tensor,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     tl = None  # in the source of a kernel: Triton's language
 
-__all__ = ["Kernel", "kernel", "kernel_with", "tl"]
+__all__ = ["Kernel", "kernel", "tl"]
 
 
 class Kernel:
@@ -33,10 +33,8 @@ class Kernel:
         options: of `triton.jit`.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], options: Mapping[str, Any] | None = None
-    ) -> None:
-        self._function, self._options = function, options or {}
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._function, self._options = function, options
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch so many programs on the device of the first argument, a tensor; none for a 0.
@@ -76,14 +74,11 @@ class Kernel:
         return triton.jit(function, **self._options)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Make a kernel of a function."""
-    return Kernel(function)
-
-
-def kernel_with(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a kernel of a function with options of `triton.jit`."""
-    return functools.partial(Kernel, options=options)
+def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Make a kernel of a function, with options of `triton.jit`; a decorator."""
+    if function is None:
+        return functools.partial(Kernel, options=options)
+    return Kernel(function, options)
 
 
 @functools.cache

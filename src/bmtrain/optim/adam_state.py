@@ -10,7 +10,6 @@ import torch
 
 from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamTensors
-from bmtrain.kernels.adam_compact import CompactTensors
 from bmtrain.kernels.bf16 import remainders_of
 from bmtrain.kernels.blockwise import Blocks
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
@@ -21,7 +20,6 @@ from bmtrain.shard.residence import num_references
 from bmtrain.shard.sharded import Sharded, cut_like
 from bmtrain.shard.slices import Slices, local_of
 
-AnyTensors = AdamTensors | CompactTensors
 # Makes zeros (numel,) of a dtype.
 Make = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -68,7 +66,7 @@ class SpanState:
         is_own = master.to(values.dtype) == values
         master.copy_(torch.where(is_own, master, values.to(master.dtype)))
 
-    def update_of(self, piece: FlatSpan, grad: torch.Tensor) -> AnyTensors:
+    def update_of(self, piece: FlatSpan, grad: torch.Tensor) -> AdamTensors:
         """The tensors that an update of `piece`, a part of the span, reads and writes."""
         weight, cut = piece.values, self.span.cut
         if not self._is_compact:
@@ -80,7 +78,7 @@ class SpanState:
             master = weight
         param, (mean, square) = self.span.params[0], self._moments()
         start = param.cut.piece.start if isinstance(param, DistributedParameter) else 0
-        return CompactTensors(weight, grad, master, mean, square, self._number, start)
+        return AdamTensors(weight, grad, master, mean, square, self._number, start)
 
     def views(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The state of a parameter of the span, by name."""
@@ -141,7 +139,7 @@ class UpdatePart(NamedTuple):
 
     span: FlatSpan
     piece: FlatSpan
-    tensors: AnyTensors
+    tensors: AdamTensors
 
 
 @dataclasses.dataclass
