@@ -146,20 +146,24 @@ class Transfer:
             work.wait()
 
 
-def start_send(tensors: Sequence[torch.Tensor], target: int, axis: Axis) -> Transfer:
-    """Start sending contiguous tensors to the rank at index `target`.
+def start(
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+    axis: Axis,
+    what: str,
+) -> Transfer:
+    """Start sends and receives of contiguous tensors, each with the index of the other rank.
 
-    Point to point: the other ranks of the axis do not take part.
+    One batch, which cannot deadlock whatever order ranks use. Point to point: the other ranks of
+    the axis do not take part. `what` it is, for messages.
     """
-    _enter_alone(axis, "a send")
-    ops = [dist.P2POp(dist.isend, x, axis.ranks[target], group=axis.group) for x in tensors]
-    return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
-
-
-def start_receive(tensors: Sequence[torch.Tensor], source: int, axis: Axis) -> Transfer:
-    """Start overwriting contiguous tensors with what the rank at index `source` sends."""
-    _enter_alone(axis, "a receive")
-    ops = [dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x in tensors]
+    _enter_alone(axis, what)
+    ops = [
+        dist.P2POp(op, x, axis.ranks[other], group=axis.group)
+        for op, pairs in ((dist.isend, sends), (dist.irecv, receives))
+        for x, other in pairs
+    ]
+    tensors = [x for x, _ in (*sends, *receives)]
     return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
 
 
@@ -180,16 +184,12 @@ def receive_object(source: int, axis: Axis) -> Any:
 
 
 def exchange(
-    sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+    axis: Axis,
 ) -> None:
-    """Run all sends and receives as one batch, which cannot deadlock whatever order ranks use."""
-    _enter_alone(axis, "an exchange")
-    ops = [dist.P2POp(dist.isend, x, axis.ranks[to], group=axis.group) for x, to in sends]
-    ops += [
-        dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x, source in receives
-    ]
-    for work in dist.batch_isend_irecv(ops) if ops else []:
-        work.wait()
+    """Run all sends and receives as one batch."""
+    start(sends, receives, axis, "an exchange").wait()
 
 
 def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:

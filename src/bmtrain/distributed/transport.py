@@ -194,7 +194,10 @@ class ShardSource:
     ) -> None:
         self._shard = weakref.ref(shard)
         self.numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
-        self.peers, self._memory = peers, memory
+        self.peers = peers
+        #: All ranks' shards, to copy from; None once this rank's has been freed. Whoever issues
+        #: copies from it must hold it meanwhile: it keeps the memory mapped.
+        self.memory = memory
         self.name = f"{shard.numel()} elements of every rank"
         if memory is not None:  # it maps this shard too: held on, the memory would never be freed
             self.when_gone(self._unmap)
@@ -202,19 +205,9 @@ class ShardSource:
     def get(self) -> torch.Tensor:
         """The shard (numel,), or zeros once it has been freed."""
         shard = self._shard()
-        return (
-            torch.zeros(self.numel, dtype=self._dtype, device=self._device)
-            if shard is None
-            else shard
-        )
-
-    @property
-    def memory(self) -> PeerMemory | None:
-        """All ranks' shards, to copy from; None once this rank's has been freed.
-
-        The caller must hold the result while copies from it are issued: it keeps the memory mapped.
-        """
-        return self._memory
+        if shard is None:
+            return torch.zeros(self.numel, dtype=self._dtype, device=self._device)
+        return shard
 
     def new_full(self, num_shards: int) -> torch.Tensor:
         """A full buffer, uninitialised; usable in training even if allocated in inference mode."""
@@ -228,7 +221,7 @@ class ShardSource:
             weakref.finalize(shard, do)
 
     def _unmap(self) -> None:
-        self._memory = None
+        self.memory = None
 
 
 @dataclasses.dataclass(frozen=True)

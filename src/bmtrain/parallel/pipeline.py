@@ -196,7 +196,7 @@ class _Joined:
     def __init__(self, call: Call, axis: Axis, num_micro_batches: int) -> None:
         self._call = call
         self._num_rows = rows_per_micro_batch(call.num_rows, axis.size, num_micro_batches)
-        self._hidden = [stages.to_first(x, axis) for x in call.hidden]
+        self._hidden = [stages.ToFirst.apply(x, axis) for x in call.hidden]
         self._leaves = [
             _join(x, axis) if cut else x for x, cut in zip(call.leaves, call.is_cut, strict=True)
         ]
@@ -260,7 +260,7 @@ class _Passing:
             return
         if number == 0 and not self._is_known:
             self._downstream.send_heads([Head.of(x) for x in hidden])
-        self.ties.append(stages.pass_on(hidden, self._downstream))
+        self.ties.append(stages.PassOn.apply(self._downstream, *hidden))
 
     def _receive(self, link: Link, number: int, joined: _Joined) -> Hidden:
         if number == 0 and not self._is_known:
