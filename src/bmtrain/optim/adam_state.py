@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -272,7 +272,12 @@ class AdamLayout:
             span.owner
             for span in self._sharded
             if now[id(span)] > self._num_holders[id(span)]
-            or any(x.is_held for x in self._sharded_states(span))
+            or any(
+                x.is_held
+                for param in span.params
+                for x in self._states[param].values()
+                if isinstance(x, ShardedState)
+            )
             or (span.storage is not None and span.storage.is_held)
         }
 
@@ -282,10 +287,6 @@ class AdamLayout:
             id(span): sum(map(num_references, self._span_states[id(span)][1].tensors.values()))
             for span in self._sharded
         }
-
-    def _sharded_states(self, span: FlatSpan) -> Iterator[ShardedState]:
-        for param in span.params:
-            yield from (x for x in self._states[param].values() if isinstance(x, ShardedState))
 
     def _written(self) -> list[FlatSpan]:
         """Bound spans that may have been written since they were last as the states need them.

@@ -52,7 +52,11 @@ def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> State
     # What is no slice is copied; of a slice the dtype stays, until it is gathered.
     whole: States = {
         index: {
-            name: value.dtype if isinstance(value, Sharded) else _copied(value)
+            name: value.dtype
+            if isinstance(value, Sharded)
+            else value.detach().cpu().clone()
+            if isinstance(value, torch.Tensor)
+            else value
             for name, value in state.items()
         }
         for index, state in states.items()
@@ -84,10 +88,6 @@ def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> State
             for index in indices:
                 whole[index][name] = gathered[slots[index]].cpu().clone()
     return dict(sorted(whole.items()))
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
