@@ -184,7 +184,7 @@ def _lines() -> tuple[tuple[str, int], ...]:
 
 
 class SimulatedStreams(Streams):
-    """Streams of one user, as CudaStreams has them; events are clocks."""
+    """Streams of one user, as a GPU has them; events are clocks."""
 
     def __init__(self, order: Order, name: str) -> None:
         self._order, self._gather, self._reduce = order, f"{name} gather", f"{name} reduce"
@@ -282,7 +282,7 @@ def watching() -> Iterator[Order]:
             return take(host, num_bytes)
 
     simulated = mock.patch.object(
-        transport, "Streams", lambda: SimulatedStreams(order, f"streams {next(numbers)}:")
+        transport, "Streams", lambda _: SimulatedStreams(order, f"streams {next(numbers)}:")
     )
     with simulated, mock.patch.object(Host, "_take", take_on_host), Watch(order):
         yield order

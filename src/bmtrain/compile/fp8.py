@@ -33,7 +33,8 @@ def check_fp8(wanted: bool, device: torch.device) -> bool:
         raise ConfigurationError(
             f"fp8 is {wanted!r}: expected True, False, or None for the default of init_distributed."
         )
-    if wanted and not fp8.is_supported(device):
+    # GPUs from Ada on; CPUs use fp32
+    if wanted and device.type != "cpu" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigurationError(
             "fp8=True needs a GPU with eight-bit products (compute capability 8.9 or "
             f"more), {device} is a "

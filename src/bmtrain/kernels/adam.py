@@ -30,11 +30,6 @@ class AdamSettings:
     maximize: bool = False
 
     @property
-    def gradient_factor(self) -> float:
-        """Factor of the gradient, with the sign for maximisation."""
-        return (-1.0 if self.maximize else 1.0) / self.scale
-
-    @property
     def factors(self) -> tuple[float, ...]:
         """What the kernels take.
 
@@ -49,7 +44,7 @@ class AdamSettings:
             self.beta2,
             1 - self.beta2,
             self.eps,
-            self.gradient_factor,
+            (-1.0 if self.maximize else 1.0) / self.scale,  # of the gradient
             1 - self.beta2**self.step,
         )
 
@@ -158,7 +153,7 @@ def adamw_reference(
         return
     s = settings
     for weight, grad, master, mean, square in tensors.rows:
-        g = grad.to(master.dtype) * s.gradient_factor
+        g = grad.to(master.dtype) * ((-1.0 if s.maximize else 1.0) / s.scale)
         mean.mul_(s.beta1).add_(g, alpha=1 - s.beta1)
         square.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
         denominator = (square / (1 - s.beta2**s.step)).sqrt() + s.eps

@@ -25,11 +25,6 @@ TILE = 128  # rows and columns that a program transposes
 _LEAST = 1e-30  # smallest magnitude assumed for a tensor: avoids a zero unit
 
 
-def is_supported(device: torch.device) -> bool:
-    """Whether the device supports FP8 products: GPUs from Ada on, and CPUs, which use fp32."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def quantise(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise `x`, of any floating dtype: its codes in the dtype `kind`, and their unit.
 

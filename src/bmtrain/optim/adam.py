@@ -17,7 +17,7 @@ from bmtrain.optim.adam_state import AdamLayout, Make, ParamBatch, UpdatePart
 from bmtrain.optim.flat import FlatSpan, parameters_of
 from bmtrain.optim.form import NAMES, StateForm, in_fp32
 from bmtrain.optim.loss_scale import CarriedScale, LossScale
-from bmtrain.optim.saved import check_adam_state, check_masters, check_optimizer_state
+from bmtrain.optim.saved import check_adam_state, check_masters
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, NUMBER, PART, Rule, check, known_keywords
 from bmtrain.shard.engine import Engine
@@ -306,7 +306,6 @@ class AdamBase(torch.optim.Optimizer):
             CheckpointError: as `load_state_dict`.
         """
         self.dynamic_scale.wait()
-        check_optimizer_state(state_dict)
         check_adam_state(state_dict, {*NAMES, *resharding.NAMES})
         states = resharding.local_states(self.param_groups, state_dict)
         if self._form.master_weights == "split":

@@ -77,6 +77,7 @@ class OptimManager:
                 loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale
             )
         )
+        self._is_scaled = loss_scale is not None
         if max_skipped_steps is not None:
             check("OptimManager", max_skipped_steps=(max_skipped_steps, SIZE))
         self._max_skipped = math.inf if max_skipped_steps is None else max_skipped_steps
@@ -346,10 +347,6 @@ class OptimManager:
             self._num_steps -= 1
 
         return take_back
-
-    @property
-    def _is_scaled(self) -> bool:
-        return not isinstance(self._scale, NoScaling)
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
         """State of optimizers, schedulers and loss scale; with `gather_opt` of full tensors.

@@ -99,7 +99,7 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
 
     Args:
         groups: of the optimizer.
-        saved: that has been checked (`saved.check_optimizer_state`).
+        saved: that has been checked (see saved.py).
 
     Raises:
         CheckpointError: on every rank, naming the parameter's index, what each rank has of it and

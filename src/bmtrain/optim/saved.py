@@ -54,17 +54,9 @@ def check_manager_state(state: Any, schedules: Sequence[Any]) -> None:
             )
 
 
-def check_optimizer_state(state: Any) -> None:
-    """Refuse what is no state of an optimizer, before anything is changed. Collective.
-
-    Raises:
-        CheckpointError: on every rank, if any has been given such a state.
-    """
-    _agree(_problem_of_optimizer(state))
-
-
-def check_adam_state(state: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse the state of another optimizer, of which Adam would take what it knows. Collective.
+def check_adam_state(state: Any, known: Collection[str]) -> None:
+    """Refuse what is no state of an optimizer, and the state of another one, of which Adam would
+    take what it knows, before anything is changed. Collective.
 
     Args:
         known: names of a parameter's states that Adam can take over.
@@ -72,6 +64,7 @@ def check_adam_state(state: Mapping[str, Any], known: Collection[str]) -> None:
     Raises:
         CheckpointError: on every rank, if any has been given such a state.
     """
+    _agree(_problem_of_optimizer(state))
     problem = None
     for index, one in state["state"].items():
         names = {str(name) for name in one} - {"step"}
