@@ -51,6 +51,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
     if op in ("sum", "avg"):
         out: torch.Tensor = _ReduceScatter.apply(x, axis)
         return out / axis.size if op == "avg" else out
+    # Not every backend has reduce-scatter for these; all-reduce works on all of them.
     if x.dim() == 0 or x.shape[0] % axis.size:
         raise ConfigurationError(
             f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
@@ -186,7 +187,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis, ctx.shape = axis, x.shape
-        return collectives.reduce_scatter(x, "sum", axis)
+        return collectives.reduce_scatter(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -100,12 +100,4 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
             f"gather_result got tensors that differ in more than dim 0 ({seen}): "
             "expected equal other dims and dtypes."
         )
-    rows = [shape[0] for shape, _ in kinds]
-    padded = own.new_zeros((max(rows), *own.shape[1:]))
-    if padded.numel() == 0:
-        return own.new_empty((sum(rows), *own.shape[1:]))
-    padded[: own.shape[0]] = own
-    # Sent as bytes: not every backend supports every dtype.
-    wire = padded.contiguous().reshape(-1).view(torch.uint8)
-    stacked = collectives.all_gather(wire, axis).view(own.dtype).view(axis.size, *padded.shape)
-    return torch.cat([part[:count] for part, count in zip(stacked, rows, strict=True)])
+    return collectives.all_gather_rows(own, [shape[0] for shape, _ in kinds], axis)

@@ -85,7 +85,7 @@ def scatter_rows(x: torch.Tensor) -> torch.Tensor:
     """Sum `x` (ranks * rows, ...) over ranks and return this rank's rows: (rows, ...)."""
     _agree("scatter_rows", x=x)
     check_rows("scatter_rows", x.shape[0])
-    return collectives.reduce_scatter(x, "sum", axis())
+    return collectives.reduce_scatter(x, axis())
 
 
 gather_rows.register_fake(lambda x: x.new_empty((axis().size * x.shape[0], *x.shape[1:])))

@@ -256,9 +256,8 @@ class AdamLayout:
                     "Use master_weights='fp32', or load the weights first, then the optimizer's "
                     "state."
                 )
-        versions = self._current_versions()
         for owner, states in self._rounded.items():
-            if versions[owner] != self._versions.get(owner):
+            if states[0].span.version != self._versions.get(owner):
                 for state in states:
                     state.follow()
 
@@ -320,7 +319,7 @@ class AdamLayout:
 
     def close(self) -> None:
         """Record the weights' versions: the last write was the optimizer's."""
-        self._versions = self._current_versions()
+        self._versions = {owner: own[0].span.version for owner, own in self._rounded.items()}
         self._seen = self._writes()
 
     def trust_weights(self) -> None:
@@ -365,9 +364,6 @@ class AdamLayout:
     def _step_of(self, param: torch.nn.Parameter) -> int:
         step: int = self._states[param]["step"]
         return step
-
-    def _current_versions(self) -> dict[int, int]:
-        return {owner: states[0].span.version for owner, states in self._rounded.items()}
 
 
 def _ids(groups: Sequence[dict[str, Any]]) -> list[list[int]]:

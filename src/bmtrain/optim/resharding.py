@@ -225,12 +225,8 @@ def _local_state(
         elif set(sizes) == {param._tp_original_shape.numel()}:
             mine = storage.slice_of_whole(slot, mine.reshape(param._tp_original_shape))
         else:
-            padded = torch.zeros(max(sizes), dtype=value.dtype, device="cpu")
-            padded[: mine.numel()] = mine.reshape(-1)
-            # Sent as bytes: not every backend supports every dtype.
-            sent = collectives.all_gather(padded.view(torch.uint8), storage.axis)
-            rows = sent.view(value.dtype).view(len(sizes), -1)
-            whole = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+            own_part = mine.reshape(-1).to("cpu", value.dtype)
+            whole = collectives.all_gather_rows(own_part, sizes, storage.axis)
             mine = storage.slice_of(slot, whole)
         out[name] = Sharded(mine, param.cut)
     return out
