@@ -320,7 +320,7 @@ def matmul_switches() -> list[Any]:
 
 #: Ends allocation into a CUDA graph's pool, given the device's index and the pool; RuntimeError if
 #: none is active. A torch without CUDA has none.
-end_allocation: Callable[[int, Any], None] = getattr(torch._C, "_cuda_endAllocateToPool", None)
+end_allocation: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
 # The descriptors of a tensor's gradient, under both of its names.
 native_gradients: tuple[Any, ...] = (torch.Tensor.grad, torch.Tensor._grad)
 

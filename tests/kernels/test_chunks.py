@@ -29,7 +29,8 @@ def test_every_element_belongs_to_one_program() -> None:
     tensors = [torch.zeros(size) for size in sizes]
     got = [element for table in tables(tensors) for element in elements(table, 16)]
     assert sorted(got) == sorted(x.data_ptr() + 4 * i for x in tensors for i in range(x.numel()))
-    for nothing in ([[]], [[torch.empty(0)]] * 2):
+    empty: list[torch.Tensor] = []
+    for nothing in ([empty], [[torch.empty(0)]] * 2):
         assert tables(*nothing) == []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -142,7 +142,7 @@ def adamw_update(
         adamw_triton(tensors, settings, verdict)
     elif verdict is None or bool(verdict.isfinite()):
         for row in tensors.rows:
-            _update_on_cpu(*row, settings)
+            _update_on_cpu(row, settings)
 
 
 def adamw_reference(
@@ -163,15 +163,9 @@ def adamw_reference(
             weight.copy_(master)
 
 
-def _update_on_cpu(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    master: torch.Tensor,
-    mean: torch.Tensor,
-    square: torch.Tensor,
-    s: AdamSettings,
-) -> None:
+def _update_on_cpu(row: Sequence[torch.Tensor], s: AdamSettings) -> None:
     """The operator of torch's fused CPU AdamW: one pass over each tensor, on all threads."""
+    weight, grad, master, mean, square = row
     if weight.numel() == 0:
         return
     exact = grad.to(master.dtype)

@@ -11,7 +11,7 @@ from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw, adamw_update
 from bmtrain.kernels.bf16 import joined, round_stochastically, split
 from bmtrain.kernels.blockwise import BLOCK, PART_OF_MEAN, PART_OF_SQUARE, Blocks
 from bmtrain.kernels.chunks import Batch, current_stream, table_of, tensor_at
-from bmtrain.kernels.launch import kernel, tl
+from bmtrain.kernels.launch import kernel, kernel_with, tl
 from bmtrain.kernels.random_bits import FIRST, bits_of, key_of, mixed, random_bits, seed_of
 
 # Elements that a program of the kernel updates, and that torch's operators update at a time: few
@@ -240,7 +240,7 @@ def _keep_moments(  # noqa: PLR0913 (a kernel has no objects to group its argume
 
 
 # Not for each kind of step a kernel of its own: 1, and multiples of 16, are kinds to Triton.
-@kernel(do_not_specialize=["step"])
+@kernel_with(do_not_specialize=["step"])
 def compact_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     rows: tl.tensor,
     row_of: tl.tensor,

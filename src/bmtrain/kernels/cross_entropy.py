@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from bmtrain.kernels.launch import Kernel, kernel, tl
+from bmtrain.kernels.launch import Kernel, kernel, kernel_with, tl
 
 # Elements of the plain-torch path's fp32 scratch: 1 MiB stays in a CPU's cache.
 CHUNK_NUMEL = 2**18
@@ -253,7 +253,7 @@ def _launch(
     )
 
 
-@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
+@kernel_with(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
 def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     logits: tl.tensor,
     stride: tl.tensor,
@@ -313,7 +313,7 @@ def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argu
         tl.store(below + number, tl.zeros_like(top))
 
 
-@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
+@kernel_with(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
 def row_gradient_kernel(  # noqa: PLR0913 (as above)
     logits: tl.tensor,
     stride: tl.tensor,

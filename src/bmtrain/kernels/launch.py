@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     tl = None  # in the source of a kernel: Triton's language
 
-__all__ = ["Kernel", "kernel", "tl"]
+__all__ = ["Kernel", "kernel", "kernel_with", "tl"]
 
 
 class Kernel:
@@ -74,11 +74,14 @@ class Kernel:
         return triton.jit(function, **self._options)
 
 
-def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Make a kernel of a function, with options of `triton.jit`; a decorator."""
-    if function is None:
-        return functools.partial(Kernel, options=options)
-    return Kernel(function, options)
+def kernel(function: Callable[..., Any]) -> Any:
+    """Make a kernel of a function."""
+    return Kernel(function, {})
+
+
+def kernel_with(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a kernel of a function with options of `triton.jit`."""
+    return functools.partial(Kernel, options=options)
 
 
 @functools.cache

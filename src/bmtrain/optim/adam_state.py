@@ -71,8 +71,8 @@ class SpanState:
         weight, cut = piece.values, self.span.cut
         if not self._is_compact:
             own = {name: cut(x, piece) for name, x in self.tensors.items()}
-            moments = (own[name] for name in MOMENT_NAMES)
-            return AdamTensors(weight, grad, own.get("master", weight), *moments)
+            first, second = (own[name] for name in MOMENT_NAMES)
+            return AdamTensors(weight, grad, own.get("master", weight), first, second)
         master = self.tensors.get("master", self.tensors.get("remainder"))
         if self._is_exact:
             master = weight

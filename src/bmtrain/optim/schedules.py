@@ -67,12 +67,12 @@ def step_schedules(
         for group, old, ours, present in zip(groups, before, written, now, strict=True):
             for name, value in present.items():
                 new, written_here = value, ours.get(name)
-                if name in old and type(value) is type(written_here):
-                    is_tensor = isinstance(value, torch.Tensor)
-                    is_ours = (
-                        torch.equal(value, written_here) if is_tensor else value == written_here
-                    )
-                    new = old[name] if is_ours else value
+                if isinstance(value, torch.Tensor) and isinstance(written_here, torch.Tensor):
+                    is_ours = torch.equal(value, written_here)
+                else:
+                    is_ours = type(value) is type(written_here) and bool(value == written_here)
+                if name in old and is_ours:
+                    new = old[name]
                 # A tensor is written in place, since others may refer to it.
                 if isinstance(new, torch.Tensor) and isinstance(group[name], torch.Tensor):
                     group[name].copy_(new)
