@@ -7,6 +7,7 @@ naming one at import would load torch's compiler, which takes a second.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import logging
@@ -42,9 +43,8 @@ def torch_version() -> tuple[int, ...]:
     return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-def tree_map_only(kind: Any, fn: Callable[[Any], Any], tree: Any) -> Any:
-    """torch's function, which makes a tuple of a torch.Size."""
-    return _tree_map_only(kind, fn, tree, is_leaf=lambda node: isinstance(node, torch.Size))
+#: torch's function, which alone makes a tuple of a torch.Size
+tree_map_only = functools.partial(_tree_map_only, is_leaf=lambda node: isinstance(node, torch.Size))
 
 
 # torch 2.13 renamed the two flat collectives and deprecated the names of 2.8 to 2.12.
@@ -114,17 +114,12 @@ def num_users(storage: torch.UntypedStorage) -> int:
     return count
 
 
-def sharing_versions() -> contextlib.AbstractContextManager[object]:
-    """A context in which detached tensors share version counters, also with what autograd saved."""
-    guard: contextlib.AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(
-        torch._C.DispatchKey.ADInplaceOrView, False
-    )
-    return guard
-
-
-def is_region(target: object) -> bool:
-    """Whether a function in a graph calls another graph."""
-    return isinstance(target, torch._ops.HigherOrderOperator)
+#: A context in which detached tensors share version counters, also with what autograd saved.
+sharing_versions: Callable[[], contextlib.AbstractContextManager[object]] = functools.partial(
+    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
+)
+#: The class of functions in a graph that call another graph.
+HigherOrderOperator: type = torch._ops.HigherOrderOperator
 
 
 def is_mutable(operator: Any) -> bool:
@@ -155,6 +150,10 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 # The sequence number of the next autograd node created on this thread.
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# Has autograd call a function at the end of the running backward pass.
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 
 def in_backward() -> bool:
@@ -166,11 +165,6 @@ def node_number(node: Any) -> int:
     """A node's sequence number: larger than those of all earlier nodes of the same thread."""
     number: int = node._sequence_nr()
     return number
-
-
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Have autograd call `function` at the end of the running backward pass."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def saved_tensors_hooks() -> object:
@@ -346,11 +340,9 @@ def matmul_switches() -> list[Any]:
     return [getattr(matmul, name) for name in names]
 
 
-def end_allocation(device_index: int, pool: Any) -> None:
-    """End allocation into a CUDA graph's pool; RuntimeError if none is active."""
-    torch._C._cuda_endAllocateToPool(device_index, pool)
-
-
+#: Ends allocation into a CUDA graph's pool, given the device's index and the pool; RuntimeError if
+#: none is active. A torch without CUDA has none.
+end_allocation: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
 # The descriptors of a tensor's gradient, under both of its names.
 native_gradients: tuple[Any, ...] = (torch.Tensor.grad, torch.Tensor._grad)
 
@@ -412,14 +404,10 @@ def num_collectives() -> list[int]:
     return counts
 
 
-def default_store() -> Any:
-    """The store through which the ranks of the run found each other."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
-def store_of(group: Any) -> Any:
-    """The key-value store of a process group."""
-    return torch.distributed.distributed_c10d._get_process_group_store(group)
+#: The store through which the ranks of the run found each other.
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
+#: The key-value store of a process group.
+store_of: Callable[[Any], Any] = dist.distributed_c10d._get_process_group_store
 
 
 def symmetric_memory() -> Any:
@@ -455,7 +443,8 @@ def flight_record(count: int = 3) -> str:
 
 def without_memory() -> contextlib.AbstractContextManager[Any]:
     """A context in which tensors have shape, dtype and device, and no memory."""
-    mode: contextlib.AbstractContextManager[Any] = _fake_tensor_mode()(allow_non_fake_inputs=True)
+    module = importlib.import_module("torch._subclasses.fake_tensor")
+    mode: contextlib.AbstractContextManager[Any] = module.FakeTensorMode(allow_non_fake_inputs=True)
     return mode
 
 
@@ -463,10 +452,6 @@ def has_no_memory(x: torch.Tensor) -> bool:
     """Whether operations on the tensor are traced: by `without_memory`, or behind Dynamo."""
     detect = importlib.import_module("torch._guards").detect_fake_mode
     return detect([x]) is not None
-
-
-def _fake_tensor_mode() -> Any:
-    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
 
 
 def lower_as_inductor(

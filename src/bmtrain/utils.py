@@ -97,15 +97,9 @@ class AverageRecorder:
 def print_block(title: str, content: Any = None, file: TextIO | None = None) -> None:
     """Print `title` as a rule and `str(content)` below it, on rank 0, to stdout or `file`."""
     heading = rich("text").Text(title)
-    if content is None:
-        _print(rich("panel").Panel(heading, box=rich("box").HORIZONTALS), file)
-    else:
-        _print(
-            rich("panel").Panel(
-                rich("text").Text(str(content)), box=rich("box").HORIZONTALS, title=heading
-            ),
-            file,
-        )
+    below = {} if content is None else {"title": heading}
+    body = heading if content is None else rich("text").Text(str(content))
+    _print(rich("panel").Panel(body, box=rich("box").HORIZONTALS, **below), file)
 
 
 def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = None) -> None:

@@ -24,7 +24,7 @@ DEVICE = "cuda:0"
 
 
 def skip_without_eight_bits() -> None:
-    if not fp8.is_supported(torch.device(DEVICE)):
+    if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no eight-bit products")
 
 
@@ -70,7 +70,7 @@ def test_products_are_those_of_fp32(fast: bool) -> None:
     skip_without_eight_bits()
     x, w, b = (torch.randn(*shape, device=DEVICE) for shape in ((200, 512), (96, 512), (96,)))
     (x8, xu), (w8, wu) = fp8.quantise(x, fp8.E4M3), fp8.quantise(w, fp8.E4M3)
-    want = fp8.product_reference(x8, xu, w8, wu, b, torch.float32)
+    want = (x8.float() @ w8.float().t()) * (xu * wu) + b.float()
     # The tensor cores themselves keep some 14 bits of a sum; what is not fast adds those up in fp32
     # every few numbers.
     for dtype, tolerance in ((torch.float32, 2e-3 if fast else 5e-4), (torch.bfloat16, 8e-3)):

@@ -16,7 +16,7 @@ from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
 from bmtrain.errors import ParameterError
-from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_reference, adamw_update
+from bmtrain.kernels.adam import AdamSettings, adamw_reference, adamw_update
 from bmtrain.kernels.chunks import Batch
 from bmtrain.kernels.scale import scale_, scale_reference_
 from bmtrain.kernels.squares import sum_of_squares
@@ -76,9 +76,7 @@ def test_fused_adam_is_the_formula(dtype: torch.dtype, grad_dtype: torch.dtype) 
         for step in range(1, 11):
             grad = normal(grad_dtype, step) * 8
             parts = zip(cut(weight), cut(grad), cut(master), cut(mean), cut(square), strict=True)
-            tensors = [
-                AdamTensors(w, g, w if master is weight else x, m, v) for w, g, x, m, v in parts
-            ]
+            tensors = [(w, g, w if master is weight else x, m, v) for w, g, x, m, v in parts]
             update(
                 Batch(tensors),
                 AdamSettings(

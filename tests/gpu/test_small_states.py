@@ -13,8 +13,8 @@ from tests.gpu.test_optimizer import Layer, Training, forbid_waiting, on_gpus
 from tests.tensors import zeros_on
 
 import bmtrain as bmt
-from bmtrain.kernels.adam import AdamSettings
-from bmtrain.kernels.adam_compact import CompactTensors, compact_reference, compact_triton
+from bmtrain.kernels.adam import AdamSettings, AdamTensors
+from bmtrain.kernels.adam_compact import compact_reference, compact_triton
 from bmtrain.kernels.blockwise import Blocks
 from bmtrain.optim import streaming
 
@@ -39,7 +39,7 @@ FORMS: list[dict[str, str]] = [
 
 def tensors(
     weight: torch.dtype, master: str, quantised: bool, grad: torch.dtype
-) -> list[CompactTensors]:
+) -> list[AdamTensors]:
     generator = torch.Generator("cuda").manual_seed(0)
     device, found = torch.device("cuda", torch.cuda.current_device()), []
     for number, (size, start) in enumerate(zip(SIZES, STARTS, strict=True)):
@@ -56,11 +56,11 @@ def tensors(
             for dtype in (torch.int8, torch.uint8)
         )
         grads = torch.zeros(size, dtype=grad, device=device)
-        found.append(CompactTensors(values, grads, masters[master], mean, square, number, start))
+        found.append(AdamTensors(values, grads, masters[master], mean, square, number, start))
     return found
 
 
-def written(members: list[CompactTensors]) -> dict[str, list[torch.Tensor]]:
+def written(members: list[AdamTensors]) -> dict[str, list[torch.Tensor]]:
     """By their names."""
     found: dict[str, list[torch.Tensor]] = {}
     for t in members:

@@ -12,8 +12,8 @@ import torch
 from tests.tensors import zeros_on
 
 from bmtrain.kernels import adam_compact
-from bmtrain.kernels.adam import AdamSettings, adamw_triton
-from bmtrain.kernels.adam_compact import CompactTensors, compact_reference, compact_triton
+from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_triton
+from bmtrain.kernels.adam_compact import compact_reference, compact_triton
 from bmtrain.kernels.blockwise import Blocks
 
 # Lengths 1, of no whole block, of whole blocks and of several chunks, and where they start.
@@ -32,7 +32,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tensors(
     master: str, weight: torch.dtype = BF16, quantised: bool = True, grad: torch.dtype = FP32
-) -> list[CompactTensors]:
+) -> list[AdamTensors]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for number, (size, start) in enumerate(SIZES.items()):
@@ -47,11 +47,11 @@ def tensors(
             for dtype in (torch.int8, torch.uint8)
         )
         grads = torch.ones(size, dtype=grad)
-        found.append(CompactTensors(values, grads, masters[master], mean, square, number, start))
+        found.append(AdamTensors(values, grads, masters[master], mean, square, number, start))
     return found
 
 
-def written(members: list[CompactTensors]) -> list[torch.Tensor]:
+def written(members: list[AdamTensors]) -> list[torch.Tensor]:
     return [x for t in members for x in (t.weight, *t.state)]
 
 

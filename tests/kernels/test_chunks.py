@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bmtrain.kernels.chunks import ALIGNMENT, Batch, Chunks, chunks_of
+from bmtrain.kernels.chunks import ALIGNMENT, Batch, Chunks
 
 
 def elements(chunks: Chunks, length: int) -> list[int]:
@@ -19,15 +19,19 @@ def elements(chunks: Chunks, length: int) -> list[int]:
     return out
 
 
+def tables(*columns: list[torch.Tensor], length: int = 16) -> list[Chunks]:
+    return [table for _, table in Batch(zip(*columns, strict=True)).tables(length)]
+
+
 def test_every_element_belongs_to_one_program() -> None:
     """Whatever the lengths: 0, 1, below, at, above and at multiples of that of a chunk."""
     sizes = [0, 1, 15, 16, 17, 32, 48, 1000, 0, 160]
     tensors = [torch.zeros(size) for size in sizes]
-    got = [element for table in chunks_of([tensors], 16) for element in elements(table, 16)]
+    got = [element for table in tables(tensors) for element in elements(table, 16)]
     assert sorted(got) == sorted(x.data_ptr() + 4 * i for x in tensors for i in range(x.numel()))
     empty: list[torch.Tensor] = []
     for nothing in ([empty], [[torch.empty(0)]] * 2):
-        assert chunks_of(nothing, 16) == ()
+        assert tables(*nothing) == []
 
 
 def test_what_is_aligned_is_apart() -> None:
@@ -36,7 +40,8 @@ def test_what_is_aligned_is_apart() -> None:
     """
     columns = torch.zeros(400), torch.zeros(400, dtype=torch.float16)
     bounds = [(0, 64), (64, 131), (131, 200), (208, 211), (224, 224)]
-    aligned, rest = chunks_of([[x[begin:end] for begin, end in bounds] for x in columns], 64)
+    parts = [[x[begin:end] for begin, end in bounds] for x in columns]
+    aligned, rest = tables(*parts, length=64)
 
     def rows(places: dict[int, int]) -> list[list[int]]:
         return [[*(x[begin:].data_ptr() for x in columns), n] for begin, n in places.items()]
@@ -51,7 +56,7 @@ def test_a_table_is_made_once_for_the_same_places() -> None:
     """And anew when something lies elsewhere or has another length."""
     tensors = [torch.zeros(64) for _ in range(3)]
     (first,), (again,), (moved,), (longer,), (shorter,) = (
-        chunks_of([columns], length)
+        tables(columns, length=length)
         for columns, length in (
             (tensors, 16),
             ([x.view(8, 8).view(-1) for x in tensors], 16),
@@ -72,10 +77,10 @@ def test_a_batch_has_tables_by_dtypes_and_makes_them_once() -> None:
     """
     half, single = torch.float16, torch.float32
     batch = Batch([(torch.zeros(64, dtype=one), torch.zeros(64)) for one in (half, single, half)])
-    tables = batch.tables(32)
-    counts = [(kind, table.count) for kind, table in tables]
+    made = batch.tables(32)
+    counts = [(kind, table.count) for kind, table in made]
     assert counts == [((half, single), 4), ((single, single), 2)]
-    assert batch.tables(32) is tables and batch.tables(64) is not tables
+    assert batch.tables(32) is made and batch.tables(64) is not made
     assert Batch([]).tables(32) == []
     with torch.device("meta"):  # any device that is not the CPU
         fast = [torch.empty(3, 4), torch.empty(0, dtype=half)]

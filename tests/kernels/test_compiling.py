@@ -110,7 +110,7 @@ def train(dtype: torch.dtype) -> None:
     mean, square = (Blocks(flat.to(kind), of_flat[:4096]) for kind in (torch.int8, torch.uint8))
     for master, *moments in ((None, mean, square), (flat.short(), of_flat, of_flat)):
         case: Any = (flat, flat, master, *moments, 0, 0)
-        adam_compact.compact_triton([adam_compact.CompactTensors(*case)], settings, verdict)
+        adam_compact.compact_triton([adam.AdamTensors(*case)], settings, verdict)
     scale.scale_triton_(Batch([(flat,)]), verdict.float())
     scale.scale_to_by_triton(wide, verdict.float(), dtype)
     squares.sum_of_squares_triton(Batch([(flat,)]), flat.device)

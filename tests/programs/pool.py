@@ -10,7 +10,7 @@ from tests.programs import running
 from tests.programs.features import Spec
 from tests.ranks import runner
 
-from bmtrain.verification.processes import REFUSALS
+from bmtrain.verification.verify import REFUSALS
 
 LIMIT_S = 30.0
 

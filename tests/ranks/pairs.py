@@ -16,8 +16,8 @@ from tests.ranks import models
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.distributed.agreement import HostCopy
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, clip_grad_norm
-from bmtrain.optim.loss_scale import FiniteCheck
 
 SIZES = ((7, 13), (13, 2), (2, 1), (1, 3))
 ROWS = 12
@@ -113,7 +113,7 @@ def groups(params: list[Any]) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def late_verdicts() -> Any:
     """The CPU knows at once what is finite; inside the host asks as late as with a GPU."""
-    with mock.patch.object(FiniteCheck, "needs_waiting", True):
+    with mock.patch.object(HostCopy, "needs_waiting", True):
         yield
 
 

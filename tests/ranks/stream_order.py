@@ -184,10 +184,14 @@ def _lines() -> tuple[tuple[str, int], ...]:
 
 
 class SimulatedStreams(Streams):
-    """Streams of one user, as CudaStreams has them; events are clocks."""
+    """Streams of one user, as a GPU has them; events are clocks."""
 
     def __init__(self, order: Order, name: str) -> None:
-        self._order, self._gather, self._reduce = order, f"{name} gather", f"{name} reduce"
+        self._order, self._gather_name, self._reduce_name = (
+            order,
+            f"{name} gather",
+            f"{name} reduce",
+        )
 
     def mark_compute(self) -> torch.Event | None:
         return self.mark_current()
@@ -199,12 +203,12 @@ class SimulatedStreams(Streams):
         self._wait(self._order.current, event)
 
     def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
-        self._wait(self._gather, after)
-        return self._order.on(self._gather)
+        self._wait(self._gather_name, after)
+        return self._order.on(self._gather_name)
 
     def reducing(self) -> contextlib.AbstractContextManager[object]:
-        self._wait(self._reduce, self.mark_current())
-        return self._order.on(self._reduce)
+        self._wait(self._reduce_name, self.mark_current())
+        return self._order.on(self._reduce_name)
 
     def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
         surrounding, before = self._order.current, self.mark_current()
@@ -219,7 +223,7 @@ class SimulatedStreams(Streams):
             self._order.clocks[surrounding].wait(self._order.clocks[side])
 
     def join(self) -> None:
-        for side in (self._gather, self._reduce):
+        for side in (self._gather_name, self._reduce_name):
             self._order.clocks[self._order.current].wait(self._order.clocks[side])
 
     def renew(self) -> None:
@@ -282,7 +286,7 @@ def watching() -> Iterator[Order]:
             return take(host, num_bytes)
 
     simulated = mock.patch.object(
-        transport, "Streams", lambda: SimulatedStreams(order, f"streams {next(numbers)}:")
+        transport, "Streams", lambda _: SimulatedStreams(order, f"streams {next(numbers)}:")
     )
     with simulated, mock.patch.object(Host, "_take", take_on_host), Watch(order):
         yield order

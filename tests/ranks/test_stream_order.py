@@ -313,12 +313,12 @@ WITHOUT: dict[str, Patch] = {
     "gathers wait for writes and for the last reader": (
         SimulatedStreams,
         "gathering",
-        lambda self, after: self._order.on(self._gather),
+        lambda self, after: self._order.on(self._gather_name),
     ),
     "reductions wait for what they read": (
         SimulatedStreams,
         "reducing",
-        lambda self: self._order.on(self._reduce),
+        lambda self: self._order.on(self._reduce_name),
     ),
     "memory of gradients is waited for": (Transport, "_make_room", let_go_at_once),
     "compute waits for the host": (Host, "receive", lambda self, event: None),

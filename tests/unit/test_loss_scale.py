@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from bmtrain.distributed.agreement import HostCopy
 from bmtrain.errors import ConfigurationError
-from bmtrain.optim.loss_scale import FiniteCheck, LossScale
+from bmtrain.optim.loss_scale import LossScale
 
 
 def test_shrinks_and_grows_within_bounds() -> None:
@@ -63,9 +64,9 @@ def test_a_verdict_is_awaited_once_and_by_whoever_asks(
         def look(scale: LossScale = scale, seen: list[int] = seen) -> None:
             seen.append(scale.good_steps)
 
-        is_finite = FiniteCheck(torch.tensor(number, dtype=torch.float64))
+        arriving = HostCopy([torch.tensor(number, dtype=torch.float64)])
         scale.judge(True)
-        scale.judge_later(is_finite, look)
+        scale.judge_later(arriving, look)
         assert not seen and scale.good_steps == 1
         ask(scale)
         ask(scale)
@@ -73,7 +74,7 @@ def test_a_verdict_is_awaited_once_and_by_whoever_asks(
         assert scale.state_dict() == {"value": value, "good_steps": good_steps}
         is_bad = not math.isfinite(number)
         assert (scale.num_skipped, scale.num_in_a_row) == (is_bad, 0)
-        scale.judge_later(is_finite, lambda: None)
+        scale.judge_later(arriving, lambda: None)
         scale.load_state_dict({"value": 32.0, "good_steps": 5})
         assert scale.state_dict() == {"value": 32, "good_steps": 5}
 

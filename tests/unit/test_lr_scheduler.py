@@ -117,15 +117,15 @@ REFUSED = """
 Linear(optimizer(), S, 5, 5) => end_iter|got 5|warmup_iter=5|NoDecay
 Cosine(optimizer(), S, 5, 4) => end_iter|got 4|warmup_iter=5
 Cosine(optimizer(), S, 0, -1) => end_iter|got -1
-NoDecay(optimizer(), -S, 0, 1) => start_lr|is -0.3|0 or more
+NoDecay(optimizer(), -S, 0, 1) => start_lr|is -0.3|from 0 on
 NoDecay(optimizer(), math.nan, 0, 1) => start_lr|is nan
-Noam(optimizer(), S, -1, 1) => warmup_iter|is -1|no warm-up
+Noam(optimizer(), S, -1, 1) => warmup_iter|is -1|from 0 on
 Linear(optimizer(), S, 5, None) => end_iter|got None|NoDecay
 Noam(optimizer(), S, 0, 9, -3) => num_iter|is -3
 Noam(optimizer(), S, 0, 9).step(-3) => num_iter|is -3
-Exponential(optimizer(), S, 0, 9, gamma=-1.0) => gamma|got -1.0
+Exponential(optimizer(), S, 0, 9, gamma=-1.0) => gamma|is -1.0
 Exponential(optimizer(), S, 0, 9, gamma=2.0).step(9999) => iteration 9999: lr is|finite
-Exponential(optimizer(), S, 0, 9, gamma=math.inf).step(1) => iteration 1: lr is inf|finite
+Exponential(optimizer(), S, 0, 9, gamma=math.inf) => gamma|is inf|finite
 Noam(optimizer(), S, 0, 9).load_state_dict({"num_iter": 3}) => state_dict|num_iter|start_lr
 """
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.tensors import zeros_on
 
-from bmtrain.kernels.adam import AdamSettings
-from bmtrain.kernels.adam_compact import CompactTensors, compact_update
+from bmtrain.kernels.adam import AdamSettings, AdamTensors
+from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.kernels.bf16 import are_neighbours, joined, remainders_of, round_stochastically, split
 from bmtrain.kernels.blockwise import Blocks
 from bmtrain.kernels.random_bits import key_of, random_bits, seed_of
@@ -181,8 +181,8 @@ def test_update_is_torchs(kind: str, quantised: bool) -> None:
     for step in range(1, 51):
         param.grad = direction + randn(size, step + 1)
         reference.step()
-        t = CompactTensors(weight, param.grad * 4.0, master, mean, square, 0, 0)
-        compact_update([t], AdamSettings(**settings, step=step, scale=4.0))
+        t = AdamTensors(weight, param.grad * 4.0, master, mean, square, 0, 0)
+        update_tensors([t], AdamSettings(**settings, step=step, scale=4.0))
     found = joined(weight, master) if kind == "split" and master is not None else master
     found, want = weight.float() if found is None else found, param.detach()
     moved = (want - start.float()).abs().mean()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from bmtrain.distributed.transport import CudaStreams
+from bmtrain.distributed.transport import Streams
 
 Tasks = frozenset[str]
 
@@ -66,7 +66,7 @@ def test_gathers_and_reductions_do_not_wait_for_each_other(device: Device) -> No
     """Nor do the copies of one of them; each direction in itself is in order. Reductions come after
     what was computed.
     """
-    streams = CudaStreams(torch.device("cuda", 0))
+    streams = Streams(torch.device("cuda", 0))
     device.tasks("product", 1)[0]()
     for turn in range(2):
         for name, way in (("gather", streams.gathering(None)), ("reduce", streams.reducing())):
@@ -87,7 +87,7 @@ def test_gathers_and_reductions_do_not_wait_for_each_other(device: Device) -> No
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_any_number_of_jobs(device: Device, count: int) -> None:
     """More of them the second time, and fewer the third."""
-    streams = CudaStreams(torch.device("cuda", 0))
+    streams = Streams(torch.device("cuda", 0))
     for turn, now in enumerate((count, count + 4, count)):
         streams.side_by_side(device.tasks(f"{turn}:", now))
         device.tasks(f"end {turn}", 1)[0]()

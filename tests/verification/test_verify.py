@@ -19,13 +19,11 @@ from tests.verification import subjects
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
-from bmtrain.verification.compare import Report, compare
-from bmtrain.verification.processes import Outcome
+from bmtrain.verification.compare import Report, compare, relative_tolerance
 from bmtrain.verification.program import load_program
 from bmtrain.verification.record import Key, Kind, Record
 from bmtrain.verification.running import Settings, run_on_ranks, run_reference
-from bmtrain.verification.tolerance import relative_tolerance
-from bmtrain.verification.verify import _judged
+from bmtrain.verification.verify import Outcome, _judged
 
 ROOT = Path(__file__).parents[2]
 Maker = Callable[[], Any]

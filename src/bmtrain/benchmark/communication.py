@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -48,24 +49,12 @@ def all_gather(max_size: int | None = None) -> list[Row]:
     Raises:
         ConfigurationError: for a `max_size` below 1 KiB.
     """
-
-    def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None]:
-        shard = torch.zeros(numel // axis.size, dtype=torch.float16, device=device)
-        full = torch.empty(shard.numel() * axis.size, dtype=torch.float16, device=device)
-        return lambda: gather_shards([full], [shard], axis)
-
-    return _measure("all_gather", prepare, _share, max_size)
+    return _measure("all_gather", max_size)
 
 
 def reduce_scatter(max_size: int | None = None) -> list[Row]:
     """Measure reduce-scatters by size. Collective; see `all_gather`."""
-
-    def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None]:
-        shard = torch.empty(numel // axis.size, dtype=torch.float16, device=device)
-        full = torch.zeros(shard.numel() * axis.size, dtype=torch.float16, device=device)
-        return lambda: reduce_shards([shard], [full], axis)
-
-    return _measure("reduce_scatter", prepare, _share, max_size)
+    return _measure("reduce_scatter", max_size)
 
 
 def send_recv(max_size: int | None = None) -> list[Row]:
@@ -73,28 +62,10 @@ def send_recv(max_size: int | None = None) -> list[Row]:
 
     With a world size of 1 the table is empty.
     """
-
-    def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None] | None:
-        if axis.size == 1:
-            return None
-        out = torch.zeros(numel, dtype=torch.float16, device=device)
-        into = torch.empty_like(out)
-        following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-        return lambda: collectives.exchange([(out, following)], [(into, previous)], axis)
-
-    return _measure("send_recv", prepare, lambda axis: 1.0, max_size)
+    return _measure("send_recv", max_size)
 
 
-def _share(axis: Axis) -> float:
-    return (axis.size - 1) / axis.size
-
-
-def _measure(
-    what: str,
-    prepare: Callable[[int, Axis, torch.device], Callable[[], None] | None],
-    share: Callable[[Axis], float],
-    max_size: int | None,
-) -> list[Row]:
+def _measure(what: str, max_size: int | None) -> list[Row]:
     current = world.current(f"benchmark.{what}")
     axis, device = current.mesh.world, current.device
     limit = max_size if max_size is not None else (2**24 if device.type == "cpu" else 2**30)
@@ -102,57 +73,58 @@ def _measure(
         raise ConfigurationError(
             f"benchmark.{what} got max_size={limit} bytes: expected at least {MIN_SIZE}."
         )
-    rows = []
-    size = MIN_SIZE
-    while size <= limit:
-        call = prepare(size // torch.float16.itemsize, axis, device)
-        if call is None:
-            break
-        seconds = _time(call, axis)
-        rows.append(Row(size=size, seconds=seconds, bandwidth=size * share(axis) / seconds))
+    rows, size, is_send = [], MIN_SIZE, what == "send_recv"
+    share = 1.0 if is_send else (axis.size - 1) / axis.size
+    following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    while size <= limit and not (is_send and axis.size == 1):
+        numel = size // torch.float16.itemsize
+        own = torch.zeros(
+            numel if is_send else numel // axis.size, dtype=torch.float16, device=device
+        )
+        full = torch.zeros(
+            numel if is_send else own.numel() * axis.size, dtype=torch.float16, device=device
+        )
+        calls: dict[str, Callable[[], None]] = {
+            "all_gather": partial(gather_shards, [full], [own], axis),
+            "reduce_scatter": partial(reduce_shards, [own], [full], axis),
+            "send_recv": partial(
+                collectives.exchange, [(own, following)], [(full, previous)], axis
+            ),
+        }
+        seconds = _time(calls[what], axis)
+        rows.append(Row(size=size, seconds=seconds, bandwidth=size * share / seconds))
         size *= 2
     if current.rank == 0:
-        _print(what, rows, axis)
+        table = rich("table").Table(title=f"{what}, {axis.size} ranks")
+        for name in ("size", "time", "bandwidth"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            speed = f"{row.bandwidth / 1e9:,.3f} GB/s"
+            table.add_row(format_size(row.size), f"{row.seconds * 1e6:,.1f} us", speed)
+        rich("console").Console().print(table)
     return rows
 
 
 def _time(call: Callable[[], None], axis: Axis) -> float:
     """Seconds of one call on the slowest rank."""
+
+    def seconds_of(calls: int) -> float:
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        device = world.current("benchmark").device
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - begin) / calls
+
     for _ in range(WARM_UPS):
-        single = _seconds_of(call, 1)
+        single = seconds_of(1)
     # Agree on one time, and thereby on one number of calls: otherwise a rank that makes more calls
     # than the others would hang in its last collective.
     single = max(collectives.gather_objects(single, axis, "a time"))
     calls = min(max(int(BUDGET_S / max(single, 1e-9)), 1), MAX_CALLS)
-    return max(*collectives.gather_objects(_seconds_of(call, calls), axis, "a time"), 1e-9)
-
-
-def _seconds_of(call: Callable[[], None], calls: int) -> float:
-    synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        call()
-    _wait_for_device()
-    return (time.perf_counter() - begin) / calls
-
-
-def _wait_for_device() -> None:
-    device = world.current("benchmark").device
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
-
-
-def _print(what: str, rows: list[Row], axis: Axis) -> None:
-    table = rich("table").Table(title=f"{what}, {axis.size} ranks")
-    for name in ("size", "time", "bandwidth"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            format_size(row.size),
-            f"{row.seconds * 1e6:,.1f} us",
-            f"{row.bandwidth / 1e9:,.3f} GB/s",
-        )
-    rich("console").Console().print(table)
+    return max(*collectives.gather_objects(seconds_of(calls), axis, "a time"), 1e-9)
 
 
 def format_size(size: int) -> str:

@@ -56,9 +56,7 @@ def debug_set(key: Any, value: Any) -> None:
     DEBUG_VARS[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def debug_get(key: Any, default: Any = None) -> Any:
-    """The value of `key`, or `default`."""
-    return DEBUG_VARS.get(key, default)
+debug_get = DEBUG_VARS.get
 
 
 def debug_append(key: Any, value: Any) -> None:

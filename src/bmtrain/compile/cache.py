@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import pathlib
-from typing import Any
 
 import torch
 
@@ -59,12 +58,8 @@ def is_told(graph: torch.fx.GraphModule) -> bool:
     name. torch caches no such graph, but looks for such calls in the graph alone and not in its
     parts: after an edit of the function, the program would run what it was before.
     """
-    return all(_is_told(node.target) for node in calls(graph))
-
-
-def _is_told(target: Any) -> bool:
-    module = getattr(target, "__module__", None)
-    return module is None or module.partition(".")[0] in _TOLD
+    modules = (getattr(node.target, "__module__", None) for node in calls(graph))
+    return all(name is None or name.partition(".")[0] in _TOLD for name in modules)
 
 
 # Packages whose functions are the same for the same key: torch's, ours and Python's own.

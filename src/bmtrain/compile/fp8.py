@@ -33,7 +33,8 @@ def check_fp8(wanted: bool, device: torch.device) -> bool:
         raise ConfigurationError(
             f"fp8 is {wanted!r}: expected True, False, or None for the default of init_distributed."
         )
-    if wanted and not fp8.is_supported(device):
+    # GPUs from Ada on; CPUs use fp32
+    if wanted and device.type != "cpu" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigurationError(
             "fp8=True needs a GPU with eight-bit products (compute capability 8.9 or "
             f"more), {device} is a "
@@ -50,24 +51,21 @@ def linear(
     Falls back to torch's F.linear if n or k is not a multiple of 16, the input is empty, or a dtype
     is not bf16, fp16 or fp32.
     """
-    if not _is_possible(input, weight):
+    is_possible = (
+        weight.dim() == 2
+        and input.dim() > 0
+        and input.shape[-1] == weight.shape[1]
+        and all(size % fp8.ALIGNMENT == 0 for size in weight.shape)
+        and input.numel() > 0
+        and {input.dtype, weight.dtype} <= {torch.bfloat16, torch.float16, torch.float32}
+    )
+    if not is_possible:
         return F.linear(input, weight, bias)
     kind = input.device.type
     # of the result: the same as without fp8
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
     out = Fp8Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias, dtype)
     return out.view(*input.shape[:-1], weight.shape[0])
-
-
-def _is_possible(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return (
-        weight.dim() == 2
-        and x.dim() > 0
-        and x.shape[-1] == weight.shape[1]
-        and all(size % fp8.ALIGNMENT == 0 for size in weight.shape)
-        and x.numel() > 0
-        and {x.dtype, weight.dtype} <= {torch.bfloat16, torch.float16, torch.float32}
-    )
 
 
 class Fp8Linear(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bmtrain.torch_internals import is_mutable, is_region, overloads
+from bmtrain.torch_internals import HigherOrderOperator, is_mutable, overloads
 
 
 def parts(graph: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
@@ -56,8 +56,11 @@ def can_wait(node: torch.fx.Node, until: torch.fx.Node) -> bool:
     read = _memories(node.all_input_nodes)
     nodes = itertools.dropwhile(lambda each: each is not node, node.graph.nodes)
     between = itertools.takewhile(lambda each: each is not until, itertools.islice(nodes, 1, None))
+    # what turns gradients, autocast or the like on or off
+    modes = ("_set_", "_enter_", "_exit_")
     return not any(
-        _sets_mode(each) or (_may_write(each) and read & _memories(each.all_input_nodes))
+        (each.op == "call_function" and _name(each).startswith(modes))
+        or (_may_write(each) and read & _memories(each.all_input_nodes))
         for each in between
     )
 
@@ -66,11 +69,6 @@ def _memories(nodes: Iterable[torch.fx.Node]) -> set[int]:
     """The same for tensors that share memory."""
     values = map(value_of, nodes)
     return {id(value.untyped_storage()) for value in values if value is not None}
-
-
-def _sets_mode(node: torch.fx.Node) -> bool:
-    """Whether it turns gradients, autocast or the like on or off."""
-    return node.op == "call_function" and _name(node).startswith(("_set_", "_enter_", "_exit_"))
 
 
 def _may_write(node: torch.fx.Node) -> bool:
@@ -84,7 +82,7 @@ def _may_write(node: torch.fx.Node) -> bool:
         node.op == "call_function"
         and (
             is_in_place
-            or is_region(node.target)
+            or isinstance(node.target, HigherOrderOperator)
             or any(map(is_mutable, overloads(node.target)))
             or "out" in node.kwargs
             or any(each is True for each in (*node.args, node.kwargs.get("inplace")))

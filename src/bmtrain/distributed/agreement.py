@@ -117,14 +117,6 @@ class HostCopy:
         """Whether anything comes from a device at all."""
         return bool(self._arrived)
 
-    @property
-    def is_here(self) -> bool:
-        """Whether `values` would return at once.
-
-        May differ between ranks: a decision that the ranks must share cannot depend on it.
-        """
-        return all(event.query() for event in self._arrived)
-
     def values(self) -> list[torch.Tensor]:
         """The tensors on the CPU. Waits for the device."""
         for event in self._arrived:

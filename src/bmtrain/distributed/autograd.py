@@ -32,9 +32,8 @@ def all_gather(
     Args:
         local_gradient: backward takes this rank's part of its own gradient, as in BMTrain.
     """
-    out: torch.Tensor = _AllGather.apply(
-        x, _axis(comm, "all_gather"), _checked_flag(local_gradient, "all_gather")
-    )
+    axis = _axis(comm, "all_gather", local_gradient)
+    out: torch.Tensor = _AllGather.apply(x, axis, local_gradient)
     return out
 
 
@@ -52,6 +51,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
     if op in ("sum", "avg"):
         out: torch.Tensor = _ReduceScatter.apply(x, axis)
         return out / axis.size if op == "avg" else out
+    # Not every backend has reduce-scatter for these; all-reduce works on all of them.
     if x.dim() == 0 or x.shape[0] % axis.size:
         raise ConfigurationError(
             f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
@@ -75,15 +75,16 @@ def all_reduce(
     Raises:
         ConfigurationError: for an unknown `op`.
     """
-    axis = _axis(comm, "all_reduce")
+    axis = _axis(comm, "all_reduce", local_gradient)
     collectives.check_op(op)
-    local = _checked_flag(local_gradient, "all_reduce")
     out: torch.Tensor
-    if op in ("sum", "avg"):
-        out = _Sum.apply(x, axis, local)
-        return out / axis.size if op == "avg" else out
-    out = _Product.apply(x, axis, local) if op == "prod" else _Extremum.apply(x, op, axis, local)
-    return out
+    if op == "prod":
+        out = _Product.apply(x, axis, local_gradient)
+    elif op in ("max", "min"):
+        out = _Extremum.apply(x, op, axis, local_gradient)
+    else:
+        out = _Sum.apply(x, axis, local_gradient)
+    return out / axis.size if op == "avg" else out
 
 
 def broadcast(
@@ -98,18 +99,17 @@ def broadcast(
         local_gradient: backward gives that sum to every rank's `x`, as in BMTrain. The result then
             requires grad on all ranks if `x` does on any.
     """
-    axis = _axis(comm, "broadcast")
+    axis = _axis(comm, "broadcast", local_gradient)
     _check_place(root, axis, "broadcast")
-    local = _checked_flag(local_gradient, "broadcast")
     can_require_grad = x.is_floating_point() or x.is_complex()
     if torch.is_grad_enabled() and can_require_grad and axis.size > 1:
         wanted = torch.tensor([x.requires_grad], dtype=torch.uint8, device="cpu")
-        if local:
+        if local_gradient:
             collectives.all_reduce_(wanted, "max", axis)
         else:
             collectives.broadcast_(wanted, root, axis)
         x = (x if x.requires_grad else x.detach().requires_grad_()) if wanted.item() else x.detach()
-    out: torch.Tensor = _Broadcast.apply(x, root, axis, local)
+    out: torch.Tensor = _Broadcast.apply(x, root, axis, local_gradient)
     return out
 
 
@@ -146,8 +146,12 @@ def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
     return out
 
 
-def _axis(comm: Axis | None, what: str) -> Axis:
+def _axis(comm: Axis | None, what: str, local_gradient: bool = False) -> Axis:
     current = world.current(what)
+    if not isinstance(local_gradient, bool):
+        raise ConfigurationError(
+            f"{what} got local_gradient={local_gradient!r}: expected True or False."
+        )
     if comm is None:
         return current.mesh.world
     if not isinstance(comm, Axis):
@@ -156,14 +160,6 @@ def _axis(comm: Axis | None, what: str) -> Axis:
             "one of bmtrain.config such as config['comm']."
         )
     return comm
-
-
-def _checked_flag(local_gradient: bool, what: str) -> bool:
-    if not isinstance(local_gradient, bool):
-        raise ConfigurationError(
-            f"{what} got local_gradient={local_gradient!r}: expected True or False."
-        )
-    return local_gradient
 
 
 def _check_place(place: int, axis: Axis, what: str) -> None:
@@ -191,7 +187,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis, ctx.shape = axis, x.shape
-        return collectives.reduce_scatter(x, "sum", axis)
+        return collectives.reduce_scatter(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

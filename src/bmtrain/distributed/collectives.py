@@ -73,31 +73,24 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def reduce_scatter(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
-    """This rank's part of the reduction of `x` (axis.size * n, ...) over ranks: (n, ...)."""
-    check_op(op)
+def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """This rank's part of the sum of `x` (axis.size * n, ...) over ranks: (n, ...)."""
     if x.dim() == 0 or x.shape[0] % axis.size:
         raise ConfigurationError(
             f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
             f"expected dim 0 divisible by {axis.size}."
         )
-    if op == "avg":
-        return reduce_scatter(x, "sum", axis) / axis.size
-    # Not every backend has reduce-scatter for these ops; all-reduce works on all of them.
-    if op != "sum":
-        return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
     _enter(axis, "reduce_scatter", x)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), op=OPS[op], group=axis.group)
+    reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), op=OPS["sum"], group=axis.group)
     return out
 
 
 def all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
-    """A new tensor of x's shape: the reduction of every rank's `x`."""
-    check_op(op)
+    """A new tensor of x's shape: the reduction of every rank's `x`, by one of OPS but avg."""
     out = x.clone(memory_format=torch.contiguous_format)
-    all_reduce_(out, "sum" if op == "avg" else op, axis)
-    return out / axis.size if op == "avg" else out
+    all_reduce_(out, op, axis)
+    return out
 
 
 def all_reduce_(x: torch.Tensor, op: str, axis: Axis) -> None:
@@ -146,20 +139,24 @@ class Transfer:
             work.wait()
 
 
-def start_send(tensors: Sequence[torch.Tensor], target: int, axis: Axis) -> Transfer:
-    """Start sending contiguous tensors to the rank at index `target`.
+def start(
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+    axis: Axis,
+    what: str,
+) -> Transfer:
+    """Start sends and receives of contiguous tensors, each with the index of the other rank.
 
-    Point to point: the other ranks of the axis do not take part.
+    One batch, which cannot deadlock whatever order ranks use. Point to point: the other ranks of
+    the axis do not take part. `what` it is, for messages.
     """
-    _enter_alone(axis, "a send")
-    ops = [dist.P2POp(dist.isend, x, axis.ranks[target], group=axis.group) for x in tensors]
-    return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
-
-
-def start_receive(tensors: Sequence[torch.Tensor], source: int, axis: Axis) -> Transfer:
-    """Start overwriting contiguous tensors with what the rank at index `source` sends."""
-    _enter_alone(axis, "a receive")
-    ops = [dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x in tensors]
+    _enter_alone(axis, what)
+    ops = [
+        dist.P2POp(op, x, axis.ranks[other], group=axis.group)
+        for op, pairs in ((dist.isend, sends), (dist.irecv, receives))
+        for x, other in pairs
+    ]
+    tensors = [x for x, _ in (*sends, *receives)]
     return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
 
 
@@ -180,16 +177,24 @@ def receive_object(source: int, axis: Axis) -> Any:
 
 
 def exchange(
-    sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+    axis: Axis,
 ) -> None:
-    """Run all sends and receives as one batch, which cannot deadlock whatever order ranks use."""
-    _enter_alone(axis, "an exchange")
-    ops = [dist.P2POp(dist.isend, x, axis.ranks[to], group=axis.group) for x, to in sends]
-    ops += [
-        dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x, source in receives
-    ]
-    for work in dist.batch_isend_irecv(ops) if ops else []:
-        work.wait()
+    """Run all sends and receives as one batch."""
+    start(sends, receives, axis, "an exchange").wait()
+
+
+def all_gather_rows(x: torch.Tensor, counts: Sequence[int], axis: Axis) -> torch.Tensor:
+    """Every rank's `x` (n, ...), one after the other; `counts` are their numbers of rows."""
+    padded = x.new_zeros((max(counts), *x.shape[1:]))
+    if padded.numel() == 0:
+        return x.new_empty((sum(counts), *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    # Sent as bytes: not every backend supports every dtype.
+    sent = all_gather(padded.contiguous().view(-1).view(torch.uint8), axis)
+    parts = sent.view(x.dtype).view(axis.size, *padded.shape)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:

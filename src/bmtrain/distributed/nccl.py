@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from bmtrain.distributed import collectives
+from bmtrain.distributed import autograd, collectives
 from bmtrain.errors import ConfigurationError, RemovedError
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import COUNT
@@ -36,7 +36,7 @@ class _Batch:
 def allReduce(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:
     """`dst` = the reduction of every rank's `src` by `op` (sum, avg, max, min, prod)."""
     source, target = _pair("allReduce", src, dst, comm, reduces=True)
-    _write(target, collectives.all_reduce(source, op, comm))
+    _write(target, autograd.all_reduce(source, op, comm))
 
 
 def allGather(src: Buffer, dst: Buffer, comm: Axis) -> None:
@@ -48,7 +48,7 @@ def allGather(src: Buffer, dst: Buffer, comm: Axis) -> None:
 def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:
     """`dst` (n,) = this rank's part of the reduction by `op` of every rank's `src` (ranks * n,)."""
     source, target = _pair("reduceScatter", src, dst, comm, reduces=True, scatters=True)
-    _write(target, collectives.reduce_scatter(source, op, comm))
+    _write(target, autograd.reduce_scatter(source, op, comm))
 
 
 def broadcast(src: Buffer, dst: Buffer, root: int, comm: Axis) -> None:

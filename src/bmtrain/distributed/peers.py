@@ -8,6 +8,7 @@ there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -36,17 +37,19 @@ GATHERS, REDUCTIONS = 0, 1
 _PAGE = 2**21  # bytes: granularity at which a GPU's memory is mapped into other processes
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class PeerMemory:
     """A flat tensor on every rank of an axis, with all of them mapped into this process.
 
-    Args:
+    Attributes:
         parts: one per rank in rank order, this rank's included, all (numel,) on this rank's device.
         mapping: keeps the other ranks' memory mapped.
         num_bytes: memory that this rank's part occupies on its device.
     """
 
-    def __init__(self, parts: Sequence[torch.Tensor], mapping: object, num_bytes: int) -> None:
-        self.parts, self._mapping, self.num_bytes = tuple(parts), mapping, num_bytes
+    parts: Sequence[torch.Tensor]
+    mapping: object
+    num_bytes: int
 
 
 class Peers(ABC):
@@ -103,8 +106,9 @@ class DevicePeers(Peers):
     def _share(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """Symmetric memory (numel,) on this rank, and torch's handle to that of all ranks."""
 
-        def make() -> torch.Tensor:
-            return symmetric_memory().empty_strided_p2p((numel,), (1,), dtype, self.device)
+        make = functools.partial(
+            symmetric_memory().empty_strided_p2p, (numel,), (1,), dtype, self.device
+        )
 
         def make_or_free() -> torch.Tensor:
             try:
@@ -225,25 +229,20 @@ class PeerGroups:
                 f"transport='copy_engine' cannot be had: {obstacle.what}; use 'auto' or "
                 "'collective'."
             )
-        if obstacle is not None:
-            self._tell(obstacle)
-        return peers
-
-    def _tell(self, obstacle: Obstacle) -> None:
-        """Say once per run, on rank 0, why peer copies are off; warn only if there is a remedy."""
-        if self._has_told:
-            return
-        self._has_told = True
-        text = (
-            f"NCCL carries shards and gradients where copies between GPUs cannot: {obstacle.what}"
-        )
-        if not obstacle.remedy:
-            print_rank(f"{text}.")
-        elif self._world.rank == 0:
-            warn(
-                f"{text}; {obstacle.remedy}, or set transport='collective' if this is as "
-                "it should be."
+        if obstacle is not None and not self._has_told:  # once per run, on rank 0
+            self._has_told = True
+            text = (
+                "NCCL carries shards and gradients where copies between GPUs cannot: "
+                f"{obstacle.what}"
             )
+            if not obstacle.remedy:
+                print_rank(f"{text}.")
+            elif self._world.rank == 0:
+                warn(
+                    f"{text}; {obstacle.remedy}, or set transport='collective' if this is as "
+                    "it should be."
+                )
+        return peers
 
 
 def _make_file(path: pathlib.Path, num_bytes: int) -> pathlib.Path:

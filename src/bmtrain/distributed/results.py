@@ -59,14 +59,13 @@ def sum_loss(
             `distributed.all_reduce`).
     """
     current = world.current("sum_loss")
-    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+    if not isinstance(loss, torch.Tensor):
+        loss = torch.tensor(float(loss), device=current.device)
+    if loss.requires_grad:
         current.service(LastLoss).remember(loss)
-    own = (
-        loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), device=current.device)
-    )
-    wide = own.to(torch.promote_types(own.dtype, torch.float32))
+    wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
     mean = all_reduce(wide, "avg", comm, local_gradient=local_gradient)
-    return mean.to(own.dtype) if own.is_floating_point() else mean
+    return mean.to(loss.dtype) if loss.is_floating_point() else mean
 
 
 def wait_loader() -> None:
@@ -90,10 +89,7 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
     current = world.current("gather_result")
     if not isinstance(result, torch.Tensor):
         raise ConfigurationError(f"gather_result got {type(result).__name__}: expected a tensor.")
-    axis, own = (
-        current.mesh.world,
-        result.detach().reshape(1) if result.dim() == 0 else result.detach(),
-    )
+    axis, own = current.mesh.world, torch.atleast_1d(result.detach())
     kinds = collectives.gather_objects((tuple(own.shape), own.dtype), axis, "gather_result")
     if len({(shape[1:], dtype) for shape, dtype in kinds}) > 1:
         seen = ", ".join(
@@ -104,12 +100,4 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
             f"gather_result got tensors that differ in more than dim 0 ({seen}): "
             "expected equal other dims and dtypes."
         )
-    rows = [shape[0] for shape, _ in kinds]
-    padded = own.new_zeros((max(rows), *own.shape[1:]))
-    if padded.numel() == 0:
-        return own.new_empty((sum(rows), *own.shape[1:]))
-    padded[: own.shape[0]] = own
-    # Sent as bytes: not every backend supports every dtype.
-    wire = padded.contiguous().reshape(-1).view(torch.uint8)
-    stacked = collectives.all_gather(wire, axis).view(own.dtype).view(axis.size, *padded.shape)
-    return torch.cat([part[:count] for part, count in zip(stacked, rows, strict=True)])
+    return collectives.all_gather_rows(own, [shape[0] for shape, _ in kinds], axis)

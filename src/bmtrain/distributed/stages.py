@@ -52,9 +52,8 @@ class Link:
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending; the transfer keeps the tensors alive until it is flushed."""
         self.flush()
-        self._under_way = collectives.start_send(
-            [x.contiguous() for x in tensors], self._other, self.axis
-        )
+        sends = [(x.contiguous(), self._other) for x in tensors]
+        self._under_way = collectives.start(sends, [], self.axis, "a send")
 
     def flush(self) -> None:
         """Wait for the send in flight, and release its tensors."""
@@ -65,9 +64,8 @@ class Link:
 
     def receive(self, heads: Sequence[Head]) -> collectives.Transfer:
         """Start receiving into new tensors."""
-        return collectives.start_receive(
-            [head.empty(self._device) for head in heads], self._other, self.axis
-        )
+        receives = [(head.empty(self._device), self._other) for head in heads]
+        return collectives.start([], receives, self.axis, "a receive")
 
     def send_heads(self, heads: Sequence[Head]) -> None:
         """Send the neighbour the heads of the tensors that will follow."""
@@ -89,21 +87,6 @@ class Links:
         mesh = world.mesh
         self.upstream = None if mesh.upstream is None else Link(mesh.upstream, world.device)
         self.downstream = None if mesh.downstream is None else Link(mesh.downstream, world.device)
-
-
-def to_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Gather the rows `x` (n, ...) of all ranks on the first one: (ranks * n, ...).
-
-    The other ranks get a 0-dim token.
-    """
-    out: torch.Tensor = _ToFirst.apply(x, axis)
-    return out
-
-
-def pass_on(hidden: Sequence[torch.Tensor], link: Link) -> torch.Tensor:
-    """Send activations over the link; the token returned represents them in this rank's graph."""
-    token: torch.Tensor = _PassOn.apply(link, *hidden)
-    return token
 
 
 def take_over(
@@ -171,7 +154,12 @@ def to_owners(
     return out
 
 
-class _ToFirst(torch.autograd.Function):
+class ToFirst(torch.autograd.Function):
+    """Gather the rows `x` (n, ...) of all ranks on the first one: (ranks * n, ...).
+
+    The other ranks get a 0-dim token.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis, ctx.like = axis, Head.of(x)
@@ -199,7 +187,9 @@ class _ToFirst(torch.autograd.Function):
         return parts[0], None
 
 
-class _PassOn(torch.autograd.Function):
+class PassOn(torch.autograd.Function):
+    """Send activations over a link; the token returned represents them in this rank's graph."""
+
     @staticmethod
     def forward(ctx: Any, link: Link, *hidden: torch.Tensor) -> torch.Tensor:
         ctx.link = link

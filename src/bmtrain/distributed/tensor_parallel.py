@@ -59,14 +59,11 @@ def _agree(what: str, **facts: object) -> None:
 
     Whether a gradient is needed is among them: it decides which collectives backward issues.
     """
-    told = []
     for name, fact in facts.items():
         if isinstance(fact, torch.Tensor):
             gradient = " with gradient" if fact.requires_grad else ""
-            told.append(f"{name} {tuple(fact.shape)} {fact.dtype}{gradient}")
-        else:
-            told.append(f"{name} {fact}")
-    check_alike(what, ", ".join(told))
+            facts[name] = f"{tuple(fact.shape)} {fact.dtype}{gradient}"
+    check_alike(what, ", ".join(f"{name} {fact}" for name, fact in facts.items()))
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
@@ -83,24 +80,16 @@ def gather_rows(x: torch.Tensor) -> torch.Tensor:
     return collectives.all_gather(x, axis()).flatten(0, 1)
 
 
-@gather_rows.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((axis().size * x.shape[0], *x.shape[1:]))
-
-
 @torch.library.custom_op("bmtrain::tp_scatter_rows", mutates_args=(), schema="(Tensor x) -> Tensor")
 def scatter_rows(x: torch.Tensor) -> torch.Tensor:
     """Sum `x` (ranks * rows, ...) over ranks and return this rank's rows: (rows, ...)."""
     _agree("scatter_rows", x=x)
     check_rows("scatter_rows", x.shape[0])
-    return collectives.reduce_scatter(x, "sum", axis())
+    return collectives.reduce_scatter(x, axis())
 
 
-@scatter_rows.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[0] // axis().size, *x.shape[1:]))
-
-
+gather_rows.register_fake(lambda x: x.new_empty((axis().size * x.shape[0], *x.shape[1:])))
+scatter_rows.register_fake(lambda x: x.new_empty((x.shape[0] // axis().size, *x.shape[1:])))
 gather_rows.register_autograd(lambda ctx, grad: scatter_rows(grad))
 scatter_rows.register_autograd(lambda ctx, grad: gather_rows(grad))
 
@@ -119,11 +108,6 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     return collectives.all_reduce(x, op, axis())
 
 
-@all_reduce.register_fake
-def _(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _keep_op(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.op = inputs[1]
 
@@ -134,6 +118,9 @@ def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, No
     return all_reduce(grad, "sum"), None
 
 
+all_reduce.register_fake(
+    lambda x, op="sum": torch.empty_like(x, memory_format=torch.contiguous_format)
+)
 all_reduce.register_autograd(_all_reduce_backward, setup_context=_keep_op)
 
 
@@ -178,13 +165,6 @@ def gather_linear(
     overlap = _overlap()
     product = overlap.multiply_gathered(overlap.gather(_matrix(x), num_chunks), weight.t(), bias)
     return product.view(axis().size * x.shape[0], *x.shape[1:-1], weight.shape[0])
-
-
-@gather_linear.register_fake
-def _(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_chunks: int
-) -> torch.Tensor:
-    return x.new_empty((axis().size * x.shape[0], *x.shape[1:-1], weight.shape[0]))
 
 
 @torch.library.custom_op(
@@ -232,11 +212,6 @@ def linear_scatter(
     return overlap.scattered(sums).view(x.shape[0] // axis().size, *x.shape[1:-1], weight.shape[0])
 
 
-@linear_scatter.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int) -> torch.Tensor:
-    return x.new_empty((x.shape[0] // axis().size, *x.shape[1:-1], weight.shape[0]))
-
-
 @torch.library.custom_op(
     "bmtrain::tp_linear_scatter_backward",
     mutates_args=(),
@@ -258,19 +233,6 @@ def _linear_scatter_gradients(
     return grad_x, overlap.gathered(rows).t() @ _matrix(x) if for_weight else weight.new_empty(0)
 
 
-@_gather_linear_gradients.register_fake
-@_linear_scatter_gradients.register_fake
-def _(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    num_chunks: int,
-    for_x: bool,
-    for_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape if for_x else 0), weight.new_empty(weight.shape if for_weight else 0)
-
-
 @torch.library.custom_op(
     "bmtrain::tp_linear_reduce",
     mutates_args=(),
@@ -284,11 +246,6 @@ def linear_reduce(x: torch.Tensor, weight: torch.Tensor, split_input: bool) -> t
     product = _matrix(_own_input("linear_reduce", x, weight, split_input)) @ weight.t()
     collectives.all_reduce_(product, "sum", axis())
     return product.view(*x.shape[:-1], weight.shape[0])
-
-
-@linear_reduce.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, split_input: bool) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def _own_input(
@@ -358,6 +315,26 @@ def _input_gradient(grad: torch.Tensor, x: torch.Tensor, split_input: bool) -> t
     return F.pad(grad, (before, x.shape[-1] - before - grad.shape[-1]))
 
 
+gather_linear.register_fake(
+    lambda x, weight, bias, num_chunks: x.new_empty(
+        (axis().size * x.shape[0], *x.shape[1:-1], weight.shape[0])
+    )
+)
+linear_scatter.register_fake(
+    lambda x, weight, split_input, num_chunks: x.new_empty(
+        (x.shape[0] // axis().size, *x.shape[1:-1], weight.shape[0])
+    )
+)
+linear_reduce.register_fake(
+    lambda x, weight, split_input: x.new_empty((*x.shape[:-1], weight.shape[0]))
+)
+for _gradients in (_gather_linear_gradients, _linear_scatter_gradients):
+    _gradients.register_fake(
+        lambda grad, x, weight, num_chunks, for_x, for_weight: (
+            x.new_empty(x.shape if for_x else 0),
+            weight.new_empty(weight.shape if for_weight else 0),
+        )
+    )
 gather_linear.register_autograd(_gather_linear_backward, setup_context=_keep_factors)
 linear_scatter.register_autograd(_linear_scatter_backward, setup_context=_keep_factors)
 linear_reduce.register_autograd(_linear_reduce_backward, setup_context=_keep_factors)

@@ -32,48 +32,6 @@ from bmtrain.torch_internals import (
 SMALLEST_SHARED_BYTES = 2**16
 
 
-class Streams:
-    """A gather stream and a reduce stream beside the compute stream of one device.
-
-    Events order work between them. These are a CPU's: operations run in program order, so nothing
-    has to wait.
-    """
-
-    def mark_compute(self) -> torch.Event | None:
-        """An event after all work issued so far on the compute stream."""
-        return None
-
-    def compute_waits(self, event: torch.Event | None) -> None:
-        """Make later work on the compute stream wait for `event`."""
-
-    def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
-        """Issue the body on the gather stream, after the event `after`."""
-        return contextlib.nullcontext()
-
-    def reducing(self) -> contextlib.AbstractContextManager[object]:
-        """Issue the body on the reduce stream, after all work issued on the compute stream."""
-        return contextlib.nullcontext()
-
-    def mark_current(self) -> torch.Event | None:
-        """An event after all work issued so far on the current stream."""
-        return None
-
-    def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Issue jobs that may run concurrently.
-
-        They start after all earlier work on the current stream; later work there waits for all of
-        them.
-        """
-        for job in jobs:
-            job()
-
-    def join(self) -> None:
-        """Make the compute stream wait for all work issued so far on the side streams."""
-
-    def renew(self) -> None:
-        """Turn waits for earlier events into no-ops: their work is done, or was only captured."""
-
-
 class Mark(torch.cuda.Event):
     """An event with the age of the streams at its recording.
 
@@ -87,26 +45,39 @@ class Mark(torch.cuda.Event):
     waited: int | None = None
 
 
-class CudaStreams(Streams):
-    """CUDA streams, the side streams with high priority.
+class Streams:
+    """A gather stream and a reduce stream beside the compute stream of one device.
 
-    A collective queued behind compute kernels would delay every rank.
+    Events order work between them. The side streams have high priority: a collective queued behind
+    compute kernels would delay every rank. On a CPU operations run in program order, so nothing has
+    to wait.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._gather = torch.cuda.Stream(device, priority=-1)
-        self._reduce = torch.cuda.Stream(device, priority=-1)
-        self._device = device
+        self._device, self._age = device, 0
+        self._gather: torch.cuda.Stream | None = None
+        self._reduce: torch.cuda.Stream | None = None
+        if device.type != "cpu":
+            self._gather = torch.cuda.Stream(device, priority=-1)
+            self._reduce = torch.cuda.Stream(device, priority=-1)
         # Streams for `side_by_side`, by surrounding stream. The two directions share none: work on
         # one stream is serialised, so the copies of a reduction would wait for those of a gather,
         # and links that carry both directions at once would carry only one.
         self._sides: defaultdict[torch.cuda.Stream, list[torch.cuda.Stream]] = defaultdict(list)
-        self._age = 0
 
-    def mark_compute(self) -> torch.Event | None:
-        return self.mark_current()
+    def mark_current(self) -> torch.Event | None:
+        """An event after all work issued so far on the current stream; None on a CPU."""
+        if self._gather is None:
+            return None
+        mark = Mark()
+        mark.age = self._age
+        torch.cuda.current_stream().record_event(mark)
+        return mark
+
+    mark_compute = mark_current  # where the current stream is the compute stream
 
     def compute_waits(self, event: torch.Event | None) -> None:
+        """Make later work on the compute stream wait for `event`."""
         if isinstance(event, Mark) and event.age == self._age:
             stream = current_stream_number(self._device)
             # Storages that were gathered together share an event.
@@ -115,43 +86,52 @@ class CudaStreams(Streams):
                 event.waited = stream
 
     def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
+        """Issue the body on the gather stream, after the event `after`."""
+        if self._gather is None:
+            return contextlib.nullcontext()
         if isinstance(after, Mark) and after.age == self._age:
             # Without this wait, the gather could overwrite a buffer that is still being read.
             self._gather.wait_event(after)
         return torch.cuda.stream(self._gather)
 
     def reducing(self) -> contextlib.AbstractContextManager[object]:
+        """Issue the body on the reduce stream, after all work issued on the compute stream."""
+        if self._reduce is None:
+            return contextlib.nullcontext()
         # Without this wait, the reduction could read gradients that are still being computed.
         self._reduce.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._reduce)
 
-    def mark_current(self) -> torch.Event | None:
-        mark = Mark()
-        mark.age = self._age
-        torch.cuda.current_stream().record_event(mark)
-        return mark
-
     def join(self) -> None:
-        compute = torch.cuda.current_stream()
+        """Make the compute stream wait for all work issued so far on the side streams."""
         for side in (self._gather, self._reduce):
-            compute.wait_stream(side)
+            if side is not None:
+                torch.cuda.current_stream().wait_stream(side)
 
     def renew(self) -> None:
+        """Turn waits for earlier events into no-ops: their work is done, or was only captured."""
         self._age += 1
 
     def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
-        surrounding = torch.cuda.current_stream()
-        sides = self._sides[surrounding]
-        while len(sides) < len(jobs) - 1:
-            sides.append(torch.cuda.Stream(self._device, priority=-1))
-        before = surrounding.record_event()
-        used = sides[: max(len(jobs) - 1, 0)]
-        for job, side in zip(jobs[1:], used, strict=True):
+        """Issue jobs that may run concurrently.
+
+        They start after all earlier work on the current stream; later work there waits for all of
+        them.
+        """
+        used: list[torch.cuda.Stream] = []
+        if self._gather is not None:
+            surrounding = torch.cuda.current_stream()
+            sides = self._sides[surrounding]
+            while len(sides) < len(jobs) - 1:
+                sides.append(torch.cuda.Stream(self._device, priority=-1))
+            before = surrounding.record_event()
+            used = sides[: max(len(jobs) - 1, 0)]
+        for job, side in zip(jobs[1:], used, strict=False):
             # Without this wait, a copy could run before the barrier that makes its source readable.
             side.wait_event(before)
             with torch.cuda.stream(side):
                 job()
-        for job in jobs[:1]:
+        for job in jobs[:1] if used else jobs:
             job()
         # Without this wait, later work could read what the copies have not yet written, or reuse
         # the memory they still read.
@@ -160,8 +140,8 @@ class CudaStreams(Streams):
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The streams of a device: CUDA streams, or none on a CPU."""
-    return Streams() if device.type == "cpu" else CudaStreams(device)
+    """The streams of a device."""
+    return Streams(device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +188,10 @@ class ShardSource:
     ) -> None:
         self._shard = weakref.ref(shard)
         self.numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
-        self.peers, self._memory = peers, memory
+        self.peers = peers
+        #: All ranks' shards, to copy from; None once this rank's has been freed. Whoever issues
+        #: copies from it must hold it meanwhile: it keeps the memory mapped.
+        self.memory = memory
         self.name = f"{shard.numel()} elements of every rank"
         if memory is not None:  # it maps this shard too: held on, the memory would never be freed
             self.when_gone(self._unmap)
@@ -216,19 +199,9 @@ class ShardSource:
     def get(self) -> torch.Tensor:
         """The shard (numel,), or zeros once it has been freed."""
         shard = self._shard()
-        return (
-            torch.zeros(self.numel, dtype=self._dtype, device=self._device)
-            if shard is None
-            else shard
-        )
-
-    @property
-    def memory(self) -> PeerMemory | None:
-        """All ranks' shards, to copy from; None once this rank's has been freed.
-
-        The caller must hold the result while copies from it are issued: it keeps the memory mapped.
-        """
-        return self._memory
+        if shard is None:
+            return torch.zeros(self.numel, dtype=self._dtype, device=self._device)
+        return shard
 
     def new_full(self, num_shards: int) -> torch.Tensor:
         """A full buffer, uninitialised; usable in training even if allocated in inference mode."""
@@ -242,7 +215,7 @@ class ShardSource:
             weakref.finalize(shard, do)
 
     def _unmap(self) -> None:
-        self._memory = None
+        self.memory = None
 
 
 @dataclasses.dataclass(frozen=True)

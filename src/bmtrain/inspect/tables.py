@@ -17,6 +17,7 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
 _MASTERS = ("master", "remainder")  # names in an optimizer's state
+LOG_WIDTH = 160  # columns, if the output is not a terminal
 
 
 def fold(named: Iterable[tuple[str, Hashable]]) -> list[tuple[str, int, Any]]:
@@ -25,57 +26,64 @@ def fold(named: Iterable[tuple[str, Hashable]]) -> list[tuple[str, int, Any]]:
     Inner numbers are folded before outer ones, so the members of an outer range are equal at all
     inner levels. Returns each folded name, how many names it stands for, and their settings.
     """
-    rows = [(name, 1, settings) for name, settings in named]
-    depth = max((name.count(".") + 1 for name, _, _ in rows), default=0)
-    for place in reversed(range(depth)):
-        groups: dict[tuple[Hashable, Hashable], list[tuple[list[str], int]]] = {}
-        for name, count, settings in rows:
-            words = name.split(".")
-            is_number = place < len(words) and words[place].isdecimal()
-            key = (*words[:place], None, *words[place + 1 :]) if is_number else name
-            groups.setdefault((key, settings), []).append((words, count))
+    rows = [(name.split("."), 1, settings) for name, settings in named]
+    for place in reversed(range(max((len(words) for words, _, _ in rows), default=0))):
+        groups: dict[Hashable, list[tuple[list[str], int, Hashable]]] = {}
+        for row in rows:
+            key: list[str | None] = [*row[0]]
+            if place < len(key) and row[0][place].isdecimal():
+                key[place] = None
+            groups.setdefault((*key, row[2]), []).append(row)
         rows = []
-        for (_, settings), members in groups.items():
-            words = members[0][0]
+        for members in groups.values():
+            words, _, settings = members[0]
             if len(members) > 1:
-                words[place] = f"[{ranges(int(own[place]) for own, _ in members)}]"
-            rows.append((".".join(words), sum(count for _, count in members), settings))
-    return rows
+                words[place] = f"[{ranges(int(own[place]) for own, _, _ in members)}]"
+            rows.append((words, sum(count for _, count, _ in members), settings))
+    return [(".".join(words), count, settings) for words, count, settings in rows]
 
 
 def ranges(numbers: Iterable[int]) -> str:
     """`0-3,7` for 0, 1, 2, 3 and 7."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
         else:
-            spans.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-
-
-LOG_WIDTH = 160  # columns, if the output is not a terminal
+            spans.append([number])
+    return ",".join("-".join(map(str, span)) for span in spans)
 
 
 def print_table(
-    title: str,
-    columns: Sequence[str],
-    lines: Iterable[Sequence[str]],
-    caption: str,
-    file: TextIO | None,
+    title: str, lines: Sequence[Mapping[str, object]], caption: str, file: TextIO | None
 ) -> None:
-    """Print a table to stdout or `file`, on rank 0: first column left-aligned, others right."""
+    """Print a table to stdout or `file`, on rank 0: first column left-aligned, others right.
+
+    Args:
+        title, caption: above and below it.
+        lines: cells by column, the same columns in all.
+        file: see there.
+    """
     if world.rank() != 0:
         return
-    table = rich("table").Table(title=rich("text").Text(title), caption=rich("text").Text(caption))
-    for place, column in enumerate(columns):
+    text = rich("text").Text
+    table = rich("table").Table(title=text(title), caption=text(caption))
+    for place, column in enumerate(lines[0] if lines else ()):
         table.add_column(column, justify="right" if place else "left", overflow="fold")
     for cells in lines:
-        table.add_row(*(rich("text").Text(cell) for cell in cells))
+        table.add_row(*(text(_text(cell)) for cell in cells.values()))
     console = rich("console").Console(file=file)
     if not console.is_terminal:
         console = rich("console").Console(file=file, width=LOG_WIDTH)
     console.print(table)
+
+
+def _text(cell: object) -> str:
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    return "-" if cell is None else str(cell).removeprefix("torch.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +131,6 @@ def print_inspect(
     Raises:
         ConfigurationError: for arguments of the wrong type.
     """
-    found = matching_parameters(model, pattern, what="print_inspect")
     named = [
         (
             name,
@@ -136,32 +143,36 @@ def print_inspect(
                 group=param.group if isinstance(param, DistributedParameter) else None,
             ),
         )
-        for name, param in found.items()
+        for name, param in matching_parameters(model, pattern, what="print_inspect").items()
     ]
     rows = [dataclasses.replace(row, name=name, count=count) for name, count, row in fold(named)]
     rank = f"on rank {world.rank()}"
-    columns = ("parameter", "shape", "dtype", "elements", rank, "sharded", "trainable", "group")
     lines = [
-        (
-            row.name,
-            f"{row.count} x {row.shape}" if row.count > 1 else f"{row.shape}",
-            _text(row.dtype),
-            f"{row.num_elements:,}",
-            f"{row.count * row.num_local:,}",
-            "yes" if row.sharded else "no",
-            "yes" if row.trainable else "no",
-            row.group or "",
-        )
+        {
+            "parameter": row.name,
+            "shape": f"{row.count} x {row.shape}" if row.count > 1 else row.shape,
+            "dtype": row.dtype,
+            "elements": row.num_elements,
+            rank: row.count * row.num_local,
+            "sharded": row.sharded,
+            "trainable": row.trainable,
+            "group": row.group or "",
+        }
         for row in rows
     ]
-    total = sum(row.num_elements for row in rows)
-    local = sum(row.count * row.num_local for row in rows)
-    trainable = sum(row.num_elements for row in rows if row.trainable)
-    caption = (
-        f"{sum(row.count for row in rows):,} parameters of {total:,} elements, "
-        f"{trainable:,} trainable; {local:,} {rank}"
+    total, local, trainable, count = (
+        sum(numbers)
+        for numbers in (
+            (row.num_elements for row in rows),
+            (row.count * row.num_local for row in rows),
+            (row.num_elements for row in rows if row.trainable),
+            (row.count for row in rows),
+        )
     )
-    print_table(model.__class__.__name__, columns, lines, caption, file)
+    caption = (
+        f"{count:,} parameters of {total:,} elements, {trainable:,} trainable; {local:,} {rank}"
+    )
+    print_table(model.__class__.__name__, lines, caption, file)
     return rows
 
 
@@ -247,15 +258,17 @@ def precision_report(
             dataclasses.replace(row, names=names, num_parameters=len(own), num_elements=elements)
         )
         more = f" and {len(own) - 1} more" if len(names) > 1 else ""
-        frozen = "" if row.trainable else " (frozen)"
-        dtypes = map(_text, (row.stored, row.computed, row.reduced, row.accumulated))
-        by = (row.optimizer or "-", _text(row.master))
         moments = ", ".join(map(_text, row.moments or ())) or "-"
-        moments = "at first step" if row.moments is None else moments
-        lines.append((f"{names[0]}{more}{frozen}", f"{elements:,}", *dtypes, *by, moments))
-    columns = ["parameters", "elements", "stored", "computed", "reduced", "accumulated"]
-    columns += ["optimizer", "master", "moments"]
-    print_table(f"Precision of {model.__class__.__name__}", columns, lines, "", file)
+        kinds = ("stored", "computed", "reduced", "accumulated", "optimizer", "master")
+        lines.append(
+            {
+                "parameters": f"{names[0]}{more}{'' if row.trainable else ' (frozen)'}",
+                "elements": elements,
+                **{kind: vars(row)[kind] for kind in kinds},
+                "moments": "at first step" if row.moments is None else moments,
+            }
+        )
+    print_table(f"Precision of {model.__class__.__name__}", lines, "", file)
     return rows
 
 
@@ -263,13 +276,10 @@ def _precision_of(
     param: torch.nn.Parameter, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
 ) -> PrecisionRow:
     dtypes = {name: x.dtype for name, x in state.items() if isinstance(x, torch.Tensor)}
-    moments = {
-        dtype
-        for name, dtype in dtypes.items()
-        if name not in ("step", *_MASTERS) and not name.endswith("_scales")
-    }
+    others = [name for name in dtypes if name not in ("step", *_MASTERS)]
+    moments = {dtypes[name] for name in others if not name.endswith("_scales")}
     keeps_none = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]
-    is_unknown = bool(optimizer and param.requires_grad and not state and not keeps_none)
+    is_unknown = optimizer and param.requires_grad and not state and not keeps_none
     computed = accumulated = param.dtype
     reduced = None if optimizer is None else param.dtype
     if isinstance(param, DistributedParameter):
@@ -286,7 +296,3 @@ def _precision_of(
         master=next((dtypes[name] for name in _MASTERS if name in dtypes), None),
         moments=None if is_unknown else tuple(sorted(moments, key=str)),
     )
-
-
-def _text(dtype: torch.dtype | None) -> str:
-    return "-" if dtype is None else str(dtype).removeprefix("torch.")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 
+from bmtrain.kernels.blockwise import Blocks
 from bmtrain.kernels.chunks import Batch, tensor_at
 from bmtrain.kernels.launch import kernel, tl
 from bmtrain.torch_internals import fused_adamw
 
 BLOCK, NUM_WARPS = 1024, 4
+Moment = torch.Tensor | Blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,6 @@ class AdamSettings:
     maximize: bool = False
 
     @property
-    def gradient_factor(self) -> float:
-        """Factor of the gradient, with the sign for maximisation."""
-        return (-1.0 if self.maximize else 1.0) / self.scale
-
-    @property
     def factors(self) -> tuple[float, ...]:
         """What the kernels take.
 
@@ -48,26 +44,33 @@ class AdamSettings:
             self.beta2,
             1 - self.beta2,
             self.eps,
-            self.gradient_factor,
+            (-1.0 if self.maximize else 1.0) / self.scale,  # of the gradient
             1 - self.beta2**self.step,
         )
 
 
-class AdamTensors(NamedTuple):
-    """Tensors of the same elements, contiguous.
+@dataclasses.dataclass(frozen=True)
+class AdamTensors:
+    """Tensors of the same elements, contiguous; in a compact form those of one parameter.
 
     Attributes:
-        weight: (n,) of any floating dtype, written from `master`; the same tensor as `master` for
-            weights in fp32 or fp64.
+        weight: (n,) of any floating dtype, written from `master`.
         grad: (n,) of any floating dtype, read only.
-        master, mean, square: (n,) fp32, or fp64 for fp64 weights: master weights and both moments.
+        master: (n,) fp32, or fp64 for fp64 weights: the master weights; the same tensor as `weight`
+            for weights in fp32 or fp64. int16: the remainders of bf16 weights. None for bf16
+            weights that are rounded stochastically.
+        mean, square: both moments, (n,) fp32, or fp64 for fp64 weights, or blocks.
+        number: of the parameter in its optimizer, for a compact form.
+        start: of the elements in the parameter, a multiple of 64, for a compact form.
     """
 
     weight: torch.Tensor
     grad: torch.Tensor
-    master: torch.Tensor
-    mean: torch.Tensor
-    square: torch.Tensor
+    master: torch.Tensor | None
+    mean: Moment
+    square: Moment
+    number: int = 0
+    start: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -75,27 +78,47 @@ class AdamTensors(NamedTuple):
         return self.weight is self.master
 
     @property
-    def state(self) -> tuple[torch.Tensor, ...]:
+    def is_compact(self) -> bool:
+        """Whether anything is kept in fewer bits than fp32 has."""
+        return (
+            self.master is None or self.master.dtype == torch.int16 or isinstance(self.mean, Blocks)
+        )
+
+    @property
+    def state(self) -> list[torch.Tensor]:
         """Its tensors; weights are none."""
-        moments = self.mean, self.square
-        return moments if self.is_exact else (self.master, *moments)
+        moments = [
+            y for x in (self.mean, self.square) for y in (x if isinstance(x, Blocks) else (x,))
+        ]
+        return moments if self.master is None or self.is_exact else [self.master, *moments]
 
     def part(self, begin: int, end: int) -> AdamTensors:
-        """Elements [begin, end), as views."""
-        weight = self.weight[begin:end]
-        master = weight if self.is_exact else self.master[begin:end]
-        grad, mean, square = (x[begin:end] for x in (self.grad, self.mean, self.square))
-        return AdamTensors(weight, grad, master, mean, square)
+        """Elements [begin, end), as views; in a compact form, `begin` is a multiple of 64."""
+        weight, master = self.weight[begin:end], self.master
+        if master is not None:
+            master = weight if self.is_exact else master[begin:end]
+        mean, square = (
+            x.part(begin, end) if isinstance(x, Blocks) else x[begin:end]
+            for x in (self.mean, self.square)
+        )
+        start = self.start + begin
+        return AdamTensors(weight, self.grad[begin:end], master, mean, square, self.number, start)
 
     def with_weight(self, weight: torch.Tensor, grad: torch.Tensor) -> AdamTensors:
         """With weights and gradients that lie elsewhere."""
         master = weight if self.is_exact else self.master
-        return self._replace(weight=weight, master=master, grad=grad)
+        return dataclasses.replace(self, weight=weight, master=master, grad=grad)
 
     def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
         """With the tensors of the state as `place` gives them."""
-        master = self.master if self.is_exact else place(self.master)
-        return self._replace(master=master, mean=place(self.mean), square=place(self.square))
+        master = self.master
+        if master is not None and not self.is_exact:
+            master = place(master)
+        mean, square = (
+            Blocks(*map(place, x)) if isinstance(x, Blocks) else place(x)
+            for x in (self.mean, self.square)
+        )
+        return dataclasses.replace(self, master=master, mean=mean, square=square)
 
 
 def adamw_update(
@@ -104,7 +127,8 @@ def adamw_update(
     """Update tensors of one device in place, element by element.
 
     Args:
-        tensors: rows of AdamTensors.
+        tensors: rows of weight, gradient, master, mean and square of AdamTensors, none of them
+            in a compact form.
         settings: see AdamSettings.
         verdict: 0-dim fp64 on that device; if it is NaN or infinite, nothing is updated. The host
             waits for it only if there are fp64 weights.
@@ -118,7 +142,7 @@ def adamw_update(
         adamw_triton(tensors, settings, verdict)
     elif verdict is None or bool(verdict.isfinite()):
         for row in tensors.rows:
-            _update_on_cpu(AdamTensors(*row), settings)
+            _update_on_cpu(row, settings)
 
 
 def adamw_reference(
@@ -128,30 +152,30 @@ def adamw_reference(
     if verdict is not None and not bool(verdict.isfinite()):
         return
     s = settings
-    for t in (AdamTensors(*row) for row in tensors.rows):
-        g = t.grad.to(t.master.dtype) * s.gradient_factor
-        t.mean.mul_(s.beta1).add_(g, alpha=1 - s.beta1)
-        t.square.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
-        denominator = (t.square / (1 - s.beta2**s.step)).sqrt() + s.eps
-        t.master.mul_(1 - s.lr * s.weight_decay)
-        t.master.sub_(t.mean / (1 - s.beta1**s.step) / denominator * s.lr)
-        if not t.is_exact:
-            t.weight.copy_(t.master)
+    for weight, grad, master, mean, square in tensors.rows:
+        g = grad.to(master.dtype) * ((-1.0 if s.maximize else 1.0) / s.scale)
+        mean.mul_(s.beta1).add_(g, alpha=1 - s.beta1)
+        square.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
+        denominator = (square / (1 - s.beta2**s.step)).sqrt() + s.eps
+        master.mul_(1 - s.lr * s.weight_decay)
+        master.sub_(mean / (1 - s.beta1**s.step) / denominator * s.lr)
+        if weight is not master:
+            weight.copy_(master)
 
 
-def _update_on_cpu(t: AdamTensors, settings: AdamSettings) -> None:
+def _update_on_cpu(row: Sequence[torch.Tensor], s: AdamSettings) -> None:
     """The operator of torch's fused CPU AdamW: one pass over each tensor, on all threads."""
-    s = settings
-    if t.weight.numel() == 0:
+    weight, grad, master, mean, square = row
+    if weight.numel() == 0:
         return
-    exact = t.grad.to(t.master.dtype)
+    exact = grad.to(master.dtype)
     if s.scale != 1.0:
         exact = exact / s.scale
     fused_adamw(
-        [t.master],
+        [master],
         [exact],
-        [t.mean],
-        [t.square],
+        [mean],
+        [square],
         [],
         [torch.tensor(float(s.step), device="cpu")],
         amsgrad=False,
@@ -162,8 +186,8 @@ def _update_on_cpu(t: AdamTensors, settings: AdamSettings) -> None:
         weight_decay=s.weight_decay,
         eps=s.eps,
     )
-    if not t.is_exact:
-        t.weight.copy_(t.master)
+    if weight is not master:
+        weight.copy_(master)
 
 
 def adamw_triton(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,114 +13,39 @@ from bmtrain.kernels.blockwise import BLOCK, PART_OF_MEAN, PART_OF_SQUARE, Block
 from bmtrain.kernels.chunks import Batch, table_of, tensor_at
 from bmtrain.kernels.launch import kernel, kernel_with, tl
 from bmtrain.kernels.random_bits import FIRST, bits_of, key_of, mixed, random_bits, seed_of
+from bmtrain.torch_internals import current_stream_number
 
 # Elements that a program of the kernel updates, and that torch's operators update at a time: few
 # enough for the CPU's caches.
 CHUNK, CPU_CHUNK, NUM_WARPS = 1024, 1 << 18, 4
-Moment = torch.Tensor | Blocks
-
-
-@dataclasses.dataclass(frozen=True)
-class CompactTensors:
-    """Tensors of the same elements of one parameter.
-
-    Attributes:
-        weight: (n,) fp32, fp16 or bf16.
-        grad: (n,) of any floating dtype, read only.
-        master: (n,) fp32, the same tensor as `weight` for weights in fp32; int16, the remainders of
-            bf16 weights; None for bf16 weights that are rounded stochastically.
-        mean, square: (n,) fp32, or blocks.
-        number: of the parameter in its optimizer.
-        start: of the elements in the parameter, a multiple of 64.
-    """
-
-    weight: torch.Tensor
-    grad: torch.Tensor
-    master: torch.Tensor | None
-    mean: Moment
-    square: Moment
-    number: int
-    start: int
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the weights are their own master."""
-        return self.weight is self.master
-
-    @property
-    def state(self) -> list[torch.Tensor]:
-        """Its tensors; weights are none."""
-        moments = [
-            y for x in (self.mean, self.square) for y in (x if isinstance(x, Blocks) else (x,))
-        ]
-        return moments if self.master is None or self.is_exact else [self.master, *moments]
-
-    def part(self, begin: int, end: int) -> CompactTensors:
-        """Elements [begin, end), as views; `begin` is a multiple of 64, `end` may be too large."""
-        weight, master = self.weight[begin:end], self.master
-        if master is not None:
-            master = weight if self.is_exact else master[begin:end]
-        mean, square = (
-            x.part(begin, end) if isinstance(x, Blocks) else x[begin:end]
-            for x in (self.mean, self.square)
-        )
-        return CompactTensors(
-            weight, self.grad[begin:end], master, mean, square, self.number, self.start + begin
-        )
-
-    def with_weight(self, weight: torch.Tensor, grad: torch.Tensor) -> CompactTensors:
-        """With weights and gradients that lie elsewhere."""
-        master = weight if self.is_exact else self.master
-        return dataclasses.replace(self, weight=weight, master=master, grad=grad)
-
-    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> CompactTensors:
-        """With the tensors of the state as `place` gives them."""
-        master = self.master
-        if master is not None and not self.is_exact:
-            master = place(master)
-        mean, square = (
-            Blocks(*map(place, x)) if isinstance(x, Blocks) else place(x)
-            for x in (self.mean, self.square)
-        )
-        return dataclasses.replace(self, master=master, mean=mean, square=square)
 
 
 def update_tensors(
-    tensors: Sequence[AdamTensors | CompactTensors],
-    settings: AdamSettings,
-    verdict: torch.Tensor | None = None,
+    tensors: Sequence[AdamTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
-    """`adamw_update` or `compact_update` of tensors of either kind."""
-    whole = [t for t in tensors if isinstance(t, AdamTensors)]
-    if whole:
-        adamw_update(Batch(whole), settings, verdict)
-    compact = [t for t in tensors if isinstance(t, CompactTensors)]
-    if compact:
-        compact_update(compact, settings, verdict)
+    """Update tensors of one device in place: `adamw_update`, also of compact forms.
 
-
-def compact_update(
-    tensors: Sequence[CompactTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
-) -> None:
-    """Update tensors of one device in place. Arithmetic is in fp32, as `adamw_update`'s.
-
-    Random bits depend on the parameter's number, the step and the element's place in the parameter:
-    the values are the same on any number of ranks.
+    Arithmetic is in fp32. Random bits depend on the parameter's number, the step and the element's
+    place in the parameter: the values are the same on any number of ranks.
 
     Args:
         tensors, settings: see there.
         verdict: 0-dim fp64 on that device; if it is NaN or infinite, nothing is updated.
     """
-    if tensors and tensors[0].weight.device.type != "cpu":
-        compact_triton(tensors, settings, verdict)
-    else:
-        compact_reference(tensors, settings, verdict)
+    plain = [t for t in tensors if not t.is_compact]
+    if plain:
+        rows = [(t.weight, t.grad, *[t.weight] * t.is_exact, *t.state) for t in plain]
+        adamw_update(Batch(rows), settings, verdict)
+    compact = [t for t in tensors if t.is_compact]
+    if compact:
+        on_cpu = compact[0].weight.device.type == "cpu"
+        (compact_reference if on_cpu else compact_triton)(compact, settings, verdict)
 
 
 def compact_reference(
-    tensors: Sequence[CompactTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
+    tensors: Sequence[AdamTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
-    """`compact_update` by torch's operators: the path of the CPU."""
+    """`update_tensors` by torch's operators: the path of the CPU."""
     if verdict is not None and not bool(verdict.isfinite()):
         return
     for whole in tensors:
@@ -130,7 +54,7 @@ def compact_reference(
             _update(whole.part(begin, begin + CPU_CHUNK), settings, seed)
 
 
-def _update(t: CompactTensors, settings: AdamSettings, seed: int) -> None:
+def _update(t: AdamTensors, settings: AdamSettings, seed: int) -> None:
     mean, square = (x.values() if isinstance(x, Blocks) else x for x in (t.mean, t.square))
     if t.master is None:
         master = t.weight.float()
@@ -138,7 +62,7 @@ def _update(t: CompactTensors, settings: AdamSettings, seed: int) -> None:
         master = joined(t.weight, t.master)
     else:
         master = t.master
-    adamw_update(Batch([AdamTensors(master, t.grad, master, mean, square)]), settings)
+    adamw_update(Batch([(master, t.grad, master, mean, square)]), settings)
     if isinstance(t.mean, Blocks) and isinstance(t.square, Blocks):
         first, second = _halves(t, seed, 0)
         t.mean.fill(mean, first)
@@ -151,16 +75,16 @@ def _update(t: CompactTensors, settings: AdamSettings, seed: int) -> None:
         t.weight.copy_(master)
 
 
-def _halves(t: CompactTensors, seed: int, salt: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(t: AdamTensors, seed: int, salt: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two times 16 random bits for each element."""
     bits = random_bits(seed ^ salt, t.start, t.weight.numel(), t.weight.device)
     return bits & 0xFFFF, (bits >> 16) & 0xFFFF
 
 
 def compact_triton(
-    tensors: Sequence[CompactTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
+    tensors: Sequence[AdamTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
-    """`compact_update` with one kernel for all tensors of equal kinds."""
+    """`update_tensors` with one kernel for all tensors of equal kinds."""
     # What the kernel reads of each, the same at each step; whether the widest loads are allowed.
     kinds: dict[tuple[Any, ...], list[tuple[tuple[int, ...], bool]]] = {}
     for t in tensors:
@@ -180,7 +104,8 @@ def compact_triton(
             kinds.setdefault(kind, []).append((row, is_aligned))
     for (weight, grad, master, is_quantised), members in kinds.items():
         rows, are_aligned = zip(*members, strict=True)
-        chunks = table_of(rows, CHUNK, tensors[0].weight.device, is_aligned=all(are_aligned))
+        device = tensors[0].weight.device
+        chunks = table_of(rows, CHUNK, device, current_stream_number(device), all(are_aligned))
         compact_kernel(
             (chunks.count,),
             chunks.rows,
@@ -204,7 +129,7 @@ def compact_triton(
 def _master(
     row: tl.tensor, i: tl.tensor, inside: tl.tensor, MASTER: tl.constexpr, IS_ALIGNED: tl.constexpr
 ) -> tl.tensor:
-    """The fp32 weights: see CompactTensors.master."""
+    """The fp32 weights: see AdamTensors.master."""
     if MASTER == "fp32":
         w = tl.load(tensor_at(row, 2, tl.float32, IS_ALIGNED) + i, mask=inside, other=0.0)
     else:

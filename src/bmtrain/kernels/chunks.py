@@ -61,18 +61,20 @@ class Batch:
 
     def tables(self, length: int) -> list[tuple[Dtypes, Chunks]]:
         """Tables for chunks of `length` elements, one or two per combination of column dtypes."""
-        stream = current_stream_number(self.rows[0][0].device) if self.rows else 0
-        if (length, stream) not in self._tables:
-            kinds: dict[Dtypes, list[Sequence[torch.Tensor]]] = {}
+        device = self.rows[0][0].device if self.rows else torch.device("cpu")
+        stream = current_stream_number(device)
+        found = self._tables.get((length, stream))
+        if found is None:
+            kinds: dict[Dtypes, list[Row]] = {}
             for row in self.rows:
-                kinds.setdefault(tuple(x.dtype for x in row), []).append(row)
-            found = [
+                addresses = (*(x.data_ptr() for x in row), row[0].numel())
+                kinds.setdefault(tuple(x.dtype for x in row), []).append(addresses)
+            found = self._tables[length, stream] = [
                 (kind, table)
                 for kind, rows in kinds.items()
-                for table in chunks_of(list(zip(*rows, strict=True)), length)
+                for table in _tables(tuple(rows), kind, length, device, stream)
             ]
-            self._tables[length, stream] = found
-        return self._tables[length, stream]
+        return found
 
     @functools.cached_property
     def by_path(self) -> tuple[Batch, Batch]:
@@ -88,38 +90,13 @@ class Batch:
         return Batch(fast), Batch(slow)
 
 
-def chunks_of(columns: Sequence[Sequence[torch.Tensor]], length: int) -> tuple[Chunks, ...]:
+@functools.lru_cache(maxsize=NUM_KEPT)
+def _tables(
+    rows: tuple[Row, ...], dtypes: Dtypes, length: int, device: torch.device, stream: int
+) -> tuple[Chunks, ...]:
     """Tables for chunks of `length` elements: one of aligned tensors and one of the rest, if any.
 
     Built and sent once per set of addresses, without synchronising with the device.
-
-    Args:
-        columns: lists of the same number of contiguous tensors, each list of one dtype; tensors at
-            the same index of all lists have the same number of elements.
-    """
-    rows = tuple(
-        zip(
-            *([x.data_ptr() for x in column] for column in columns),
-            (x.numel() for x in columns[0]),
-            strict=True,
-        )
-    )
-    if not rows:
-        return ()
-    device = columns[0][0].device
-    stream = current_stream_number(device)
-    return _tables(
-        rows, tuple(column[0].element_size() for column in columns), length, device, stream
-    )
-
-
-@functools.lru_cache(maxsize=NUM_KEPT)
-def _tables(
-    rows: tuple[Row, ...], widths: tuple[int, ...], length: int, device: torch.device, stream: int
-) -> tuple[Chunks, ...]:
-    """Cached per stream: on another stream, a kernel could read a table before it has arrived.
-
-    A table is never written, so equal arguments can share it.
     """
     aligned, rest = [], []
     for *addresses, numel in rows:
@@ -128,34 +105,24 @@ def _tables(
         if body:
             aligned.append((*addresses, body))
         if body < numel:
-            rest.append(
-                (
-                    *(
-                        address + body * width
-                        for address, width in zip(addresses, widths, strict=True)
-                    ),
-                    numel - body,
-                )
-            )
-    kinds = ((True, aligned), (False, rest))
+            moved = [x + body * dtype.itemsize for x, dtype in zip(addresses, dtypes, strict=True)]
+            rest.append((*moved, numel - body))
     return tuple(
-        _table(members, length, device, stream, is_aligned)
-        for is_aligned, members in kinds
+        table_of(tuple(members), length, device, stream, is_aligned)
+        for is_aligned, members in ((True, aligned), (False, rest))
         if members
     )
 
 
-def table_of(rows: Iterable[Row], length: int, device: torch.device, *, is_aligned: bool) -> Chunks:
+@functools.lru_cache(maxsize=NUM_KEPT)
+def table_of(
+    rows: tuple[Row, ...], length: int, device: torch.device, stream: int, is_aligned: bool
+) -> Chunks:
     """The table of rows that hold whatever a kernel reads, the last of it numbers of elements.
 
-    Cached as those of `chunks_of` are.
+    Cached per stream: on another stream, a kernel could read a table before it has arrived. A table
+    is never written, so equal arguments can share it.
     """
-    return _cached_table(tuple(rows), length, device, current_stream_number(device), is_aligned)
-
-
-def _table(
-    rows: Sequence[Row], length: int, device: torch.device, stream: int, is_aligned: bool
-) -> Chunks:
     counts = tuple(-(-row[-1] // length) for row in rows)
     above = itertools.accumulate(counts, initial=0)
     table = torch.tensor(
@@ -164,9 +131,6 @@ def _table(
         device="cpu",
     )
     return Chunks(_sent(table, device), _row_of(counts, device, stream), is_aligned)
-
-
-_cached_table = functools.lru_cache(maxsize=NUM_KEPT)(_table)
 
 
 @functools.lru_cache(maxsize=NUM_KEPT)

@@ -76,7 +76,8 @@ def row_sums(logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: boo
         weight: class weights (columns,) in the arithmetic dtype; None for 1 each.
         smoothed: whether to compute `below`.
     """
-    by = row_sums_by_torch if _is_plain(logits) else row_sums_by_triton
+    is_plain = logits.device.type == "cpu" or torch.compiler.is_compiling()
+    by = row_sums_by_torch if is_plain else row_sums_by_triton
     return by(logits, weight, smoothed=smoothed)
 
 
@@ -98,12 +99,9 @@ def row_gradient(
         smoothed: whether `smooth` is used.
         in_place: whether to overwrite the logits, whose rows must be contiguous then.
     """
-    by = row_gradient_by_torch if _is_plain(logits) else row_gradient_by_triton
+    is_plain = logits.device.type == "cpu" or torch.compiler.is_compiling()
+    by = row_gradient_by_torch if is_plain else row_gradient_by_triton
     return by(logits, sums, factors, weight, smoothed=smoothed, in_place=in_place)
-
-
-def _is_plain(logits: torch.Tensor) -> bool:
-    return logits.device.type == "cpu" or torch.compiler.is_compiling()
 
 
 # Plain torch

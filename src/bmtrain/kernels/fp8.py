@@ -25,11 +25,6 @@ TILE = 128  # rows and columns that a program transposes
 _LEAST = 1e-30  # smallest magnitude assumed for a tensor: avoids a zero unit
 
 
-def is_supported(device: torch.device) -> bool:
-    """Whether the device supports FP8 products: GPUs from Ada on, and CPUs, which use fp32."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def quantise(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise `x`, of any floating dtype: its codes in the dtype `kind`, and their unit.
 
@@ -59,26 +54,14 @@ def product(
     `fast` accumulates in the tensor cores' registers, which keep about 14 bits.
     """
     if a.device.type == "cpu":
-        return product_reference(a, a_unit, b, b_unit, bias, dtype)
+        out = (a.float() @ b.float().t()) * (a_unit * b_unit)
+        return (out if bias is None else out + bias.float()).to(dtype)
     a, b = a.contiguous(), b.contiguous()  # the only layouts that `scaled_mm` accepts
     inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
     out = scaled_mm(
         a, b.t(), scale_a=a_unit, scale_b=b_unit, bias=inside, out_dtype=dtype, use_fast_accum=fast
     )
     return out if bias is None or inside is not None else out + bias
-
-
-def product_reference(
-    a: torch.Tensor,
-    a_unit: torch.Tensor,
-    b: torch.Tensor,
-    b_unit: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """`product` as an fp32 matrix product."""
-    out = (a.float() @ b.float().t()) * (a_unit * b_unit)
-    return (out if bias is None else out + bias.float()).to(dtype)
 
 
 @torch.library.custom_op(
@@ -104,15 +87,11 @@ def input_gradient(
     )
 
 
-@input_gradient.register_fake
-def _(
-    grad: torch.Tensor,
-    grad_unit: torch.Tensor,
-    weight: torch.Tensor,
-    weight_unit: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return grad.new_empty((grad.shape[0], weight.shape[1]), dtype=dtype)
+input_gradient.register_fake(
+    lambda grad, grad_unit, weight, weight_unit, dtype: grad.new_empty(
+        (grad.shape[0], weight.shape[1]), dtype=dtype
+    )
+)
 
 
 @torch.library.custom_op(
@@ -131,15 +110,11 @@ def weight_gradient(
     return product(transposed(grad), grad_unit, transposed(x), x_unit, None, dtype, fast=False)
 
 
-@weight_gradient.register_fake
-def _(
-    grad: torch.Tensor,
-    grad_unit: torch.Tensor,
-    x: torch.Tensor,
-    x_unit: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return grad.new_empty((grad.shape[1], x.shape[1]), dtype=dtype)
+weight_gradient.register_fake(
+    lambda grad, grad_unit, x, x_unit, dtype: grad.new_empty(
+        (grad.shape[1], x.shape[1]), dtype=dtype
+    )
+)
 
 
 def transposed(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
@@ -157,7 +132,8 @@ def transposed(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tenso
 def transposed_reference(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
     """`transposed` in plain torch."""
     codes = x if unit is None else _codes(x, unit, E4M3)
-    out = torch.zeros(x.shape[1], _rounded_up(x.shape[0]), dtype=codes.dtype, device=x.device)
+    padded = -(-x.shape[0] // ALIGNMENT) * ALIGNMENT
+    out = torch.zeros(x.shape[1], padded, dtype=codes.dtype, device=x.device)
     out.view(torch.uint8)[:, : x.shape[0]] = codes.view(torch.uint8).t()
     return out
 
@@ -166,28 +142,25 @@ def transposed_triton(x: torch.Tensor, unit: torch.Tensor | None = None) -> torc
     """`transposed` in one pass over memory."""
     rows, columns = x.shape
     kind = x.dtype if unit is None else E4M3
-    out = torch.empty(columns, _rounded_up(rows), dtype=kind, device=x.device)
+    padded = -(-rows // ALIGNMENT) * ALIGNMENT
+    out = torch.empty(columns, padded, dtype=kind, device=x.device)
     source, target = x.contiguous(), out
     if unit is None:
         source, target = source.view(torch.uint8), out.view(torch.uint8)
     transpose_kernel(
-        (-(-out.shape[1] // TILE) * -(-columns // TILE),),
+        (-(-padded // TILE) * -(-columns // TILE),),
         source,
         target,
         target if unit is None else unit,
         rows,
         columns,
-        out.shape[1],
+        padded,
         IS_CAST=unit is not None,
         LIMIT=torch.finfo(kind).max,
         TILE=TILE,
         num_warps=8,
     )
     return out
-
-
-def _rounded_up(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @kernel

@@ -50,13 +50,12 @@ def gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, to
     return by(grad, x)
 
 
-@gelu_backward.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty((_parts(x.shape[0]), x.shape[1]), dtype=torch.float32)
+def _empty(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = (x.shape[0] + PART - 1) // PART
+    return x.new_empty(x.shape), x.new_empty((parts, x.shape[1]), dtype=torch.float32)
 
 
-def _parts(rows: int) -> int:
-    return (rows + PART - 1) // PART
+gelu_backward.register_fake(lambda grad, x: _empty(x))
 
 
 def gelu_backward_reference(
@@ -76,10 +75,9 @@ def gelu_backward_by_triton(
     grad: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gelu_backward` in one kernel that reads each element once."""
-    rows, columns = x.shape
-    grad_x, sums = torch.empty_like(x), x.new_empty((_parts(rows), columns), dtype=torch.float32)
+    (rows, columns), (grad_x, sums) = x.shape, _empty(x)
     gelu_backward_kernel(
-        (_parts(rows) * -(-columns // BLOCK_COLUMNS),),
+        (sums.shape[0] * -(-columns // BLOCK_COLUMNS),),
         grad,
         x,
         grad_x,

@@ -33,10 +33,8 @@ class Kernel:
         options: of `triton.jit`.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], options: Mapping[str, Any] | None = None
-    ) -> None:
-        self._function, self._options = function, options or {}
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._function, self._options = function, options
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch so many programs on the device of the first argument, a tensor; none for a 0.
@@ -78,7 +76,7 @@ class Kernel:
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Make a kernel of a function."""
-    return Kernel(function)
+    return Kernel(function, {})
 
 
 def kernel_with(**options: Any) -> Callable[[Callable[..., Any]], Any]:

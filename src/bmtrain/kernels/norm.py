@@ -80,11 +80,6 @@ def norm(inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> No
     return norm_reference(case) if weight.device.type == "cpu" else norm_by_triton(case)
 
 
-@norm.register_fake
-def _(inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> Normed:
-    return _normed(Norm(inputs, weight, *rest))
-
-
 def _normed(case: Norm) -> Normed:
     first = case.inputs[0]
     of_rows = (*first.shape[:-1], 1)
@@ -94,6 +89,9 @@ def _normed(case: Norm) -> Normed:
         first.new_empty(of_rows, dtype=torch.float32),
         first.new_empty(first.shape if len(case.inputs) > 1 else 0),
     )
+
+
+norm.register_fake(lambda *fields: _normed(Norm(*fields)))
 
 
 def norm_reference(case: Norm) -> Normed:
@@ -187,13 +185,6 @@ def norm_backward(
     return by(terms)
 
 
-@norm_backward.register_fake
-def _(
-    grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any
-) -> Results:
-    return _results(Terms(grads, inputs, weight, *rest))
-
-
 def _results(terms: Terms) -> Results:
     n = terms.weight.shape[0]
     sums = [
@@ -201,6 +192,9 @@ def _results(terms: Terms) -> Results:
         for count in (2, terms.sums_result + terms.sums_residual)
     ]
     return terms.inputs[0].new_empty(terms.inputs[0].shape), sums[0], sums[1]
+
+
+norm_backward.register_fake(lambda *fields: _results(Terms(*fields)))
 
 
 def _parts(n: int) -> int:

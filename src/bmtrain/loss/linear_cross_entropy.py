@@ -135,9 +135,9 @@ def linear_cross_entropy(
     return _losses(row_loss, parts, scores, target, valid)
 
 
-@linear_cross_entropy.register_fake
-def _(head: Head, target: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return head[0].new_empty(target.shape, dtype=arithmetic(head[0].dtype))
+linear_cross_entropy.register_fake(
+    lambda head, target, *rest: head[0].new_empty(target.shape, dtype=arithmetic(head[0].dtype))
+)
 
 
 @torch.library.custom_op(
@@ -180,12 +180,12 @@ def linear_cross_entropy_gradients(
     return [losses, grads[0], *(grad[:num_classes] for grad in grads[1:])]
 
 
-@linear_cross_entropy_gradients.register_fake
-def _(head: Head, target: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
-    return [
+linear_cross_entropy_gradients.register_fake(
+    lambda head, target, *rest: [
         head[0].new_empty(target.shape, dtype=arithmetic(head[0].dtype)),
         *_empty_gradients(head, rest[-1]),
     ]
+)
 
 
 class FusedLinearCrossEntropy(ClassLoss):

@@ -126,7 +126,8 @@ class RowLoss:
         log_sum = sums.sum_exp.log()
         loss = self.of_targets(target, valid) * (log_sum - scores)
         if self.smoothed:
-            spread = self._total_weight() * log_sum - sums.below
+            total = self.columns.total if self.weight is None else self.weight.sum()
+            spread = total * log_sum - sums.below
             share = self.label_smoothing / self.columns.total
             loss = (1 - self.label_smoothing) * loss + share * spread
         # Multiplying by `valid` instead would give NaN for an ignored row with an infinite logit.
@@ -145,8 +146,5 @@ class RowLoss:
             return RowFactors(hit, hit, hit, column)
         hit = hit * (1 - self.label_smoothing)
         smooth = grad_rows * (self.label_smoothing / self.columns.total)
-        return RowFactors(hit + smooth * self._total_weight(), smooth, hit, column)
-
-    def _total_weight(self) -> float | torch.Tensor:
-        """W, the sum of all class weights."""
-        return self.columns.total if self.weight is None else self.weight.sum()
+        total = self.columns.total if self.weight is None else self.weight.sum()
+        return RowFactors(hit + smooth * total, smooth, hit, column)

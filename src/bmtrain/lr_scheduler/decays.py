@@ -8,7 +8,7 @@ import torch
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.lr_scheduler.warmup import WarmupLRScheduler
-from bmtrain.runtime.arguments import NUMBER
+from bmtrain.runtime.arguments import AMOUNT, NUMBER, check
 
 
 class Noam(WarmupLRScheduler):
@@ -106,8 +106,4 @@ class Exponential(WarmupLRScheduler):
 
     def _check(self) -> None:
         super()._check()
-        if not self.gamma >= 0:
-            raise ConfigurationError(
-                f"gamma: got {self.gamma}, expected 0 or more; it is the factor per "
-                "iteration, for example 0.95."
-            )
+        check(type(self).__name__, gamma=(self.gamma, AMOUNT))

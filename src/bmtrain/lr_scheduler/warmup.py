@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.runtime.arguments import NUMBER, Rule, check
+from bmtrain.runtime.arguments import AMOUNT, NUMBER, check
 
 _KEYS = ("start_lr", "warmup_iter", "end_iter", "num_iter")
 
@@ -79,7 +79,7 @@ class WarmupLRScheduler(abc.ABC):
                 changed.
         """
         before, target = self.num_iter, self.num_iter + 1 if num_iter is None else num_iter
-        _check_at_least("num_iter", target, 0, "iterations are counted from 0")
+        check(type(self).__name__, num_iter=(target, AMOUNT))
         self.num_iter = target
         try:
             lr = self.get_lr()
@@ -124,17 +124,9 @@ class WarmupLRScheduler(abc.ABC):
 
     def _check(self) -> None:
         """Check the arguments; decays with further conditions override this."""
-        _check_at_least(
-            "start_lr",
-            self.start_lr,
-            0,
-            "a learning rate is not negative; maximize=True turns the sign",
+        check(
+            type(self).__name__,
+            start_lr=(self.start_lr, AMOUNT),
+            warmup_iter=(self.warmup_iter, AMOUNT),
+            num_iter=(self.num_iter, AMOUNT),
         )
-        _check_at_least("warmup_iter", self.warmup_iter, 0, "0 means no warm-up")
-        _check_at_least("num_iter", self.num_iter, 0, "iterations are counted from 0")
-
-
-def _check_at_least(name: str, got: float, least: float, remedy: str) -> None:
-    expected = f"a finite number, {least} or more; {remedy}"
-    rule = Rule(expected, lambda value: NUMBER.holds(value) and value >= least)
-    check("a learning-rate schedule", **{name: (got, rule)})

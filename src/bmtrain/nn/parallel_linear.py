@@ -8,6 +8,7 @@ which each rank keeps only its own rows between the split layers.
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +100,47 @@ class OpParallelLinear:
         return tensor_parallel.gather_features(product) if gather_output else product
 
 
-class ColumnParallelLinear(DistributedModule):
+class _ParallelLinear(DistributedModule):
+    """A linear layer of which each tensor-parallel rank has a part of the weight."""
+
+    in_features: int
+    out_features: int
+
+    def _make(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype | None,
+        init_method: Initializer | None,
+        split_dim: int,
+        **chunks: int,
+    ) -> None:
+        """Make the parameters; the weight is split along `split_dim`, a bias along 0 or not."""
+        name, sizes = (
+            type(self).__name__,
+            {"out_features": out_features, "in_features": in_features},
+        )
+        num_ranks = world.current(name).mesh.tp.size
+        check_sizes(name, **sizes, **chunks)
+        shape, split = list(sizes.values()), list(sizes)[split_dim]
+        shape[split_dim] = part_of(name, split, shape[split_dim], num_ranks)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = DistributedParameter(
+            torch.empty(*shape, dtype=dtype),
+            init_method=init_method or fan_in_uniform(in_features),
+            tp_mode=True,
+            tp_split_dim=split_dim,
+        )
+        vector = None
+        if bias:
+            cut: dict[str, Any] = {} if split_dim else {"tp_mode": True, "tp_split_dim": 0}
+            values = torch.empty(shape[0], dtype=dtype)
+            vector = DistributedParameter(values, init_method=zeros(), **cut)
+        self.register_parameter("bias", vector)
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each tensor-parallel rank computes a part of the output features.
 
     Args:
@@ -132,28 +173,17 @@ class ColumnParallelLinear(DistributedModule):
         init_method: Initializer | None = None,
     ) -> None:
         super().__init__()
-        num_ranks = world.current("ColumnParallelLinear").mesh.tp.size
-        check_sizes(
-            "ColumnParallelLinear",
-            in_features=in_features,
-            out_features=out_features,
+        self._make(
+            in_features,
+            out_features,
+            bias,
+            dtype,
+            init_method,
+            0,
             async_gather_chunks=async_gather_chunks,
         )
-        own = part_of("ColumnParallelLinear", "out_features", out_features, num_ranks)
-        self.in_features, self.out_features = in_features, out_features
         self.gather_output, self.gather_input = gather_output, gather_input
         self.async_gather_chunks = async_gather_chunks
-        self.weight = DistributedParameter(
-            torch.empty(own, in_features, dtype=dtype),
-            init_method=init_method or fan_in_uniform(in_features),
-            tp_mode=True,
-            tp_split_dim=0,
-        )
-        vector = None
-        if bias:
-            values = torch.empty(own, dtype=dtype)
-            vector = DistributedParameter(values, init_method=zeros(), tp_mode=True, tp_split_dim=0)
-        self.register_parameter("bias", vector)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(rows, ..., in_features) -> (rows of all ranks, ..., out_features / tp_size).
@@ -180,7 +210,7 @@ class ColumnParallelLinear(DistributedModule):
         )
 
 
-class RowParallelLinear(DistributedModule):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each tensor-parallel rank multiplies a part of the input features.
 
     The partial products are summed over ranks.
@@ -215,29 +245,11 @@ class RowParallelLinear(DistributedModule):
         init_method: Initializer | None = None,
     ) -> None:
         super().__init__()
-        num_ranks = world.current("RowParallelLinear").mesh.tp.size
-        check_sizes(
-            "RowParallelLinear",
-            in_features=in_features,
-            out_features=out_features,
-            async_chunks=async_chunks,
+        self._make(
+            in_features, out_features, bias, dtype, init_method, 1, async_chunks=async_chunks
         )
-        own = part_of("RowParallelLinear", "in_features", in_features, num_ranks)
-        self.in_features, self.out_features = in_features, out_features
         self.split_input, self.async_chunks = split_input, async_chunks
         self.reduce_type = ReduceType.ALL_REDUCE if all_reduce_output else ReduceType.REDUCE_SCATTER
-        self.weight = DistributedParameter(
-            torch.empty(out_features, own, dtype=dtype),
-            init_method=init_method or fan_in_uniform(in_features),
-            tp_mode=True,
-            tp_split_dim=1,
-        )
-        self.register_parameter(
-            "bias",
-            DistributedParameter(torch.empty(out_features, dtype=dtype), init_method=zeros())
-            if bias
-            else None,
-        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(rows of all ranks, ..., in_features / tp_size) -> (rows, ..., out_features).

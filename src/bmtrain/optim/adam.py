@@ -15,9 +15,9 @@ from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.optim import resharding
 from bmtrain.optim.adam_state import AdamLayout, Make, ParamBatch, UpdatePart
 from bmtrain.optim.flat import FlatSpan, parameters_of
-from bmtrain.optim.form import NAMES, StateForm, foreign_masters, in_fp32
+from bmtrain.optim.form import NAMES, StateForm, in_fp32
 from bmtrain.optim.loss_scale import CarriedScale, LossScale
-from bmtrain.optim.saved import check_adam_state, check_masters, check_optimizer_state
+from bmtrain.optim.saved import check_adam_state, check_masters
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, NUMBER, PART, Rule, check, known_keywords
 from bmtrain.shard.engine import Engine
@@ -226,10 +226,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def _memory_of(self, span: FlatSpan) -> Make:
         """What makes the tensors of the state of a span."""
-        return self._on_device
-
-    def _on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self._engine.device)
+        return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=self._engine.device)
 
     def _lay_out_for_step(self) -> AdamLayout:
         """The layout for a step."""
@@ -322,11 +319,10 @@ class AdamBase(torch.optim.Optimizer):
             CheckpointError: as `load_state_dict`.
         """
         self.dynamic_scale.wait()
-        check_optimizer_state(state_dict)
         check_adam_state(state_dict, {*NAMES, *resharding.NAMES})
         states = resharding.local_states(self.param_groups, state_dict)
         if self._form.master_weights == "split":
-            check_masters(foreign_masters(parameters_of(self.param_groups), states))
+            check_masters(parameters_of(self.param_groups), states)
         return {**state_dict, "state": states}
 
     def take_own(self, own: dict[str, Any]) -> None:

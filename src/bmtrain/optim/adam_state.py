@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamTensors
-from bmtrain.kernels.adam_compact import CompactTensors
 from bmtrain.kernels.bf16 import remainders_of
 from bmtrain.kernels.blockwise import Blocks
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
@@ -22,7 +21,6 @@ from bmtrain.shard.residence import num_references
 from bmtrain.shard.sharded import Sharded, cut_like
 from bmtrain.shard.slices import Slices, local_of
 
-AnyTensors = AdamTensors | CompactTensors
 # Makes zeros (numel,) of a dtype.
 Make = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -69,19 +67,19 @@ class SpanState:
         is_own = master.to(values.dtype) == values
         master.copy_(torch.where(is_own, master, values.to(master.dtype)))
 
-    def update_of(self, piece: FlatSpan, grad: torch.Tensor) -> AnyTensors:
+    def update_of(self, piece: FlatSpan, grad: torch.Tensor) -> AdamTensors:
         """The tensors that an update of `piece`, a part of the span, reads and writes."""
         weight, cut = piece.values, self.span.cut
         if not self._is_compact:
             own = {name: cut(x, piece) for name, x in self.tensors.items()}
-            moments = (own[name] for name in MOMENT_NAMES)
-            return AdamTensors(weight, grad, own.get("master", weight), *moments)
+            first, second = (own[name] for name in MOMENT_NAMES)
+            return AdamTensors(weight, grad, own.get("master", weight), first, second)
         master = self.tensors.get("master", self.tensors.get("remainder"))
         if self._is_exact:
             master = weight
         param, (mean, square) = self.span.params[0], self._moments()
         start = param.cut.piece.start if isinstance(param, DistributedParameter) else 0
-        return CompactTensors(weight, grad, master, mean, square, self._number, start)
+        return AdamTensors(weight, grad, master, mean, square, self._number, start)
 
     def views(self, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The state of a parameter of the span, by name."""
@@ -142,7 +140,7 @@ class UpdatePart(NamedTuple):
 
     span: FlatSpan
     piece: FlatSpan
-    tensors: AnyTensors
+    tensors: AdamTensors
 
 
 @dataclasses.dataclass
@@ -258,9 +256,8 @@ class AdamLayout:
                     "Use master_weights='fp32', or load the weights first, then the optimizer's "
                     "state."
                 )
-        versions = self._current_versions()
         for owner, states in self._rounded.items():
-            if versions[owner] != self._versions.get(owner):
+            if states[0].span.version != self._versions.get(owner):
                 for state in states:
                     state.follow()
 
@@ -274,7 +271,12 @@ class AdamLayout:
             span.owner
             for span in self._sharded
             if now[id(span)] > self._num_holders[id(span)]
-            or any(x.is_held for x in self._sharded_states(span))
+            or any(
+                x.is_held
+                for param in span.params
+                for x in self._states[param].values()
+                if isinstance(x, ShardedState)
+            )
             or (span.storage is not None and span.storage.is_held)
         }
 
@@ -284,10 +286,6 @@ class AdamLayout:
             id(span): sum(map(num_references, self._span_states[id(span)][1].tensors.values()))
             for span in self._sharded
         }
-
-    def _sharded_states(self, span: FlatSpan) -> Iterator[ShardedState]:
-        for param in span.params:
-            yield from (x for x in self._states[param].values() if isinstance(x, ShardedState))
 
     def _written(self) -> list[FlatSpan]:
         """Bound spans that may have been written since they were last as the states need them.
@@ -321,7 +319,7 @@ class AdamLayout:
 
     def close(self) -> None:
         """Record the weights' versions: the last write was the optimizer's."""
-        self._versions = self._current_versions()
+        self._versions = {owner: own[0].span.version for owner, own in self._rounded.items()}
         self._seen = self._writes()
 
     def trust_weights(self) -> None:
@@ -370,9 +368,6 @@ class AdamLayout:
     def _step_of(self, param: torch.nn.Parameter) -> int:
         step: int = self._states[param]["step"]
         return step
-
-    def _current_versions(self) -> dict[int, int]:
-        return {owner: states[0].span.version for owner, states in self._rounded.items()}
 
 
 def _ids(groups: Sequence[dict[str, Any]]) -> list[list[int]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.kernels.bf16 import are_neighbours, joined
+from bmtrain.kernels.bf16 import joined
 from bmtrain.kernels.blockwise import BLOCK, Blocks, num_blocks
 from bmtrain.runtime.arguments import Rule, check
 from bmtrain.shard.cut import Cut
@@ -108,27 +108,6 @@ class StateForm:
         if self.master_weights == "split" and param.dtype == torch.bfloat16:
             needed |= {"remainder"}
         return needed, frozenset({"master"} if self.master_weights == "fp32" else ())
-
-
-def foreign_masters(
-    params: Sequence[torch.Tensor], states: Mapping[int, Mapping[str, Any]]
-) -> list[int]:
-    """Indices of bf16 parameters whose saved masters are not those of their weights.
-
-    Args:
-        params: of the optimizer.
-        states: to be loaded, by the parameter's index: this rank's slices.
-    """
-    return [
-        index
-        for index, state in states.items()
-        if state.get("step")
-        and "master" in state
-        and params[index].dtype == torch.bfloat16
-        and not are_neighbours(
-            local_of(state["master"]).reshape(-1), local_of(params[index].detach()).reshape(-1)
-        )
-    ]
 
 
 def in_fp32(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:

@@ -16,18 +16,6 @@ from bmtrain.runtime.log import tell, warn
 from bmtrain.shard.engine import Engine
 
 
-class FiniteCheck(HostCopy):
-    """Whether a number on a device is finite; its copy to the host starts at construction."""
-
-    def __init__(self, number: torch.Tensor) -> None:
-        """`number` has one element; it may be on the CPU."""
-        super().__init__([number])
-
-    def wait(self) -> bool:
-        """Wait for the number; True if it is finite."""
-        return math.isfinite(self.values()[0])
-
-
 class LossScale:
     """A dynamic loss scale: shrinks on overflow, grows after `growth_steps` good steps in a row.
 
@@ -68,7 +56,7 @@ class LossScale:
         self._value = min(max(float(value), minimum), maximum)
         self.good_steps = 0
         self.num_skipped = self.num_in_a_row = 0
-        self._awaited: tuple[FiniteCheck, Callable[[], None]] | None = None
+        self._awaited: tuple[HostCopy, Callable[[], None]] | None = None
 
     def __str__(self) -> str:
         """What must be the same on all ranks, once the last step is known to be good or bad."""
@@ -91,25 +79,20 @@ class LossScale:
             return
         self.num_skipped += 1
         self.num_in_a_row += self._value <= self.minimum
-        self._skip()
-
-    def _skip(self) -> None:
-        before = self._value
         self.shrink()
-        tell(f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped")
 
-    def judge_later(self, is_finite: FiniteCheck, take_back: Callable[[], None]) -> None:
-        """Register a step that the device skips if the check fails.
+    def judge_later(self, number: HostCopy, take_back: Callable[[], None]) -> None:
+        """Register a step that the device skips if this number, on its way here, is not finite.
 
         `wait` then calls `take_back` to undo what the host did for the step.
         """
-        self._awaited = is_finite, take_back
+        self._awaited = number, take_back
 
     def wait(self) -> None:
         """Wait for the pending check, if any, and act on it."""
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
-            is_finite = awaited[0].wait()
+            is_finite = math.isfinite(awaited[0].values()[0])
             if not is_finite:
                 awaited[1]()
             self.judge(is_finite)
@@ -121,8 +104,9 @@ class LossScale:
                 f"gradients overflow at the smallest loss scale {self.minimum}: the step "
                 "is skipped; the loss may be diverging."
             )
-        self._value = max(self._value / self.factor, self.minimum)
+        before, self._value = self._value, max(self._value / self.factor, self.minimum)
         self.good_steps = 0
+        tell(f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped")
 
     def grow(self) -> None:
         """Count a good step; after `growth_steps` in a row, multiply the scale by `factor`."""
@@ -156,7 +140,8 @@ class NoScaling(LossScale):
         """1, whatever the last step was: nobody has to wait for that."""
         return 1.0
 
-    def _skip(self) -> None:
+    def shrink(self) -> None:
+        """Say that a step was skipped."""
         tell(
             "the loss or a gradient is not finite, or so large that Adam's second moment would be "
             "infinite for good: the step is skipped on all ranks "

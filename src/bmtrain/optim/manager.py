@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bmtrain.distributed.agreement import HostCopy
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import ConfigurationError, NonFiniteError
@@ -20,9 +21,9 @@ from bmtrain.optim import resharding
 from bmtrain.optim.adam import AdamBase, check_rates, copy_of
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
-from bmtrain.optim.loss_scale import CarriedScale, FiniteCheck, LossScale, NoScaling
+from bmtrain.optim.loss_scale import CarriedScale, LossScale, NoScaling
 from bmtrain.optim.saved import check_manager_state
-from bmtrain.optim.schedules import Restorable, check_steps_alone, step_schedules
+from bmtrain.optim.schedules import check_steps_alone, is_restorable, step_schedules
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import POSITIVE, SIZE, check, known_keywords
 from bmtrain.runtime.log import warn
@@ -76,6 +77,7 @@ class OptimManager:
                 loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale
             )
         )
+        self._is_scaled = loss_scale is not None
         if max_skipped_steps is not None:
             check("OptimManager", max_skipped_steps=(max_skipped_steps, SIZE))
         self._max_skipped = math.inf if max_skipped_steps is None else max_skipped_steps
@@ -283,24 +285,20 @@ class OptimManager:
         mark, self._mark = self._mark, None
         factor = _factor(self.optimizers, params, scale)
         total = global_sum_of_squares(*gradients_of(self._spans_of(params)), mark, factor)
-        is_finite = FiniteCheck(total)
-        if self._can_take_back():
-            self._scale.judge_later(is_finite, self._advance_if_finite(scale, total))
-            if not is_finite.needs_waiting:
-                self._scale.wait()
-        else:
-            is_good = is_finite.wait()
-            if is_good:
-                self._advance(scale)
-            self._scale.judge(is_good)
-
-    def _can_take_back(self) -> bool:
-        """Whether the device can skip a step that the host undoes later."""
-        skips = all(
+        arriving = HostCopy([total])
+        # Whether the device can skip a step that the host undoes later.
+        if all(
             isinstance(optimizer, AdamBase) and optimizer.skips_on_device
             for optimizer in self.optimizers
-        )
-        return skips and all(isinstance(schedule, Restorable) for schedule in self._schedules)
+        ) and all(map(is_restorable, self._schedules)):
+            self._scale.judge_later(arriving, self._advance_if_finite(scale, total))
+            if not arriving.needs_waiting:
+                self._scale.wait()
+        else:
+            is_finite = math.isfinite(arriving.values()[0])
+            if is_finite:
+                self._advance(scale)
+            self._scale.judge(is_finite)
 
     @property
     def _schedules(self) -> list[Any]:
@@ -345,10 +343,6 @@ class OptimManager:
             self._num_steps -= 1
 
         return take_back
-
-    @property
-    def _is_scaled(self) -> bool:
-        return not isinstance(self._scale, NoScaling)
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
         """State of optimizers, schedulers and loss scale; with `gather_opt` of full tensors.
@@ -492,7 +486,7 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
     scale = optimizer.scale if isinstance(optimizer, AdamBase) else 1.0
     factor = _factor([optimizer], params, scale)
     total = global_sum_of_squares(*gradients_of(spans_of(params)), factor=factor)
-    is_finite = FiniteCheck(total).wait()
+    is_finite = bool(total.isfinite())
     has_fp16 = any(param.dtype == torch.float16 for param in params)
     if isinstance(optimizer, AdamBase) and (optimizer.scale != 1 or has_fp16):
         if is_finite:

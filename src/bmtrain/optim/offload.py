@@ -164,7 +164,7 @@ class AdamOffloadOptimizer(AdamBase):
 
     def _memory_of(self, span: FlatSpan) -> Make:
         if span.owner in self._resident:
-            return self._on_device
+            return super()._memory_of(span)
         if span.owner in self._filed and self._folder is not None:
             return functools.partial(file_zeros, folder=os.fspath(self._folder))
         return functools.partial(host_zeros, device=self._engine.device)
@@ -310,7 +310,7 @@ class AdamOffloadOptimizer(AdamBase):
         here = [update for update in self._updates if update.span.owner in self._resident]
         away = [update for update in self._updates if update.span.owner not in self._resident]
         # What cannot be done later first; the rest as the next forward pass needs it.
-        away.sort(key=lambda update: (self._can_wait(update.span), _turn(update.span)))
+        away.sort(key=self._place_in_turn)
         # Before the first of them is computed: if one fails, values of none pass for those of the
         # step.
         for update in away:
@@ -321,21 +321,20 @@ class AdamOffloadOptimizer(AdamBase):
         for update in away:
             if update.span.owner not in self._hidden - self._held:
                 update.finish()
-        if not all(self._can_wait(update.span) for update in away):
+        if not all(self._place_in_turn(update)[0] for update in away):
             self._streamer.wait()  # the program may read and write these states without asking
 
-    def _can_wait(self, span: FlatSpan) -> bool:
-        return span.storage is not None and span.owner not in self._held
+    def _place_in_turn(self, update: PendingUpdate) -> tuple[bool, int]:
+        """Whether an update may be done later, and its storage's place in the last forward pass."""
+        storage = update.span.storage
+        if storage is None:
+            return False, 0
+        return update.span.owner not in self._held, storage.residence.turn
 
     def _uncopied(self) -> dict[str, Any]:
         # The updates are over: what they have changed is true of the copy too.
         own: dict[str, Any] = {"_updates": [*self._updates], "_held": set(), "_hidden": set()}
         return {**super()._uncopied(), **own, "_streamer": self._streamer, "_peak": self._peak}
-
-
-def _turn(span: FlatSpan) -> int:
-    """The place of a span's storage in the last forward pass."""
-    return 0 if span.storage is None else span.storage.residence.turn
 
 
 def first_fitting(sizes: Mapping[int, int], room: int) -> set[int]:

@@ -52,7 +52,11 @@ def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> State
     # What is no slice is copied; of a slice the dtype stays, until it is gathered.
     whole: States = {
         index: {
-            name: value.dtype if isinstance(value, Sharded) else _copied(value)
+            name: value.dtype
+            if isinstance(value, Sharded)
+            else value.detach().cpu().clone()
+            if isinstance(value, torch.Tensor)
+            else value
             for name, value in state.items()
         }
         for index, state in states.items()
@@ -86,10 +90,6 @@ def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> State
     return dict(sorted(whole.items()))
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-
-
 def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
     """This rank's state by parameter index, from `saved`, an optimizer's state dict. Collective.
 
@@ -99,7 +99,7 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
 
     Args:
         groups: of the optimizer.
-        saved: that has been checked (`saved.check_optimizer_state`).
+        saved: that has been checked (see saved.py).
 
     Raises:
         CheckpointError: on every rank, naming the parameter's index, what each rank has of it and
@@ -225,12 +225,8 @@ def _local_state(
         elif set(sizes) == {param._tp_original_shape.numel()}:
             mine = storage.slice_of_whole(slot, mine.reshape(param._tp_original_shape))
         else:
-            padded = torch.zeros(max(sizes), dtype=value.dtype, device="cpu")
-            padded[: mine.numel()] = mine.reshape(-1)
-            # Sent as bytes: not every backend supports every dtype.
-            sent = collectives.all_gather(padded.view(torch.uint8), storage.axis)
-            rows = sent.view(value.dtype).view(len(sizes), -1)
-            whole = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+            own_part = mine.reshape(-1).to("cpu", value.dtype)
+            whole = collectives.all_gather_rows(own_part, sizes, storage.axis)
             mine = storage.slice_of(slot, whole)
         out[name] = Sharded(mine, param.cut)
     return out

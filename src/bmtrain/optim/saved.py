@@ -15,8 +15,10 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import agree, are_near, look
 from bmtrain.errors import CheckpointError
+from bmtrain.kernels.bf16 import are_neighbours
 from bmtrain.runtime import world
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.slices import local_of
 
 # In the state of a manager, beside optimizers' states, which may be slices.
 OF_ALL_RANKS = (
@@ -52,17 +54,9 @@ def check_manager_state(state: Any, schedules: Sequence[Any]) -> None:
             )
 
 
-def check_optimizer_state(state: Any) -> None:
-    """Refuse what is no state of an optimizer, before anything is changed. Collective.
-
-    Raises:
-        CheckpointError: on every rank, if any has been given such a state.
-    """
-    _agree(_problem_of_optimizer(state))
-
-
-def check_adam_state(state: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse the state of another optimizer, of which Adam would take what it knows. Collective.
+def check_adam_state(state: Any, known: Collection[str]) -> None:
+    """Refuse what is no state of an optimizer, and the state of another one, of which Adam would
+    take what it knows, before anything is changed. Collective.
 
     Args:
         known: names of a parameter's states that Adam can take over.
@@ -70,6 +64,7 @@ def check_adam_state(state: Mapping[str, Any], known: Collection[str]) -> None:
     Raises:
         CheckpointError: on every rank, if any has been given such a state.
     """
+    _agree(_problem_of_optimizer(state))
     problem = None
     for index, one in state["state"].items():
         names = {str(name) for name in one} - {"step"}
@@ -82,15 +77,27 @@ def check_adam_state(state: Mapping[str, Any], known: Collection[str]) -> None:
     _agree(problem)
 
 
-def check_masters(foreign: Sequence[int]) -> None:
-    """Refuse masters that are not those of the weights, before anything is changed. Collective.
+def check_masters(params: Sequence[torch.Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
+    """Refuse masters of bf16 weights that are not those of the weights. Collective; before anything
+    is changed.
 
     Args:
-        foreign: indices of the parameters that have such masters on this rank.
+        params: of the optimizer.
+        states: to be loaded, by the parameter's index: this rank's slices.
 
     Raises:
         CheckpointError: on every rank, if any rank has such masters.
     """
+    foreign = [
+        index
+        for index, state in states.items()
+        if state.get("step")
+        and "master" in state
+        and params[index].dtype == torch.bfloat16
+        and not are_neighbours(
+            local_of(state["master"]).reshape(-1), local_of(params[index].detach()).reshape(-1)
+        )
+    ]
     text = None
     if foreign:
         text = (

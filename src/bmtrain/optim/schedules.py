@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -15,13 +15,10 @@ from bmtrain.errors import ConfigurationError
 _ATOMS = frozenset((int, float, bool, str, type(None)))
 
 
-@runtime_checkable
-class Restorable(Protocol):
-    """A schedule that can return to an earlier state."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> object: ...
+def is_restorable(schedule: Any) -> bool:
+    """Whether a schedule can return to an earlier state."""
+    methods = (getattr(schedule, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods))
 
 
 def check_steps_alone(schedule: Any) -> None:
@@ -52,7 +49,7 @@ def step_schedules(
     Values that the program has written in between are kept.
 
     Args:
-        schedules: Restorable, each with a `step()`.
+        schedules: that are restorable, each with a `step()`.
         optimizers: whose hyperparameters the schedules write.
     """
     if not schedules:
@@ -69,11 +66,18 @@ def step_schedules(
             schedule.load_state_dict(state)
         for group, old, ours, present in zip(groups, before, written, now, strict=True):
             for name, value in present.items():
-                _put(
-                    group,
-                    name,
-                    old[name] if name in old and _equal(value, ours.get(name)) else value,
-                )
+                new, written_here = value, ours.get(name)
+                if isinstance(value, torch.Tensor) and isinstance(written_here, torch.Tensor):
+                    is_ours = torch.equal(value, written_here)
+                else:
+                    is_ours = type(value) is type(written_here) and bool(value == written_here)
+                if name in old and is_ours:
+                    new = old[name]
+                # A tensor is written in place, since others may refer to it.
+                if isinstance(new, torch.Tensor) and isinstance(group[name], torch.Tensor):
+                    group[name].copy_(new)
+                else:
+                    group[name] = new
 
     return take_back
 
@@ -106,17 +110,3 @@ def _numbers(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for group in groups
     ]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _put(group: dict[str, Any], name: str, value: Any) -> None:
-    """Set a hyperparameter; a tensor is written in place, since others may refer to it."""
-    if isinstance(value, torch.Tensor) and isinstance(group[name], torch.Tensor):
-        group[name].copy_(value)
-    else:
-        group[name] = value

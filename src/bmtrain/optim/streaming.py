@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from bmtrain.errors import ParameterError
-from bmtrain.kernels.adam import AdamSettings
+from bmtrain.kernels.adam import AdamSettings, AdamTensors
 from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.kernels.blockwise import BLOCK
-from bmtrain.optim.adam_state import AnyTensors, UpdatePart
+from bmtrain.optim.adam_state import UpdatePart
 from bmtrain.runtime.world import World
 from bmtrain.shard.residence import alias
 
@@ -54,7 +54,7 @@ class PendingUpdate:
     ) -> None:
         self._streamer, self.settings, self.records = streamer, settings, records
         self.span, self.piece = part.span, part.piece
-        self.tensors: AnyTensors | None = part.tensors
+        self.tensors: AdamTensors | None = part.tensors
         self.verdict: torch.Tensor | None = None
         self.is_issued = False
         self.failure: BaseException | None = None
@@ -90,7 +90,7 @@ class ChunkPart(NamedTuple):
     """A part of an update, and whether it is its last one."""
 
     update: PendingUpdate
-    tensors: AnyTensors
+    tensors: AdamTensors
     is_last: bool
 
 
@@ -277,12 +277,12 @@ def chunks_of(updates: Sequence[PendingUpdate], num_bytes: int) -> Iterator[Chun
         yield chunk
 
 
-def compute(chunk: Chunk, tensors: list[AnyTensors], verdict: torch.Tensor | None) -> None:
+def compute(chunk: Chunk, tensors: list[AdamTensors], verdict: torch.Tensor | None) -> None:
     """Update a chunk, of which the states are in `tensors`, with few kernels.
 
     What is recorded are changes of the weights in as many bits as there are in one tensor.
     """
-    watched, by_settings = [], dict[AdamSettings, list[AnyTensors]]()
+    watched, by_settings = [], dict[AdamSettings, list[AdamTensors]]()
     for part, own in zip(chunk, tensors, strict=True):
         by_settings.setdefault(part.update.settings, []).append(own)
         if part.update.records:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.torch_internals import TreeSpec, tree_flatten, tree_unflatten
+from bmtrain.torch_internals import TreeSpec, tree_flatten
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
@@ -51,11 +51,6 @@ class Call:
         """What must be the same on all ranks of the pipeline."""
         rows = tuple(_kind(x) for x in self.hidden)
         return (*rows, *((_kind(x), cut) for x, cut in zip(self.leaves, self.is_cut, strict=True)))
-
-    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The other arguments, positional and keyword, rebuilt from `leaves`."""
-        rest: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(list(leaves), self.spec)
-        return rest
 
 
 def read_call(

@@ -25,6 +25,7 @@ from bmtrain.shard.engine import Engine
 from bmtrain.shard.outputs import map_tensors
 from bmtrain.shard.recording import Recorder
 from bmtrain.shard.sharded import ordinary
+from bmtrain.torch_internals import tree_unflatten
 
 Hidden = tuple[torch.Tensor, ...]
 
@@ -69,9 +70,8 @@ class PipelineTransformerBlockList(BlockList):
         pipe = current.mesh.pipe
         layers_of = stage_layers(len(blocks), pipe.size)
         for stage, layers in enumerate(layers_of):
-            for block in dict.fromkeys(blocks[layer] for layer in layers):
-                for part in _with_inner(block):
-                    part.move_to_stage(stage)
+            for part in _with_inner(blocks[layer] for layer in layers):
+                part.move_to_stage(stage)
         # A plain list: the blocks are registered already.
         self._own = [blocks[layer] for layer in layers_of[pipe.index]]
         self._known: dict[object, _Known] = {}
@@ -112,7 +112,7 @@ class PipelineTransformerBlockList(BlockList):
             return_hidden_states,
         )
         with contextlib.ExitStack() as stack:
-            for part in dict.fromkeys(part for block in self._own for part in _with_inner(block)):
+            for part in _with_inner(self._own):
                 stack.enter_context(part.together())
             stack.enter_context(current.draws.own())
             enter = stack.enter_context(current.service(Recorder).pipelined_pass(axis.index))
@@ -196,7 +196,7 @@ class _Joined:
     def __init__(self, call: Call, axis: Axis, num_micro_batches: int) -> None:
         self._call = call
         self._num_rows = rows_per_micro_batch(call.num_rows, axis.size, num_micro_batches)
-        self._hidden = [stages.to_first(x, axis) for x in call.hidden]
+        self._hidden = [stages.ToFirst.apply(x, axis) for x in call.hidden]
         self._leaves = [
             _join(x, axis) if cut else x for x, cut in zip(call.leaves, call.is_cut, strict=True)
         ]
@@ -210,20 +210,15 @@ class _Joined:
         ]
         self.num_micro_batches = num_micro_batches
 
-    def hidden(self, number: int) -> Hidden:
-        """The hidden tensors of a micro-batch, on the first stage."""
-        return tuple(self._cut(x, number) for x in self._hidden)
-
-    def rest(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The other arguments of a micro-batch."""
+    def part(self, number: int) -> tuple[Hidden, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """A micro-batch: its hidden tensors, on the first stage, and the other arguments."""
+        rows = slice(number * self._num_rows, (number + 1) * self._num_rows)
         leaves = [
-            self._cut(x, number) if cut else x
-            for x, cut in zip(self._leaves, self._call.is_cut, strict=True)
+            x[rows] if cut else x for x, cut in zip(self._leaves, self._call.is_cut, strict=True)
         ]
-        return self._call.arguments(leaves)
-
-    def _cut(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        return x[number * self._num_rows : (number + 1) * self._num_rows]
+        rest = tree_unflatten(leaves, self._call.spec)
+        # on other stages the hidden ones are tokens without rows
+        return tuple(x[rows] for x in self._hidden if x.dim()), rest
 
 
 class _Passing:
@@ -243,12 +238,9 @@ class _Passing:
 
     def run(self, joined: _Joined, number: int) -> None:
         """Run micro-batch `number` through the blocks of this stage."""
-        hidden = (
-            joined.hidden(number)
-            if self._upstream is None
-            else self._receive(self._upstream, number, joined)
-        )
-        args, kwargs = joined.rest(number)
+        hidden, (args, kwargs) = joined.part(number)
+        if self._upstream is not None:
+            hidden = self._receive(self._upstream, number, joined)
         inputs = []
         for block in self._blocks:
             if self._with_states:
@@ -260,7 +252,7 @@ class _Passing:
             return
         if number == 0 and not self._is_known:
             self._downstream.send_heads([Head.of(x) for x in hidden])
-        self.ties.append(stages.pass_on(hidden, self._downstream))
+        self.ties.append(stages.PassOn.apply(self._downstream, *hidden))
 
     def _receive(self, link: Link, number: int, joined: _Joined) -> Hidden:
         if number == 0 and not self._is_known:
@@ -294,27 +286,22 @@ class _Passing:
         if self._downstream is not None:
             # The last send is in flight and keeps its activations alive.
             self._downstream.flush()
-        has_final = self._downstream is None
-        places = range(len(self._outputs[0]))
         out: list[torch.Tensor | None] = [
-            torch.cat([hidden[place] for hidden in self._outputs]).unsqueeze(0)
-            if has_final
-            else None
-            for place in places
+            None if self._downstream is not None else torch.cat(parts).unsqueeze(0)
+            for parts in zip(*self._outputs, strict=True)
         ]
         if self._with_states:
-            for place in places:
-                layers = [
-                    torch.cat([inputs[layer][place] for inputs in self._inputs])
-                    for layer in range(len(self._blocks))
-                ]
-                out.append(torch.stack(layers))
+            for place in range(len(out)):
+                layers = zip(*self._inputs, strict=True)
+                states = [torch.cat([hidden[place] for hidden in layer]) for layer in layers]
+                out.append(torch.stack(states))
         return out
 
 
-def _with_inner(block: Block) -> list[Block]:
-    """The block and all blocks inside it."""
-    return [part for part in block.modules() if isinstance(part, Block)]
+def _with_inner(blocks: Iterable[Block]) -> Iterable[Block]:
+    """The blocks and all blocks inside them, each once."""
+    parts = (part for block in blocks for part in block.modules())
+    return dict.fromkeys(part for part in parts if isinstance(part, Block))
 
 
 def _join(x: torch.Tensor, axis: Axis) -> torch.Tensor:
