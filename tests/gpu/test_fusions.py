@@ -24,7 +24,7 @@ DEVICE = "cuda"
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (64, 512), (640, 3072), (1000, 3077)])
-def test_gelu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gelu(shape, dtype):
     """Also where all blocks are full, so that nothing is masked."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     grad, x = (
@@ -62,7 +62,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
+def test_norms(case, dtype):
     """As many rows ahead as shared memory holds, down to none for the widest in fp32."""
     arguments = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(DEVICE), norms.Case(dtype, **case).arguments
@@ -90,7 +90,7 @@ FORWARD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FORWARD, ids=str)
-def test_forward_of_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
+def test_forward_of_norms(case, dtype):
     """Beside plain PyTorch in fp64, the sum of two inputs bit for bit."""
     arguments = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(DEVICE), norms.forward_arguments(dtype, **case)
@@ -105,9 +105,7 @@ def test_forward_of_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("narrow", [0, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm])
-def test_layers(
-    norm: type[torch.nn.Module], dtype: torch.dtype, narrow: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers(norm, dtype, narrow, monkeypatch):
     """With norms as for long rows, whose sums join, and as for short ones, which the compiler
     makes.
     """

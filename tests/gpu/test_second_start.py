@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from tests.ranks.test_second_start import compiles_once
@@ -13,7 +11,7 @@ from bmtrain.kernels import fp8
 pytestmark = [pytest.mark.gpu, pytest.mark.fresh]
 
 
-def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing(tmp_path):
     """Blocks at each level, in FP8, on request, a loss without logits, and Adam's kernel."""
     if not fp8.is_supported(torch.device("cuda:0")):
         pytest.skip("this GPU has no eight-bit products")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from bmtrain.kernels.chunks import ALIGNMENT, Batch, Chunks, chunks_of
+from bmtrain.kernels.chunks import ALIGNMENT, Batch, chunks_of
 
 
-def elements(chunks: Chunks, length: int) -> list[int]:
+def elements(chunks, length):
     """Addresses in the first column of what the programs would work on, read from the table as a kernel
     does.
     """
@@ -19,18 +19,18 @@ def elements(chunks: Chunks, length: int) -> list[int]:
     return out
 
 
-def test_every_element_belongs_to_one_program() -> None:
+def test_every_element_belongs_to_one_program():
     """Whatever the lengths: 0, 1, below, at, above and at multiples of that of a chunk."""
     sizes = [0, 1, 15, 16, 17, 32, 48, 1000, 0, 160]
     tensors = [torch.zeros(size) for size in sizes]
     got = [element for table in chunks_of([tensors], 16) for element in elements(table, 16)]
     assert sorted(got) == sorted(x.data_ptr() + 4 * i for x in tensors for i in range(x.numel()))
-    empty: list[torch.Tensor] = []
+    empty = []
     for nothing in ([empty], [[torch.empty(0)]] * 2):
         assert chunks_of(nothing, 16) == ()
 
 
-def test_what_is_aligned_is_apart() -> None:
+def test_what_is_aligned_is_apart():
     """The widest loads are for rows of which every address and the length allow them; an odd end is cut
     off.
     """
@@ -38,7 +38,7 @@ def test_what_is_aligned_is_apart() -> None:
     bounds = [(0, 64), (64, 131), (131, 200), (208, 211), (224, 224)]
     aligned, rest = chunks_of([[x[begin:end] for begin, end in bounds] for x in columns], 64)
 
-    def rows(places: dict[int, int]) -> list[list[int]]:
+    def rows(places):
         return [[*(x[begin:].data_ptr() for x in columns), n] for begin, n in places.items()]
 
     assert aligned.is_aligned and not rest.is_aligned
@@ -47,7 +47,7 @@ def test_what_is_aligned_is_apart() -> None:
     assert not (aligned.rows[:, :3] % ALIGNMENT).any()
 
 
-def test_a_table_is_made_once_for_the_same_places() -> None:
+def test_a_table_is_made_once_for_the_same_places():
     """And anew when something lies elsewhere or has another length."""
     tensors = [torch.zeros(64) for _ in range(3)]
     (first,), (again,), (moved,), (longer,), (shorter,) = (
@@ -66,7 +66,7 @@ def test_a_table_is_made_once_for_the_same_places() -> None:
     assert shorter.count == 9
 
 
-def test_a_batch_has_tables_by_dtypes_and_makes_them_once() -> None:
+def test_a_batch_has_tables_by_dtypes_and_makes_them_once():
     """Rows of other dtypes are other kernels' work. None takes fp64 and strided tensors, or what is on
     the CPU.
     """

@@ -64,7 +64,7 @@ EVERY = [0, 1, 2, 3, 4]
 
 
 @functools.cache
-def pair(family: str) -> tuple[Any, Any]:
+def pair(family):
     """Our model and theirs with the same weights, large enough that texts vary."""
     ours, name, sizes = FAMILIES[family]
     theirs: Any = getattr(transformers, name)
@@ -79,7 +79,7 @@ def pair(family: str) -> tuple[Any, Any]:
         return parity.loaded(ours, model, pathlib.Path(folder)), model
 
 
-def prompts(family: str) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts(family):
     """Five prompts of 7, 4, 1, 6, 7 tokens, padded on the side of the family, and their mask."""
     ids = parity.token_ids(5, 7, high=VOCAB)
     mask = torch.ones_like(ids)
@@ -89,7 +89,7 @@ def prompts(family: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def both(family: str, rows: list[int], **options: Any) -> tuple[Any, Any]:
+def both(family, rows, **options):
     """What we generate for some of the prompts, and what transformers does."""
     ours, theirs = pair(family)
     ids, mask = (part[rows] for part in prompts(family))
@@ -106,7 +106,7 @@ def both(family: str, rows: list[int], **options: Any) -> tuple[Any, Any]:
     return found, theirs.generate(ids, attention_mask=mask, **given)
 
 
-def assert_same_tokens(family: str, rows: list[int], **options: Any) -> Any:
+def assert_same_tokens(family, rows, **options):
     found, expected = both(family, rows, **options)
     assert torch.equal(found.sequences, expected.sequences), (rows, options)
     return found
@@ -133,7 +133,7 @@ DRAWN = [place % 8 + 8 * place for place in range(9)]
         )
     ],
 )
-def test_tokens_and_scores_are_those_of_transformers(family: str, search: dict[str, Any]) -> None:
+def test_tokens_and_scores_are_those_of_transformers(family, search):
     """Padded batches and single prompts; sequences, padding after their ends, scores of sequences
     and of tokens.
     """
@@ -171,7 +171,7 @@ def test_tokens_and_scores_are_those_of_transformers(family: str, search: dict[s
     assert len(seen) > 2, "ends made no difference: they were not tried"
 
 
-def test_when_beams_stop_makes_a_difference() -> None:
+def test_when_beams_stop_makes_a_difference():
     """Each way of stopping is that of transformers where the ways differ: with likely ends and a
     preference for long sequences; where most of the likeliest tokens are ends, candidates further
     down go on.
@@ -190,7 +190,7 @@ def test_when_beams_stop_makes_a_difference() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-def test_limits_and_forbidden_tokens_are_those_of_transformers(family: str) -> None:
+def test_limits_and_forbidden_tokens_are_those_of_transformers(family):
     """`max_length` counts the prompt's tokens (of the decoder, which may begin with several);
     tokens can be forbidden; one new token is a limit, too.
     """
@@ -209,7 +209,7 @@ def test_limits_and_forbidden_tokens_are_those_of_transformers(family: str) -> N
             assert assert_same_tokens(family, EVERY, **given, **other).prefix_length == 3
 
 
-def test_padding_is_recognised_where_no_mask_says_it() -> None:
+def test_padding_is_recognised_where_no_mask_says_it():
     """As in transformers: by `pad_token_id`, if it is given and does not end sequences."""
     ours, theirs = pair("gpt2")
     ids, mask = prompts("gpt2")

@@ -30,7 +30,7 @@ print("trained")
 """
 
 
-def test_training_on_a_cpu() -> None:
+def test_training_on_a_cpu():
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
