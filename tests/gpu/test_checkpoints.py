@@ -1,7 +1,5 @@
 """Checkpoints that are copied from the GPU while training goes on."""
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 from typing import Any

@@ -2,8 +2,6 @@
 not compile.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 

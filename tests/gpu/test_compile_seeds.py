@@ -2,8 +2,6 @@
 attention too, whoever compiles when.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

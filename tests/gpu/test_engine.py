@@ -2,8 +2,6 @@
 of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 import warnings

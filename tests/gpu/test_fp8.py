@@ -2,8 +2,6 @@
 plain ones, compiled and not.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 

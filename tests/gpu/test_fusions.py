@@ -2,8 +2,6 @@
 beside plain PyTorch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 one by one, and memory that is given back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from typing import Any

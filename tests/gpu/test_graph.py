@@ -1,7 +1,5 @@
 """bmtrain.cuda_graph on a GPU: training with and without it gives the same bits."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

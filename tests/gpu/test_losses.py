@@ -2,8 +2,6 @@
 waiting, within memory.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

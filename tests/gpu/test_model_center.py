@@ -2,8 +2,6 @@
 on the CPU, over NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """Hidden updates of the offloaded Adam on real GPUs: the values of updates that nobody passes."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

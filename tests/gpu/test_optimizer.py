@@ -2,8 +2,6 @@
 in the way of the device.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

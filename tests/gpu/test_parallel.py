@@ -2,8 +2,6 @@
 in one process on the CPU.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.ranks import test_pipeline as pipeline

@@ -4,8 +4,6 @@ people's models.
 Inside the ranks the GPU is torch's default device, so that programs need not name it.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 

@@ -2,8 +2,6 @@
 stay within theirs.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 

@@ -1,7 +1,5 @@
 """What a second start of a program compiles on a GPU, kernels of this library included: nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.ranks.test_second_start import compiles_once

@@ -5,8 +5,6 @@ wants a GPU for each rank; they read and write on the stream that they are issue
 so that a missing wait of the engine gives other numbers here too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

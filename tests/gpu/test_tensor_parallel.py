@@ -1,7 +1,5 @@
 """Tensor-parallel layers and loss on real GPUs over NCCL, one rank per GPU."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

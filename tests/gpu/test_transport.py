@@ -2,8 +2,6 @@
 training as over NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -265,10 +263,9 @@ def fill_one_gpu():
     x = torch.ones(2, DIM, device=device).bfloat16()
 
     def from_driver(num_bytes):
-        made = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p(
+        return torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p(
             (num_bytes,), (1,), torch.uint8, device
         )
-        return made
 
     def from_torch(num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)

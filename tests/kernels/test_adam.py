@@ -1,7 +1,5 @@
 """AdamW: the formula, the path of the CPU and the fused kernel against torch.optim.AdamW."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

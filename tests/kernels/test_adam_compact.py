@@ -2,8 +2,6 @@
 AdamW.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

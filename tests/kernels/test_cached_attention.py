@@ -1,7 +1,5 @@
 """Attention over a cache of fixed size: kernel against twin, twin against torch's attention."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

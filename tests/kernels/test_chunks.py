@@ -1,7 +1,5 @@
 """Tables of tensors for one launch."""
 
-from __future__ import annotations
-
 import torch
 
 from bmtrain.kernels.chunks import ALIGNMENT, Batch, chunks_of

@@ -4,8 +4,6 @@ Triton's interpreter takes what its compiler does not: variables of loops that c
 example.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

@@ -1,7 +1,5 @@
 """Kernels of cross entropy against their plain-torch twins, which tests/unit holds against torch."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

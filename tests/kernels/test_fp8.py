@@ -1,7 +1,5 @@
 """The transposing kernel of eight-bit products against its twin in plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Layers with the kernels of a GPU, which the interpreter runs, beside the same layers without."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from typing import Any

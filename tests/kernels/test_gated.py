@@ -1,7 +1,5 @@
 """Gated activations: kernel against twin, twin against torch's functions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing import assert_close

@@ -1,7 +1,5 @@
 """The largest number of each row: kernel against torch, which is its definition."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

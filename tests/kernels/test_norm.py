@@ -2,8 +2,6 @@
 PyTorch in fp64.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rotary positions: kernel against twin, twin against a rotation of complex numbers."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products of one row: kernel against twin, twin against torch's linear maps and norms."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

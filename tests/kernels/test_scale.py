@@ -2,8 +2,6 @@
 the formula.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

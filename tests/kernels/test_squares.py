@@ -2,8 +2,6 @@
 anywhere.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Sums of parts: the kernel against its twin, the twin against fp64."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Small random models by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -23,14 +21,14 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def config(name: str, **options: Any) -> Any:
+def config(name, **options):
     """A configuration of the class of this name."""
     if name == "ViT":
         return models.VitConfig(**IMAGES | options)
     return getattr(models, f"{name}Config")(**SIZES | MORE.get(name, LAYERS) | options)
 
 
-def model(name: str, *, std: float = 0.2, **options: Any) -> Any:
+def model(name, *, std=0.2, **options):
     """A model of the class of this name in evaluation mode, every parameter drawn anew."""
     torch.manual_seed(0)
     return parity.randomized(getattr(models, name)(config(name, **options)), std=std)

@@ -2,8 +2,6 @@
 and with gradients.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models import parity, small

@@ -2,8 +2,6 @@
 OPT, Qwen2 and Qwen3.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

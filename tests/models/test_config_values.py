@@ -2,8 +2,6 @@
 written as something else.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any

@@ -2,8 +2,6 @@
 positions, and files of ModelCenter.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flags of configurations as ModelCenter reads them, against its formulas by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

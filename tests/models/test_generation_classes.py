@@ -2,8 +2,6 @@
 each family.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from typing import Any

@@ -2,8 +2,6 @@
 arguments are told.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from typing import Any

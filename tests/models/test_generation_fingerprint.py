@@ -1,7 +1,5 @@
 """What a recording has taken from the host is told from what it would take now."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import enum

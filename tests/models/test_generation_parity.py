@@ -2,8 +2,6 @@
 token.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import tempfile

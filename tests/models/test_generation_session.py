@@ -1,7 +1,5 @@
 """Generations that share a session give what each gives by itself, and nothing stays behind it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import operator

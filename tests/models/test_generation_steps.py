@@ -1,7 +1,5 @@
 """Steps that are all the same work, recorded and issued ahead, give what other steps give."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

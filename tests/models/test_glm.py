@@ -1,7 +1,5 @@
 """GLM against a plain reference: positions found token by token, explicit softmax."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Import paths, names and arguments of ModelCenter: a table of them, and what is here."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -2,8 +2,6 @@
 ModelCenter's.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from typing import Any
@@ -186,9 +184,9 @@ def test_feed_forward(name):
             layer = FeedForward(4, 6, 5, torch.float32, activate_fn=gate + name, **options)
             by_hand.drawn(layer)
             first, *second = layer.w_in.maps
-            inside = act(linear(first, x))  # type: ignore[arg-type]
+            inside = act(linear(first, x))
             for up in second:
-                inside = inside * linear(up, x)  # type: ignore[arg-type]
+                inside = inside * linear(up, x)
             assert len(second) == bool(gate)
             assert_alike(layer(x), linear(layer.w_out, inside), x, layer)
 

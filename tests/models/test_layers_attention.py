@@ -1,7 +1,5 @@
 """Attention, masks, caches, blocks and stacks against their formulas."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

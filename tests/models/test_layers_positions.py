@@ -1,7 +1,5 @@
 """Relative, segment and rotary positions against their formulas."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """BERT, RoBERTa and Longformer against their counterparts in transformers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls that programs of ModelCenter make, and what they mean there."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

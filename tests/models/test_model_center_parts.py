@@ -1,7 +1,5 @@
 """Small parts that programs of ModelCenter make themselves: heads, dense maps, blocks, helpers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters come in ModelCenter's order: its files of optimizer states go by position."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A folder of a model is the old one or the new one, whenever its writer is killed."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -1,7 +1,5 @@
 """T5 1.0, T5 v1.1 and mT5 against transformers."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """ViT against transformers' ViTForImageClassification."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """`convert`: folders of transformers' tiny models made ModelCenter's and back; what it refuses."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

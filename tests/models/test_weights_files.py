@@ -2,8 +2,6 @@
 transformers, errors, full disks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -27,7 +25,6 @@ from model_center.weights.keymap import KeyMap, Piece
 from model_center.weights.loading import load_weights
 from model_center.weights.saving import save_hugging_face, save_model_center
 
-State = dict[str, torch.Tensor]
 SIZES = "vocab_size=61 n_embd=24 n_head=3 n_layer=2 n_positions=20 resid_pdrop=0.0"
 CONFIG = parity.values(f"model_type=gpt2 {SIZES}")
 WIDTH = 24

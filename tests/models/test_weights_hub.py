@@ -1,7 +1,5 @@
 """From names to folders, with a client in place of the hub."""
 
-from __future__ import annotations
-
 import fnmatch
 from pathlib import Path
 

@@ -2,14 +2,11 @@
 files, no processes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from bmtrain.checkpoint import reading
 from bmtrain.checkpoint.reading import Read, cuts, read_all
@@ -20,7 +17,6 @@ from model_center.weights.keymap import KeyMap, Piece
 from model_center.weights.matching import Mapped, check_coverage, match
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size, shards
 
-State = dict[str, Tensor]
 MAP = KeyMap(
     {
         "table.weight": Piece("model.embed.weight"),

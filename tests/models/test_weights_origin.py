@@ -2,8 +2,6 @@
 transformers is in the folder that a model loaded from it writes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Forecasts against what real models keep, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib
@@ -72,8 +70,7 @@ class Model(nn.Module):
         x, scale = self.embedding(ids), torch.ones((), dtype=self.head.weight.dtype)
         for layer in self.layers:
             x = layer(x, scale)
-        out = self.head(x)
-        return out
+        return self.head(x)
 
 
 def wide():

@@ -1,7 +1,5 @@
 """A process group that exists already: adopted, not touched, and the process left to its owner."""
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """`init_distributed` again: after a run in the same process, and after a failure."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -57,8 +55,7 @@ def test_a_run_after_a_run(host, tmp_path):
 def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    return port
+        return found.getsockname()[1]
 
 
 WRONG_ENVIRONMENT = (

@@ -2,8 +2,6 @@
 all ranks and the next save succeeds, and however the program ends a whole file stays.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import shutil

@@ -1,7 +1,5 @@
 """Files and states that are damaged, of another kind, or made to harm: refused by name and reason."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

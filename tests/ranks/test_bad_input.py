@@ -2,8 +2,6 @@
 every rank, and no hang; the program goes on as if it had not been.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -74,7 +72,6 @@ def test_rules():
         assert issubclass(kind, TypeError) and issubclass(kind, ValueError)
 
 
-Case = tuple[Callable[[], object], type[Exception], str]
 call: Any = functools.partial
 Bad: Any = ConfigurationError
 UNKNOWN = model_center.errors.ArgumentError

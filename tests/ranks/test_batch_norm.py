@@ -1,7 +1,5 @@
 """BatchNorm in training is one process's: its statistics are those of all ranks' rows."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -44,8 +42,7 @@ class Net(nn.Module):
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
-        out = self.last(torch.tanh(self.frozen(x)).mean((2, 3)))
-        return out
+        return self.last(torch.tanh(self.frozen(x)).mean((2, 3)))
 
 
 def trained(use_checkpoint):

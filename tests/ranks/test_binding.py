@@ -2,8 +2,6 @@
 inside of a call are refused.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
@@ -105,8 +103,7 @@ class Writing(nn.Module):
         torch.save([self.weight.detach(), self.weight], io.BytesIO())
         if self.write is not None:
             self.write()
-        out = torch.tanh(x @ self.weight)
-        return out
+        return torch.tanh(x @ self.weight)
 
 
 @torch.no_grad()

@@ -2,11 +2,8 @@
 randomness, hooks, names.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import bmtrain as bmt
 
 MODES = list(itertools.product((2, 3), (False, True)))  # ZeRO level, recomputation
-Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 def mode_name(level, recompute):
@@ -188,9 +184,6 @@ def test_a_block_on_one_rank():
     run_ranks(run_cases, 1)
 
 
-Nets = tuple[Any, Any]
-
-
 def feed(level, recompute):
     """A plain net of three layers and its sharded twin."""
     torch.manual_seed(4)
@@ -327,8 +320,7 @@ class Outside(nn.Module):
 
     def forward(self, x):
         h = self.recurrent(self.spectral(self.normed(x)))[0]
-        out = self.head(h + self.attention(h, h, h, need_weights=False)[0])
-        return out
+        return self.head(h + self.attention(h, h, h, need_weights=False)[0])
 
 
 def outside_of_lists():
@@ -548,8 +540,7 @@ def narrow_layer():
 
 
 def loss_of(layer, x):
-    loss = (layer(x).float() + 3).square().sum()
-    return loss
+    return (layer(x).float() + 3).square().sum()
 
 
 WIDE = torch.float32

@@ -1,7 +1,5 @@
 """save and load against torch's own files: formats, files that do not fit, full disks."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -24,8 +22,6 @@ import bmtrain as bmt
 from bmtrain.checkpoint import LoadResult, files, load, save, sources, writer
 from bmtrain.errors import CheckpointError
 from bmtrain.shard.storage import Storage
-
-State = dict[str, torch.Tensor]
 
 
 class Layer(torch.nn.Module):

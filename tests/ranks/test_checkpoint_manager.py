@@ -2,8 +2,6 @@
 whatever is refused or fails, the run goes on as if nothing had been asked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -30,7 +28,6 @@ from bmtrain.optim import AdamOptimizer, OptimManager
 from bmtrain.shard.slices import local_of
 
 WIDTH = 6
-Sizes = tuple[int, int, int]  # ranks, tp_size, pipe_size
 
 
 class Layer(torch.nn.Module):

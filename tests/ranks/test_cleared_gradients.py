@@ -1,7 +1,5 @@
 """After failed passes, refusals, clearing and deferral, the next steps are those of one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -97,8 +95,7 @@ class Run:
 
     def loss(self, number, names=ALL):
         x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(number))
-        out = self.net(x.chunk(bmt.world_size())[bmt.rank()] if self.manager else x, names)
-        return out
+        return self.net(x.chunk(bmt.world_size())[bmt.rank()] if self.manager else x, names)
 
     def backward(self, number, names=ALL, **options):
         self.finish(self.loss(number, names), **options)

@@ -2,8 +2,6 @@
 process.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import time
@@ -52,7 +50,6 @@ def weights(rank, shape):
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-Results = list[tuple[torch.Tensor, torch.Tensor | None]]
 CASES: list[tuple[str, Any]] = [("all_gather", "-"), ("broadcast", 0), ("broadcast", -1)]
 CASES += [(name, op) for name in ("all_reduce", "reduce_scatter") for op in REDUCTIONS]
 
@@ -176,8 +173,7 @@ def verbs():
     def filled(verb, *args, numel=2, sent=mine):
         into = torch.full((numel,), -1.0)
         verb(sent, into, *args, comm)
-        found = into.tolist()
-        return found
+        return into.tolist()
 
     for op, reduction in REDUCTIONS.items():
         whole = reduction(stacked).tolist()

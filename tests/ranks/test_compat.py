@@ -2,8 +2,6 @@
 collectives against its formulas.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pathlib

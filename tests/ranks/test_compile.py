@@ -2,8 +2,6 @@
 never in the way.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

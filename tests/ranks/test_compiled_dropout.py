@@ -2,8 +2,6 @@
 compiles when.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 gradients of plain ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

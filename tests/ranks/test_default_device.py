@@ -2,8 +2,6 @@
 be all the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

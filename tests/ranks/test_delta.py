@@ -2,8 +2,6 @@
 sharded.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random numbers in training: other ones for other rows, and nothing else that differs by rank."""
 
-from __future__ import annotations
-
 import pathlib
 
 import torch
@@ -40,8 +38,7 @@ class Listed(nn.Module):
         for layer in self.layers:
             if not self.training or torch.rand(()) > 0.3:
                 x = layer(x)
-        out = checkpoint(self.after, x, use_reentrant=False)
-        return out
+        return checkpoint(self.after, x, use_reentrant=False)
 
 
 class Nested(nn.Module):
@@ -52,8 +49,7 @@ class Nested(nn.Module):
         self.outer = bmt.Block(Inner())
 
     def forward(self, x):
-        out = self.outer(x)
-        return out
+        return self.outer(x)
 
 
 class Inner(nn.Module):
@@ -67,8 +63,7 @@ class Inner(nn.Module):
         for block in self.blocks:
             if torch.rand(()) > 0.3:
                 x = block(x)
-        out = self.map(x)
-        return out
+        return self.map(x)
 
 
 def draw(tp_size):
@@ -84,8 +79,7 @@ def draw(tp_size):
 
             def again(x, model=model, state=state):
                 torch.set_rng_state(state)
-                out = model(x)
-                return out
+                return model(x)
 
             leaf = rows.clone().requires_grad_()
             out = again(leaf)

@@ -2,8 +2,6 @@
 recomputation and the compiler.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from typing import Any
@@ -53,8 +51,7 @@ def eight_bits(layer, x):
     """What a Layer in eight bits computes, written out."""
     up, frozen = layer.up, layer.frozen
     h = linear(F.gelu(linear(layer.norm(x), up.weight, up.bias)), layer.down)
-    y = x + linear(h, frozen.weight, frozen.bias) + layer.back(layer.narrow(x))
-    return y
+    return x + linear(h, frozen.weight, frozen.bias) + layer.back(layer.narrow(x))
 
 
 def layers(*reentrant):

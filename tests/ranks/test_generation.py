@@ -2,8 +2,6 @@
 the other ranks do.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

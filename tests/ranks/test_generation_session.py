@@ -2,8 +2,6 @@
 and go when they should.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +30,6 @@ from model_center.generation.ahead import Questions
 from model_center.generation.engine import generate, stream
 from model_center.generation.resident import Resident
 from model_center.generation.session import Session
-
-Result = tuple[list[Any], Tensor]
 
 
 @pytest.fixture(scope="module")

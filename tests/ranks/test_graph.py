@@ -2,8 +2,6 @@
 graphs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

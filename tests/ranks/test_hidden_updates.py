@@ -119,8 +119,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(3 * DIM, DIM, bias=False)
 
     def forward(self, x):
-        y = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return y
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def make_model(dtype, zero_level, use_checkpoint=False):

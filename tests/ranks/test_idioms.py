@@ -2,8 +2,6 @@
 refused on all ranks.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools
@@ -291,8 +289,7 @@ def averaged_by_hand(run):
 
 
 def adam(run, groups, kind=bmt.optim.AdamOptimizer):
-    made = (torch.optim.AdamW if run.is_plain else kind)(groups, lr=0.1, weight_decay=0.1)
-    return made
+    return (torch.optim.AdamW if run.is_plain else kind)(groups, lr=0.1, weight_decay=0.1)
 
 
 @idiom

@@ -2,8 +2,6 @@
 PyTorch.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
@@ -44,8 +42,7 @@ class Inside(nn.Module):
         return torch.sin(self.c(torch.sin(x)))
 
     def checked(self, part, x):
-        y = checkpoint(part, x, use_reentrant=self.reentrant)
-        return y
+        return checkpoint(part, x, use_reentrant=self.reentrant)
 
     def forward(self, x):
         if self.everything:

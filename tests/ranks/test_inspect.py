@@ -1,7 +1,5 @@
 """What `inspect` says on several ranks, against the numbers of plain PyTorch in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import fnmatch
@@ -25,7 +23,6 @@ from bmtrain.inspect import find_non_finite, inspect_model, inspect_tensor, reco
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.runtime import world
 
-Summary = list[dict[str, Any]]
 VALUES, GRADIENTS = ("std", "mean", "max", "min"), ("grad_std", "grad_mean")
 
 
@@ -242,7 +239,6 @@ def plain_stack(num_layers):
 
 
 X = torch.randn(12, 4, 6, generator=torch.Generator().manual_seed(8))
-Seen = list[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 def seen_by(plain):

@@ -1,7 +1,5 @@
 """Backward passes that raise: what they have left is dropped, or the next use of it is refused."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 

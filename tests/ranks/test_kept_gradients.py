@@ -2,8 +2,6 @@
 without one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -26,8 +24,7 @@ STEPS = 7
 
 def loss_of(model, step):
     x = torch.linspace(-1, 1, 24).view(4, 6)
-    out = model(x).square().mean() * (step + 1)
-    return out
+    return model(x).square().mean() * (step + 1)
 
 
 class Run:

@@ -2,8 +2,6 @@
 torch on one process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -2,11 +2,8 @@
 them in other ways than by calling them. Gradients and steps are one process's.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,8 +130,7 @@ class Table(nn.Module):
         self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def __getitem__(self, name):
-        found = getattr(self, name)
-        return found
+        return getattr(self, name)
 
     def __iter__(self):
         return iter((self.q, self.k))
@@ -146,8 +142,7 @@ class Table(nn.Module):
         return name in ("q", "k")
 
     def attend(self, x):
-        out = self.q(x) * self.k(x)
-        return out
+        return self.q(x) * self.k(x)
 
     def forward(self, x):
         return self.attend(x)
@@ -169,7 +164,6 @@ def a_list():
     return nn.ParameterList([nn.Parameter(torch.rand(WIDTH)) for _ in range(2)])
 
 
-Use = Callable[[Any, torch.Tensor], torch.Tensor]
 USES = {
     "indexed": (a_sequence, lambda one, x: one[0](x) * one[-1](x)),
     "unpacked": (a_sequence, lambda one, x: torch.stack([part(x) for part in one]).prod(0)),

@@ -2,8 +2,6 @@
 last reference.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref
@@ -66,8 +64,7 @@ def managed(model, factory=AdamOptimizer):
 
 
 def loss_of(model):
-    loss = model(torch.ones(2, DIM)).square().mean()
-    return loss
+    return model(torch.ones(2, DIM)).square().mean()
 
 
 def between():

@@ -2,8 +2,6 @@
 from one folder, one answer.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

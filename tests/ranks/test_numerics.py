@@ -2,8 +2,6 @@
 parameters.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 
@@ -22,7 +20,6 @@ OPTIMIZERS = {
 }
 
 # (optimizer, ZeRO level, recomputation, micro-batches, deferred reduction)
-Mode = tuple[str, int, bool, int, bool]
 MODES = [("adam", 3, True, 3, True), ("offload", 2, True, 1, False), ("torch", 3, False, 2, False)]
 OTHERS = [
     ("adam", 2, False, 3, False),

@@ -2,8 +2,6 @@
 gathered.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -2,8 +2,6 @@
 that a program does between: see pairs.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -266,9 +264,6 @@ class Three:
     def numbers(self):
         manager = self.manager
         return [manager.loss_scale, manager.lr_schedulers[0].current_lr, manager._num_steps]
-
-
-Saved = tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[Any]]
 
 
 def leave():

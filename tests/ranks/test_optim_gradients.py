@@ -2,8 +2,6 @@
 changes them; and nothing of the program's is kept alive.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

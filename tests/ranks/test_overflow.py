@@ -2,8 +2,6 @@
 stays. That training goes on as without them is in test_optim.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -2,8 +2,6 @@
 gradients of one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,6 @@ import bmtrain as bmt
 from bmtrain.errors import RanksDivergedError
 
 DIM = 4
-Program = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 class Model(nn.Module):

@@ -2,8 +2,6 @@
 logits in fp64.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest import mock

@@ -2,8 +2,6 @@
 on all in time.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings
@@ -129,12 +127,9 @@ def test_a_block_on_one_rank_copies_nothing():
 # Programs that part
 # --------------------------------------------------------------------------------------------------
 
-Parting = Callable[[Any], object]
-
 
 def loss_of(model):
-    loss = model(rows()).sum()
-    return loss
+    return model(rows()).sum()
 
 
 def backward(model):

@@ -1,7 +1,5 @@
 """Every tuning method of peft on wrapped models, against plain peft on one process."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect
@@ -568,9 +566,6 @@ def files(folder):
             places.append(place)
         plain, sharded = map(test_transformers.contents, places)
         assert plain and sharded == plain, (program.__name__, when)
-
-
-Wrap = Callable[[Any], Any]
 
 
 def own_adapters(base, place, wrap):

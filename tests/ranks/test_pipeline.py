@@ -2,8 +2,6 @@
 gradients, training, files.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

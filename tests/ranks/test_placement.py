@@ -2,8 +2,6 @@
 without the split.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 there than in the model: loaded into sharded models, against transformers' own loading.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -2,8 +2,6 @@
 the meantime.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import weakref

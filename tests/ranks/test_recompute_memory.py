@@ -2,8 +2,6 @@
 ranks, in pieces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from unittest import mock

@@ -2,8 +2,6 @@
 plain PyTorch does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

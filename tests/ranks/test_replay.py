@@ -71,8 +71,7 @@ class Base(nn.Module):
 
     def map(self, x):
         if self.scripted:
-            y = drop_add(self.linear(rms(x, self.scale, 1e-6)), x, 0.3, self.training)
-            return y
+            return drop_add(self.linear(rms(x, self.scale, 1e-6)), x, 0.3, self.training)
         return torch.dropout(self.act(self.linear(x) * self.scale), 0.3, self.training)
 
     def forward(self, x):
@@ -268,8 +267,7 @@ def give(module, x):
     y, rest = module(x, torch.Generator().manual_seed(3), held, seen=seen)
     assert (len(held), held[1]) == (3, 3)
     assert rest["b"][2:] == [None, 3]
-    z = y + rest["b"][0].mul_(2) + rest["b"][1]
-    return z
+    return y + rest["b"][0].mul_(2) + rest["b"][1]
 
 
 class CompiledNorm(nn.Module):
@@ -286,8 +284,7 @@ class CompiledNorm(nn.Module):
     def forward(self, x):
         self.number += 1
         self.moving += 1
-        y = self.norm(x) * self.number * self.moving[0]
-        return y
+        return self.norm(x) * self.number * self.moving[0]
 
 
 class Compiled(Base):
@@ -297,8 +294,7 @@ class Compiled(Base):
         self.traced = script(traced, torch.ones(2, DIM))
 
     def forward(self, x):
-        y = self.traced(self.norm(self.map(x)))
-        return y
+        return self.traced(self.norm(self.map(x)))
 
 
 class CheckpointInside(Base):
@@ -524,8 +520,7 @@ def test_hooks_of_the_program_reach_what_stays_until_backward():
 
     def hooked(module, x):
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            y = module(x)
-        return y
+            return module(x)
 
     def checkpointed(module, x):
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

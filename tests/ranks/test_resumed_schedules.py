@@ -2,8 +2,6 @@
 ones are refused, before anything is changed.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The helper that all tests of several ranks stand on."""
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

@@ -2,8 +2,6 @@
 nothing that was compiled of other sources.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings
@@ -39,8 +37,7 @@ class Layer(nn.Module):
 
     def forward(self, x):
         h = self.up(self.first(x))
-        out = self.last(x + self.down(F.gelu(h, approximate="tanh")))
-        return out
+        return self.last(x + self.down(F.gelu(h, approximate="tanh")))
 
 
 class Head(nn.Module):
@@ -52,8 +49,7 @@ class Head(nn.Module):
 
     def forward(self, x, targets):
         h = F.gelu(x, approximate="tanh")
-        loss = self.loss(h, self.project.weight, targets, self.project.bias)
-        return loss
+        return self.loss(h, self.project.weight, targets, self.project.bias)
 
 
 def use(folder):

@@ -2,11 +2,8 @@
 PyTorch: both APIs, both dtypes.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from torch import nn
 
 import bmtrain as bmt
 
-State = dict[str, torch.Tensor]
 HALF, FLOAT = torch.float16, torch.float32
 long = pytest.mark.long
 
@@ -136,7 +132,6 @@ README_PLACES = {
     "save checkpoint or print logs": "log.append((global_loss, float(grad_norm), lr_scheduler.current_lr))",
 }
 README_STEPS = 8
-Log = Sequence[tuple[float, ...]]
 
 
 def readme(loop):

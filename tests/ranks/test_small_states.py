@@ -2,8 +2,6 @@
 any kind of resume, and with weights that the program writes; refused where they would not be.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any
@@ -20,7 +18,6 @@ from bmtrain.nn.parallel_linear import ColumnParallelLinear
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.shard.sharded import Sharded
 
-Options = dict[str, str]
 SMALL = {
     "8bit": {"moments": "8bit"},
     "split": {"master_weights": "split"},

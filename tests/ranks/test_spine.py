@@ -1,7 +1,5 @@
 """The spine: what one call of a block goes through by default, forward and backward."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import sys

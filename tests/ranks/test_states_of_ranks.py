@@ -1,7 +1,5 @@
 """Saved states that ranks were given differently: refused on all ranks, and nothing is changed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -29,8 +27,7 @@ class Net(nn.Module):
     def forward(self, x):
         for layer in self.layers:
             x = layer(x).tanh()
-        out = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Run:

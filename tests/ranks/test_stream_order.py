@@ -2,11 +2,8 @@
 memory; without one they do not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -34,7 +31,6 @@ from model_center.generation.resident import Resident
 
 DIM, ROWS, NUM_BLOCKS = 8, 3, 4  # one block more than a ring has buffers
 long = pytest.mark.long
-Races = list[tuple[str, str, str]]
 
 
 def read_elsewhere(streams, orderly):
@@ -299,7 +295,6 @@ def let_go_at_once(carrier):
     carrier._reductions.clear()
 
 
-Patch = tuple[type, str, Callable[..., Any]]
 WITHOUT = {
     "compute waits for events": (SimulatedStreams, "compute_waits", lambda self, event: None),
     "gathers wait for writes and for the last reader": (

@@ -2,8 +2,6 @@
 gradients, refusals.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from tests.ranks import models
 from tests.ranks.passes import on_ranks
 from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
-from torch import Tensor, nn
+from torch import nn
 
 import bmtrain as bmt
 from bmtrain.distributed import overlap, tensor_parallel
@@ -35,12 +33,6 @@ from bmtrain.recompute.level import Level
 from bmtrain.runtime import world
 
 IN, OUT, VOCAB = 8, 12, 16
-
-Tensors = list[Tensor]
-Call = Callable[[Tensor], Tensor]
-Parameters = dict[str, Tensor]
-#: what the ranks of one tensor-parallel group make of what each passes and of the whole parameters
-Answer = Callable[[Tensors, Parameters], Tensors]
 
 
 def column(gather_input, gather_output, dim=0):

@@ -2,8 +2,6 @@
 spread.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

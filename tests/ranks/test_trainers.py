@@ -2,8 +2,6 @@
 it is tried.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import accelerate

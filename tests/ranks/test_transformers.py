@@ -2,8 +2,6 @@
 PyTorch.
 """
 
-from __future__ import annotations
-
 import copy
 import pathlib
 import warnings

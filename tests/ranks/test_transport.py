@@ -2,8 +2,6 @@
 from run to run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -57,8 +55,7 @@ class Layer(torch.nn.Module):
         self.linear = torch.nn.Linear(400, 401)
 
     def forward(self, x):
-        y = self.linear(x).tanh()[..., :400]
-        return y
+        return self.linear(x).tanh()[..., :400]
 
 
 def layers(dtype=torch.float32, **options):
@@ -68,8 +65,7 @@ def layers(dtype=torch.float32, **options):
 
 
 def sum_of_ones(model):
-    out = model(torch.ones(2, 400)).sum()
-    return out
+    return model(torch.ones(2, 400)).sum()
 
 
 def gathered():

@@ -1,7 +1,5 @@
 """Wrapped small models run as one compiled graph: values of plain PyTorch, on all ranks or none."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
@@ -77,8 +75,7 @@ def wrapped(plain, fails_on=-1):
 
 
 def stage_of(model):
-    stage = model.__dict__["_whole_model"]._stage
-    return stage
+    return model.__dict__["_whole_model"]._stage
 
 
 def batch(number, length=5):

@@ -2,12 +2,9 @@
 of plain PyTorch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -45,7 +42,6 @@ def in_blocks(model):
     return nn.Sequential(*[bmt.Block(x, **options[n % 3]) for n, x in enumerate(model)])
 
 
-Shard = Callable[[Any], Any]
 SHARDED = (in_blocks, bmt.BMTrainModelWrapper)
 
 
@@ -79,8 +75,7 @@ class Run:
         self.matrix: Any = next(p for p in self.params if p.dim() == 2)
 
     def out(self):
-        out = self.model(batch())
-        return out
+        return self.model(batch())
 
     def loss(self, more=0.0):
         """The loss whose sum over ranks is one process's."""
@@ -102,9 +97,6 @@ class Run:
             self.back()
             optimizer.step()
         return self.state()
-
-
-Program = Callable[[Run], Tensors]
 
 
 def compare(program, ways=SHARDED, tolerance=1e-9, *, may_refuse=False):
@@ -142,9 +134,6 @@ def doubles():
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-Params = Iterable[torch.Tensor]
 
 
 def groups(params):

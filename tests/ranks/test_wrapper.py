@@ -2,8 +2,6 @@
 modules.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -2,8 +2,6 @@
 rank wrote.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -16,7 +14,6 @@ import bmtrain as bmt
 from bmtrain.errors import ParameterError, StaleParameterError
 
 DIM = 256
-Found = list[float]
 
 
 def come_late():

@@ -1,7 +1,5 @@
 """Checksums that show writes past torch into gathered parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

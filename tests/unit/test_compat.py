@@ -1,7 +1,5 @@
 """BMTrain's import paths and the small things behind them, without ranks."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

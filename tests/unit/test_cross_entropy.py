@@ -2,8 +2,6 @@
 what it refuses.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The account of a GPU's memory, with numbers in the place of the GPU's."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

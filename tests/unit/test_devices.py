@@ -1,7 +1,5 @@
 """Which GPU a rank gets, on machines that are made up."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

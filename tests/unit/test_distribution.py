@@ -1,7 +1,5 @@
 """What a program that depends on this distribution gets: types, commands, one base of all errors."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """How a full gradient is parted between ranks before it is copied."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Linear maps in eight bits, as the formula says, and as near to plain ones as eight bits allow."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -2,10 +2,7 @@
 left to the compiler.
 """
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.unit.test_fusions import check_against_plain, passed, without_code
 from tests.unit.test_linear_cross_entropy import num_products, profiled
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bmtrain.compile import backend, heads
@@ -23,7 +20,6 @@ BATCH, LENGTH, DIM, CLASSES, CHUNK_ROWS = 6, 16, 8, 64, 20
 # torch's compiler of itself
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 FUNCTIONS = (heads.cross_entropy_of_linear, heads.recomputed_cross_entropy_of_linear)
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +56,7 @@ class Recomputed(Head):
     """Keeps its arguments only."""
 
     def forward(self, x, targets):
-        out = checkpoint(super().forward, x, targets, use_reentrant=False)
-        return out
+        return checkpoint(super().forward, x, targets, use_reentrant=False)
 
 
 both_kinds = pytest.mark.parametrize("kind", [Head, Recomputed])

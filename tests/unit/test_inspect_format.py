@@ -2,8 +2,6 @@
 of one tensor.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from typing import Any

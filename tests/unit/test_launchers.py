@@ -1,7 +1,5 @@
 """What launchers' variables mean, case by case."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where parameters lie in flat buffers and shards: integers only."""
 
-from __future__ import annotations
-
 import pytest
 
 from bmtrain.shard.layout import ALIGNMENT, Layout, round_up

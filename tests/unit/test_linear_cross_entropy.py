@@ -2,8 +2,6 @@
 it refuses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.tensors import grad_of
-from torch import Tensor
 from torch.testing import assert_close
 
 from bmtrain.errors import ConfigurationError
@@ -28,7 +25,6 @@ TOLERANCE = {
     torch.float64: 1e-12,
 }
 WEIGHTS = torch.linspace(0.0, 2.0, CLASSES).roll(7)
-Tensors = list[Tensor]
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """The rule by which the loss scale moves."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

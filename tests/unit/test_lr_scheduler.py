@@ -1,7 +1,5 @@
 """Schedules against their formulas written out, over any torch optimizer."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

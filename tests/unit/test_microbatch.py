@@ -1,7 +1,5 @@
 """Cutting layers into stages: contiguous, the first stages have one more."""
 
-from __future__ import annotations
-
 import pytest
 
 from bmtrain.errors import ConfigurationError

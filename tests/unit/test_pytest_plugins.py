@@ -1,7 +1,5 @@
 """What else is installed beside pytest does not end the tests."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

@@ -1,7 +1,5 @@
 """The plan of recomputation: pure arithmetic, against tables and against trying everything."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

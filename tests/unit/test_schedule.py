@@ -1,7 +1,5 @@
 """The learned order of gathers; letters stand for residences."""
 
-from __future__ import annotations
-
 from bmtrain.shard.engine import Schedule
 from bmtrain.shard.label import Phase
 

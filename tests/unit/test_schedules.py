@@ -1,7 +1,5 @@
 """Steps of schedules that are taken back: as if they had never been, whatever the schedule keeps."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

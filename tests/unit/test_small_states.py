@@ -1,7 +1,5 @@
 """What optimizer states are kept in: random bits, blocks of 8 bits, remainders; the update itself."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -2,8 +2,6 @@
 needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

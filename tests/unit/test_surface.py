@@ -1,7 +1,5 @@
 """What programs may import from BMTrain and ModelCenter, and what of it is not here, and why."""
 
-from __future__ import annotations
-
 import importlib
 import pathlib
 

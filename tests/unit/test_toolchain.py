@@ -1,7 +1,5 @@
 """What is said to be missing for torch.compile on a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Ranks on the axes of the mesh, against BMTrain's formulas."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

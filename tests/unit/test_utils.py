@@ -1,7 +1,5 @@
 """The helpers of training scripts."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

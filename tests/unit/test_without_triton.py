@@ -1,7 +1,5 @@
 """What runs on a CPU does not need Triton, which many machines do not have."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
