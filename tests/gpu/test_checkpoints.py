@@ -2,7 +2,6 @@
 
 import itertools
 import pathlib
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def train(net, manager, steps):
 
 
 def values(net, manager):
-    state: dict[str, Any] = manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
+    state = manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
     held = [x for one in state.values() for x in one.values() if isinstance(x, torch.Tensor)]
     return [x.cpu().clone() for x in (*net.state_dict().values(), *held)]
 

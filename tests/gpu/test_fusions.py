@@ -2,8 +2,6 @@
 beside plain PyTorch.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from tests.kernels import test_norm as norms
@@ -42,7 +40,7 @@ def test_gelu(shape, dtype):
     ), "other bits each time"
 
 
-CASES: list[dict[str, Any]] = [
+CASES = [
     *norms.CASES,
     {"num_grads": 3, "num_inputs": 1, "centered": True, "residual": True, "rows": 3000, "n": 768},
     {"num_grads": 2, "num_inputs": 2, "centered": False, "residual": True, "rows": 300, "n": 4096},
@@ -78,7 +76,7 @@ def test_norms(case, dtype):
     ), "other bits each time"
 
 
-FORWARD: list[dict[str, Any]] = [
+FORWARD = [
     *norms.FORWARD,
     {"num_inputs": 2, "centered": True, "has_bias": True, "rows": 3000, "n": 5120},
     {"num_inputs": 1, "centered": False, "has_bias": False, "rows": 40000, "n": 1025},

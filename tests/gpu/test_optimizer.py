@@ -5,7 +5,6 @@ in the way of the device.
 import itertools
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -166,7 +165,7 @@ class Training:
         ]
         others = [p for p in self.model.parameters() if not any(p is q for q in decayed)]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
-        kind: Any = bmt.optim.AdamOptimizer
+        kind = bmt.optim.AdamOptimizer
         self.optimizer = kind(groups, lr=1e-3, **form)
         self.schedule = bmt.lr_scheduler.Linear(self.optimizer, 1e-3, 3, 100)
         self.manager = bmt.optim.OptimManager(loss_scale=scale, loss_scale_steps=5)

@@ -8,7 +8,6 @@ import itertools
 import os
 import signal
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -224,9 +223,7 @@ def taken_and_counted():
     del first
     collectives.barrier(current.mesh.world)
     counted, taken, found = groups.num_bytes, memory_in_use(), []
-    kept: list[Any] = [
-        peers.allocate(numel, torch.bfloat16) for numel in (1, 2**20 - 1, 2**20, 50_000_000)
-    ]
+    kept = [peers.allocate(numel, torch.bfloat16) for numel in (1, 2**20 - 1, 2**20, 50_000_000)]
     found.append((memory_in_use() - taken, groups.num_bytes - counted))
     kept.clear()
     collectives.barrier(current.mesh.world)

@@ -49,7 +49,7 @@ class State:
 
 
 def settings(step=1, **others):
-    values: Any = {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.2}
+    values = {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.2}
     return AdamSettings(**values | others, step=step)
 
 

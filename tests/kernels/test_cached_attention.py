@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def test_kernel_equals_twin(size, monkeypatch):
         if dtype == torch.float32:
             places = torch.arange(size[3])
             seen = (places >= reach[0, :, None]) & (places < reach[1, :, None])
-            plain: Any = F.scaled_dot_product_attention
+            plain = F.scaled_dot_product_attention
             whole = query[:, :, None], keys, values, seen[:, None, None]
             by_torch = plain(*whole, scale=0.3, enable_gqa=True)[:, :, 0]
             assert_close(expected, by_torch)
@@ -124,7 +123,7 @@ def new_token(size, dtype, place, tables):
         return token
     pairs = dim // 2 if tables != "some" else dim // 2 - 2
     angles = torch.randn(1 if tables == "shared" else rows, pairs, generator=generator)
-    turns: Any = {"cos": angles.cos(), "sin": angles.sin()}
+    turns = {"cos": angles.cos(), "sin": angles.sin()}
     return dataclasses.replace(token, **turns, interleaved=tables == "interleaved")
 
 

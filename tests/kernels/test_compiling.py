@@ -43,8 +43,8 @@ def compiled(kernel, *args, num_warps=4, **given):
     """Compile a kernel for the arguments of a launch, as Triton specialises for them, in place of it."""
     given |= dict(zip(kernel.arg_names, args, strict=False))
     signature = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int], Any] = {}
+    constants = {}
+    attributes = {}
     for place, name in enumerate(kernel.arg_names):
         value = given[name]
         if isinstance(value, torch.Tensor):
@@ -69,7 +69,7 @@ def attend(dtype, capacity, dim):
     query, key, value = torch.ones(3, 2, 8, dim, dtype=dtype)
     keys, values = torch.ones(2, 2, 2, capacity, dim, dtype=dtype)
     reach, angles = torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, dim // 2)
-    vectors: Any = {"key": key[:, :2], "value": value[:, :2], "cos": angles, "sin": angles}
+    vectors = {"key": key[:, :2], "value": value[:, :2], "cos": angles, "sin": angles}
     new = cached_attention.NewToken(place=reach[0, :1], **vectors)
     for token in (None, new):
         cached_attention.cached_attention_by_triton(query, keys, values, reach, 0.5, token)
@@ -107,7 +107,7 @@ def train(dtype):
     adam.adamw_triton(Batch([(flat, flat, of_flat, of_flat, of_flat)]), settings, verdict)
     mean, square = (Blocks(flat.to(kind), of_flat[:4096]) for kind in (torch.int8, torch.uint8))
     for master, *moments in ((None, mean, square), (flat.short(), of_flat, of_flat)):
-        case: Any = (flat, flat, master, *moments, 0, 0)
+        case = (flat, flat, master, *moments, 0, 0)
         adam_compact.compact_triton([adam_compact.CompactTensors(*case)], settings, verdict)
     scale.scale_triton_(Batch([(flat,)]), verdict.float())
     scale.scale_to_by_triton(wide, verdict.float(), dtype)

@@ -1,7 +1,6 @@
 """Rotary positions: kernel against twin, twin against a rotation of complex numbers."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def test_kernel_equals_twin(per_row, interleaved):
         ]
         angles = torch.randn(2, 3, pairs, generator=generator)
         tables = angles if per_row else angles[0]
-        every: Any = (*given, tables.cos(), tables.sin(), interleaved)
+        every = (*given, tables.cos(), tables.sin(), interleaved)
         kernel, twin = rotate_by_triton(*every), rotate(*every)
         turn = torch.polar(torch.ones(tables.shape), tables)
         turn = turn[:, None] if per_row else turn

@@ -1,7 +1,6 @@
 """Products of one row: kernel against twin, twin against torch's linear maps and norms."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from model_center.kernels.row_products import RowProducts, row_products, row_pro
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 # columns, outputs of each weight
 SIZES = [(16, (8,)), (40, (5, 3)), (70, (16, 5, 1))]
-CASES: list[dict[str, Any]] = [{}, {"biases": True}, {"norm": True}, {"biases": True, "norm": True}]
+CASES = [{}, {"biases": True}, {"norm": True}, {"biases": True, "norm": True}]
 
 
 def check(

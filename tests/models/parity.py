@@ -6,7 +6,7 @@ import ast
 import copy
 import itertools
 import warnings
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -172,7 +172,7 @@ def gradients(model, folder):
     with torch.no_grad():
         for param, source in zip(shadow.parameters(), model.parameters(), strict=True):
             param.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
-        groups: dict[Any, list[torch.Tensor]] = {}
+        groups = {}
         for name, piece in (
             model.key_map(model.config).pieces.items() if isinstance(model, BaseModel) else ()
         ):
@@ -270,7 +270,7 @@ def assert_class_head(model_class, folder, inputs, name):
     position, and trains with what is below.
     """
     with pytest.warns(UserWarning) as told:
-        model: Any = model_class.from_pretrained(folder, cls_head=3, dtype="float32").eval()
+        model = model_class.from_pretrained(folder, cls_head=3, dtype="float32").eval()
     texts = [str(warning.message) for warning in told]
     assert any(f"{name}.weight" in text and "newly initialised" in text for text in texts), texts
     head, scores = model.get_submodule(name), logits_of(scored(model, inputs))

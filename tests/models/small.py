@@ -11,9 +11,9 @@ SIZES: dict[str, Any] = {"vocab_size": 61, "dim_model": 16, "num_heads": 2, "dim
 SIZES |= {"dim_ff": 20, "dtype": "float32"}
 IMAGES: dict[str, Any] = {"img_size": 6, "patch_size": 2, "hidden_size": 18, "num_heads": 3}
 IMAGES |= {"mlp_size": 20, "num_layers": 1, "dtype": "float32"}
-LAYERS: dict[str, Any] = {"num_layers": 2}
-DEPTHS: dict[str, Any] = {"num_encoder_layers": 1, "num_decoder_layers": 2}
-MORE: dict[str, dict[str, Any]] = {
+LAYERS = {"num_layers": 2}
+DEPTHS = {"num_encoder_layers": 1, "num_decoder_layers": 2}
+MORE = {
     "GPTj": LAYERS | {"pos_rotary_dim": 4},
     "CPM2": DEPTHS,
     "CPM3": LAYERS | {"prompt_types": 15, "prompt_length": 3, "segment_types": 4},

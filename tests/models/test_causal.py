@@ -3,7 +3,6 @@ OPT, Qwen2 and Qwen3.
 """
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -270,11 +269,11 @@ def test_configurations_of_ours_that_are_refused(line, tmp_path):
     """By the model, or where it is written for transformers; ModelCenter's format holds them."""
     change, _, match = line.partition(" | ")
     name, _, special = change.partition(" ")
-    own: dict[str, Any] = OURS | {"half": False}
+    own = OURS | {"half": False}
     own |= {"num_heads_kv": 2} if name in {"Llama", "Mistral", "Qwen2", "Qwen3"} else {}
     own |= {"pos_rotary_dim": 4} if name == "GPTj" else {}
     config = vars(models)[f"{name}Config"](**own | parity.values(special))
-    kind: Any = vars(models)[name]
+    kind = vars(models)[name]
     with pytest.raises(ConfigError, match=match):
         kind(config).save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()

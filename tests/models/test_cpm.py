@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = parity.values(
     f"vocab_size={VOCAB} dim_model={DIM} num_heads={HEADS} dim_head={HEAD} dim_ff={WIDE} "
     f"position_bias_num_buckets={BUCKETS} position_bias_max_distance={FAR} half=False"
 )
-PROMPTS: dict[str, Any] = {"prompt_types": 2, "prompt_length": PROMPT, "segment_types": SEGMENTS}
+PROMPTS = {"prompt_types": 2, "prompt_length": PROMPT, "segment_types": SEGMENTS}
 DEPTHS: dict[str, dict[str, Any]] = {
     "CPM1": {"num_layers": 2},
     "CPM2": {"num_encoder_layers": 2, "num_decoder_layers": 2},

@@ -52,7 +52,7 @@ def test_flags_that_change_nothing():
     token types.
     """
     given = {"input_ids": IDS, "global_attention_mask": CHOSEN, "return_logits": True}
-    window: dict[str, Any] = {"attention_window": 4}
+    window = {"attention_window": 4}
     found = [small.model("Longformer", **window, attn_scale=on)(**given) for on in (True, False)]
     assert torch.equal(found[0], found[1])
     images = torch.randn(2, 3, 6, 6)

@@ -88,7 +88,7 @@ def test_texts_to_texts(name):
         drawn.append(drawing.generate(TEXTS, max_length=8, top_p=0.0, temperature=1.5))
     assert drawn[0] == drawn[1] != drawn[2]
     recorder = Recorder()
-    penalty: dict[str, Any] = {"repetition_penalty": 3.0, "repetition_window": 2}
+    penalty = {"repetition_penalty": 3.0, "repetition_window": 2}
     for one, likeliest in ((beams, {}), (drawing, {"top_k": 1})):
         plain = one.generate(TEXTS, max_length=20, **likeliest)
         assert one.generate(TEXTS, max_length=20, **likeliest, **penalty) != plain
@@ -124,7 +124,7 @@ def test_each_family_is_the_engine_with_these_options():
     [CLS], the text with its [MASK] or one at the end, until [E], without other special tokens.
     """
     tokenizer = made("llama")[1]
-    options: dict[str, Any] = {"repetition_penalty": 1.5}
+    options = {"repetition_penalty": 1.5}
     found = texts_of("llama", TEXTS, beam_size=3, **options)
     options |= {"max_new_tokens": 10, "eos_token_id": 2, "num_beams": 3, "penalize_prompt": False}
     options["normalize_last"] = True
@@ -217,7 +217,7 @@ def test_special_tokens_are_written_out():
     ends = (tokenizer.decode([end]) for end in (second, tokenizer.eos_token_id))
     assert not any(end in text for end in ends for text in texts)
     torch.manual_seed(0)
-    options: dict[str, Any] = {"do_sample": True, "temperature": 9.0, "max_new_tokens": 30}
+    options = {"do_sample": True, "temperature": 9.0, "max_new_tokens": 30}
     assert drawing.writer(["hello world"] * 64, **options) != texts
 
 

@@ -19,9 +19,9 @@ from model_center.layer.cache import KeyValueCache, LayerCache
 from model_center.model.seq2seq import Seq2SeqModel
 
 VOCAB = 48
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "dim_model": 32, "num_heads": 4, "dim_ff": 48}
+SIZES = {"vocab_size": VOCAB, "dim_model": 32, "num_heads": 4, "dim_ff": 48}
 TABLE = {"position_size": 40}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "gpt2": ("GPT2", TABLE),
     "gptj": ("GPTj", {}),
     "opt": ("OPT", TABLE),
@@ -99,7 +99,7 @@ def test_context_and_segments_go_on():
         (cpm3, "token_type_ids", segments, segments[:, 5:]),
     ):
         found = tokens_of(model, ids, inputs={name: given})
-        whole: dict[str, Any] = {name: torch.cat([given, new.expand(3, 9)], 1)}
+        whole = {name: torch.cat([given, new.expand(3, 9)], 1)}
         assert torch.equal(found, uncached(model, ids, **whole)), name
         assert not torch.equal(found, tokens_of(model, ids)), name
     spans = torch.tensor([[0, 0, 0, 1, 1, 1]] * 3)
@@ -172,9 +172,9 @@ def test_no_look_at_the_device_for_a_token(name):
     model, ids = made(name), prompt()
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
-    options: dict[str, Any] = {"eos_token_id": [1, 2], "min_new_tokens": 99, "stop_strings": "~~"}
+    options = {"eos_token_id": [1, 2], "min_new_tokens": 99, "stop_strings": "~~"}
     options |= {"repetition_penalty": 1.5, "forbidden_tokens": [3], "return_scores": True}
-    drawn: dict[str, Any] = {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 2.0}
+    drawn = {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 2.0}
     for search in ({}, drawn, {"num_beams": 3}):
         counts = []
         for num_new in (5, 15):
@@ -340,7 +340,7 @@ def test_bad_arguments_are_told():
     for line in BAD.strip().splitlines():
         end = line.index("}") + 1
         name, _, arguments = line[:end].partition(" ")
-        given: dict[str, Any] = {"input_ids": ids, "inputs": {}}
+        given = {"input_ids": ids, "inputs": {}}
         for key, value in ast.literal_eval(arguments).items():
             tensor = torch.tensor(value) if isinstance(value, list) else value
             is_input = key in ("context", "token_type_ids", "decoder_input_ids")

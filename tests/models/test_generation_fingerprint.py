@@ -40,7 +40,7 @@ class Part(torch.nn.Module):
         self.linear, self.act = torch.nn.Linear(4, 4), torch.nn.ReLU()
         self.register_buffer("table", torch.arange(3.0))
         self.number, self.flag, self.text, self.nothing = 1, True, "one", None
-        self.entries: list[Any] = [1, {"a": (2, {3})}]
+        self.entries = [1, {"a": (2, {3})}]
         self.options = Options(inner=types.SimpleNamespace(value=collections.deque([1])))
         self.slotted, self.kind, self.function = Slotted(1), Kind.ONE, torch.sin
         self.held, self.elsewhere = torch.ones(2), torch.ones(2, device="meta")

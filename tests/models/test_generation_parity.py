@@ -23,7 +23,7 @@ from model_center.model.qwen3 import Qwen3
 from model_center.model.t5 import T5
 
 VOCAB = 48
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None}
+SIZES = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None}
 LAYERS = SIZES | {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 LLAMA = LAYERS | {"num_key_value_heads": 2, "intermediate_size": 48}
 GPT = SIZES | {"n_embd": 32, "n_head": 4, "n_layer": 2}
@@ -174,7 +174,7 @@ def test_when_beams_stop_makes_a_difference():
     preference for long sequences; where most of the likeliest tokens are ends, candidates further
     down go on.
     """
-    results: dict[Any, list[str]] = {True: [], False: [], "never": []}
+    results = {True: [], False: [], "never": []}
     tokens = both("llama", EVERY)[0].new_tokens
     for place in range(2, 10, 2):
         eos = tokens[:, place].unique().tolist()
@@ -201,9 +201,9 @@ def test_limits_and_forbidden_tokens_are_those_of_transformers(family):
     if family == "t5":
         starts = parity.token_ids(5, 3, high=VOCAB, seed=4)
         starts[:, 0] = 0  # transformers would put it in front
-        more: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
+        more = {"num_beams": 3, "num_return_sequences": 2}
         for other in ({}, more, {"repetition_penalty": 1.9}):
-            given: dict[str, Any] = {"inputs": {"decoder_input_ids": starts}, "eos_token_id": 3}
+            given = {"inputs": {"decoder_input_ids": starts}, "eos_token_id": 3}
             assert assert_same_tokens(family, EVERY, **given, **other).prefix_length == 3
 
 

@@ -21,7 +21,7 @@ from model_center.model.llama import Llama
 
 TOLD = ["gpt2", "gptj", "opt", "llama"]  # models that have places told
 OTHERS = ["cpm1", "cpm3", "t5", "cpm2"]
-SEARCHES: dict[str, dict[str, Any]] = {
+SEARCHES: dict[str, Any] = {
     "greedy": {"eos_token_id": list(range(5))},
     "penalty": {"repetition_penalty": 1.5, "repetition_window": 4, "min_new_tokens": 7},
     "drawn": {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "eos_token_id": [1, 2, 3]},

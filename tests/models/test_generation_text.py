@@ -128,7 +128,7 @@ def test_stop_strings_and_pieces(name):
     beams = writer(TEXTS, num_beams=3, stop_strings=stops)
     assert not any(stop in text for stop in stops for text in beams)
     ids, tokenizer = torch.tensor([writer.encode(TEXTS[0])]), writer.tokenizer
-    options: dict[str, Any] = {"config": writer.config, "tokenizer": tokenizer}
+    options = {"config": writer.config, "tokenizer": tokenizer}
     (row,) = generate(writer.model, ids, stop_strings=stops[0], **options).rows()
     (whole,) = generate(writer.model, ids, **options).rows()
     assert row == whole[: len(row)] and len(row) < 20

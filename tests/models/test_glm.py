@@ -2,7 +2,6 @@
 
 import copy
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ CONFIG = parity.values(
 
 def made(folder):
     """The model of a folder that is written by hand, and the weights in it."""
-    shapes: reference.Shapes = {
+    shapes = {
         f"{name}_embedding.weight": (rows, DIM)
         for name, rows in (("input", VOCAB), ("position", POSITIONS), ("block_position", POSITIONS))
     }
@@ -164,7 +163,7 @@ def test_a_cache_gives_what_one_pass_gives(side, tmp_path):
         whole = model(ids, attention_mask=mask)
         of_all = {"position_ids": places, "block_position_ids": inner, "attention_mask": mask}
         for given in ({}, {"sep": sep}):
-            more: dict[str, Any] = {"return_dict": True, **given}
+            more = {"return_dict": True, **given}
             pieced = parity.in_pieces(model, ids, (0, 9, 11, 12, 13, 14), of_all, **more)
             assert_close(pieced[valid], whole[valid])
 

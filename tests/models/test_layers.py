@@ -111,7 +111,7 @@ def test_other_attentions_take_what_attention_does():
 def test_linear():
     """Scaled before or after: the same value; the bias is never scaled."""
     for scale, before, bias in itertools.product((False, True), repeat=3):
-        options: dict[str, Any] = {"length_scale": scale, "length_scale_before": before}
+        options = {"length_scale": scale, "length_scale_before": before}
         layer = Linear(5, 3, dtype=torch.float32, int8=True, bias=bias, init_mean=0.5, **options)
         by_hand.drawn(layer)
         x = noise(2, 4, 5)
@@ -162,7 +162,7 @@ def test_norms():
 
 
 def test_conv():
-    sizes: Any = (4, 6, (3, 2), 2, 1, (1, 2), 2)
+    sizes = (4, 6, (3, 2), 2, 1, (1, 2), 2)
     layer, x = Conv2d(*(*sizes, torch.float32, True)), noise(2, 4, 8, 9)
     assert not layer.state_dict()["bias"].any() and Conv2d(1, 1, 1, bias=False).bias is None
     by_hand.drawn(layer)
@@ -179,7 +179,7 @@ def test_feed_forward(name):
     """Plain and gated, with scales and biases."""
     act, x, linear = ACT2FN[name], noise(2, 3, 4), by_hand.linear
     for bias, scale in itertools.product((False, True), repeat=2):
-        options: dict[str, Any] = {"bias": bias, "length_scale": scale, "int8": True}
+        options = {"bias": bias, "length_scale": scale, "int8": True}
         for gate in ("", "gated_"):
             layer = FeedForward(4, 6, 5, torch.float32, activate_fn=gate + name, **options)
             by_hand.drawn(layer)
@@ -210,7 +210,7 @@ def test_feed_forward_defaults_errors_and_dropout():
 
 def test_first_values():
     """Mean and spread as asked, norms and biases at their constants."""
-    options: dict[str, Any] = {"att_init_std": 0.3, "att_init_mean": 2.0, "ffn_init_std": 0.1}
+    options = {"att_init_std": 0.3, "att_init_mean": 2.0, "ffn_init_std": 0.1}
     options |= {"norm_init_var": 0.7, "ffn_init_mean": -1.0, "att_bias": True, "ffn_bias": True}
     block = TransformerBlock(64, 128, 4, 16, True, dtype=torch.float32, **options, norm_bias=True)
     for name, param in block.named_parameters():

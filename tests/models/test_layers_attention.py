@@ -21,7 +21,7 @@ from model_center.layer.sparse_attention import SparseSelfAttention
 from model_center.layer.transformer import Decoder, Encoder
 from model_center.layer.variant import LayerVariant
 
-SIZES: dict[str, Any] = {"dim_in": 6, "dim_head": 4, "dtype": torch.float32, "init_std": 0.5}
+SIZES = {"dim_in": 6, "dim_head": 4, "dtype": torch.float32, "init_std": 0.5}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ VALID = torch.tensor([[False, False, True, True, True], [True, True, True, True,
 PAIRS = torch.rand(2, 5, 5, generator=torch.Generator().manual_seed(3)) < 0.5
 PAIRS[1, 2] = False
 ROWS = VALID[:, None]
-MASKS: list[tuple[Any, torch.Tensor]] = [
+MASKS = [
     (None, LATER | True),
     (AttentionMask(True), LATER),
     (VALID, ROWS),
@@ -56,7 +56,7 @@ MASKS: list[tuple[Any, torch.Tensor]] = [
     (AttentionMask(True, window=9), LATER),
     (AttentionMask(pairs=PAIRS[1:, None]), PAIRS[1:]),
 ]
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {"attn_scale": True, "bias": True},
     {"length_scale": True, "bias": True, "dim_out": 5},
     {"num_heads_kv": 2, "attn_scale": True, "pos_bias_type": "relative"},

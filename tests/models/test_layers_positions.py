@@ -2,7 +2,6 @@
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def test_relative_positions():
 def test_segment_positions():
     """Distances inside of a segment, a number per pair of segments between them."""
     positions, segments = torch.randint(30, (2, 4)), torch.arange(8).view(2, 4) % 3
-    sizes: tuple[Any, ...] = (2, 3, 8, 16, True, torch.float32)
+    sizes = (2, 3, 8, 16, True, torch.float32)
     for inner in (True, False):
         layer = SegmentPositionEmbedding(*(*sizes, inner))
         assert layer.relative_attention_bias.shape == (3 * 3 + 8, 2)

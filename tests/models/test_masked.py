@@ -1,7 +1,6 @@
 """BERT, RoBERTa and Longformer against their counterparts in transformers."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -63,7 +62,7 @@ def inputs_of(variant, side, length=LENGTH, *, chosen=True):
     ids, mask = token_ids(2, length), parity.padding_mask(2, length, place)
     valid = parity.valid_of(mask, ids)
     ids = ids.masked_fill(~valid, 0 if variant.startswith("Bert") else 1)
-    inputs: Any = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids % 2}
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids % 2}
     if variant == "Longformer" and chosen:
         inputs["global_attention_mask"] = torch.zeros_like(ids)
         # with padding on the left the first of them is padding, and so none
@@ -114,7 +113,7 @@ def test_ways_to_say_the_same(name, tmp_path):
     mask = torch.arange(LENGTH) < length[:, None]
     with torch.no_grad():
         want = logits_of(scored(ours, {"input_ids": ids, "attention_mask": mask}))
-        others: list[dict[str, Any]] = [
+        others = [
             {"input_ids": ids, "length": length},
             {"input_ids": ids.int(), "attention_mask": mask.half()},
         ]

@@ -172,7 +172,7 @@ def test_configurations_by_position(name):
     """Their order is in the table of import paths. LLaMA's ends where ModelCenter's versions begin
     to differ: in its releases the fourth is dim_head, in its repository num_heads_kv.
     """
-    kind: Any = vars(models)[f"{name}Config"]
+    kind = vars(models)[f"{name}Config"]
     order = list(kind.arguments())
     values = [getattr(kind(), argument) for argument in order]
     values[0], values[2] = values[0] + 32, values[2] * 2

@@ -1,7 +1,6 @@
 """Small parts that programs of ModelCenter make themselves: heads, dense maps, blocks, helpers."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -84,7 +83,7 @@ def test_dense_maps_by_themselves():
     weight, bias = plain.w.weight, plain.w.bias
     assert_same(plain, plain(x), F.relu(x @ weight.T / WIDTH**0.5 + bias), x)
     assert abs(weight.mean() - 0.5) < 0.2 and 0.15 < weight.std() < 0.35
-    gated: Any = DenseGatedACT(WIDTH, 5, dtype=FLOAT)
+    gated = DenseGatedACT(WIDTH, 5, dtype=FLOAT)
     expected = F.gelu(x @ gated.w_0.weight.T) * (x @ gated.w_1.weight.T)
     assert_same(gated, gated(x), expected, x)
     assert gated.w_0.bias is None and DenseGatedACT(WIDTH, 5).w_0.weight.dtype == torch.half
@@ -92,7 +91,7 @@ def test_dense_maps_by_themselves():
 
 def test_cross_attention_with_its_norm_behind():
     """The residual is the normalised input; over other states there is no sparse attention."""
-    sizes: dict[str, Any] = {"dim_model": WIDTH, "num_heads": 2, "dim_head": 4, "dtype": FLOAT}
+    sizes = {"dim_model": WIDTH, "num_heads": 2, "dim_head": 4, "dtype": FLOAT}
     x, other = states(2, 3, WIDTH), states(2, 4, WIDTH)
     before = randomized(CrossAttentionBlock(**sizes, norm_bias=True))
     behind = CrossAttentionBlock(**sizes, norm_bias=True, post_layer_norm=True)

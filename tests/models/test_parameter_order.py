@@ -1,7 +1,5 @@
 """Parameters come in ModelCenter's order: its files of optimizer states go by position."""
 
-from typing import Any
-
 import pytest
 from tests.models import parity
 
@@ -102,7 +100,7 @@ def test_parameters_are_in_the_order_of_the_original(line):
     """As its constructors make them."""
     words, _, order = line.partition(": ")
     name, _, values = words.partition(" ")
-    kind: Any = vars(models)[name]
+    kind = vars(models)[name]
     config = kind._CONFIG_TYPE(**parity.values(f"{SPECIAL.get(name, LAYERS)} {values}"))
     gated = name != "ViT" and config.ffn_activate_fn.startswith("gated_")
     expected = []

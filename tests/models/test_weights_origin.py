@@ -5,7 +5,6 @@ transformers is in the folder that a model loaded from it writes.
 import json
 import re
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -69,8 +68,7 @@ def tensors_of(folder):
 
 
 def config_of(folder):
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return content
+    return json.loads((folder / "config.json").read_text())
 
 
 def assert_same_folders(one, other, new=""):

@@ -36,7 +36,7 @@ from model_center.commands import plan as model_center_plan
 
 MACHINE, TWO = bp.Machine(gpu="h200"), bp.Machine(gpu="h200", gpus=2)
 EAGER = Settings(batch=2, seq=16, compiled=False, recompute="nothing")
-with_replaced: Any = dataclasses.replace  # fields by their names
+with_replaced = dataclasses.replace  # fields by their names
 
 
 class Layer(nn.Module):

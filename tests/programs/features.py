@@ -10,7 +10,7 @@ OFF = frozenset()
 
 # The first choice of each option is its plainest, which shrinking goes back to. A choice "x@f"
 # belongs to the feature f.
-OPTIONS: dict[str, tuple[Any, ...]] = {
+OPTIONS = {
     "dtype": ("float32", "float32", "float32", "bfloat16", "float64"),
     "rows": ("split", "split", "same"),
     "wrap": ("wrapper", "blocks", "blocks_only", "nested", "distributed", "manual_outer"),

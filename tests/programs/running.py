@@ -272,7 +272,7 @@ def break_off(what, spec, trainer, step):
 
     A recomputation that fails is a backward pass that fails, in one process as well.
     """
-    model: Any = trainer.model
+    model = trainer.model
     calls = 0
 
     def fail(*_):
@@ -306,7 +306,7 @@ def break_off(what, spec, trainer, step):
 
 def be_refused(what, trainer):
     """Something that is an error, in one process as on ranks, and changes nothing."""
-    model: Any = trainer.model
+    model = trainer.model
     try:
         match what:
             case "refused_load":
@@ -325,7 +325,7 @@ def be_refused(what, trainer):
 @torch.no_grad()
 def happen(what, spec, trainer, record, step):
     """One of the things between steps; in the same way in one process and on ranks."""
-    model: Any = trainer.model
+    model = trainer.model
     rows = batch(spec, 7, trainer)
     match what:
         case "validate":

@@ -3,8 +3,6 @@ backward pass.
 """
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +62,7 @@ class Run:
         self.manager = bmt.optim.OptimManager(**options)
         self.manager.add_optimizer(self.optimizer, self.scheduler)
         self.num_calls = 0
-        graphed: Callable[[Any], Any] = bmt.cuda_graph if capture else lambda function: function
+        graphed = bmt.cuda_graph if capture else lambda function: function
         self.step, self.look = graphed(self.forward_and_backward), graphed(self.forward)
         self.clearing, self.parts = graphed(self.clear_first), graphed(self.two_parts)
         self.holding = graphed(self.hold_back)

@@ -3,8 +3,6 @@ does the operations again.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +25,7 @@ class Recording(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.operations: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        self.operations = []
         self._made = []
         self._before = {}
 

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -103,7 +102,7 @@ def own_group():
     assert not dist.is_initialized()
 
 
-LONG: Any = pytest.mark.long
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import os
 import socket
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ WRONG_ENVIRONMENT = (
     ("RANK", "-1", "from 0 to the number of ranks - 1"),
     ("WORLD_SIZE", "two", "whole number"),
 )
-WRONG_ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
+WRONG_ARGUMENTS = (
     ({"timeout": 0}, "timeout is 0"),
     ({"timeout": float("nan")}, "timeout is nan"),
     ({"timeout": "60"}, "timeout is '60'"),

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -75,7 +74,7 @@ def test_training_goes_on_while_the_file_is_written(tmp_path):
 def fail_in_background(folder):
     twin, file = Twin(), pathlib.Path(folder, "a.pt")
     other = file.with_name("b.pt")
-    surfaces: list[Callable[[Writing], object]] = [
+    surfaces = [
         lambda handle: bmt.save(twin.model, other),
         lambda handle: bmt.load(twin.model, other),
         Writing.wait,

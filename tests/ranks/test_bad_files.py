@@ -44,7 +44,7 @@ def changed(start, stop, new=b""):
     """A good file, cut or overwritten."""
 
     def write(path):
-        save: Any = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
+        save = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
         save(TENSORS, path)
         data = path.read_bytes()
         at = data.find(b"data.pkl") + start if new else start
@@ -75,9 +75,9 @@ def index(content):
 
 
 HUGE = b"\x8a\x08" + (2**50).to_bytes(8, "little")  # as a pickle has it
-OLD: dict[str, Any] = {"_use_new_zipfile_serialization": False}
+OLD = {"_use_new_zipfile_serialization": False}
 # What a file is, by its name, and what is said of it.
-BAD: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+BAD = {
     "missing.pt": (lambda path: None, "no such file or folder; "),
     "empty.pt": (lambda path: path.touch(), "no checkpoint"),
     "text.pt": (lambda path: path.write_text("{}"), "no checkpoint"),
@@ -96,7 +96,7 @@ BAD: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     "shape.pt": (lambda path: rewritten(path, b"K\x03K\x04\x86", HUGE + b"K\x04\x86"), "damaged"),
     "zip.pt": (lambda path: rewritten(path, b"", b"", zipfile.ZIP_DEFLATED), "would unpack to"),
 }
-BAD_MODELS: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+BAD_MODELS = {
     **BAD,
     "list.pt": (saved([torch.ones(1)]), "holds a list"),
     "nested.pt": (saved({"model": TENSORS, "step": 3}), "holds no tensors but model, step"),

@@ -96,7 +96,7 @@ class Writing(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.weight: Any = nn.Parameter(torch.randn(4, 4))
+        self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x):
         assert isinstance(self.weight, nn.Parameter) and not self.weight.data.requires_grad

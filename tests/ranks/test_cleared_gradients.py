@@ -12,7 +12,7 @@ import bmtrain as bmt
 from bmtrain.errors import ParameterError, RanksDivergedError, StaleParameterError
 
 DIM, ROWS = 5, 6
-MODES: list[dict[str, Any]] = [
+MODES = [
     {"zero_level": 3, "use_checkpoint": True},
     {"zero_level": 2, "use_checkpoint": False, "accumulate_dtype": torch.float64},
     {"zero_level": 3, "use_checkpoint": "auto"},
@@ -20,7 +20,7 @@ MODES: list[dict[str, Any]] = [
 ALL = ("ab", "ab", "ab")
 BROKEN, BROKEN_INSIDE = ("ab!", "ab", "ab"), ("ab", "a!b", "ab")  # in backward
 HALF = ("b", "", "ab")
-LATER: dict[str, Any] = {"reduce_gradients": False}
+LATER = {"reduce_gradients": False}
 LOST = (ParameterError, "part of their sum is lost")
 
 

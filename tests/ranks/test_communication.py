@@ -50,7 +50,7 @@ def weights(rank, shape):
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-CASES: list[tuple[str, Any]] = [("all_gather", "-"), ("broadcast", 0), ("broadcast", -1)]
+CASES = [("all_gather", "-"), ("broadcast", 0), ("broadcast", -1)]
 CASES += [(name, op) for name in ("all_reduce", "reduce_scatter") for op in REDUCTIONS]
 
 
@@ -361,7 +361,7 @@ def test_results(program, ranks, capsys):
         assert "4 KiB" in printed and "GB/s" in printed
 
 
-CONFIG: dict[str, Any] = {  # of a run of four ranks, as all of them see it
+CONFIG = {  # of a run of four ranks, as all of them see it
     "world_size": 4,
     "local_size": 4,
     "initialized": True,
@@ -431,7 +431,7 @@ def test_config_before_the_run():
     assert config.get("spam", 5) == 5 and config.get("tp_size") == 1
     assert {**config} == dict(config.items()) and "'world_size': 1" in repr(config)
     assert config["topology"].get_group_id("tp") == 0
-    calls: list[Callable[[], object]] = [
+    calls = [
         results.synchronize,
         lambda: results.sum_loss(1.0),
         lambda: distributed.all_gather(torch.ones(1)),

@@ -417,7 +417,7 @@ def states_of_both_libraries():
     assert unscaled["loss_scale"] == 1 and unscaled["loss_scale_enabled"] is False
     older = theirs | {"loss_scale": {"value": 128.0, "good_steps": 2}}
     for saved, good_steps in ((state, 1), (theirs, 0), (older, 2)):
-        fresh: Any = bmt.optim.OptimManager(loss_scale=1, loss_scale_steps=3)
+        fresh = bmt.optim.OptimManager(loss_scale=1, loss_scale_steps=3)
         fresh.add_optimizer(optimizer, bmt.lr_scheduler.Noam(optimizer, 0.5, 1, 7))
         fresh.load_state_dict(saved)
         assert (fresh.loss_scale, fresh._scale.good_steps) == (128.0, good_steps)
@@ -456,7 +456,7 @@ def stored_objects():
             broadcast_object(1, bad, **options)
     assert allgather_object(rank, comm) == list(range(size))
     assert broadcast_object({"of": rank}, comm, src=size - 1) == {"of": size - 1}
-    model: Any = cpm_model()
+    model = cpm_model()
     state, kept = model.state_dict(), _save_to_rank0(model)
     assert list(kept) == (list(state) if rank == 0 else [])
     models.assert_same_dicts(dict(kept), state if rank == 0 else {}, "_save_to_rank0", 0)

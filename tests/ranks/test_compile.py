@@ -98,7 +98,7 @@ def test_equal_blocks_compile_once(zero_level, level):
     """
     own = lowering(traces=True)
     plain = nn.ModuleList([Layer() for _ in range(3)])
-    options: dict[str, Any] = {"use_checkpoint": level, "zero_level": zero_level}
+    options = {"use_checkpoint": level, "zero_level": zero_level}
     blocks = check([*plain], "by default", **options)
     assert own.num_graphs == 1, f"compiled {own.num_graphs} graphs for equal blocks"
     with torch.no_grad():

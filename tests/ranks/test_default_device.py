@@ -2,8 +2,6 @@
 be all the same.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from tests.ranks import models
@@ -22,7 +20,7 @@ def train(file, device):
     plain = torch.nn.Linear(6, 1)
     parallel = bmt.PipelineTransformerBlockList([torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)])
     manager = bmt.optim.OptimManager(loss_scale=8.0)
-    kinds: list[tuple[Any, torch.nn.Module]] = [
+    kinds = [
         (bmt.optim.AdamOptimizer, layers),
         (bmt.optim.AdamOffloadOptimizer, parallel),
         (torch.optim.SGD, plain),

@@ -4,7 +4,6 @@ recomputation and the compiler.
 
 import itertools
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -106,7 +105,7 @@ def test_eight_bits_in_compiled_code(zero_level, level):
 
     backend.inductor = lower
     plain = layers(None, None)
-    options: dict[str, Any] = {"use_checkpoint": level, "zero_level": zero_level, "fp8": True}
+    options = {"use_checkpoint": level, "zero_level": zero_level, "fp8": True}
     blocks = blocks_of(plain, compile=True, **options)
     compare(plain, blocks, f"compiled, {options}", X, plainly=eight_bits)
     blocks = blocks_of(plain[:1], **options)

@@ -3,8 +3,6 @@ process.
 """
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -91,8 +89,7 @@ x.gather(0,torch.zeros_like(x).long())|(x//1).detach()|torch.heaviside(x.detach(
 
 
 def results(expression):
-    compute: Callable[..., Any] = eval(f"lambda x, y: {expression}", {"torch": torch})
-    return compute
+    return eval(f"lambda x, y: {expression}", {"torch": torch})
 
 
 def flat(value):
@@ -140,7 +137,7 @@ class Three(torch.nn.Module):
 def compare(shape):
     torch.manual_seed(0)
     matrix, other = torch.randn(shape), torch.randn(shape)
-    param: Any = bmt.BMTrainModelWrapper(Three(matrix)).matrix
+    param = bmt.BMTrainModelWrapper(Three(matrix)).matrix
     for expression in EXPRESSIONS.replace("\n", "|").strip("|").split("|"):
         compute = results(expression)
         plain = matrix.clone().requires_grad_()

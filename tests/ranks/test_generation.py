@@ -156,7 +156,7 @@ def test_weights_are_gathered_once_if_all_ranks_have_room():
 
 def trained_between(folder):
     """Generation before, after and between steps of training, and the model's values at the end."""
-    model: Any = made(folder, "gpt2")
+    model = made(folder, "gpt2")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ids, found = prompts(0)[0], []
     for step in range(3):

@@ -3,8 +3,6 @@ and go when they should.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -174,7 +172,7 @@ def replaced(model):
 
 
 # Of each change, how many storages it writes, None for all; and how many recordings it costs.
-CHANGES: dict[Callable[[Any], None], tuple[int | None, int]] = {
+CHANGES = {
     nothing: (0, 0),
     in_place: (1, 0),
     in_data: (1, 0),
@@ -287,7 +285,7 @@ def test_ranks_may_differ(folder):
     model, ids = made(folder), prompt()
     expected = layer_by_layer(model, ids)
     with opened() as (session, recorder, gathers), noted_places() as places:
-        own: dict[str, Any] = {"session": session} if bmt.rank() == 0 else {}
+        own = {"session": session} if bmt.rank() == 0 else {}
         for _ in range(3):
             assert_near(generated(model, ids, **own), expected)
         assert len(gathers) == 3 and recorder.num_recorded == (2 if own else 3)

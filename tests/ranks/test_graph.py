@@ -137,7 +137,7 @@ def test_what_cannot_be_captured_runs_as_it_is():
     messages = [text for _ in range(4) for text in graph_programs.warned(lambda: step(x()["x"]))]
     assert len(messages) == 1 and "neither sharded nor in an optimizer" in messages[0], messages
     assert torch.allclose(grad_of(stranger), 4 * block(x()["x"]).detach().sum(0))
-    givens: list[tuple[Any, str]] = [
+    givens = [
         (torch.ones(2, requires_grad=True), "requires grad"),
         (torch.ones(2, device="meta"), "is on meta, not on cpu"),
         ({1}, "cannot be compared"),

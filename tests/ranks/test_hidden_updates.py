@@ -17,7 +17,6 @@ import pathlib
 import random
 import shutil
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -56,7 +55,7 @@ class LateStreamer(StateStreamer):
         super().__init__(world.current())
         self.chunk_bytes, self._cycles = 3000, cycles
         self.is_gpu, self.is_beside = self.is_beside, True
-        self._waiting: list[Callable[[], object]] = []
+        self._waiting = []
         self._num_begun = 0
 
     def make_slots(self):
@@ -97,7 +96,7 @@ class LateStreamer(StateStreamer):
         self.wait_for(self._num_begun + len(self._waiting)) if not self.is_gpu else super().wait()
 
     def is_done(self, update):
-        done: Any = update.done
+        done = update.done
         return done is None or (done.query() if self.is_gpu else done <= self._num_begun)
 
 
@@ -231,7 +230,7 @@ def loaded_at_once(run):
 
 
 def copied(run):
-    memo: dict[int, Any] = {}
+    memo = {}
     model, optimizer = copy.deepcopy(run.model, memo), copy.deepcopy(run.optimizer, memo)
     manager = OptimManager()
     manager.add_optimizer(optimizer)
@@ -286,7 +285,7 @@ def ran_backward_again(run):
     return train(run, 2).values
 
 
-READERS: dict[str, Callable[[Run], Any]] = {
+READERS = {
     "state_dict of the model": lambda run: dict(run.model.state_dict()),
     "state_dict of the optimizer": lambda run: run.optimizer.state_dict()["state"],
     "gathered state_dict": lambda run: run.optimizer.state_dict(gather=True)["state"],
@@ -404,7 +403,7 @@ def program(seed, overlap):
     )
     run.manager = OptimManager(64, loss_scale_steps=3)
     run.manager.add_optimizer(run.optimizer, bmt.lr_scheduler.Linear(run.optimizer, 0.05, 2, 20))
-    seen: list[Any] = []
+    seen = []
     for step in range(8):
         count, params = draws.choice([1, 2, 3]), list(model.parameters())
         for number in range(count):
@@ -494,7 +493,7 @@ def kept_states(run):
     kept.mul_(2.0)
 
 
-STATE_WRITERS: list[Callable[[Run], object]] = [
+STATE_WRITERS = [
     lambda run: read_state(run, "master").mul_(2.0),
     lambda run: read_state(run, "master").local.mul_(2.0),
     *(written_weights, loaded_states, filled_states, kept_states),
@@ -660,7 +659,7 @@ def updates_in_the_step():
 def copies_changes():
     use_streamer(LateStreamer())
     run = start(num_steps=1, record_delta=True, device_bytes=4000)
-    memo: dict[int, Any] = {}
+    memo = {}
     copy.deepcopy(run.model, memo)
     other = copy.deepcopy(run.optimizer, memo)
     want = run.optimizer.get_avg_delta(), run.optimizer.get_var_delta()
@@ -711,11 +710,11 @@ def fails():
         run = start()
         with pytest.raises(type(error)):
             train(run, 0)
-        uses: list[Callable[[], object]] = [
-            lambda run=run: run.optimizer.state_dict(),  # type: ignore[misc]
-            lambda run=run: run.model.state_dict(),  # type: ignore[misc]
-            lambda run=run: loss_of(run.model, 2),  # type: ignore[misc]
-            lambda run=run: run.manager.step(),  # type: ignore[misc]
+        uses = [
+            lambda run=run: run.optimizer.state_dict(),
+            lambda run=run: run.model.state_dict(),
+            lambda run=run: loss_of(run.model, 2),
+            lambda run=run: run.manager.step(),
         ]
         for use in 2 * uses:
             with pytest.raises(ParameterError, match=f"was broken off by {type(error).__name__}"):
@@ -730,7 +729,7 @@ def fails_in_the_middle():
         run = start(overlap=overlap, device_bytes=device_bytes)
         with pytest.raises(torch.OutOfMemoryError, match="no memory for a chunk"):
             train(run, 0)
-        last: list[Any] = list(run.model.parameters())[-4:]  # of none of them an update has begun
+        last = list(run.model.parameters())[-4:]  # of none of them an update has begun
         for param in [x for x in last if id(x.storage_of) not in run.optimizer._resident]:
             with pytest.raises(ParameterError, match="was broken off by OutOfMemoryError"):
                 param.norm()
@@ -754,7 +753,7 @@ class FullStreamer(StateStreamer):
 def refused(error, words, **options):
     """A step that changes neither weights, states nor step counts, and can be taken later."""
     want = train(start(num_steps=1), 1).values
-    usual: Any = world.current().services.get(StateStreamer)
+    usual = world.current().services.get(StateStreamer)
     run = start()
     before = run.values
     if error is torch.OutOfMemoryError:
@@ -830,7 +829,7 @@ def in_files(folder):
     host memory alone; copies, checkpoints and readers of states that lie in files.
     """
     found = []
-    kinds: list[dict[str, Any]] = [
+    kinds = [
         {},
         {"device_bytes": 4000, "host_bytes": 6000, "folder": folder},
         {"host_bytes": 0, "folder": folder},
@@ -850,7 +849,7 @@ def test_states_in_files(tmp_path):
 
 
 def parts_ways(name):
-    settings: dict[str, Any] = {name: bmt.rank()}
+    settings = {name: bmt.rank()}
     run = start(**settings)
     with pytest.raises(RanksDivergedError, match=name):
         train(run, 0, 1)

@@ -7,7 +7,6 @@ import copy
 import functools
 import io
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -496,7 +495,7 @@ def apart(param):
     param.grad = gradient
 
 
-CLEARING: Sequence[Callable[[Any], object]] = (
+CLEARING = (
     lambda param: param.grad.detach_().zero_(),
     lambda param: param.grad.data.zero_(),
     lambda param: param.grad.requires_grad_(False).fill_(0),
@@ -526,7 +525,7 @@ def norm(x):
 
 @idiom
 def named_as_functions_of_torch(run):
-    clipping: Any = torch.ops.bmtrain_tests.clip
+    clipping = torch.ops.bmtrain_tests.clip
     with torch.no_grad():
         first, second = clipping(run.matrix, 0.5), clipping.default(run.matrix, 0.5)
         return {"a": first, "b": second, "c": clip(run.matrix, 0.5), "d": norm(run.matrix)}
@@ -639,7 +638,7 @@ def handed_over():
     """Whole values under DTensor's name: of parameters, gradients and states of optimizers."""
     for shard in SHARDED:
         expected, run = Run(), Run(shard)
-        states: dict[Run, list[Any]] = {}
+        states = {}
         for each in (expected, run):
             optimizer = torch.optim.AdamW(each.params)
             each.steps(optimizer)

@@ -120,7 +120,7 @@ def names_and_oddities():
     """Statistics are reduced in three collectives, whatever the size of parameters."""
     torch.manual_seed(4)
     plain, refuse = Holder(), AssertionError("gathered")
-    block: Any = bmt.Block(copy.deepcopy(plain))
+    block = bmt.Block(copy.deepcopy(plain))
     for module, scale in ((plain, 1), (block, bmt.world_size())):
         (module(torch.linspace(-1, 1, 6).view(2, 3)).square().sum() / scale).backward()
     calls = []
@@ -183,7 +183,7 @@ def test_parameters_and_gradients():
 def tensor_parallel_parameters():
     tp = world.current().mesh.tp
     whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(6))
-    model: Any = bmt.DistributedModule()
+    model = bmt.DistributedModule()
     for dim, name in enumerate(("column", "row")):
         own = whole.chunk(tp.size, dim)[tp.index]
         setattr(model, name, bmt.DistributedParameter(own, tp_mode=True, tp_split_dim=dim))
@@ -412,7 +412,7 @@ class RecordsItsWeight(nn.Linear):
 
 def bad_records():
     bias = dict(bmt.Block(Layer()).named_parameters())["up.bias"]
-    one: Any = torch.ones(1)
+    one = torch.ones(1)
     given: tuple[Any, ...]
     for given, message in (
         ((nn.Parameter(one), "w"), r"parameter of shape \(1,\) as 'w'.*inspect_model"),

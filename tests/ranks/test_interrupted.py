@@ -1,7 +1,6 @@
 """Backward passes that raise: what they have left is dropped, or the next use of it is refused."""
 
 import gc
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ def interrupted(kind, dtype):
             clear()
             pair.backward(0)
             pair.check("cleared after a pass that raised")
-    uses: list[Callable[[], object]] = [
+    uses = [
         lambda: backward(pair, keep=True),
         lambda: backward(pair),
         pair.manager.step,

@@ -187,7 +187,7 @@ def deleted():
     """
     for level, recompute in MODES:
         with without_collector():
-            blocks: Any = make(level, recompute)
+            blocks = make(level, recompute)
             model = bmt.BMTrainModelWrapper(nn.Sequential(blocks, nn.Linear(DIM, 3)))
             manager = managed(model)
             manager.backward(loss_of(model))

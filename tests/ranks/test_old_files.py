@@ -144,7 +144,7 @@ class Plain:
         """What BMTrain's optimizer of that rank saves; nothing of parameters of which it has no
         element.
         """
-        states: dict[int, dict[str, Any]] = {}
+        states = {}
         numels = [param.numel() for param in self.params]
         cuts = cut_as_bmtrain(numels, self.dtype.itemsize, world_size, rank)
         for index, (master, cut) in enumerate(zip(self.masters, cuts, strict=True)):
@@ -201,7 +201,7 @@ def go_on(folder, dtype, kind):
     return models.cloned_state(model), loaded, manager.loss_scale
 
 
-LONG: Any = pytest.mark.long
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(

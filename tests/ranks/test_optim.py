@@ -126,10 +126,7 @@ OTHERS = {
     "rmsprop": (lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),),
     "adagrad": (lambda params: torch.optim.Adagrad(params, lr=0.01),),
 }
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"maximize": True},
-    {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.2},
-)
+OPTIONS = ({"maximize": True}, {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.2})
 
 
 def kinds():

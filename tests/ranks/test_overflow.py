@@ -7,7 +7,6 @@ import copy
 import functools
 import io
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def numbers(pair):
     )
 
 
-ASK: dict[str, Callable[[Pair], object]] = {
+ASK = {
     "backward": lambda pair: pair.backward(0),
     "loss_scale": lambda pair: pair.manager.loss_scale,
     "scale_loss": lambda pair: pair.manager.scale_loss(torch.ones(())),

@@ -2,9 +2,6 @@
 gradients of one process.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
@@ -79,7 +76,7 @@ def test_each_rank_computes_with_its_own_rows():
 
 
 # By the function that has the number: what a program does with the number of tokens of its rows.
-OF_TOKENS: dict[str, Callable[[Any, float], Any]] = {
+OF_TOKENS = {
     "mul": lambda m, tokens: nn.functional.linear(torch.ones(DIM), m.weight * tokens),
     "mul_": lambda m, tokens: m.weight.grad.mul_(1 / tokens),
     "div_": lambda m, tokens: m.weight.grad.div_(torch.tensor(tokens)),

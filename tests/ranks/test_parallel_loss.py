@@ -3,7 +3,6 @@ logits in fp64.
 """
 
 import itertools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -184,7 +183,7 @@ def test_bad_inputs_are_refused_on_every_rank():
     rank, loss = bmt.rank(), FusedCrossEntropy(parallel=True)
     whole, target = batch(torch.float32)
     logits, short = own_part(whole), torch.ones(CLASSES // 2)
-    wrong: list[tuple[tuple[Any, ...], str]] = [
+    wrong = [
         ((logits[: ROWS - rank], target[: ROWS - rank]), r"rank 0.*\(12, 12\).*rank 1.*\(11, 12\)"),
         ((logits.bfloat16() if rank else logits, target), r"rank 0.*float32.*rank 1.*bfloat16"),
         ((logits, target.roll(rank)), r"digest of the targets"),

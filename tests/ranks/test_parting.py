@@ -5,7 +5,6 @@ on all in time.
 import functools
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -270,14 +269,14 @@ def told(do):
 
 def refused(name):
     """The error, which comes again, word for word, whatever is tried: nothing goes on or changes."""
-    model: Any = blocks(layers(2))
+    model = blocks(layers(2))
     shards = [storage.shard for block in model for storage in block.storages]
     before = [shard.clone() for shard in shards]
     for param in model.parameters():
         param.grad = torch.ones(param.shape)
     # Afterwards what the others do, where one has done more.
     message = told(lambda: [PROGRAMS[name](model), model(rows())])
-    again: list[Callable[[], object]] = [
+    again = [
         lambda: model(rows()),
         lambda: sgd(model),
         bmtrain.synchronize,
@@ -414,12 +413,12 @@ def give_other_values():
     """Each rank would keep its slice of its own values."""
     model = bmtrain.BMTrainModelWrapper(layers(1))
     words = bmtrain.BMTrainModelWrapper(torch.nn.Embedding(6, 4, max_norm=0.1))
-    param: Any = next(model.parameters())
+    param = next(model.parameters())
     own = torch.ones(param.shape) * (1 + rank())
     same = torch.ones(param.shape) * 0.5
     one_nan = torch.zeros_like(same)
     one_nan[-1, -1] = math.nan if rank() else 0.0
-    writes: list[Callable[[], object]] = [
+    writes = [
         lambda: setattr(param, "data", own),
         lambda: setattr(param, "grad", own),
         lambda: param.data[1:].mul_(own[1:]),

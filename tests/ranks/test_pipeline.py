@@ -3,7 +3,6 @@ gradients, training, files.
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.shard.slices import local_of
 
 WIDTH, LAYERS, ROWS, SEQ = 8, 5, 2, 3
-PIPE: dict[str, Any] = {"pipe_size": 2, "num_micro_batches": 4}
+PIPE = {"pipe_size": 2, "num_micro_batches": 4}
 
 
 class Layer(nn.Module):
@@ -99,7 +98,7 @@ def loss_of(logits, states):
 def train(use_checkpoint, file, own_adam, steps=3, begin=None):
     """Steps of training; after the third from the file and the states of an optimizer `begin`."""
     model = make(True, use_checkpoint)
-    kind: Any = bmt.optim.AdamOptimizer if own_adam else torch.optim.AdamW
+    kind = bmt.optim.AdamOptimizer if own_adam else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.01)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
@@ -109,7 +108,7 @@ def train(use_checkpoint, file, own_adam, steps=3, begin=None):
             {"optimizers": [begin], "lr_schedulers": [None], "loss_scale": None, "num_steps": 3}
         )
     norms, losses = [], []
-    out: dict[str, Any] = {}
+    out = {}
     for step in range(0 if begin is None else 3, steps):
         manager.zero_grad()
         logits, states = model(*own_rows(step, 2 if begin else bmt.world_size()))
@@ -199,7 +198,7 @@ def test_trains_as_one_process(ranks, stages, tp, micro_batches, use_checkpoint,
 def test_resumes_with_another_number_of_stages(before, after, tmp_path):
     model, _, _ = plain(2, 5)
     file = str(tmp_path / "model.safetensors")
-    sizes: list[dict[str, Any]] = [{"pipe_size": stages} for _, stages in (before, after)]
+    sizes = [{"pipe_size": stages} for _, stages in (before, after)]
     first = run_ranks(train, before[0], True, file, True, init=sizes[0])[0]
     given = True, file, True, 5, first["whole state"]
     for result in run_ranks(train, after[0], *given, init=sizes[1]):
@@ -308,7 +307,7 @@ def run_all(parts, x, more):
 def test_gradients_of_inputs_with_blocks_around_the_pipeline():
     """The first passes teach the order of gathers that the later ones follow."""
     for case in ("both", "one", "frozen", "retained", "frozen retained"):
-        parts: list[Any] = [layers_of(Simple, count) for count in (2, 4, 2)]
+        parts = [layers_of(Simple, count) for count in (2, 4, 2)]
         parts[1].requires_grad_("frozen" not in case)
         before, after = (bmt.TransformerBlockList(copy.deepcopy(parts[n])) for n in (0, 2))
         lists = [before, pipeline_of(parts[1]), after]
@@ -354,14 +353,14 @@ def test_gradients_reduced_late_and_blocks_around_the_pipeline():
 @on_ranks(2, init=PIPE)
 def test_bad_input_is_an_error_on_every_rank():
     """The next pass is right."""
-    make_list: Any = bmt.PipelineTransformerBlockList
+    make_list = bmt.PipelineTransformerBlockList
     rank, layers = bmt.rank(), layers_of(Layer, LAYERS)
     blocks, shift = pipeline_of(layers), torch.linspace(-1, 1, WIDTH)
     x, mask = own(seeded(0)), torch.ones(ROWS, SEQ)
     three, cuts = seeded(1)[:3], torch.ones(3, SEQ)
     narrow = pipeline_of(nn.ModuleList([nn.Linear(*sizes) for sizes in ((8, 6), *[(6, 6)] * 3)]))
     other = seeded(1).repeat(2, 1, 1)[: 4 + 2 * rank]
-    wrong: list[tuple[Callable[[], Any], str]] = [
+    wrong = [
         (lambda: make_list([Layer()]), r"2 stages for 1 layers"),
         (
             lambda: make_list([Simple()] * 2),

@@ -71,7 +71,7 @@ def told(limit):
 def levels():
     """The present plan, which is that of all ranks."""
     current = world.current()
-    ranks: list[Any] = [()] * bmt.world_size()
+    ranks = [()] * bmt.world_size()
     axis = current.mesh.pp_zero if current.pipe_enabled else current.mesh.world
     own = current.service(Planners).of(axis).levels
     dist.all_gather_object(ranks, own)

@@ -15,7 +15,6 @@ import operator
 import random
 import types
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -216,7 +215,7 @@ COUNTED = [
 @contextlib.contextmanager
 def disturbed(layers):
     """What a program may do between forward and backward, and what it finds afterwards."""
-    parts: list[Any] = [*layers]
+    parts = [*layers]
     acts = [part.act for part in parts]
     layers.eval()
     for part in parts:
@@ -262,7 +261,7 @@ class Given(Base):
 
 
 def give(module, x):
-    held: list[Any] = [random.Random(3), 2]
+    held = [random.Random(3), 2]
     seen = {"rows": [x]}
     y, rest = module(x, torch.Generator().manual_seed(3), held, seen=seen)
     assert (len(held), held[1]) == (3, 3)
@@ -448,7 +447,7 @@ TEMPERATURE, LONG, GAIN = 1.0, [1.0] * 5000, nn.Parameter(torch.ones(()), requir
 activation = torch.tanh
 
 
-ELSEWHERE: dict[str, Callable[[Any, float], object]] = {
+ELSEWHERE = {
     "'TEMPERATURE' among globals": lambda _, value: globals().update(TEMPERATURE=value),
     "'activation' among globals": lambda _, value: globals().update(
         activation=torch.tanh if value == 1 else torch.sin
@@ -559,7 +558,7 @@ def called(module, x):
     return module(x, torch.ones(DIM))
 
 
-WRITTEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+WRITTEN = {
     "argument 1": lambda block, plus: plus,
     "argument 'plus'": lambda block, plus: plus,
     "argument": lambda block, plus: plus.sub_(2),

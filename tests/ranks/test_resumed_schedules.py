@@ -4,7 +4,6 @@ ones are refused, before anything is changed.
 
 import copy
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ def other_schedules(folder):
         end = models.cloned_state(pair.run(range(3, 5)).model)
         for other, others in SCHEDULES.items():
             new = Pair(schedule=others)
-            ways: list[Callable[[], object]] = [
+            ways = [
                 functools.partial(new.manager.load_state_dict, state),
                 functools.partial(restore, folder / name, new),
             ]

@@ -49,7 +49,7 @@ class Run:
     def __init__(self, options, kind=AdamOptimizer, copied=None):
         self.options, self.kind = options, kind
         if copied is None:
-            model: Any = bmt.BMTrainModelWrapper(Net())
+            model = bmt.BMTrainModelWrapper(Net())
             model.replicated = nn.Parameter(torch.linspace(-1, 1, 70).bfloat16())
             params = [param for _, param in sorted(model.named_parameters())]
             groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2]}]
@@ -133,7 +133,7 @@ def kind_of(name):
 
 def leave(folder, names):
     """Four steps, with everything that can be kept after two of them."""
-    out: dict[str, Any] = {}
+    out = {}
     for name in names:
         run = Run(SMALL[name], kind_of(name)).train(0, 1)
         weights, whole = run.weights, run.manager.state_dict(gather_opt=True)
@@ -400,7 +400,7 @@ def refused():
     """Each before anything is made."""
     params = [nn.Parameter(torch.ones(3))]
     known = "one of fp32, 8bit"
-    cases: tuple[tuple[torch.dtype, dict[str, Any], str], ...] = (
+    cases = (
         (torch.float32, {"moments": "4bit"}, known),
         (torch.float32, {"moments": 8}, known),
         (torch.float32, {"master_weights": None}, "one of fp32, split, none"),

@@ -1,7 +1,6 @@
 """Saved states that ranks were given differently: refused on all ranks, and nothing is changed."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ def settings(state):
     return state["optimizers"][0]["param_groups"][0]
 
 
-CHANGES: dict[str, Callable[[State], object]] = {
+CHANGES = {
     "exp_avg": lambda state: add(first(state)[2]["exp_avg"]),
     "of an ordinary one": lambda state: add(first(state)[4]["exp_avg"]),
     "step": lambda state: first(state)[1].update(step=7),

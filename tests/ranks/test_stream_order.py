@@ -4,7 +4,6 @@ memory; without one they do not.
 
 import contextlib
 import itertools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -249,7 +248,7 @@ def races_of_holding(zero_level):
         torch.manual_seed(0)
         blocks = [bmt.Block(nn.Linear(DIM, DIM), zero_level=zero_level) for _ in range(4)]
         model, x = nn.Sequential(*blocks), torch.ones(1, DIM)
-        kept: list[object] = []
+        kept = []
         for turn in range(1, 7):
             resident = Resident.of(model)
             assert resident is not None
@@ -319,7 +318,7 @@ def races_without(wait, run, *args):
 
 
 WAITS = list(WITHOUT)
-MISSING: list[tuple[Any, ...]] = [
+MISSING = [
     *((wait, races_in_training, 3, Level.OFFLOADED, 1) for wait in WAITS),
     *((wait, races_of_holding, 3) for wait in WAITS[:2]),
 ]

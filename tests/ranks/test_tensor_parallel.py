@@ -4,8 +4,6 @@ gradients, refusals.
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -459,7 +457,7 @@ def test_bad_calls_are_refused_on_every_rank():
         return [y, grad_of(leaf)]
 
     first = again()
-    wrong: list[tuple[Callable[[], Any], str]] = [
+    wrong = [
         (lambda: into(x[: 4 - rank]), r"rank 0: .*\(4, 8\).*rank 1: .*\(3, 8\).*pad or cut"),
         (lambda: into(x.double() if rank else x), r"rank 0: .*float32.*rank 1: .*float64"),
         (lambda: into(x.clone().requires_grad_(bool(rank))), r"rank 1: .*float32 with gradient"),

@@ -5,7 +5,6 @@ PyTorch.
 import copy
 import pathlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,7 +82,7 @@ def t5():
     return hf.T5ForConditionalGeneration(config)
 
 
-MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama, "bert": bert, "t5": t5}
+MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "t5": t5}
 
 
 def make(name):

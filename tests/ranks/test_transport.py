@@ -8,7 +8,6 @@ import gc
 import pathlib
 import tempfile
 import warnings
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -128,7 +127,7 @@ def exchanges():
     sum_of_ones(frozen)
     with torch.no_grad():
         sum_of_ones(model)
-    found: list[Any] = [len(engine.transport._exchanges)]
+    found = [len(engine.transport._exchanges)]
     others = [bmt.Block(torch.nn.Linear(n, n), use_checkpoint=False) for n in (500, 4)]
     losses = [sum_of_ones(model), *[x(torch.ones(2, x.in_features)).sum() for x in others]]
     torch.stack(losses).sum().backward()
@@ -289,7 +288,7 @@ class Driver:
 
     def __init__(self, room):
         self._room = room  # for each attempt
-        self.group: tuple[str, int, int, Any] | None = None
+        self.group = None
 
     def empty_strided_p2p(self, size, stride, dtype, device):
         if not self._room.pop(0):
@@ -326,7 +325,7 @@ def fill_a_gpu():
     ):
         kept = [group.allocate(numel, torch.bfloat16) for numel in (3, 2**20)]
         assert all(torch.equal(own, torch.zeros_like(own)) for own, _ in kept)
-        found: list[Any] = [group.num_bytes / 2**21, len(tries)]
+        found = [group.num_bytes / 2**21, len(tries)]
         with pytest.raises(torch.OutOfMemoryError) as caught:
             group.allocate(3, torch.bfloat16)
         kept.pop()

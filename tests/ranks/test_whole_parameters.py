@@ -71,8 +71,8 @@ class Run:
     def use(self, model):
         """Another model, which is not sharded yet."""
         self.model = model if self._shard is None else self._shard(model)
-        self.params: list[Any] = list(self.model.parameters())
-        self.matrix: Any = next(p for p in self.params if p.dim() == 2)
+        self.params = list(self.model.parameters())
+        self.matrix = next(p for p in self.params if p.dim() == 2)
 
     def out(self):
         return self.model(batch())
@@ -453,13 +453,13 @@ def embedded(run):
         {"max_norm": 0.5, "norm_type": 1.0},
     ):
         torch.manual_seed(2)
-        table: Any = nn.Embedding(11, DIM, **options)
+        table = nn.Embedding(11, DIM, **options)
         head = nn.Linear(DIM, 11, bias=False)
         if "sparse" in options:  # there before the model is sharded
             table(torch.tensor([1, 4, 4])).square().sum().backward()
         else:
             head.weight = table.weight
-        model: Any = nn.Sequential(table, head)
+        model = nn.Sequential(table, head)
         run.model = model if run.is_plain else bmt.BMTrainModelWrapper(model)
         optimizer = optim.SGD(run.model.parameters(), lr=0.5)
         for _ in range(3):

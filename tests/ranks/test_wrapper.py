@@ -108,7 +108,7 @@ def initialised():
     bmt.init_parameters(holder)
     torch.manual_seed(5)
     with torch.device("meta"):
-        meta: Any = several()
+        meta = several()
     meta[0] = bmt.Block(meta[0])
     model = bmt.BMTrainModelWrapper(meta)
     bmt.init_parameters(model)

@@ -74,7 +74,7 @@ def test_ignored_rows_may_hold_anything(ignore_index, bad):
         logits[0] = bad
     ignored = target == ignore_index
     for smoothing in (0.0, 0.1):
-        options: Any = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+        options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
         rows = FusedCrossEntropy(reduction="none", **options)(logits, target)
         assert not rows[ignored].any() and rows[~ignored].all()
         logits.grad = None
@@ -90,7 +90,7 @@ def test_targets_without_weight(reduction):
     """As in torch: without a valid target the mean is NaN, which says so, and the gradient zero, which
     changes nothing. Classes of weight 0 are a mistake of the program: NaN both.
     """
-    options: Any = {"reduction": reduction}
+    options = {"reduction": reduction}
     for rows, smoothing in itertools.product((ROWS, 0), (0.0, 0.1)):
         logits = torch.randn(rows, CLASSES, requires_grad=True)
         options["label_smoothing"] = smoothing

@@ -1,7 +1,6 @@
 """The account of a GPU's memory, with numbers in the place of the GPU's."""
 
 import types
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ class Run:
         class Peers:
             num_bytes = property(lambda self: gpu.peers * GIB)
 
-        self._made: dict[object, Any] = {PeerGroups: Peers()}
+        self._made = {PeerGroups: Peers()}
 
     def service(self, factory):
         if factory not in self._made:
@@ -69,7 +68,7 @@ def gpu(monkeypatch):
 
 
 def account(limit=None):
-    current: Any = world.current()
+    current = world.current()
     given = None if limit is None else limit * GIB
     return CudaMemory(current.service(DeviceMemory), current.device, given)
 

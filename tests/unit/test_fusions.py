@@ -308,7 +308,7 @@ def test_other_sizes(joined):
 
 def test_nothing_changes_on_a_cpu():
     torch._dynamo.reset()
-    seen: list[Any] = []
+    seen = []
 
     def lower(graph, inputs):
         fusions.rewrite(graph)

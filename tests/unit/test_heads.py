@@ -3,7 +3,6 @@ left to the compiler.
 """
 
 import operator
-from typing import Any
 
 import pytest
 import torch
@@ -137,7 +136,7 @@ def test_compiled_code(kind, dtype):
         assert count_equal_to_plain(kind(loss, bias), dtype, torch.float32, lower) == 1
 
 
-OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
+OPTIONS = [
     (torch.bfloat16, {}),
     (torch.float32, {"ignore_index": 3}),
     (torch.bfloat16, {"reduction": "sum"}),

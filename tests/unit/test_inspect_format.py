@@ -17,7 +17,7 @@ from bmtrain.inspect.tables import fold, ranges
 from bmtrain.inspect.tensors import Key, full_name, numbered, shape_of_all
 
 CPU = torch.device("cpu")
-ROW: dict[str, Any] = {"name": "layers.0.weight", "shape": (3, 4), "max": 1.23456, "min": -2.0}
+ROW = {"name": "layers.0.weight", "shape": (3, 4), "max": 1.23456, "min": -2.0}
 ROW |= {"std": 0.5, "mean": 1e-7, "grad_std": None, "grad_mean": math.nan}
 
 
@@ -163,7 +163,7 @@ def test_plain_models_have_a_table_too():
 
 def test_wrong_arguments_of_the_tables():
     """Named with what was expected."""
-    calls: Any = bmt.inspect
+    calls = bmt.inspect
     for words, call, *given in (
         (r"print_inspect got int: expected a torch\.nn\.Module", calls.print_inspect, 3),
         ("print_inspect got 3 as pattern: expected a string", calls.print_inspect, CHAIN, 3),

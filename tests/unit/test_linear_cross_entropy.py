@@ -136,7 +136,7 @@ def test_ignored_rows_may_be_infinite():
 @contextlib.contextmanager
 def profiled():
     """Every operator that ran inside, those within opaque operations too; filled in at the end."""
-    events: list[Any] = []
+    events = []
     only_cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(
         activities=only_cpu, profile_memory=True, acc_events=True

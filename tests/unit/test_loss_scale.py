@@ -1,7 +1,6 @@
 """The rule by which the loss scale moves."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -74,7 +73,7 @@ def test_a_verdict_is_awaited_once_and_by_whoever_asks(number, value, good_steps
         assert scale.state_dict() == {"value": 32, "good_steps": 5}
 
 
-WRONG: list[dict[str, Any]] = [
+WRONG = [
     *({"value": value} for value in (0, math.inf, math.nan)),
     {"value": 1, "factor": 1},
     {"value": 1, "growth_steps": 0},

@@ -1,7 +1,6 @@
 """Ranks on the axes of the mesh, against BMTrain's formulas."""
 
 import itertools
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ def test_formulas(world, pipe, tp):
     """The layout of ranks that the specification gives. Every rank is in one group of every kind;
     groups of a kind are equal in size and the same seen from every rank; ids are places in them.
     """
-    sizes: Any = {"world_size": world, "pipe_size": pipe, "tp_size": tp}
+    sizes = {"world_size": world, "pipe_size": pipe, "tp_size": tp}
     places = [Topology(rank=rank, **sizes) for rank in range(world)]
     for rank, place in enumerate(places):
         assert place.stages == pipe
