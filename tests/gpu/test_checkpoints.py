@@ -1,10 +1,7 @@
 """Checkpoints that are copied from the GPU while training goes on."""
 
-from __future__ import annotations
-
 import itertools
 import pathlib
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ import bmtrain as bmt
 WIDTH = 2048  # parameters of several blocks of a file
 
 
-def make(offload: bool) -> tuple[torch.nn.Module, bmt.optim.OptimManager]:
+def make(offload):
     torch.manual_seed(1)
     blocks = [bmt.Block(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)) for _ in range(6)]
     net = bmt.BMTrainModelWrapper(torch.nn.Sequential(*blocks).to(bmt.device()))
@@ -25,7 +22,7 @@ def make(offload: bool) -> tuple[torch.nn.Module, bmt.optim.OptimManager]:
     return net, manager
 
 
-def train(net: torch.nn.Module, manager: bmt.optim.OptimManager, steps: int) -> list[float]:
+def train(net, manager, steps):
     losses = []
     for _ in range(steps):
         x = torch.randn(64, WIDTH, device=bmt.device(), dtype=torch.bfloat16)
@@ -37,13 +34,13 @@ def train(net: torch.nn.Module, manager: bmt.optim.OptimManager, steps: int) -> 
     return [loss.item() for loss in losses]
 
 
-def values(net: torch.nn.Module, manager: bmt.optim.OptimManager) -> list[torch.Tensor]:
-    state: dict[str, Any] = manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
+def values(net, manager):
+    state = manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
     held = [x for one in state.values() for x in one.values() if isinstance(x, torch.Tensor)]
     return [x.cpu().clone() for x in (*net.state_dict().values(), *held)]
 
 
-def saved_while_training(folder: str, offload: bool, background: bool) -> None:
+def saved_while_training(folder, offload, background):
     """The values at the call are written, whatever steps follow at once; and they come back."""
     net, manager = make(offload)
     train(net, manager, 3)
@@ -70,5 +67,5 @@ def saved_while_training(folder: str, offload: bool, background: bool) -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("background", [True, False])
-def test_saved_while_training(offload: bool, background: bool, tmp_path: pathlib.Path) -> None:
+def test_saved_while_training(offload, background, tmp_path):
     run_ranks(saved_while_training, 1, str(tmp_path), offload, background, device=None)

@@ -2,11 +2,8 @@
 not compile.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from model_center.layer.mask import AttentionMask
 pytestmark = pytest.mark.gpu
 
 
-def assert_compiled(block: Any) -> None:
+def assert_compiled(block):
     """There is compiled code for the block, and it has not been given up."""
     structure = block._runner._structure
     assert structure._programs, "it was not tried"
@@ -32,14 +29,14 @@ def assert_compiled(block: Any) -> None:
 class Layer(torch.nn.Module):
     """Attention and a feed-forward part: (batch, length, dim) to the same."""
 
-    def __init__(self, dim: int = 64, heads: int = 4) -> None:
+    def __init__(self, dim=64, heads=4):
         super().__init__()
         self.heads = heads
         self.norm, self.last = torch.nn.LayerNorm(dim), torch.nn.LayerNorm(dim)
         self.qkv, self.out = torch.nn.Linear(dim, 3 * dim), torch.nn.Linear(dim, dim)
         self.up, self.down = torch.nn.Linear(dim, 4 * dim), torch.nn.Linear(4 * dim, dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(self.norm(x)).chunk(3, -1)
@@ -52,11 +49,11 @@ class Layer(torch.nn.Module):
 class WithItem(Layer):
     """Reads a number back: no graph."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) * (2 if x.sum().item() > 0 else 1)
 
 
-def found(layers: Any, x: torch.Tensor, scale: int) -> list[torch.Tensor]:
+def found(layers, x, scale):
     h = leaf = x.clone().requires_grad_()
     for layer in layers:
         layer.zero_grad()
@@ -65,7 +62,7 @@ def found(layers: Any, x: torch.Tensor, scale: int) -> list[torch.Tensor]:
     return [h.detach(), grad_of(leaf) * scale]
 
 
-def check(plain: Any, recompute: bool, level: int, x: torch.Tensor) -> Any:
+def check(plain, recompute, level, x):
     want = found(plain, x, 1)
     blocks = torch.nn.ModuleList(
         [bmt.Block(copy.deepcopy(m), use_checkpoint=recompute, zero_level=level) for m in plain]
@@ -80,7 +77,7 @@ def check(plain: Any, recompute: bool, level: int, x: torch.Tensor) -> Any:
     return blocks
 
 
-def exact() -> None:
+def exact():
     torch.backends.cuda.matmul.allow_tf32 = False
     for recompute, level in ((False, 2), (False, 3), (True, 3)):
         torch.manual_seed(1)
@@ -96,11 +93,11 @@ def exact() -> None:
         check(plain, recompute, level, x[:, :11])
 
 
-def test_compiled_by_default_and_exact() -> None:
+def test_compiled_by_default_and_exact():
     run_ranks(exact, torch.cuda.device_count(), device=None, timeout=300)
 
 
-def language_model_layer() -> None:
+def language_model_layer():
     block = bmt.Block(
         TransformerBlock(dim_model=64, dim_ff=128, num_heads=4, dim_head=16, dtype=torch.float32),
         use_checkpoint=False,
@@ -110,12 +107,12 @@ def language_model_layer() -> None:
     assert_compiled(block)
 
 
-def test_a_layer_of_a_language_model_compiles() -> None:
+def test_a_layer_of_a_language_model_compiles():
     """It says so, which is an error here, if it does not."""
     run_ranks(language_model_layer, 1, device=None, timeout=120)
 
 
-def not_compilable() -> None:
+def not_compilable():
     torch.backends.cuda.matmul.allow_tf32 = False
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -127,5 +124,5 @@ def not_compilable() -> None:
     assert len(told) == 1, [str(each.message) for each in said]
 
 
-def test_what_does_not_compile_runs_uncompiled() -> None:
+def test_what_does_not_compile_runs_uncompiled():
     run_ranks(not_compilable, torch.cuda.device_count(), device=None, timeout=120)

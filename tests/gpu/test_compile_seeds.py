@@ -2,10 +2,7 @@
 attention too, whoever compiles when.
 """
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -27,11 +24,11 @@ BF16 = 3e-2
 class Layer(torch.nn.Module):
     """Attention with dropout, and dropout before and after it: (batch, LENGTH, DIM) to the same."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = torch.nn.Linear(DIM, 3 * DIM), torch.nn.Linear(DIM, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = (
             self.qkv(F.dropout(x, 0.2))
             .unflatten(-1, (3, HEADS, DIM // HEADS))
@@ -42,19 +39,19 @@ class Layer(torch.nn.Module):
         return x + F.dropout(torch.tanh(self.out(heads.transpose(-2, -3).flatten(-2))), 0.2)
 
 
-def make_blocks(**options: Any) -> torch.nn.ModuleList:
+def make_blocks(**options):
     warnings.filterwarnings("ignore", module=r"torch\.")
     torch.manual_seed(3)
     layers = [Layer().to(bmt.device(), torch.bfloat16) for _ in range(3)]
     return torch.nn.ModuleList([bmt.Block(layer, **options) for layer in layers])
 
 
-def inputs(batch: int) -> torch.Tensor:
+def inputs(batch):
     numbers = torch.arange(batch * LENGTH * DIM, device=bmt.device(), dtype=torch.float32)
     return numbers.sin().view(batch, LENGTH, DIM).to(torch.bfloat16)
 
 
-def repeatable(level: Level, on_request: bool, *batches: int) -> None:
+def repeatable(level, on_request, *batches):
     blocks = make_blocks(use_checkpoint=level)
     for block in blocks if on_request else ():
         block.compile()
@@ -65,33 +62,33 @@ def repeatable(level: Level, on_request: bool, *batches: int) -> None:
 
 
 @pytest.mark.parametrize("level", Level)
-def test_a_seed_gives_the_same_numbers_again(level: Level) -> None:
+def test_a_seed_gives_the_same_numbers_again(level):
     """From the first call on, which compiles, and so does a restored state."""
     run_ranks(repeatable, torch.cuda.device_count(), level, False, 4, device=None, timeout=200)
 
 
 @pytest.mark.parametrize("level", [Level.CHEAP, Level.BLOCK])
-def test_so_it_is_when_sizes_have_become_variables(level: Level) -> None:
+def test_so_it_is_when_sizes_have_become_variables(level):
     """Which they are from the third size on."""
     run_ranks(
         repeatable, torch.cuda.device_count(), level, False, 4, 6, 9, device=None, timeout=200
     )
 
 
-def test_so_it_is_on_request() -> None:
+def test_so_it_is_on_request():
     run_ranks(
         repeatable, torch.cuda.device_count(), Level.BLOCK, True, 4, 6, device=None, timeout=200
     )
 
 
-def alike() -> None:
+def alike():
     want = draws.step(make_blocks(use_checkpoint=Level.NOTHING), inputs(4), draws.SEED)
     for level in (Level.CHEAP, Level.BLOCK):
         got = draws.step(make_blocks(use_checkpoint=level), inputs(4), draws.SEED)
         draws.assert_alike(got, want, f"{level}, beside {Level.NOTHING}", BF16, BF16)
 
 
-def test_levels_draw_alike() -> None:
+def test_levels_draw_alike():
     """The same masks, in attention too: a plan that changes levels changes no numbers.
 
     And recomputation meets those of forward.
@@ -99,7 +96,7 @@ def test_levels_draw_alike() -> None:
     run_ranks(alike, 1, device=None, timeout=200)
 
 
-def planned() -> None:
+def planned():
     blocks = make_blocks(use_checkpoint="auto")
     want = draws.step(blocks, inputs(4), draws.SEED)
     for number in range(1, 5):
@@ -113,15 +110,15 @@ def planned() -> None:
     assert_compiled(blocks[0])
 
 
-def test_measuring_draws_nothing() -> None:
+def test_measuring_draws_nothing():
     """Passes that measure, passes before the plan and with it draw the same."""
     run_ranks(planned, 1, device=None, timeout=200)
 
 
-def compiled_apart() -> tuple[list[draws.State], list[draws.State]]:
+def compiled_apart():
     blocks, found = make_blocks(use_checkpoint=True), []
     for resets in (False, True):
-        states: list[draws.State] = []
+        states = []
         for _ in range(3):
             if resets and bmt.rank() == bmt.world_size() - 1:
                 torch._dynamo.reset()  # compiles again
@@ -130,7 +127,7 @@ def compiled_apart() -> tuple[list[draws.State], list[draws.State]]:
     return found[0], found[1]
 
 
-def test_compiling_draws_nothing() -> None:
+def test_compiling_draws_nothing():
     """The last rank compiles again before every step: its generators go as far as before, and as
     those of the others.
     """

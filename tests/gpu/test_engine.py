@@ -2,12 +2,9 @@
 of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -23,12 +20,12 @@ pytestmark = pytest.mark.gpu
 STEPS = 8
 
 
-def on_gpus(fn: Any, *args: Any, init: dict[str, Any] | None = None) -> list[Any]:
+def on_gpus(fn, *args, init=None):
     """Run on one rank per GPU."""
     return run_ranks(fn, torch.cuda.device_count(), *args, device=None, timeout=300, init=init)
 
 
-def train_odd(sharded: bool, level: int, recompute: bool, kind: str) -> dict[str, torch.Tensor]:
+def train_odd(sharded, level, recompute, kind):
     model = models.shard_whole(level, recompute) if sharded else models.make_whole()
     model = model.to(bmt.device())
     classes = {
@@ -54,7 +51,7 @@ def train_odd(sharded: bool, level: int, recompute: bool, kind: str) -> dict[str
     return {name: value.cpu() for name, value in models.cloned_state(model).items()}
 
 
-def compare_odd() -> None:
+def compare_odd():
     warnings.filterwarnings(
         "ignore", message=".*Odd(Block runs uncompiled|Model runs block by block)"
     )  # they branch on values
@@ -67,7 +64,7 @@ def compare_odd() -> None:
         models.assert_same_dicts(got, want, f"ZeRO-{level}, recompute {recompute}, {kind}")
 
 
-def test_every_oddity_trains_as_plain_pytorch() -> None:
+def test_every_oddity_trains_as_plain_pytorch():
     """The CPU suite's oddest model, all ZeRO levels and optimizers, over NCCL."""
     on_gpus(compare_odd)
 
@@ -75,29 +72,29 @@ def test_every_oddity_trains_as_plain_pytorch() -> None:
 class Layer(torch.nn.Module):
     """A feed-forward block with dropout: (batch, dim) to the same."""
 
-    def __init__(self, dim: int = 512, dropout: float = 0.0) -> None:
+    def __init__(self, dim=512, dropout=0.0):
         super().__init__()
         self.norm = torch.nn.LayerNorm(dim)
         self.up, self.down = torch.nn.Linear(dim, 4 * dim), torch.nn.Linear(4 * dim, dim)
         self.dropout = torch.nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
-def make_layers(dropout: float = 0.0) -> list[Layer]:
+def make_layers(dropout=0.0):
     torch.manual_seed(2)
     return [Layer(dropout=dropout).to(bmt.device()) for _ in range(6)]
 
 
-def gradients(layers: Any, x: torch.Tensor) -> list[torch.Tensor]:
+def gradients(layers, x):
     for layer in layers:
         x = layer(x)
     x.square().mean().backward()
     return [local_of(param.grad).clone() for layer in layers for param in layer.parameters()]
 
 
-def compare_compiled() -> None:
+def compare_compiled():
     # Inductor warns of deprecated parts of torch itself and of TF32 left off, which this test
     # wants.
     warnings.filterwarnings("ignore", module=r"torch\.")
@@ -125,14 +122,14 @@ def compare_compiled() -> None:
                     )
 
 
-def test_compiled_blocks_have_the_gradients_of_plain_ones() -> None:
+def test_compiled_blocks_have_the_gradients_of_plain_ones():
     """Inductor's code on views of ring buffers, saved tensors packed and gathered again, several
     passes.
     """
     on_gpus(compare_compiled)
 
 
-def compare_dropout() -> None:
+def compare_dropout():
     results = []
     for recompute in (False, True):
         # Uncompiled: with and without recomputation the compiler fuses, and so rounds, differently.
@@ -145,19 +142,19 @@ def compare_dropout() -> None:
         models.assert_same(recomputed, kept, "recomputed dropout", 0.0)
 
 
-def test_recomputation_replays_dropout_exactly() -> None:
+def test_recomputation_replays_dropout_exactly():
     """Bitwise the gradients of a run that kept its activations."""
     on_gpus(compare_dropout)
 
 
-def forbid_waiting(forbid: bool) -> None:
+def forbid_waiting(forbid):
     """Make every synchronisation of the host with the device an error, or allow them again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls this mode a prototype each time
         torch.cuda.set_sync_debug_mode("error" if forbid else "default")
 
 
-def train_quietly() -> list[int]:
+def train_quietly():
     """Allocated bytes after each bf16 training step, which never makes the host wait."""
     layers = bmt.TransformerBlockList(
         [bmt.Block(m.to(torch.bfloat16), use_checkpoint=False) for m in make_layers()]
@@ -179,13 +176,13 @@ def train_quietly() -> list[int]:
     return allocated
 
 
-def test_a_step_does_not_wait_for_the_device_and_memory_is_static() -> None:
+def test_a_step_does_not_wait_for_the_device_and_memory_is_static():
     """No synchronisation after warm-up, the same allocation after every later step."""
     for allocated in on_gpus(train_quietly):
         assert len(set(allocated[3:])) == 1, allocated
 
 
-def peaks_of_forward() -> tuple[int, int, int]:
+def peaks_of_forward():
     """Peak bytes of a forward pass after gradients were cleared and after they were not; bytes of
     the gradients.
     """
@@ -205,12 +202,12 @@ def peaks_of_forward() -> tuple[int, int, int]:
     return peaks[1], peaks[2], sum(gradient_memory(block).nbytes for block in layers)
 
 
-def test_cleared_gradients_leave_their_memory_to_activations() -> None:
+def test_cleared_gradients_leave_their_memory_to_activations():
     for cleared, kept, num_bytes in on_gpus(peaks_of_forward):
         assert kept - cleared > 0.8 * num_bytes, (cleared, kept, num_bytes)
 
 
-def first_and_later_peaks() -> tuple[list[int], int]:
+def first_and_later_peaks():
     """Peak bytes of each pass through a block with one large weight; bytes of the weight."""
     head = bmt.Block(torch.nn.Linear(512, 65536, dtype=torch.bfloat16), use_checkpoint=False)
     x, peaks = torch.randn(8, 512, device=bmt.device(), dtype=torch.bfloat16), []
@@ -223,13 +220,13 @@ def first_and_later_peaks() -> tuple[list[int], int]:
     return peaks, 512 * 65536 * 2
 
 
-def test_first_passes_need_no_copies_of_large_weights() -> None:
+def test_first_passes_need_no_copies_of_large_weights():
     """The checks of the first passes sum the bits of all weights, which takes wider integers."""
     for peaks, num_bytes in on_gpus(first_and_later_peaks):
         assert max(peaks[:2]) - peaks[-1] < 0.6 * num_bytes, (peaks, num_bytes)
 
 
-def save_and_load(folder: str) -> None:
+def save_and_load(folder):
     path = str(pathlib.Path(folder) / "model.safetensors")
     first = bmt.TransformerBlockList([bmt.Block(m.to(torch.bfloat16)) for m in make_layers()])
     bmt.save(first, path)
@@ -240,12 +237,12 @@ def save_and_load(folder: str) -> None:
         models.assert_same(other.detach(), one.detach(), "loaded", 0.0)
 
 
-def test_saved_files_load(tmp_path: pathlib.Path) -> None:
+def test_saved_files_load(tmp_path):
     """Full tensors out of GPU shards and back, bit by bit."""
     on_gpus(save_and_load, str(tmp_path))
 
 
-def communicate() -> None:
+def communicate():
     size, rank, device = bmt.world_size(), bmt.rank(), bmt.device()
     x = torch.arange(4.0, device=device, requires_grad=True)
     gathered = bmt.distributed.all_gather(x + rank)
@@ -263,6 +260,6 @@ def communicate() -> None:
     assert rows and all(row.seconds > 0 for row in rows)
 
 
-def test_communication_over_nccl() -> None:
+def test_communication_over_nccl():
     """Collectives with gradients, results and the bandwidth table."""
     on_gpus(communicate)

@@ -2,10 +2,6 @@
 beside plain PyTorch.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tests.kernels import test_norm as norms
@@ -24,7 +20,7 @@ DEVICE = "cuda"
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (64, 512), (640, 3072), (1000, 3077)])
-def test_gelu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gelu(shape, dtype):
     """Also where all blocks are full, so that nothing is masked."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     grad, x = (
@@ -44,7 +40,7 @@ def test_gelu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     ), "other bits each time"
 
 
-CASES: list[dict[str, Any]] = [
+CASES = [
     *norms.CASES,
     {"num_grads": 3, "num_inputs": 1, "centered": True, "residual": True, "rows": 3000, "n": 768},
     {"num_grads": 2, "num_inputs": 2, "centered": False, "residual": True, "rows": 300, "n": 4096},
@@ -62,7 +58,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
+def test_norms(case, dtype):
     """As many rows ahead as shared memory holds, down to none for the widest in fp32."""
     arguments = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(DEVICE), norms.Case(dtype, **case).arguments
@@ -80,7 +76,7 @@ def test_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
     ), "other bits each time"
 
 
-FORWARD: list[dict[str, Any]] = [
+FORWARD = [
     *norms.FORWARD,
     {"num_inputs": 2, "centered": True, "has_bias": True, "rows": 3000, "n": 5120},
     {"num_inputs": 1, "centered": False, "has_bias": False, "rows": 40000, "n": 1025},
@@ -90,7 +86,7 @@ FORWARD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FORWARD, ids=str)
-def test_forward_of_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
+def test_forward_of_norms(case, dtype):
     """Beside plain PyTorch in fp64, the sum of two inputs bit for bit."""
     arguments = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(DEVICE), norms.forward_arguments(dtype, **case)
@@ -105,9 +101,7 @@ def test_forward_of_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("narrow", [0, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm])
-def test_layers(
-    norm: type[torch.nn.Module], dtype: torch.dtype, narrow: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers(norm, dtype, narrow, monkeypatch):
     """With norms as for long rows, whose sums join, and as for short ones, which the compiler
     makes.
     """

@@ -2,11 +2,8 @@
 one by one, and memory that is given back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,7 +15,7 @@ from tests.models.test_generation_engine import VOCAB, made
 from tests.models.test_generation_steps import SEARCHES, TOLD, one_by_one
 
 from model_center.generation.engine import generate, stream
-from model_center.generation.recording import Repeated, Work, recorder_for
+from model_center.generation.recording import Repeated, recorder_for
 from model_center.generation.session import Session
 from model_center.kernels import cached_attention as attention
 from model_center.kernels.gated import ACTIVATIONS, gated_by_triton, gated_reference
@@ -38,7 +35,7 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 DEVICE = torch.device("cuda", 0)
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_near(found, expected):
     tolerance = TOLERANCE[found.dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -55,9 +52,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
         (1, 16, 16, 1500, 256),
     ],
 )
-def test_attention_kernel_equals_twin(
-    rows: int, heads: int, heads_kv: int, capacity: int, dim: int, dtype: torch.dtype
-) -> None:
+def test_attention_kernel_equals_twin(rows, heads, heads_kv, capacity, dim, dtype):
     """Memory that no row sees is not read."""
     torch.manual_seed(0)
     query = torch.randn(rows, heads, dim, device=DEVICE, dtype=dtype)
@@ -71,7 +66,7 @@ def test_attention_kernel_equals_twin(
 
 
 @DTYPES
-def test_small_kernels_equal_twins(dtype: torch.dtype) -> None:
+def test_small_kernels_equal_twins(dtype):
     """Rotary positions, gated activations, and writing to a cache."""
     torch.manual_seed(0)
     query = torch.randn(3, 5, 8, 72, device=DEVICE, dtype=dtype).transpose(1, 2)
@@ -104,9 +99,7 @@ def test_small_kernels_equal_twins(dtype: torch.dtype) -> None:
     ("rows", "heads", "heads_kv", "capacity", "dim"),
     [(1, 32, 8, 384, 64), (1, 32, 8, 5000, 128), (5, 8, 8, 100, 72)],
 )
-def test_a_token_is_added_and_seen(
-    rows: int, heads: int, heads_kv: int, capacity: int, dim: int, dtype: torch.dtype
-) -> None:
+def test_a_token_is_added_and_seen(rows, heads, heads_kv, capacity, dim, dtype):
     """Turned, written and attended to by one kernel; what is at its place is not read."""
     torch.manual_seed(0)
     both = torch.randn(rows, heads + 2 * heads_kv, dim, device=DEVICE, dtype=dtype)
@@ -145,13 +138,11 @@ def test_a_token_is_added_and_seen(
         (5000, (3,)),
     ],
 )
-def test_products_of_a_row_equal_twin(
-    columns: int, sizes: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_products_of_a_row_equal_twin(columns, sizes, dtype):
     """Beside each other, as a gate, and with norm, biases, activation and residual."""
     torch.manual_seed(0)
 
-    def made(*shape: int) -> torch.Tensor:
+    def made(*shape):
         size = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
         return (size * torch.randn(shape, device=DEVICE)).to(dtype)
 
@@ -170,7 +161,7 @@ def test_products_of_a_row_equal_twin(
         assert_near(row_products_by_triton(case), row_products_reference(case))
 
 
-def test_a_row_alone_is_a_row_of_many() -> None:
+def test_a_row_alone_is_a_row_of_many():
     """By kernels for one row, and by products of matrices: in fp32 token by token."""
     model = copy.deepcopy(made("llama")).to(DEVICE)
     ids = parity.token_ids(4, 7, high=VOCAB).to(DEVICE)
@@ -183,7 +174,7 @@ def test_a_row_alone_is_a_row_of_many() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("name", TOLD)
-def test_recorded_is_one_by_one(name: str, search: str, padded: bool) -> None:
+def test_recorded_is_one_by_one(name, search, padded):
     """Token by token in fp32; and the program's random numbers afterwards."""
     model, ids = copy.deepcopy(made(name)).to(DEVICE), parity.token_ids(4, 7, high=45)
     mask = torch.ones_like(ids)
@@ -201,7 +192,7 @@ def test_recorded_is_one_by_one(name: str, search: str, padded: bool) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 128256), (64, 50257), (3, 2049), (5, 7), (1, 1)])
-def test_the_largest_is_that_of_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_largest_is_that_of_torch(shape, dtype):
     """Of many equal ones the first; zeros of both signs, the smallest numbers, what is no number."""
     torch.manual_seed(0)
     drawn = torch.randn(shape, device=DEVICE)
@@ -215,7 +206,7 @@ def test_the_largest_is_that_of_torch(shape: tuple[int, int], dtype: torch.dtype
         assert torch.equal(largest_by_triton(x.t().contiguous().t()), x.cpu().argmax(-1).to(DEVICE))
 
 
-def test_a_session_replays_one_recording() -> None:
+def test_a_session_replays_one_recording():
     """Of prompts of other lengths, padded or not; token by token what each gives by itself."""
     model = copy.deepcopy(made("llama")).to(DEVICE)
     mask = torch.ones(4, 5)
@@ -244,7 +235,7 @@ def test_a_session_replays_one_recording() -> None:
 
 @pytest.mark.parametrize("name", TOLD)
 @pytest.mark.parametrize("rows", [1, 4])
-def test_first_passes_are_replayed(name: str, rows: int) -> None:
+def test_first_passes_are_replayed(name, rows):
     """From the third generation with prompts of one shape on."""
     model = copy.deepcopy(made(name)).to(DEVICE)
     prompts = [parity.token_ids(rows, 9, high=VOCAB, seed=seed).to(DEVICE) for seed in range(6)]
@@ -257,26 +248,26 @@ def test_first_passes_are_replayed(name: str, rows: int) -> None:
     assert found == expected and record.call_count == 2
 
 
-def written(model: Any) -> None:
+def written(model):
     with torch.no_grad():
         model.encoder.output_layernorm.weight.mul_(-1)
 
 
-def put(model: Any) -> None:
+def put(model):
     table = model.input_embedding
     table.weight = torch.nn.Parameter(table.weight.flip(0))
 
 
-def windowed(model: Any) -> None:
+def windowed(model):
     model.config.sliding_window = 2
 
 
-def other_base(model: Any) -> None:
+def other_base(model):
     """The frequencies of before are freed."""
     model.position_bias.base = 3.0
 
 
-def trained(model: Any) -> None:
+def trained(model):
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     model(parity.token_ids(4, 7, high=VOCAB).to(DEVICE)).logits.log_softmax(-1)[
@@ -285,7 +276,7 @@ def trained(model: Any) -> None:
     optimizer.step()
 
 
-def moved(model: Any) -> None:
+def moved(model):
     """All weights lie elsewhere; what they were is overwritten."""
     values = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter, value in zip(model.parameters(), values, strict=True):
@@ -294,7 +285,7 @@ def moved(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [written, put, windowed, other_base, trained, moved])
-def test_a_session_follows_the_model(change: Callable[[Any], None]) -> None:
+def test_a_session_follows_the_model(change):
     model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
     with Session() as session:
         for _ in range(4):  # the first pass is recorded too
@@ -307,7 +298,7 @@ def test_a_session_follows_the_model(change: Callable[[Any], None]) -> None:
             assert generate(model, ids, max_new_tokens=14, session=session).rows() == expected
 
 
-def test_a_session_on_several_streams() -> None:
+def test_a_session_on_several_streams():
     """Nothing orders what is on one with what is on another."""
     model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
     expected = generate(model, ids, max_new_tokens=14).rows()
@@ -320,7 +311,7 @@ def test_a_session_on_several_streams() -> None:
                 assert found.rows() == expected
 
 
-def test_a_session_gives_its_memory_back() -> None:
+def test_a_session_gives_its_memory_back():
     """At its end, and before it records anew; without Python's collector."""
     model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
     generate(model, ids, max_new_tokens=600)
@@ -332,13 +323,13 @@ def test_a_session_gives_its_memory_back() -> None:
         assert held[0] >= held[2] > held[1] > 0
 
 
-def test_steps_are_recorded() -> None:
+def test_steps_are_recorded():
     """And a stream has the same tokens as a generation."""
     model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
     replays = []
     call = Repeated.__call__
 
-    def counted(repeated: Repeated, work: Work) -> torch.Tensor:
+    def counted(repeated, work):
         out = call(repeated, work)
         replays.append(repeated.is_recorded)
         return out
@@ -350,7 +341,7 @@ def test_steps_are_recorded() -> None:
     assert [list(row) for row in zip(*steps, strict=True)] == rows
 
 
-def test_what_cannot_be_recorded_runs() -> None:
+def test_what_cannot_be_recorded_runs():
     """A look at the device breaks the recording: the tokens are right, and so are random numbers
     and recordings afterwards.
     """
@@ -358,7 +349,7 @@ def test_what_cannot_be_recorded_runs() -> None:
     expected = generate(model, ids, max_new_tokens=12).sequences
     enter = model.enter
 
-    def looks(hidden: torch.Tensor, *rest: Any) -> Any:
+    def looks(hidden, *rest):
         float(hidden.sum())
         return enter(hidden, *rest)
 
@@ -368,7 +359,7 @@ def test_what_cannot_be_recorded_runs() -> None:
     assert torch.equal(generate(model, ids, max_new_tokens=12).sequences, expected)
 
 
-def test_memory_is_given_back() -> None:
+def test_memory_is_given_back():
     """All of it, by the end of a generation, without Python's collector."""
     config = LlamaConfig(
         vocab_size=1000, dim_model=256, num_heads=4, dim_head=64, dim_ff=512, num_layers=4
@@ -382,11 +373,11 @@ def test_memory_is_given_back() -> None:
             assert torch.cuda.memory_allocated() <= allocated
 
 
-def test_a_recording_is_work_done_again() -> None:
+def test_a_recording_is_work_done_again():
     """On the memory it was recorded with; results of one call are those of the next."""
     counter = torch.zeros(1, device=DEVICE)
 
-    def work() -> torch.Tensor:
+    def work():
         counter.add_(1)
         return counter * 10
 

@@ -1,11 +1,7 @@
 """bmtrain.cuda_graph on a GPU: training with and without it gives the same bits."""
 
-from __future__ import annotations
-
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -28,38 +24,38 @@ SEVERAL = [
 ]
 
 
-def on_gpus(fn: Any, *args: Any, ranks: int = 1, transport: str = "auto") -> None:
+def on_gpus(fn, *args, ranks=1, transport="auto"):
     """Run on so many GPUs."""
     # Else passes without the graph would run whole, and round otherwise.
     init = {"transport": transport, "compile": False}
     run_ranks(fn, ranks, *args, device=None, timeout=100, init=init)
 
 
-def compare_programs(dim: int) -> None:
+def compare_programs(dim):
     for program in graph_programs.PROGRAMS:
         graph_programs.compare(program, dim=dim)
 
 
-def compare_options(level: int, recompute: bool, compiled: bool) -> None:
+def compare_options(level, recompute, compiled):
     # Inductor warns of deprecated parts of torch itself
     warnings.filterwarnings("ignore", module=r"torch\.")
     graph_programs.compare(graph_programs.plainly, level, recompute, compiled)
     graph_programs.compare(graph_programs.accumulating, level, recompute, compiled)
 
 
-def compare_scaled() -> None:
+def compare_scaled():
     run = graph_programs.compare(graph_programs.plainly, loss_scale=4.0, loss_scale_steps=2)
     assert run.manager.loss_scale > 16, "the scale grew while a graph was replayed"
 
 
 @pytest.mark.parametrize(("ranks", "transport", "dim"), SEVERAL)
-def test_every_way_of_training(ranks: int, transport: str, dim: int) -> None:
+def test_every_way_of_training(ranks, transport, dim):
     """All programs of the CPU tests."""
     on_gpus(compare_programs, dim, ranks=ranks, transport=transport)
 
 
 @pytest.mark.skipif(RANKS < 2, reason="one GPU communicates with nobody")
-def test_what_ranks_do_together_is_never_captured() -> None:
+def test_what_ranks_do_together_is_never_captured():
     """Collectives inside, of torch's own too: one warning, and what the function computes."""
     on_gpus(graph_programs.refuse_together, ranks=2)
 
@@ -68,12 +64,12 @@ def test_what_ranks_do_together_is_never_captured() -> None:
     ("level", "recompute", "compiled"),
     [(2, False, True), (2, True, False), (3, False, False), (3, True, True)],
 )
-def test_every_kind_of_block(level: int, recompute: bool, compiled: bool) -> None:
+def test_every_kind_of_block(level, recompute, compiled):
     """ZeRO-2 and ZeRO-3, recomputed or not, compiled or not."""
     on_gpus(compare_options, level, recompute, compiled, ranks=RANKS)
 
 
-def test_a_loss_scale_that_changes() -> None:
+def test_a_loss_scale_that_changes():
     """The scale is read before each replay."""
     on_gpus(compare_scaled, ranks=RANKS)
 
@@ -81,15 +77,15 @@ def test_a_loss_scale_that_changes() -> None:
 class Dropped(nn.Module):
     """Dropout in front of a weight: its gradient tells the mask that backward has used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.full((512,), 2.0))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.tanh(F.dropout(x, 0.5, self.training) * self.weight) * 1.0
 
 
-def draw(recompute: bool, compiled: bool) -> None:
+def draw(recompute, compiled):
     warnings.filterwarnings("ignore", module=r"torch\.")
     blocks = [bmt.Block(Dropped(), use_checkpoint=recompute, compile=compiled) for _ in range(3)]
     manager = bmt.optim.OptimManager(grad_scale=1.0)
@@ -98,12 +94,12 @@ def draw(recompute: bool, compiled: bool) -> None:
     )
 
     @bmt.cuda_graph
-    def step(x: torch.Tensor) -> torch.Tensor:
+    def step(x):
         outs = [block(x) for block in blocks]
         manager.backward(sum(out.sum() for out in outs))
         return torch.stack(outs)
 
-    def masks(x: torch.Tensor) -> torch.Tensor:
+    def masks(x):
         manager.zero_grad()
         outs = step(x)
         for block, out in zip(blocks, outs, strict=True):
@@ -134,7 +130,7 @@ def draw(recompute: bool, compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_dropout(recompute: bool, compiled: bool) -> None:
+def test_dropout(recompute, compiled):
     """Every replay draws anew, backward sees what forward drew, recomputed too, and a seed repeats
     it all.
     """
@@ -144,7 +140,7 @@ def test_dropout(recompute: bool, compiled: bool) -> None:
 class Failing:
     """A block in training; `inside` runs in the function that is captured."""
 
-    def __init__(self, inside: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, inside):
         torch.manual_seed(3)
         self.block = bmt.Block(
             nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)), use_checkpoint=False, compile=False
@@ -154,7 +150,7 @@ class Failing:
         self.inside = inside
         self.step = bmt.cuda_graph(self.run)
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
+    def run(self, x):
         out = self.block(x)
         self.inside(out)
         loss = out.square().mean()
@@ -162,7 +158,7 @@ class Failing:
         self.inside(loss)
         return loss
 
-    def losses(self, count: int) -> list[float]:
+    def losses(self, count):
         out = []
         for number in range(count):
             torch.manual_seed(number)
@@ -172,26 +168,26 @@ class Failing:
         return out
 
 
-def to_the_host(x: torch.Tensor) -> object:
+def to_the_host(x):
     return x.sum().item()
 
 
-def while_capturing(x: torch.Tensor) -> None:
+def while_capturing(x):
     if torch.cuda.is_current_stream_capturing():
         raise KeyError("not now")
 
 
-def synchronising(x: torch.Tensor) -> None:
+def synchronising(x):
     torch.cuda.synchronize()
 
 
-def fail() -> None:
+def fail():
     want = Failing(lambda x: None)  # never captured
     want.step = want.run
     expected = want.losses(6)
     for inside in (to_the_host, while_capturing, synchronising):
         failing = Failing(inside)
-        got: list[float] = []
+        got = []
         messages = graph_programs.warned(lambda: got.extend(failing.losses(6)))  # noqa: B023
         assert len(messages) == 1, (inside.__name__, messages)
         assert "without a CUDA graph" in messages[0], messages
@@ -201,14 +197,14 @@ def fail() -> None:
         assert got[6:] == expected, (inside.__name__, "a graph made afterwards")
 
 
-def test_errors_inside_a_capture_leave_everything_usable() -> None:
+def test_errors_inside_a_capture_leave_everything_usable():
     """A value read by the host, an exception, a synchronisation: one warning, the same losses, and
     graphs afterwards.
     """
     on_gpus(fail)
 
 
-def count_memory() -> None:
+def count_memory():
     run = graph_programs.Run(True)
     used = []
     # three kinds of calls, each twice as they are, then captured, then replayed
@@ -222,12 +218,12 @@ def count_memory() -> None:
     assert run.num_calls == 9, "it was not captured"
 
 
-def test_replays_take_no_memory() -> None:
+def test_replays_take_no_memory():
     """What is allocated stays as it is from replay to replay."""
     on_gpus(count_memory, ranks=RANKS)
 
 
-def never_wait() -> None:
+def never_wait():
     warnings.filterwarnings("ignore", message=".*ynchronization debug mode.*")
     run = graph_programs.Run(True)
     x = run.rows(0)
@@ -240,6 +236,6 @@ def never_wait() -> None:
     assert run.num_calls == 3, "it was not captured"
 
 
-def test_replays_never_make_the_host_wait() -> None:
+def test_replays_never_make_the_host_wait():
     """Nothing between two replays looks at the device."""
     on_gpus(never_wait, ranks=RANKS)

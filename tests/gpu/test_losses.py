@@ -2,8 +2,6 @@
 waiting, within memory.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any
@@ -34,11 +32,11 @@ KERNEL_CASES = [
 ]
 
 
-def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+def random(*shape, dtype, scale=1.0):
     return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
 
-def assert_each_same(got: torch.Tensor, want: torch.Tensor, times: float = 1.0) -> None:
+def assert_each_same(got, want, times=1.0):
     """Gradients of logits to the precision of the dtype of `got`, element by element.
 
     Those of the targets are ten thousand times as large as all others: a bound that is relative to
@@ -50,7 +48,7 @@ def assert_each_same(got: torch.Tensor, want: torch.Tensor, times: float = 1.0) 
 
 
 @pytest.mark.parametrize(("dtype", "num_columns", "padding"), KERNEL_CASES)
-def test_kernels_equal_twins(dtype: torch.dtype, num_columns: int, padding: int) -> None:
+def test_kernels_equal_twins(dtype, num_columns, padding):
     """Sums, gradient, gradient in place; weights and smoothing; masked columns, a row without
     gradient, padded rows.
     """
@@ -88,14 +86,14 @@ def test_kernels_equal_twins(dtype: torch.dtype, num_columns: int, padding: int)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_scaled_gradients_are_rounded_once(dtype: torch.dtype) -> None:
+def test_scaled_gradients_are_rounded_once(dtype):
     """As by the formula, bit by bit, also of a last block that is not full."""
     tensor, factor = random(1000, 1003, dtype=torch.float32), torch.tensor(0.3, device="cuda")
     assert torch.equal(scale_to(tensor, factor, dtype), (tensor * factor).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cross_entropy_is_torchs_and_does_not_wait(dtype: torch.dtype) -> None:
+def test_cross_entropy_is_torchs_and_does_not_wait(dtype):
     """Values and gradients in fp32 arithmetic, with ignored targets, without a host
     synchronisation.
     """
@@ -118,9 +116,7 @@ def test_cross_entropy_is_torchs_and_does_not_wait(dtype: torch.dtype) -> None:
     assert_each_same(grad_of(logits), grad_of(twin))
 
 
-def head(
-    rows: int, dim: int, classes: int, dtype: torch.dtype
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+def head(rows, dim, classes, dtype):
     """Hidden states, weight, bias, which want gradients; targets."""
     torch.manual_seed(0)
     tensors = [
@@ -136,9 +132,7 @@ def head(
 @pytest.mark.parametrize("classes", [5003, 4096])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_cross_entropy_is_torchs_and_does_not_wait(
-    dtype: torch.dtype, reduction: str, classes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_linear_cross_entropy_is_torchs_and_does_not_wait(dtype, reduction, classes, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 130)  # three chunks
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
@@ -179,7 +173,7 @@ def test_linear_cross_entropy_is_torchs_and_does_not_wait(
         )
 
 
-def test_more_elements_than_32_bits_count() -> None:
+def test_more_elements_than_32_bits_count():
     """4.3 GB of logits: the last rows have the values of the same rows alone."""
     rows, classes = 43000, 50304
     logits = (
@@ -195,7 +189,7 @@ def test_more_elements_than_32_bits_count() -> None:
     assert torch.equal(losses[-50:], alone) and torch.equal(logits.grad[-50:], last.grad)
 
 
-def test_memory_is_that_of_a_chunk() -> None:
+def test_memory_is_that_of_a_chunk():
     """Beside what it returns: a chunk's logits, and the gradients in fp32.
 
     All logits would take 3.3 GB.
@@ -212,7 +206,7 @@ def test_memory_is_that_of_a_chunk() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_losses(dtype: torch.dtype) -> None:
+def test_compiled_losses(dtype):
     """Compiled code has the values and gradients of ours without the compiler."""
     for loss_function in (
         FusedCrossEntropy(label_smoothing=0.1),
@@ -237,17 +231,17 @@ def test_compiled_losses(dtype: torch.dtype) -> None:
                 assert_each_same(got, want, 2)
 
 
-def test_a_cuda_graph_replays_it() -> None:
+def test_a_cuda_graph_replays_it():
     """Captured forward and backward passes, replayed on other hidden states and targets: the bits
     of an eager pass.
     """
     loss_function = FusedLinearCrossEntropy(label_smoothing=0.1)
     tensors, targets = head(300, 64, 5003, torch.bfloat16)
 
-    def step() -> torch.Tensor:
+    def step():
         for tensor in tensors:
             tensor.grad = None
-        loss: torch.Tensor = loss_function(*tensors[:2], targets, tensors[2])
+        loss = loss_function(*tensors[:2], targets, tensors[2])
         loss.backward()
         return loss.detach()
 
@@ -272,16 +266,16 @@ def test_a_cuda_graph_replays_it() -> None:
 class Head(torch.nn.Module):
     """A linear map and the loss of its output."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(64, 1003)
         self.loss = FusedLinearCrossEntropy(reduction="sum")
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden, targets):
         return self.loss(hidden, self.linear.weight, targets, self.linear.bias)
 
 
-def sharded_heads() -> None:
+def sharded_heads():
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     plain = Head().to(bmt.device())
@@ -304,7 +298,7 @@ def sharded_heads() -> None:
         models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), what)
 
 
-def test_head_in_a_block() -> None:
+def test_head_in_a_block():
     """Sharded over all GPUs, recomputed and not, compiled and not."""
     on_gpus(sharded_heads)
 
@@ -312,16 +306,16 @@ def test_head_in_a_block() -> None:
 class PlainHead(torch.nn.Module):
     """A linear map and the loss of its output, as programs write it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(64, 8192, bias=False)
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden, targets):
         logits = self.linear(hidden).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def plain_heads() -> None:
+def plain_heads():
     torch.backends.cuda.matmul.allow_tf32 = False
     linear_cross_entropy.CHUNK_ROWS, linear_cross_entropy.CHUNK_BYTES = 500, 0
     torch.manual_seed(0)
@@ -353,6 +347,6 @@ def plain_heads() -> None:
 
 
 @pytest.mark.fresh  # sets a constant
-def test_a_compiled_head_runs_in_chunks() -> None:
+def test_a_compiled_head_runs_in_chunks():
     """The same on all ranks; the loss of the run is the sum of all ranks' losses."""
     on_gpus(plain_heads)

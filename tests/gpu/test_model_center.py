@@ -2,12 +2,8 @@
 on the CPU, over NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
-import pathlib
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -29,7 +25,6 @@ from model_center.generation.session import Session
 from model_center.layer.dense_attention import Attention
 from model_center.layer.mask import AttentionMask
 from model_center.layer.scaled_dot_product import attend, attend_visibly
-from model_center.model.base import BaseModel
 from model_center.model.llama import Llama, LlamaConfig
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +34,7 @@ RECORD = Repeated._record
 ON_TWO = pytest.mark.skipif(SIZE < 2, reason="needs two GPUs")
 
 
-def keys_of(side: str) -> torch.Tensor:
+def keys_of(side):
     """Valid keys (BATCH, TOKENS): all, half of them, none in the last row."""
     valid = torch.ones(BATCH, TOKENS, dtype=torch.bool, device="cuda")
     valid[1, : TOKENS // 2] = False
@@ -47,7 +42,7 @@ def keys_of(side: str) -> torch.Tensor:
     return valid.flip(1) if side == "right" else valid
 
 
-MASKS: dict[str, Callable[[], AttentionMask]] = {
+MASKS = {
     "none": AttentionMask,
     "causal": lambda: AttentionMask(causal=True),
     "window": lambda: AttentionMask(causal=True, window=17),
@@ -61,9 +56,7 @@ MASKS: dict[str, Callable[[], AttentionMask]] = {
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_kernels_compute_what_the_formula_says(
-    name: str, biased: bool, key_heads: int, dtype: torch.dtype
-) -> None:
+def test_kernels_compute_what_the_formula_says(name, biased, key_heads, dtype):
     """Values and gradients, also where a row sees nothing: finite, and right to the precision of
     the dtype.
     """
@@ -79,7 +72,7 @@ def test_kernels_compute_what_the_formula_says(
     narrow = [x.detach().to(dtype).requires_grad_() for x in wide]
     mask, towards = MASKS[name](), torch.randn(shapes[0], device="cuda")
 
-    def arguments(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    def arguments(tensors):
         return (*tensors[:3], mask, *tensors[3:])
 
     expected, _ = attend_visibly(*arguments(wide))
@@ -97,7 +90,7 @@ def test_kernels_compute_what_the_formula_says(
         assert error.abs().max() <= 4 * eps * other.abs().max()
 
 
-def test_no_mask_is_made_where_causality_says_it_all() -> None:
+def test_no_mask_is_made_where_causality_says_it_all():
     """8192 tokens in one long row: all pairs would be 64 MiB a head."""
     with torch.device("cuda"):
         layer = Attention(256, 64, 4, dtype=torch.bfloat16)
@@ -113,7 +106,7 @@ def test_no_mask_is_made_where_causality_says_it_all() -> None:
 
 
 @pytest.mark.parametrize("name", test_model_center.CLASSES)
-def test_training(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training(name, tmp_path, monkeypatch):
     """Sharded over GPUs, compiled, in every mode, as one process on the CPU: scores, gradients,
     parameters after some steps.
     """
@@ -121,7 +114,7 @@ def test_training(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     test_model_center.test_training(name, SIZE, tmp_path)
 
 
-def searched(model: BaseModel, rank: int) -> list[Any]:
+def searched(model, rank):
     """Tokens of the searches that draw nothing: devices draw differently."""
     ids, mask = (x.to(next(model.parameters()).device) for x in test_generation.prompts(rank))
     options = test_generation.WORK[rank][2]
@@ -131,12 +124,12 @@ def searched(model: BaseModel, rank: int) -> list[Any]:
     ]
 
 
-def searched_on_its_gpu(folder: pathlib.Path, name: str) -> list[Any]:
+def searched_on_its_gpu(folder, name):
     return searched(test_generation.made(folder, name), bmt.rank())
 
 
 @pytest.mark.parametrize("name", test_generation.CLASSES)
-def test_generation_on_gpus(name: str, tmp_path: pathlib.Path) -> None:
+def test_generation_on_gpus(name, tmp_path):
     """Ranks with other prompts, lengths and ends get what one process on the CPU gets."""
     torch.manual_seed(0)
     model_class = test_generation.CLASSES[name]
@@ -152,11 +145,11 @@ def test_generation_on_gpus(name: str, tmp_path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def opened_session() -> Iterator[tuple[Session, Any, list[int]]]:
+def opened_session():
     """As test_generation_session's, with the recordings of the GPU."""
     counts = types.SimpleNamespace(num_recorded=0)
 
-    def record(*args: Any) -> None:
+    def record(*args):
         counts.num_recorded += 1
         RECORD(*args)
 
@@ -168,7 +161,7 @@ def opened_session() -> Iterator[tuple[Session, Any, list[int]]]:
         yield session, counts, gathers
 
 
-def by_replay(model: Any) -> None:
+def by_replay(model):
     """On one rank, past torch: no version tells."""
     weight = test_generation_session.weight_of(model)
     values, graph = own_slice(weight), torch.cuda.CUDAGraph()
@@ -182,12 +175,12 @@ def by_replay(model: Any) -> None:
     assert weight.storage_of.version() == before
 
 
-def assert_same_tokens(found: Any, expected: Any) -> None:
+def assert_same_tokens(found, expected):
     assert found[0] == expected[0]
     torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=1e-3)
 
 
-def follow_on_its_gpu(folder: pathlib.Path, part: int) -> None:
+def follow_on_its_gpu(folder, part):
     there = test_generation_session
     changes = {
         by_replay if change is there.past_torch else change: costs
@@ -205,13 +198,13 @@ def follow_on_its_gpu(folder: pathlib.Path, part: int) -> None:
 @ON_TWO
 @pytest.mark.parametrize("init", [{}, {"zero_level": 2}, {"transport": "collective"}], ids=str)
 @pytest.mark.parametrize("part", range(2))
-def test_a_session_of_two_gpus(part: int, init: dict[str, Any], tmp_path: pathlib.Path) -> None:
+def test_a_session_of_two_gpus(part, init, tmp_path):
     """Two recordings in all, whatever is written; what was not written is not gathered again."""
     test_generation.saved(tmp_path)
     run_compiled_on_gpus(follow_on_its_gpu, 2, tmp_path, part, init=init)
 
 
-def hold_and_free() -> None:
+def hold_and_free():
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 1000, "dim_model": 256, "dim_head": 64, "dim_ff": 512}
     model = Llama(LlamaConfig(**sizes, num_heads=4, num_layers=6, dtype="float32"))
@@ -235,12 +228,12 @@ def hold_and_free() -> None:
 
 
 @ON_TWO
-def test_a_session_of_two_gpus_gives_its_memory_back() -> None:
+def test_a_session_of_two_gpus_gives_its_memory_back():
     """At its end, and on both where one has no room."""
     run_ranks(hold_and_free, 2, device=None, timeout=300)
 
 
-def take_turns_on_streams(folder: pathlib.Path) -> None:
+def take_turns_on_streams(folder):
     model = test_generation.made(folder, "gpt2")
     ids = test_generation_session.prompt()
     other = torch.cuda.Stream()
@@ -257,7 +250,7 @@ def take_turns_on_streams(folder: pathlib.Path) -> None:
 
 
 @ON_TWO
-def test_a_session_of_two_gpus_on_several_streams(tmp_path: pathlib.Path) -> None:
+def test_a_session_of_two_gpus_on_several_streams(tmp_path):
     """Weights are written in between, and lie in the same memory."""
     test_generation.saved(tmp_path)
     run_compiled_on_gpus(take_turns_on_streams, 2, tmp_path)

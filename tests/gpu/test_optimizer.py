@@ -2,12 +2,9 @@
 in the way of the device.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -36,35 +33,35 @@ BOUNDS = [
 ]
 
 
-def on_gpus(fn: Any, *args: Any) -> list[Any]:
+def on_gpus(fn, *args):
     """Run on one rank per GPU."""
     return run_ranks(fn, torch.cuda.device_count(), *args, device=None, timeout=300)
 
 
-def forbid_waiting(forbid: bool) -> None:
+def forbid_waiting(forbid):
     """Make every synchronisation of the host with the device an error, or allow them again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls this mode a prototype each time
         torch.cuda.set_sync_debug_mode("error" if forbid else "default")
 
 
-def normal(dtype: torch.dtype, seed: int, numel: int = 700_000) -> torch.Tensor:
+def normal(dtype, seed, numel=700_000):
     return torch.randn(
         numel, generator=torch.Generator("cuda").manual_seed(seed), device="cuda"
     ).to(dtype)
 
 
-def cut(flat: torch.Tensor) -> list[torch.Tensor]:
+def cut(flat):
     return [flat[begin:end] for begin, end in BOUNDS]
 
 
-def batch(flat: torch.Tensor) -> Batch:
+def batch(flat):
     return Batch([(part,) for part in cut(flat)])
 
 
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fused_adam_is_the_formula(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+def test_fused_adam_is_the_formula(dtype, grad_dtype):
     """Ten updates of many tensors at once against the plain-torch twin; what lies between the
     tensors is not touched.
     """
@@ -96,7 +93,7 @@ def test_fused_adam_is_the_formula(dtype: torch.dtype, grad_dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_of_squares(dtype: torch.dtype) -> None:
+def test_sums_of_squares(dtype):
     """Right, the same bits wherever the tensors lie and whatever ran before, and right beyond the
     range of fp32.
     """
@@ -110,7 +107,7 @@ def test_sums_of_squares(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_is_found_anywhere(dtype: torch.dtype) -> None:
+def test_what_is_not_finite_is_found_anywhere(dtype):
     """NaN and both infinities, at the first and the last element of every tensor."""
     device = torch.device("cuda", torch.cuda.current_device())
     parts = cut(normal(dtype, 4))
@@ -128,7 +125,7 @@ def test_what_is_not_finite_is_found_anywhere(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 0.37, 0.0, math.nan])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scaling_is_that_of_the_twin(dtype: torch.dtype, factor: float) -> None:
+def test_scaling_is_that_of_the_twin(dtype, factor):
     """Bit by bit, and nothing between the tensors."""
     number = torch.tensor(factor, device="cuda")
     want, got = normal(dtype, 5), normal(dtype, 5)
@@ -138,7 +135,7 @@ def test_scaling_is_that_of_the_twin(dtype: torch.dtype, factor: float) -> None:
 
 
 class Layer(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = (
             torch.nn.LayerNorm(256),
@@ -146,14 +143,14 @@ class Layer(torch.nn.Module):
             torch.nn.Linear(1024, 256),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Training:
     """A few blocks and an ordinary layer, trained in half precision under one manager."""
 
-    def __init__(self, dtype: torch.dtype, scale: float | None, **form: str) -> None:
+    def __init__(self, dtype, scale, **form):
         torch.manual_seed(3)
         blocks = [bmt.Block(Layer().to(bmt.device(), dtype)) for _ in range(4)]
         self.model = torch.nn.Sequential(
@@ -166,22 +163,22 @@ class Training:
         ]
         others = [p for p in self.model.parameters() if not any(p is q for q in decayed)]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
-        kind: Any = bmt.optim.AdamOptimizer
+        kind = bmt.optim.AdamOptimizer
         self.optimizer = kind(groups, lr=1e-3, **form)
         self.schedule = bmt.lr_scheduler.Linear(self.optimizer, 1e-3, 3, 100)
         self.manager = bmt.optim.OptimManager(loss_scale=scale, loss_scale_steps=5)
         self.manager.add_optimizer(self.optimizer, self.schedule)
         self.x = torch.randn(16, 256, device=bmt.device()).to(dtype)
 
-    def backward(self, factor: float = 1.0) -> None:
+    def backward(self, factor=1.0):
         self.manager.zero_grad()
         self.manager.backward(self.model(self.x).float().square().mean() * factor)
 
-    def step(self) -> None:
+    def step(self):
         self.manager.clip_grad_norm(self.optimizer.param_groups, 0.1)
         self.manager.step()
 
-    def snapshot(self) -> list[torch.Tensor]:
+    def snapshot(self):
         states = [
             value
             for state in self.optimizer.state.values()
@@ -190,7 +187,7 @@ class Training:
         ]
         return [x.detach().clone() for x in (*self.model.parameters(), *states)]
 
-    def counts(self) -> list[Any]:
+    def counts(self):
         steps = [state["step"] for state in self.optimizer.state.values()]
         return [
             *steps,
@@ -200,7 +197,7 @@ class Training:
         ]
 
 
-def overflow(is_last: bool) -> None:
+def overflow(is_last):
     training = Training(torch.float16, 64.0)
     for step in range(9):
         if step in (3, 4, 7):
@@ -236,14 +233,14 @@ def overflow(is_last: bool) -> None:
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_an_overflow_leaves_everything_as_it_was(is_last: bool) -> None:
+def test_an_overflow_leaves_everything_as_it_was(is_last):
     """Weights, moments and masters bit by bit, step counts, schedule; asked for at once, or known
     at the next backward.
     """
     on_gpus(overflow, is_last)
 
 
-def fp16_equals_waiting() -> None:
+def fp16_equals_waiting():
     """The device's decision gives the training that the host's decision gives."""
     results = []
     for skips in (True, False):
@@ -262,14 +259,14 @@ def fp16_equals_waiting() -> None:
     assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
-def test_deciding_on_the_device_is_deciding_on_the_host() -> None:
+def test_deciding_on_the_device_is_deciding_on_the_host():
     """Bitwise the same weights and state, the same scales, schedule and counts, with steps that
     overflow by themselves.
     """
     on_gpus(fp16_equals_waiting)
 
 
-def quiet(name: str) -> None:
+def quiet(name):
     training = Training(getattr(torch, name), 64.0 if name == "float16" else None)
     for step in range(8):
         forbid_waiting(step >= 2)
@@ -280,12 +277,12 @@ def quiet(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_a_training_step_does_not_wait_for_the_device(name: str) -> None:
+def test_a_training_step_does_not_wait_for_the_device(name):
     """Neither to clip nor to learn of an overflow."""
     on_gpus(quiet, name)
 
 
-def part_and_meet() -> None:
+def part_and_meet():
     training = Training(torch.float32, None)
     ordinary = training.model.get_parameter("4.weight")
     for step in range(4):  # the fourth step begins a comparison
@@ -309,12 +306,12 @@ def part_and_meet() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one rank differs from nobody")
-def test_ordinary_parameters_that_part_are_seen_a_step_later() -> None:
+def test_ordinary_parameters_that_part_are_seen_a_step_later():
     """Without a wait of the host; the program can mend them and go on."""
     on_gpus(part_and_meet)
 
 
-def launches() -> list[str]:
+def launches():
     blocks = Training(torch.bfloat16, None).model[:4]
     params = list(blocks.parameters())
     optimizer = bmt.optim.AdamOptimizer(
@@ -324,7 +321,7 @@ def launches() -> list[str]:
     manager.add_optimizer(optimizer)
     x = torch.randn(16, 256, device=bmt.device(), dtype=torch.bfloat16)
 
-    def step() -> None:
+    def step():
         manager.clip_grad_norm(optimizer.param_groups, 0.1)
         manager.step()
 
@@ -345,7 +342,7 @@ def launches() -> list[str]:
     ]
 
 
-def test_few_launches() -> None:
+def test_few_launches():
     """Two groups in turns over four storages: a launch of Adam each, one of the norm, one of
     clipping, and small ones; one of them adds the mark of a loss that is not finite.
     """
@@ -355,7 +352,7 @@ def test_few_launches() -> None:
         assert len(names) <= 16, "\n".join(names)
 
 
-def offloaded() -> None:
+def offloaded():
     """Ten steps of the same gradients by both optimizers, with accumulated counts, loss scale,
     groups and many chunks.
     """
@@ -395,6 +392,6 @@ def offloaded() -> None:
 
 
 @pytest.mark.fresh  # sets a constant
-def test_the_state_in_host_memory_gives_the_same_training() -> None:
+def test_the_state_in_host_memory_gives_the_same_training():
     """AdamOffloadOptimizer against AdamOptimizer: masters, moments, weights."""
     on_gpus(offloaded)

@@ -2,11 +2,6 @@
 in one process on the CPU.
 """
 
-from __future__ import annotations
-
-import pathlib
-from typing import Any
-
 import pytest
 import torch
 from tests.ranks import test_pipeline as pipeline
@@ -16,7 +11,7 @@ from tests.ranks.runner import run_ranks
 pytestmark = pytest.mark.gpu
 
 
-def grids() -> list[tuple[int, int, int]]:
+def grids():
     """(ranks, stages, tensor ranks): all ways to use 1, 2 or 4 GPUs."""
     sizes = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 1), (4, 1, 2), (4, 1, 4), (4, 2, 2)]
     return [
@@ -26,14 +21,12 @@ def grids() -> list[tuple[int, int, int]]:
     ]
 
 
-def on_gpus(fn: Any, ranks: int, *args: Any, init: dict[str, Any]) -> list[Any]:
+def on_gpus(fn, ranks, *args, init):
     return run_ranks(fn, ranks, *args, device=None, timeout=300, init=init)
 
 
 @pytest.mark.parametrize(("ranks", "stages", "tp"), grids())
-def test_pipelines_train_as_one_process(
-    ranks: int, stages: int, tp: int, tmp_path: pathlib.Path
-) -> None:
+def test_pipelines_train_as_one_process(ranks, stages, tp, tmp_path):
     model, optimizer, expected = pipeline.plain(ranks)
     for use_checkpoint, micro_batches in ((True, stages), (False, 2 * stages)):
         init = {"pipe_size": stages, "tp_size": tp, "num_micro_batches": micro_batches}
@@ -52,9 +45,7 @@ def test_pipelines_train_as_one_process(
 
 @pytest.mark.parametrize(("ranks", "stages", "tp"), [size for size in grids() if size[1] == 1])
 @pytest.mark.parametrize("zero_level", [3, 2, None])
-def test_split_parameters_train_as_whole_ones(
-    ranks: int, stages: int, tp: int, zero_level: int | None, tmp_path: pathlib.Path
-) -> None:
+def test_split_parameters_train_as_whole_ones(ranks, stages, tp, zero_level, tmp_path):
     norms, params, _ = placement.plain_run(placement.STEPS)
     for result in on_gpus(placement.run, ranks, zero_level, tmp_path, init={"tp_size": tp}):
         placement.close(result["trained"], (norms, params))

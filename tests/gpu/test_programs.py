@@ -4,13 +4,8 @@ people's models.
 Inside the ranks the GPU is torch's default device, so that programs need not name it.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import bmtrain as bmt
-from bmtrain.verification import Program
 
 pytestmark = pytest.mark.gpu
 SIZE = torch.cuda.device_count()
@@ -45,7 +39,7 @@ class DrawnOnTheCpu(TorchFunctionMode):
     Blocks run uncompiled under a mode.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         generator = kwargs.get("generator")
         if (
@@ -57,18 +51,18 @@ class DrawnOnTheCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def on_its_gpu(program: Callable[..., Any], *args: Any) -> Any:
+def on_its_gpu(program, *args):
     """The program with the GPU as the default device."""
     torch.set_default_device(bmt.device())
     return tree_map_only(torch.Tensor, lambda x: x.cpu(), program(*args))
 
 
-def drawn_on_the_cpu(program: Callable[..., Any], *args: Any) -> Any:
+def drawn_on_the_cpu(program, *args):
     with DrawnOnTheCpu():
         return program(*args)
 
 
-def with_its_data(program: Callable[[], object]) -> Any:
+def with_its_data(program):
     """The program with the tensors of its module on the GPU."""
     names = vars(sys.modules[program.__module__])
     before = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
@@ -79,24 +73,20 @@ def with_its_data(program: Callable[[], object]) -> Any:
         names |= before
 
 
-def run_on_gpus(
-    program: Callable[..., Any], world_size: int, *args: Any, **options: Any
-) -> list[Any]:
+def run_on_gpus(program, world_size, *args, **options):
     return run_compiled_on_gpus(
         functools.partial(drawn_on_the_cpu, program), world_size, *args, **options
     )
 
 
-def run_compiled_on_gpus(
-    program: Callable[..., Any], world_size: int, *args: Any, **options: Any
-) -> list[Any]:
+def run_compiled_on_gpus(program, world_size, *args, **options):
     """For programs that draw alike on all devices."""
     options = {**options, "device": None, "timeout": 300}
     return runner.run_ranks(functools.partial(on_its_gpu, program), world_size, *args, **options)
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
+def gpus(monkeypatch):
     """Lets the tests of a module start their ranks on GPUs."""
     return lambda module: monkeypatch.setattr(module, "run_ranks", run_on_gpus)
 
@@ -104,13 +94,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
 @pytest.mark.parametrize(
     "program", [test_inspect.parameters_of_odd_models, test_inspect.activations]
 )
-def test_inspection(program: Callable[[], None]) -> None:
+def test_inspection(program):
     """Uncompiled: autograd's thread, in which torch's checkpoint runs a block again, has no mode."""
     run_on_gpus(functools.partial(with_its_data, program), SIZE, init={"compile": False})
 
 
 @ON_TWO
-def test_inspection_of_parallel_models() -> None:
+def test_inspection_of_parallel_models():
     for program, init in (
         (test_inspect.tensor_parallel_parameters, {"tp_size": 2}),
         (test_inspect.pipelined_list, {"pipe_size": 2}),
@@ -125,16 +115,14 @@ OLD_PROGRAMS = (
 )
 
 
-def test_old_programs(
-    gpus: Callable[[ModuleType], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_old_programs(gpus, capsys):
     gpus(test_seeds)
     test_seeds.test_model_center_training_loop(SIZE, torch.float32, capsys)
     for line in OLD_PROGRAMS:
         run_on_gpus(test_optim.program, SIZE, line)
 
 
-def test_the_readme_in_half_precision() -> None:
+def test_the_readme_in_half_precision():
     """Losses and norms; half-precision products round differently on another device, and so do the
     weights.
     """
@@ -144,7 +132,7 @@ def test_the_readme_in_half_precision() -> None:
         assert log == [pytest.approx(record, rel=5e-3) for record in want]
 
 
-def test_verbs() -> None:
+def test_verbs():
     run_on_gpus(test_communication.run_cases, SIZE)
     run_on_gpus(test_communication.losses_and_rows, SIZE)
     run_on_gpus(test_communication.verbs, 1)
@@ -162,19 +150,19 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("program", OTHERS)
-def test_other_peoples_models(program: Callable[[], None]) -> None:
+def test_other_peoples_models(program):
     run_on_gpus(program, SIZE)
 
 
 @pytest.mark.parametrize("program", [*test_whole_parameters.PROGRAMS, test_idioms.all_idioms])
-def test_parameters_look_whole(program: Callable[[], None]) -> None:
+def test_parameters_look_whole(program):
     run_on_gpus(functools.partial(with_its_data, program), SIZE)
 
 
 @pytest.mark.parametrize(
     "program", [subjects.correct, subjects.gpt2_example, subjects.llama_on_a_gpu, subjects.bert]
 )
-def test_verified(program: Callable[[], Program]) -> None:
+def test_verified(program):
     """Ranks on GPUs beside one process on a GPU."""
     report = bmt.verify(program, ranks=SIZE, device="cuda")
     assert report, str(report)

@@ -2,11 +2,8 @@
 stay within theirs.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -28,14 +25,14 @@ DIM, LENGTH, NUM_LAYERS, MIB = 512, 256, 8, 2**20
 class Layer(torch.nn.Module):
     """A transformer layer in bf16."""
 
-    def __init__(self, dropout: float, in_attention: float) -> None:
+    def __init__(self, dropout, in_attention):
         super().__init__()
         self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(DIM), torch.nn.LayerNorm(DIM)])
         self.qkv, self.out = torch.nn.Linear(DIM, 3 * DIM), torch.nn.Linear(DIM, DIM)
         self.up, self.down = torch.nn.Linear(DIM, 4 * DIM), torch.nn.Linear(4 * DIM, DIM)
         self.dropout, self.in_attention = dropout, in_attention
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = (
             self.qkv(self.norms[0](x))
             .unflatten(-1, (3, 8, DIM // 8))
@@ -47,9 +44,7 @@ class Layer(torch.nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)))), self.dropout)
 
 
-def make_blocks(
-    dropout: float = 0.0, in_attention: float | None = None, **options: Any
-) -> bmt.TransformerBlockList:
+def make_blocks(dropout=0.0, in_attention=None, **options):
     torch.manual_seed(2)
     layers = [
         Layer(dropout, dropout if in_attention is None else in_attention).to(
@@ -60,7 +55,7 @@ def make_blocks(
     return bmt.TransformerBlockList([bmt.Block(layer, **options) for layer in layers])
 
 
-def step(blocks: bmt.TransformerBlockList, rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def step(blocks, rows):
     """The value, and all gradients of this rank's slices."""
     torch.manual_seed(3)
     x = torch.randn(
@@ -76,7 +71,7 @@ def step(blocks: bmt.TransformerBlockList, rows: int) -> tuple[torch.Tensor, lis
     ]
 
 
-def compare_levels() -> None:
+def compare_levels():
     for zero_level in (2, 3):
         want = None
         for level in Level:
@@ -89,12 +84,12 @@ def compare_levels() -> None:
                 models.assert_same(got, expected, f"{level}, ZeRO-{zero_level}: gradient", 0.0)
 
 
-def test_levels_are_bitwise_alike() -> None:
+def test_levels_are_bitwise_alike():
     """With dropout, also inside of attention."""
     run_ranks(compare_levels, torch.cuda.device_count(), device=None, timeout=120)
 
 
-def compare_compiled_levels() -> None:
+def compare_compiled_levels():
     warnings.filterwarnings("ignore", module=r"torch\.")
     want = None
     for level in Level:
@@ -107,7 +102,7 @@ def compare_compiled_levels() -> None:
             models.assert_same(got, expected, f"{level}: gradient", 5e-2)
 
 
-def test_levels_are_alike_in_compiled_code() -> None:
+def test_levels_are_alike_in_compiled_code():
     """The same masks of dropout (outside of attention, which draws its own in another order); else
     up to rounding to bf16.
     """
@@ -117,16 +112,16 @@ def test_levels_are_alike_in_compiled_code() -> None:
 class Attention(torch.nn.Module):
     """Linear in its argument, as long as the mask of dropout stays the same."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         even = torch.zeros_like(x)
         return F.scaled_dot_product_attention(even, even, x * self.scale, dropout_p=0.5)
 
 
-def replay_in_attention() -> None:
+def replay_in_attention():
     warnings.filterwarnings("ignore", module=r"torch\.")
     for level, compiled in itertools.product(Level, (False, True)):
         block = bmt.Block(
@@ -146,12 +141,12 @@ def replay_in_attention() -> None:
             )
 
 
-def test_attention_meets_its_mask_again() -> None:
+def test_attention_meets_its_mask_again():
     """At every level, compiled or not, backward has the dropout of forward."""
     run_ranks(replay_in_attention, 1, device=None, timeout=200)
 
 
-def kept_bytes() -> dict[str, list[int]]:
+def kept_bytes():
     found = {}
     for level in Level:
         blocks = make_blocks(use_checkpoint=level, compile=False)
@@ -170,7 +165,7 @@ def kept_bytes() -> dict[str, list[int]]:
     return found
 
 
-def test_levels_free_what_they_promise() -> None:
+def test_levels_free_what_they_promise():
     """In inputs of a block: everything, what CHEAP keeps, one, and less than one; as the allocator
     sees it.
     """
@@ -186,7 +181,7 @@ def test_levels_free_what_they_promise() -> None:
     assert found["OFFLOADED"] < 0.3
 
 
-def planned(batches: list[int]) -> list[tuple[int, int, tuple[str, ...]]]:
+def planned(batches):
     """Train with growing batches: (rows, peak beyond what was there before, levels) of each settled
     step.
     """
@@ -208,7 +203,7 @@ def planned(batches: list[int]) -> list[tuple[int, int, tuple[str, ...]]]:
 
 @pytest.mark.alone  # beside other programs reductions lag, and more gradients are in flight
 @pytest.mark.parametrize("batches", [[16, 64, 128, 32], [128, 16]])
-def test_plans_stay_within_the_limit(batches: list[int]) -> None:
+def test_plans_stay_within_the_limit(batches):
     """Whether batches grow or the first is the largest: the peak of all tensors never exceeds the
     limit, and uses it.
 
@@ -228,7 +223,7 @@ def test_plans_stay_within_the_limit(batches: list[int]) -> None:
             assert peak >= limit * 0.75, f"{rows} rows: {peak / MIB:.0f} MiB with {levels}"
 
 
-def train_quietly() -> tuple[str, ...]:
+def train_quietly():
     """A settled step does not make the host wait. Returns its levels."""
     blocks, current = make_blocks(use_checkpoint="auto", compile=False), world.current()
     for _ in range(6):
@@ -242,7 +237,7 @@ def train_quietly() -> tuple[str, ...]:
     return tuple(level.name for level in current.service(Planners).of(current.mesh.world).levels)
 
 
-def test_settled_steps_never_wait_for_the_device() -> None:
+def test_settled_steps_never_wait_for_the_device():
     """With blocks at several levels."""
     assert (
         len(set(run_ranks(train_quietly, 1, device=None, init={"memory_limit": 1000 * MIB})[0])) > 1

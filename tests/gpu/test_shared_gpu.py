@@ -5,13 +5,9 @@ wants a GPU for each rank; they read and write on the stream that they are issue
 so that a missing wait of the engine gives other numbers here too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,27 +28,25 @@ pytestmark = [
 ]
 
 
-def to_the_device(out: torch.Tensor, values: torch.Tensor) -> None:
+def to_the_device(out, values):
     """Copy in the order of the current stream, without waiting for it."""
     values = values.to(out.dtype).view(out.shape)
     out.copy_(values.pin_memory() if out.is_cuda else values, non_blocking=True)
 
 
-def all_gather_flat(out: torch.Tensor, x: torch.Tensor, group: Any = None) -> None:
+def all_gather_flat(out, x, group=None):
     parts = torch.empty(out.shape, dtype=out.dtype, device="cpu").chunk(dist.get_world_size(group))
     dist.all_gather(list(parts), x.cpu(), group=group)
     to_the_device(out, torch.cat(parts))
 
 
-def reduce_scatter_flat(
-    out: torch.Tensor, x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None
-) -> None:
+def reduce_scatter_flat(out, x, op=dist.ReduceOp.SUM, group=None):
     total = x.cpu().to(torch.promote_types(x.dtype, torch.float32))
     dist.all_reduce(total, op=op, group=group)
     to_the_device(out, total.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
 
-def sharing(program: Callable[..., Any], *args: Any) -> Any:
+def sharing(program, *args):
     """The program on the one GPU."""
     start = dist.init_process_group
     with contextlib.ExitStack() as patches:
@@ -76,17 +70,17 @@ def sharing(program: Callable[..., Any], *args: Any) -> Any:
         return program(*args)
 
 
-def share(program: Callable[..., Any], *args: Any) -> None:
+def share(program, *args):
     run_ranks(functools.partial(sharing, program), 2, *args, device=None, timeout=300, join=False)
 
 
 @pytest.mark.parametrize(
     "program", [test_engine.compare_odd, test_engine.compare_compiled, test_engine.compare_dropout]
 )
-def test_the_engine(program: Callable[[], None]) -> None:
+def test_the_engine(program):
     share(program)
 
 
 @pytest.mark.parametrize("program", [*test_whole_parameters.PROGRAMS, test_idioms.all_idioms])
-def test_parameters_look_whole(program: Callable[[], None]) -> None:
+def test_parameters_look_whole(program):
     share(on_its_gpu, functools.partial(drawn_on_the_cpu, with_its_data), program)

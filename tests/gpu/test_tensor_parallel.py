@@ -1,9 +1,6 @@
 """Tensor-parallel layers and loss on real GPUs over NCCL, one rank per GPU."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,12 +14,12 @@ MESHES = [mesh for mesh in [(1, 1), (2, 2), (4, 4), (4, 2)] if mesh[0] <= torch.
 
 @pytest.mark.parametrize(("ranks", "tp_size"), MESHES)
 @pytest.mark.parametrize("program", [layers.columns, layers.rows, layers.embeddings, layers.blocks])
-def test_layers(program: Callable[[], None], ranks: int, tp_size: int) -> None:
+def test_layers(program, ranks, tp_size):
     """The values and gradients of one process on the CPU."""
     run_ranks(program, ranks, device=None, timeout=300, init={"tp_size": tp_size})
 
 
-def compiled_quietly(level: int, recompute: bool) -> None:
+def compiled_quietly(level, recompute):
     # the compiler's own use of what torch has deprecated
     warnings.filterwarnings("ignore", module=r"torch\.")
     layers.compiled("inductor", level, recompute)
@@ -30,7 +27,7 @@ def compiled_quietly(level: int, recompute: bool) -> None:
 
 @pytest.mark.parametrize(("ranks", "tp_size"), MESHES[1:])
 @pytest.mark.parametrize(("level", "recompute"), [(2, False), (3, False), (3, True)])
-def test_compiled_blocks(level: int, recompute: bool, ranks: int, tp_size: int) -> None:
+def test_compiled_blocks(level, recompute, ranks, tp_size):
     """The operations inside code that the compiler has made."""
     run_ranks(
         compiled_quietly,
@@ -44,7 +41,7 @@ def test_compiled_blocks(level: int, recompute: bool, ranks: int, tp_size: int) 
 
 
 @pytest.mark.parametrize(("ranks", "tp_size"), MESHES[1:])
-def test_memory_is_held_while_it_travels(ranks: int, tp_size: int) -> None:
+def test_memory_is_held_while_it_travels(ranks, tp_size):
     """Large enough that rows are under way while others are multiplied, and memory comes and goes
     between.
     """

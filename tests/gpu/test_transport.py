@@ -2,16 +2,12 @@
 training as over NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -33,14 +29,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.fresh]  # they set constants, and mea
 DIM = 512
 
 
-def on_gpus(fn: Any, *args: Any, wanted: str = "copy_engine") -> list[Any]:
+def on_gpus(fn, *args, wanted="copy_engine"):
     """Run on one rank per GPU."""
     return run_ranks(
         fn, NUM_GPUS, *args, device=None, timeout=300, init={"transport": wanted, "compile": False}
     )
 
 
-def make(level: int = 3, num: int = 4, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
+def make(level=3, num=4, dtype=torch.bfloat16):
     torch.manual_seed(3)
     layers = [
         torch.nn.Sequential(
@@ -54,7 +50,7 @@ def make(level: int = 3, num: int = 4, dtype: torch.dtype = torch.bfloat16) -> t
     return torch.nn.Sequential(*blocks)
 
 
-def test_sums_round_once() -> None:
+def test_sums_round_once():
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for dtype, wire, accumulate in itertools.product(dtypes, dtypes, (False, True)):
         parts = torch.randn(4, 100_001, device="cuda").to(wire)
@@ -65,7 +61,7 @@ def test_sums_round_once() -> None:
         assert torch.equal(got, want), (dtype, wire, accumulate)
 
 
-def compare_odd() -> None:
+def compare_odd():
     torch.backends.cuda.matmul.allow_tf32 = False
     transport.SMALLEST_SHARED_BYTES, exchange.LEAST_COPIED = 0, 256
     want = train_odd(False, 3, False, "torch")
@@ -74,11 +70,11 @@ def compare_odd() -> None:
         models.assert_same_dicts(got, want, f"ZeRO-{level}, recompute {recompute}, {STEPS} steps")
 
 
-def test_every_oddity_trains_as_plain_pytorch() -> None:
+def test_every_oddity_trains_as_plain_pytorch():
     on_gpus(compare_odd)
 
 
-def gathers_and_gradients(level: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], bool]:
+def gathers_and_gradients(level):
     """Gathered values of every block, gradients of two equal passes with another in between, and
     who carried them.
     """
@@ -110,7 +106,7 @@ def gathers_and_gradients(level: int) -> tuple[list[torch.Tensor], list[list[tor
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU copies nothing")
 @pytest.mark.parametrize("level", [2, 3])
-def test_gathers_are_bit_equal_and_sums_repeatable(level: int) -> None:
+def test_gathers_are_bit_equal_and_sums_repeatable(level):
     copies, collectives = (
         on_gpus(gathers_and_gradients, level, wanted=wanted) for wanted in ("auto", "collective")
     )
@@ -129,7 +125,7 @@ def test_gathers_are_bit_equal_and_sums_repeatable(level: int) -> None:
             assert (a - b).float().norm() < 2**-7 * b.float().norm()
 
 
-def test_a_reduction_does_not_queue_behind_a_gather() -> None:
+def test_a_reduction_does_not_queue_behind_a_gather():
     """The copies of the two go on side streams of their own."""
     streams = make_streams(torch.device("cuda", 0))
     with streams.gathering(None):
@@ -146,7 +142,7 @@ def test_a_reduction_does_not_queue_behind_a_gather() -> None:
     gathered.synchronize()
 
 
-def die() -> None:
+def die():
     model = make()
     for step in range(200):
         if step == 20 and bmt.rank() == 1:
@@ -156,7 +152,7 @@ def die() -> None:
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU waits for nobody")
-def test_a_killed_rank_ends_the_run() -> None:
+def test_a_killed_rank_ends_the_run():
     """The others spin in a barrier on the device: ending their processes ends that."""
     began = time.time()
     with pytest.raises(RankFailure, match="rank 1"):
@@ -164,7 +160,7 @@ def test_a_killed_rank_ends_the_run() -> None:
     assert time.time() - began < 60
 
 
-def evaluate_and_overwrite() -> list[float]:
+def evaluate_and_overwrite():
     model, found = make(), []
     for number in range(30):
         with torch.no_grad():
@@ -177,21 +173,21 @@ def evaluate_and_overwrite() -> list[float]:
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU copies nothing")
-def test_shards_are_overwritten_after_all_have_read_them() -> None:
+def test_shards_are_overwritten_after_all_have_read_them():
     copies, collectives = (
         on_gpus(evaluate_and_overwrite, wanted=wanted) for wanted in ("copy_engine", "collective")
     )
     assert copies[0] == copies[-1] == collectives[0]
 
 
-def come_and_go(num: int) -> None:
+def come_and_go(num):
     for number in range(num):
         model = make(num=3, level=2 + number % 2)
         for _ in range(2):
             model(torch.ones(2, DIM, device=bmt.device()).bfloat16()).float().sum().backward()
 
 
-def memory_in_use() -> int:
+def memory_in_use():
     """Bytes of the device that are taken, by whomever."""
     gc.collect()
     torch.cuda.synchronize()
@@ -200,7 +196,7 @@ def memory_in_use() -> int:
     return total - free
 
 
-def models_leave(num: int) -> int:
+def models_leave(num):
     # what is made once: workspaces of libraries, memory in which gradients of this size travel
     come_and_go(2)
     before = memory_in_use()
@@ -210,12 +206,12 @@ def models_leave(num: int) -> int:
 
 @pytest.mark.alone
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU shares nothing")
-def test_memory_comes_back_when_models_go() -> None:
+def test_memory_comes_back_when_models_go():
     for left in on_gpus(models_leave, 8):
         assert left < 3 * 8 * DIM * DIM * 2, left  # less than the full parameters of one of them
 
 
-def taken_and_counted() -> list[tuple[int, int]]:
+def taken_and_counted():
     """Bytes that the driver and the account say are taken more: with memory of several sizes, and
     without it.
     """
@@ -227,9 +223,7 @@ def taken_and_counted() -> list[tuple[int, int]]:
     del first
     collectives.barrier(current.mesh.world)
     counted, taken, found = groups.num_bytes, memory_in_use(), []
-    kept: list[Any] = [
-        peers.allocate(numel, torch.bfloat16) for numel in (1, 2**20 - 1, 2**20, 50_000_000)
-    ]
+    kept = [peers.allocate(numel, torch.bfloat16) for numel in (1, 2**20 - 1, 2**20, 50_000_000)]
     found.append((memory_in_use() - taken, groups.num_bytes - counted))
     kept.clear()
     collectives.barrier(current.mesh.world)
@@ -239,12 +233,12 @@ def taken_and_counted() -> list[tuple[int, int]]:
 
 @pytest.mark.alone
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU shares nothing")
-def test_the_account_of_shared_memory_is_the_drivers() -> None:
+def test_the_account_of_shared_memory_is_the_drivers():
     for taken, counted in itertools.chain.from_iterable(on_gpus(taken_and_counted)):
         assert abs(taken - counted) <= 2 * 2**21, (taken, counted)
 
 
-def fill(make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+def fill(make):
     """All that `make` can get of this rank's GPU, down to pieces of 2 MiB."""
     taken = []
     for num_bytes in (2**30, 2**25, 2**21):
@@ -254,7 +248,7 @@ def fill(make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
     return taken
 
 
-def fill_one_gpu() -> tuple[bool, float]:
+def fill_one_gpu():
     """The last rank's driver has no memory left for gradients: first because tensors have it, then
     because torch's cache does.
     """
@@ -265,13 +259,12 @@ def fill_one_gpu() -> tuple[bool, float]:
     )
     x = torch.ones(2, DIM, device=device).bfloat16()
 
-    def from_driver(num_bytes: int) -> torch.Tensor:
-        made: torch.Tensor = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p(
+    def from_driver(num_bytes):
+        return torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p(
             (num_bytes,), (1,), torch.uint8, device
         )
-        return made
 
-    def from_torch(num_bytes: int) -> torch.Tensor:
+    def from_torch(num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     taken = fill(from_driver) if is_last else []
@@ -291,7 +284,7 @@ def fill_one_gpu() -> tuple[bool, float]:
 
 @pytest.mark.alone
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU shares nothing")
-def test_a_full_gpu_is_an_error_on_all_ranks_and_a_full_cache_is_none() -> None:
+def test_a_full_gpu_is_an_error_on_all_ranks_and_a_full_cache_is_none():
     found = on_gpus(fill_one_gpu)
     assert all(is_told for is_told, _ in found)
     assert len({loss for _, loss in found}) == 1

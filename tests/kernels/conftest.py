@@ -1,7 +1,5 @@
 """Triton kernels run here through Triton's interpreter: on the CPU, in numpy, the same source."""
 
-from __future__ import annotations
-
 import os
 
 # Read by Triton when a kernel is defined, so before any kernel is imported.

@@ -1,7 +1,5 @@
 """AdamW: the formula, the path of the CPU and the fused kernel against torch.optim.AdamW."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -27,7 +25,7 @@ PATHS = (adamw_reference, adamw_triton, adamw_update)
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     """Several chunks of a short tensor."""
     monkeypatch.setattr(adam, "BLOCK", 64)
 
@@ -35,30 +33,30 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 class State:
     """Flat tensors, and the parts of them that are parameters."""
 
-    def __init__(self, weight: torch.dtype, grad: torch.dtype) -> None:
+    def __init__(self, weight, grad):
         generator = torch.Generator().manual_seed(0)
         self.weight = torch.randn(600, generator=generator).to(weight)
         self.grad = torch.ones(600).to(grad)
         self.master = self.weight if weight == torch.float32 else self.weight.float()
         self.mean, self.square = torch.zeros(600), torch.zeros(600)
 
-    def parts(self) -> Batch:
+    def parts(self):
         whole = AdamTensors(self.weight, self.grad, self.master, self.mean, self.square)
         parts = [whole.part(begin, end) for begin, end in BOUNDS]
         return Batch([(x.weight, x.grad, *[x.weight] * x.is_exact, *x.state) for x in parts])
 
-    def written(self) -> list[torch.Tensor]:
+    def written(self):
         return [self.weight, self.master, self.mean, self.square]
 
 
-def settings(step: int = 1, **others: Any) -> AdamSettings:
-    values: Any = {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.2}
+def settings(step=1, **others):
+    values = {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.2}
     return AdamSettings(**values | others, step=step)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_against_torch(path: Any, dtype: torch.dtype) -> None:
+def test_against_torch(path, dtype):
     """Masters are torch's fp32 weights, weights are their rounding; what lies between the tensors is not
     touched, and the gradient not written.
     """
@@ -89,7 +87,7 @@ def test_against_torch(path: Any, dtype: torch.dtype) -> None:
         assert_close(state.weight, rounded, rtol=rtol, atol=0)
 
 
-def test_dtypes_together() -> None:
+def test_dtypes_together():
     """One call for parameters of several kinds."""
     states = [State(dtype, dtype) for dtype in (torch.float16, torch.float32)]
     adamw_triton(Batch([part for state in states for part in state.parts().rows]), settings())
@@ -100,7 +98,7 @@ def test_dtypes_together() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_is_updated_on_a_verdict_that_is_not_finite(path: Any) -> None:
+def test_nothing_is_updated_on_a_verdict_that_is_not_finite(path):
     """Bit by bit, though the gradients too are not finite. Optimizers see by versions who has written
     the weights. A rank may own no element, or no tensor. At rate 0, as in hold_steps, moments alone
     change: weight decay too is off.

@@ -1,10 +1,7 @@
 """Attention over a cache of fixed size: kernel against twin, twin against torch's attention."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -29,13 +26,13 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 CPU, NAN = torch.device("cpu"), float("nan")
 
 
-def in_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+def in_parts(monkeypatch, parts):
     """Of the keys of a row, of which 16 are read at once."""
     monkeypatch.setattr(room, "num_parts", lambda *_: parts)
     monkeypatch.setattr(room, "keys_at_once", lambda *_: 16)
 
 
-def case(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def case(size, dtype=torch.float32):
     rows, heads, heads_kv, capacity, dim = size
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(rows, heads, dim, generator=generator)
@@ -48,7 +45,7 @@ def case(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[tor
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_kernel_equals_twin(size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_equals_twin(size, monkeypatch):
     """Whole and in parts, of which some have no keys. The twin is torch's attention."""
     for parts, dtype in itertools.product((1, 2, 5), TOLERANCE):
         in_parts(monkeypatch, parts)
@@ -61,14 +58,14 @@ def test_kernel_equals_twin(size: tuple[int, ...], monkeypatch: pytest.MonkeyPat
         if dtype == torch.float32:
             places = torch.arange(size[3])
             seen = (places >= reach[0, :, None]) & (places < reach[1, :, None])
-            plain: Any = F.scaled_dot_product_attention
+            plain = F.scaled_dot_product_attention
             whole = query[:, :, None], keys, values, seen[:, None, None]
             by_torch = plain(*whole, scale=0.3, enable_gqa=True)[:, :, 0]
             assert_close(expected, by_torch)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_no_more_is_read_than_is_seen(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_read_than_is_seen(parts, monkeypatch):
     """What is behind the reach is nobody's memory yet; a row that sees nothing gets zeros."""
     in_parts(monkeypatch, parts)
     query, keys, values, reach = case(SIZES[1])
@@ -83,7 +80,7 @@ def test_no_more_is_read_than_is_seen(parts: int, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(cached_attention_by_triton(query, keys, values, reach, 1.0), expected)
 
 
-def test_keys_are_cut_and_read_as_the_device_can() -> None:
+def test_keys_are_cut_and_read_as_the_device_can():
     """Few rows and a long cache make parts; a short cache, or many rows, none. Keys are read in larger
     blocks where there are few, as far as blocks of the width fit into a multiprocessor.
     """
@@ -102,7 +99,7 @@ def test_keys_are_cut_and_read_as_the_device_can() -> None:
         assert keys_at_once(programs, width, CPU) == keys
 
 
-def test_tokens_are_stored_at_their_place() -> None:
+def test_tokens_are_stored_at_their_place():
     """And nowhere else; at no place of the cache nowhere at all."""
     generator = torch.Generator().manual_seed(0)
     memory = torch.randn(2, 3, 2, 20, 24, generator=generator)
@@ -115,7 +112,7 @@ def test_tokens_are_stored_at_their_place() -> None:
         assert torch.equal(found, expected)
 
 
-def new_token(size: tuple[int, ...], dtype: torch.dtype, place: int, tables: str) -> NewToken:
+def new_token(size, dtype, place, tables):
     """As a product leaves it: keys and values of a row beside each other."""
     rows, _, heads_kv, _, dim = size
     generator = torch.Generator().manual_seed(1)
@@ -126,7 +123,7 @@ def new_token(size: tuple[int, ...], dtype: torch.dtype, place: int, tables: str
         return token
     pairs = dim // 2 if tables != "some" else dim // 2 - 2
     angles = torch.randn(1 if tables == "shared" else rows, pairs, generator=generator)
-    turns: Any = {"cos": angles.cos(), "sin": angles.sin()}
+    turns = {"cos": angles.cos(), "sin": angles.sin()}
     return dataclasses.replace(token, **turns, interleaved=tables == "interleaved")
 
 
@@ -140,9 +137,7 @@ def new_token(size: tuple[int, ...], dtype: torch.dtype, place: int, tables: str
         ("interleaved", 3, torch.float32),
     ],
 )
-def test_a_token_is_added_and_seen(
-    tables: str, parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_is_added_and_seen(tables, parts, dtype, monkeypatch):
     """At the end of what its row sees, in the midst, before it, and at no place of the cache."""
     in_parts(monkeypatch, parts)
     size = SIZES[1] if tables in ("some", "interleaved") else SIZES[0]
@@ -159,7 +154,7 @@ def test_a_token_is_added_and_seen(
             assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def test_a_cache_of_one_token() -> None:
+def test_a_cache_of_one_token():
     """The new one alone is seen."""
     query, keys, values, _ = case(SIZES[1])
     new = new_token(SIZES[1], torch.float32, 0, "whole")

@@ -1,14 +1,11 @@
 """Kernels of cross entropy against their plain-torch twins, which tests/unit holds against torch."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from bmtrain.kernels import cross_entropy as kernels
 from bmtrain.kernels.cross_entropy import RowFactors
@@ -23,18 +20,18 @@ GRADIENTS: list[Any] = [*IN_PLACE, *PATHS]
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     """Several blocks of columns to a row, several rows to a chunk, several chunks."""
     monkeypatch.setattr(kernels, "BLOCK", 16)
     monkeypatch.setattr(kernels, "CHUNK_NUMEL", 4 * 23)
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def random(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def logits_of(num_columns: int, dtype: torch.dtype) -> Tensor:
+def logits_of(num_columns, dtype):
     """Some far below, some masked, in the first row a whole block and more."""
     logits = random(ROWS, num_columns, dtype=dtype) * 3
     logits[1] -= 500
@@ -44,9 +41,7 @@ def logits_of(num_columns: int, dtype: torch.dtype) -> Tensor:
     return logits
 
 
-def factors_of(
-    num_columns: int, dtype: torch.dtype = torch.float32, smoothed: bool = False
-) -> RowFactors:
+def factors_of(num_columns, dtype=torch.float32, smoothed=False):
     """Row 3 has no gradient; the classes of some rows have no column."""
     factors = random(3, ROWS, dtype=kernels.arithmetic(dtype), seed=2).abs()
     factors[:, 3] = 0
@@ -57,7 +52,7 @@ def factors_of(
     return RowFactors(mass, smooth, hit, column)
 
 
-def assert_close(got: Tensor, want: Tensor, tolerance: float = 2e-6) -> None:
+def assert_close(got, want, tolerance=2e-6):
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance / 10, equal_nan=True)
 
@@ -66,7 +61,7 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float = 2e-6) -> None:
     ("weighted", "smoothed"), list(itertools.product((False, True), (False, True)))
 )
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_kernels_equal_twins(dtype: torch.dtype, weighted: bool, smoothed: bool) -> None:
+def test_kernels_equal_twins(dtype, weighted, smoothed):
     arithmetic = kernels.arithmetic(dtype)
     for num_columns in COLUMNS:
         logits, factors = logits_of(num_columns, dtype), factors_of(num_columns, dtype, smoothed)
@@ -88,7 +83,7 @@ def test_kernels_equal_twins(dtype: torch.dtype, weighted: bool, smoothed: bool)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
-def test_no_row_and_one(num_rows: int) -> None:
+def test_no_row_and_one(num_rows):
     logits = random(num_rows, 23)
     one = torch.ones(num_rows)
     factors = RowFactors(one, one, one, torch.zeros(num_rows, dtype=torch.int64))
@@ -101,7 +96,7 @@ def test_no_row_and_one(num_rows: int) -> None:
         assert_close(gradient, want)
 
 
-def test_any_strides() -> None:
+def test_any_strides():
     whole = random(2 * ROWS, 2 * 23)
     for logits in (
         whole[:ROWS, ::2],
@@ -123,7 +118,7 @@ def test_any_strides() -> None:
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
-def test_a_row_without_gradient_may_hold_anything(gradient: Any) -> None:
+def test_a_row_without_gradient_may_hold_anything(gradient):
     answers = []
     for bad in (1.0, torch.inf, torch.nan):
         logits = random(ROWS, 23)
@@ -134,7 +129,7 @@ def test_a_row_without_gradient_may_hold_anything(gradient: Any) -> None:
     assert not answers[0][3].any() and answers[0][2].all()
 
 
-def test_all_columns_masked() -> None:
+def test_all_columns_masked():
     """As on a rank whose whole part of the vocabulary is: nothing beside a finite maximum elsewhere,
     and no NaN.
     """
@@ -144,7 +139,7 @@ def test_all_columns_masked() -> None:
         assert (highest == -torch.inf).all() and (below == -torch.inf).all() and not sum_exp.any()
 
 
-def test_autograd_is_told_of_the_change() -> None:
+def test_autograd_is_told_of_the_change():
     """Else a backward pass that needs the logits would read the gradient in their place."""
     logits = random(ROWS, 23)
     sums, before = kernels.row_sums_by_torch(logits, None, smoothed=False), logits._version

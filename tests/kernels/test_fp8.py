@@ -1,15 +1,12 @@
 """The transposing kernel of eight-bit products against its twin in plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from bmtrain.kernels import fp8
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def numbers(*shape, dtype=torch.float32):
     """Without those that round to a power of two: Triton's interpreter loses the carry of rounding up
     to one (a GPU does not).
     """
@@ -18,7 +15,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.where(codes.float().abs().log2() % 1 == 0, 0, x)
 
 
-def transposed(x: Tensor, unit: Tensor | None = None) -> Tensor:
+def transposed(x, unit=None):
     """By the kernel; bit by bit the twin's."""
     mine, twin = fp8.transposed_triton(x, unit), fp8.transposed_reference(x, unit)
     assert torch.equal(mine.view(torch.uint8), twin.view(torch.uint8))
@@ -27,7 +24,7 @@ def transposed(x: Tensor, unit: Tensor | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(64, 48), (53, 80), (130, 144), (1, 16)])
-def test_codes_are_transposed(shape: tuple[int, int]) -> None:
+def test_codes_are_transposed(shape):
     """And so are the codes of numbers, in one step."""
     for kind in (fp8.E4M3, fp8.E5M2):
         codes, _ = fp8.quantise(numbers(*shape), kind)
@@ -43,6 +40,6 @@ def test_codes_are_transposed(shape: tuple[int, int]) -> None:
         assert mine.abs().max() == 448 and len(mine.unique()) > shape[0]
 
 
-def test_a_strided_tensor_is_taken_too() -> None:
+def test_a_strided_tensor_is_taken_too():
     x = numbers(64, 32).t()
     transposed(x, fp8.quantise(x, fp8.E4M3)[1])

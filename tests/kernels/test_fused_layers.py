@@ -1,11 +1,7 @@
 """Layers with the kernels of a GPU, which the interpreter runs, beside the same layers without."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-import pathlib
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -46,18 +42,18 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def model_of(name: str) -> Any:
+def model_of(name):
     torch.manual_seed(0)
     kind, config = MODELS[name]
     return parity.randomized(kind(config), std=0.7)
 
 
-def of_places(positions: Rotary, places: torch.Tensor) -> torch.Tensor:
+def of_places(positions, places):
     return positions._frequencies(places.device)
 
 
 @contextlib.contextmanager
-def by_kernels() -> Iterator[list[mock.MagicMock]]:
+def by_kernels():
     """Inside, layers compute as on a GPU; the kernels that count their calls."""
     kernels = {
         (feedforward, "gated"): gated_by_triton,
@@ -68,7 +64,7 @@ def by_kernels() -> Iterator[list[mock.MagicMock]]:
     }
     with contextlib.ExitStack() as stack:
 
-        def put(module: Any, name: str, value: Any) -> None:
+        def put(module, name, value):
             stack.enter_context(mock.patch.object(module, name, value))
 
         put(Rotary, "_kept_frequencies", of_places)  # there is no stream to wait for
@@ -83,7 +79,7 @@ def by_kernels() -> Iterator[list[mock.MagicMock]]:
         yield counted
 
 
-def check(model: Any, rows: int = 1) -> tuple[Any, list[int]]:
+def check(model, rows=1):
     """Tokens and scores are those of the formulas, greedily; of several rows the first has padding.
 
     Those, and how often each kernel was called.
@@ -92,7 +88,7 @@ def check(model: Any, rows: int = 1) -> tuple[Any, list[int]]:
     if rows > 1:
         mask[0, :2] = 0
 
-    def tokens() -> Any:
+    def tokens():
         return generate(model, ids, mask, max_new_tokens=NEW, return_scores=True)
 
     expected = tokens()
@@ -104,14 +100,14 @@ def check(model: Any, rows: int = 1) -> tuple[Any, list[int]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj"])
-def test_tokens_are_those_of_the_formulas(name: str) -> None:
+def test_tokens_are_those_of_the_formulas(name):
     """All kernels that the model has a use for are used."""
     _, counts = check(model_of(name), rows=2)
     assert [count > 0 for count in counts] == [name == "llama", True, True, True, False]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_row_is_that_of_the_formulas(name: str) -> None:
+def test_one_row_is_that_of_the_formulas(name):
     """With as few kernels as the model allows."""
     _, counts = check(model_of(name))
     # in each step, and the head, of the prompt's last token too
@@ -122,17 +118,17 @@ def test_one_row_is_that_of_the_formulas(name: str) -> None:
         assert counts == [1, 1, steps, 3 + steps, steps * 4 + NEW]
 
 
-def counted(seen: list[Any], function: Any) -> Any:
+def counted(seen, function):
     """The function, which counts its calls."""
 
-    def call(*args: Any) -> torch.Tensor:
+    def call(*args):
         seen.append(1)
         return function(*args)
 
     return call
 
 
-def changed(model: Any, change: str, seen: list[Any]) -> None:
+def changed(model, change, seen):
     attention, part = model.encoder.layers[0].self_att, model.encoder.layers[0].ffn
     if change == "hook":
         attention.self_attention.project_k.register_forward_hook(counted(seen, lambda *_: None))
@@ -170,7 +166,7 @@ def changed(model: Any, change: str, seen: list[Any]) -> None:
         ("head", 4),
     ],
 )
-def test_what_is_more_than_a_product_is_called(change: str, products: int) -> None:
+def test_what_is_more_than_a_product_is_called(change, products):
     """Beside kernels for the rest: so many in a step, of four."""
     model, seen = model_of("llama"), list[Any]()
     changed(model, change, seen)
@@ -182,7 +178,7 @@ def test_what_is_more_than_a_product_is_called(change: str, products: int) -> No
         assert not torch.equal(plain, scores)
 
 
-def of_a_rank(folder: pathlib.Path, fused: bool) -> tuple[list[Any], int]:
+def of_a_rank(folder, fused):
     """What follows a prompt of this rank's own, and how many products of one row there were."""
     model = MODELS["llama"][0].from_pretrained(folder, dtype="float32")
     ids = parity.token_ids(1, 5, high=48, seed=bmt.rank() if bmt.is_initialized() else 0)
@@ -190,11 +186,11 @@ def of_a_rank(folder: pathlib.Path, fused: bool) -> tuple[list[Any], int]:
         return generate(model, ids, max_new_tokens=NEW).rows(), kernels[-1].call_count
 
 
-def both_ways(folder: pathlib.Path) -> list[tuple[list[Any], int]]:
+def both_ways(folder):
     return [of_a_rank(folder, fused) for fused in (True, False)]
 
 
-def test_whole_weights_of_ranks_go_through_the_kernels(tmp_path: pathlib.Path) -> None:
+def test_whole_weights_of_ranks_go_through_the_kernels(tmp_path):
     """What was gathered is multiplied where it is."""
     model_of("llama").save_pretrained(tmp_path, format="model_center")
     alone = of_a_rank(tmp_path, fused=False)[0]
@@ -204,7 +200,7 @@ def test_whole_weights_of_ranks_go_through_the_kernels(tmp_path: pathlib.Path) -
     assert found[0][0][0] == alone != found[1][0][0]
 
 
-def test_shapes_that_do_not_fit_are_told() -> None:
+def test_shapes_that_do_not_fit_are_told():
     """By torch: a kernel would read other memory."""
     x = torch.randn(1, 1, 8)
     maps = [Linear(8, size, dtype=torch.float32) for size in (4, 4, 6)]
@@ -223,7 +219,7 @@ def test_shapes_that_do_not_fit_are_told() -> None:
         assert one_row.together(x, maps[:1]) is None
 
 
-def test_frequencies_are_made_once() -> None:
+def test_frequencies_are_made_once():
     """On a GPU; again for another device or base, and neither kept of a recording nor for training."""
     one, positions = Rotary(8, 100.0, interleaved=False), torch.arange(3)
     expected, made = one.tables(positions), mock.Mock(wraps=one._frequencies)
@@ -248,7 +244,7 @@ def test_frequencies_are_made_once() -> None:
         assert made.call_count == 5
 
 
-def test_dropout_is_not_left_out() -> None:
+def test_dropout_is_not_left_out():
     """A program that draws while it does not differentiate."""
     model: Any = Llama(LlamaConfig(**SIZES, num_heads_kv=2, dropout_p=0.5)).train()
     hidden, block = torch.randn(1, 1, 16), model.encoder.layers[0].ffn
@@ -263,7 +259,7 @@ def test_dropout_is_not_left_out() -> None:
         assert kernels[-1].call_count == 2
 
 
-def test_kernels_are_for_gpus_without_gradients() -> None:
+def test_kernels_are_for_gpus_without_gradients():
     """Not on the CPU, nor where somebody differentiates, traces or looks."""
     x, other, wide = (
         mock.Mock(is_cuda=True, device=torch.device("cpu"), dtype=dtype)

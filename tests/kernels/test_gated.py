@@ -1,7 +1,5 @@
 """Gated activations: kernel against twin, twin against torch's functions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -12,7 +10,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3}
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_kernel_equals_twin(act: str) -> None:
+def test_kernel_equals_twin(act):
     for dtype, tolerance in TOLERANCE.items():
         for shape in ((0, 3), (1, 1), (3, 1, 700), (2, 1024)):
             generator = torch.Generator().manual_seed(0)

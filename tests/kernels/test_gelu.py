@@ -2,8 +2,6 @@
 fp64.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_gelu_is_more_exact_than_by_the_tangent(dtype: torch.dtype) -> None:
+def test_gelu_is_more_exact_than_by_the_tangent(dtype):
     x = torch.linspace(-5.0, 9.0, 4001, dtype=torch.float64).to(dtype)
     # whose own tail is a difference of equal numbers, good to 1e-15 of 1
     want = F.gelu(x.double(), approximate="tanh")
@@ -41,7 +39,7 @@ def test_gelu_is_more_exact_than_by_the_tangent(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (PART, 512), (PART + 3, 530), (3, 5)])
-def test_kernel_equals_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_kernel_equals_twin(shape, dtype):
     generator = torch.Generator().manual_seed(1)
     eps, parts = torch.finfo(dtype).eps, (-(-shape[0] // PART), shape[1])
     for scale in (1, 3):
@@ -62,7 +60,7 @@ def test_kernel_equals_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
             assert_close(got[1], want[1], rtol=0, atol=PART * 4 * eps + 1e-4)
 
 
-def test_nothing_and_strides() -> None:
+def test_nothing_and_strides():
     empty = torch.empty(0, 3)
     for function in (gelu_backward_by_triton, gelu_backward):
         assert [part.shape for part in function(empty, empty)] == [(0, 3), (0, 3)]

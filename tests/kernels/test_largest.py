@@ -1,7 +1,5 @@
 """The largest number of each row: kernel against torch, which is its definition."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -13,13 +11,13 @@ from model_center.kernels.largest import DTYPES, largest, largest_by_triton
 
 
 @pytest.fixture(autouse=True)
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_parts(monkeypatch):
     """Rows are longer than a program's part, and not its multiples."""
     monkeypatch.setattr(room, "BLOCK", 32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_that_of_torch(dtype: torch.dtype) -> None:
+def test_it_is_that_of_torch(dtype):
     """Of few different numbers too, of which many are equal."""
     generator = torch.Generator().manual_seed(0)
     for shape in ((1, 1), (1, 7), (3, 32), (2, 33), (3, 150)):
@@ -33,7 +31,7 @@ def test_it_is_that_of_torch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rest", [-2.0, pytest.param(-0.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_special(dtype: torch.dtype, rest: float) -> None:
+def test_what_is_special(dtype, rest):
     """Zeros of both signs are equal, infinities are numbers, and the first NaN is the largest."""
     special = [0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1.0]
     if dtype != torch.bfloat16:  # whose smallest numbers are zeros to the interpreter
@@ -47,7 +45,7 @@ def test_what_is_special(dtype: torch.dtype, rest: float) -> None:
         assert not wrong.any(), [pair for pair, bad in zip(pairs, wrong, strict=True) if bad]
 
 
-def test_rows_may_be_anywhere() -> None:
+def test_rows_may_be_anywhere():
     """In a part of a larger memory, far from each other, or across."""
     x = torch.randn(6, 90, generator=torch.Generator().manual_seed(0))
     for view in (x[::2, 5:77], x[:, :9].t(), x.expand(6, 90)[1:2], x[:, ::2]):

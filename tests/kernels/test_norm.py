@@ -2,8 +2,6 @@
 PyTorch in fp64.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -30,31 +28,21 @@ EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(monkeypatch):
     """The interpreter takes its time for each."""
     monkeypatch.setattr(norm, "PARTS", 5)
     monkeypatch.setattr(norm, "PARTS_OF_WIDE", 3)
     monkeypatch.setattr(norm, "FORWARD_PARTS", 4)
 
 
-def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+def drawn(*shape, dtype, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Case:
     """Random tensors, and what plain PyTorch makes of them."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        *,
-        num_grads: int,
-        num_inputs: int,
-        centered: bool,
-        residual: bool,
-        rows: int,
-        n: int,
-    ) -> None:
+    def __init__(self, dtype, *, num_grads, num_inputs, centered, residual, rows, n):
         grads, inputs, others = (
             [drawn(2, rows, n, dtype=dtype, seed=first + place) for place in range(count)]
             for first, count in ((0, num_grads), (10, num_inputs), (21, 1))
@@ -70,7 +58,7 @@ class Case:
         self.arguments: tuple[Any, ...] = (grads, inputs, weight, mean, rstd, added, True, residual)
 
 
-def named(names: str, *rows: tuple[int | bool, ...]) -> list[dict[str, Any]]:
+def named(names, *rows):
     return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
 
@@ -86,7 +74,7 @@ CASES = named(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients(case: dict[str, Any]) -> None:
+def test_gradients(case):
     """The twin's are those of PyTorch, the kernel's are the twin's."""
     for dtype in DTYPES:
         made, n, eps = Case(dtype, **case), case["n"], torch.finfo(dtype).eps
@@ -113,7 +101,7 @@ def test_gradients(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("asked", [(False, False), (True, False), (False, True)])
-def test_only_the_sums_that_are_asked_for(asked: tuple[bool, bool]) -> None:
+def test_only_the_sums_that_are_asked_for(asked):
     both = Terms(*Case(torch.float32, **CASES[1]).arguments)
     every = norm_backward_reference(both)[2]
     terms = dataclasses.replace(both, sums_result=asked[0], sums_residual=asked[1])
@@ -132,9 +120,7 @@ FORWARD = named(
 )
 
 
-def forward_arguments(
-    dtype: torch.dtype, *, num_inputs: int, centered: bool, has_bias: bool, rows: int, n: int
-) -> tuple[Any, ...]:
+def forward_arguments(dtype, *, num_inputs, centered, has_bias, rows, n):
     """What `norm` takes: numbers far from 0, so that a spread that is the difference of two large sums
     would be wrong.
     """
@@ -146,9 +132,7 @@ def forward_arguments(
     return inputs, weight, bias if has_bias else None, EPS, centered
 
 
-def true_norm(
-    inputs: list[Tensor], weight: Tensor, bias: Tensor | None, eps: float, centered: bool
-) -> Any:
+def true_norm(inputs, weight, bias, eps, centered):
     """By plain PyTorch in fp64 of the sum as it is rounded: result, mean, one over the spread, sum."""
     total = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
     x, shape, scale = total.double(), weight.shape, weight.double()
@@ -162,7 +146,7 @@ def true_norm(
     return out, mean, (spread + eps).rsqrt(), total
 
 
-def check_norm(arguments: tuple[Any, ...], got: tuple[Tensor, ...], room: int = 1) -> None:
+def check_norm(arguments, got, room=1):
     """`room`: how many roundings of the dtype a result may be off."""
     inputs, centered = arguments[0], arguments[4]
     out, mean, rstd, total = true_norm(*arguments)
@@ -177,7 +161,7 @@ def check_norm(arguments: tuple[Any, ...], got: tuple[Tensor, ...], room: int = 
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)
-def test_norm_is_that_of_pytorch(case: dict[str, Any]) -> None:
+def test_norm_is_that_of_pytorch(case):
     """The twin's, and so is the kernel's."""
     for dtype in DTYPES:
         arguments = forward_arguments(dtype, **case)
@@ -195,10 +179,10 @@ def test_norm_is_that_of_pytorch(case: dict[str, Any]) -> None:
         check_norm(arguments, got, room=2)
 
 
-def test_strides_do_not_matter() -> None:
+def test_strides_do_not_matter():
     """Of inputs, weights and gradients: each second number of larger ones."""
 
-    def strided(tensor: Any) -> Any:
+    def strided(tensor):
         return torch.stack([tensor, torch.full_like(tensor, 7.0)], -1)[..., 0]
 
     given: Any = (
@@ -211,7 +195,7 @@ def test_strides_do_not_matter() -> None:
             assert torch.equal(got, want)
 
 
-def test_the_operators_are_well_declared() -> None:
+def test_the_operators_are_well_declared():
     operators = torch.ops.bmtrain
     backward = Case(torch.float32, **CASES[2]).arguments
     torch.library.opcheck(operators.norm_backward.default, backward)

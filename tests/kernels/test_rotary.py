@@ -1,9 +1,6 @@
 """Rotary positions: kernel against twin, twin against a rotation of complex numbers."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3}
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("per_row", [False, True])
-def test_kernel_equals_twin(per_row: bool, interleaved: bool) -> None:
+def test_kernel_equals_twin(per_row, interleaved):
     """Two channels are a complex number, which is multiplied by one of length 1. Channels beyond the
     pairs stay as they are.
     """
@@ -29,7 +26,7 @@ def test_kernel_equals_twin(per_row: bool, interleaved: bool) -> None:
         ]
         angles = torch.randn(2, 3, pairs, generator=generator)
         tables = angles if per_row else angles[0]
-        every: Any = (*given, tables.cos(), tables.sin(), interleaved)
+        every = (*given, tables.cos(), tables.sin(), interleaved)
         kernel, twin = rotate_by_triton(*every), rotate(*every)
         turn = torch.polar(torch.ones(tables.shape), tables)
         turn = turn[:, None] if per_row else turn
@@ -47,7 +44,7 @@ def test_kernel_equals_twin(per_row: bool, interleaved: bool) -> None:
             assert torch.equal(found[..., 2 * pairs :], x[..., 2 * pairs :])
 
 
-def test_nothing() -> None:
+def test_nothing():
     query, key, table = torch.ones(0, 6, 5, 16), torch.ones(0, 2, 5, 16), torch.ones(5, 8)
     found = rotate_by_triton(query, key, table, table, False)
     assert [x.shape for x in found] == [query.shape, key.shape]

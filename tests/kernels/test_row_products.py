@@ -1,9 +1,6 @@
 """Products of one row: kernel against twin, twin against torch's linear maps and norms."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -16,23 +13,16 @@ from model_center.kernels.row_products import RowProducts, row_products, row_pro
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 # columns, outputs of each weight
 SIZES = [(16, (8,)), (40, (5, 3)), (70, (16, 5, 1))]
-CASES: list[dict[str, Any]] = [{}, {"biases": True}, {"norm": True}, {"biases": True, "norm": True}]
+CASES = [{}, {"biases": True}, {"norm": True}, {"biases": True, "norm": True}]
 
 
 def check(
-    columns: int,
-    sizes: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    *,
-    biases: bool = False,
-    norm: bool = False,
-    residual: bool = False,
-    act: str | None = None,
-) -> None:
+    columns, sizes, dtype=torch.float32, *, biases=False, norm=False, residual=False, act=None
+):
     """The kernel is the twin; in fp32 the twin is what torch makes of it."""
     generator = torch.Generator().manual_seed(0)
 
-    def made(*shape: int) -> torch.Tensor:  # of a size whose exponentials are finite
+    def made(*shape):  # of a size whose exponentials are finite
         return (torch.randn(shape, generator=generator) / 4).to(dtype)
 
     given = RowProducts(
@@ -64,20 +54,20 @@ def check(
 
 
 @pytest.fixture(autouse=True)
-def in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_several_steps(monkeypatch):
     """Rows are longer than a program's step, and not its multiples."""
     monkeypatch.setattr(room, "BLOCK_IN", 32)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_kernel_equals_twin(size: tuple[int, tuple[int, ...]]) -> None:
+def test_kernel_equals_twin(size):
     for dtype, options in itertools.product(TOLERANCE, CASES):
-        check(*size, dtype, **options)
+        check(size[0], size[1], dtype, **options)
         check(size[0], size[1][:1], dtype, residual=True, **options)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_activations_follow(act: str) -> None:
+def test_activations_follow(act):
     """Of one product, or as a gate of the second."""
     for options in CASES:
         check(72, (10, 10), act=act, **options)

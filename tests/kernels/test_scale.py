@@ -2,8 +2,6 @@
 the formula.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -26,14 +24,14 @@ BOUNDS = [(0, 64), (64, 64), (64, 65), (66, 399), (400, 784)]
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     """Several chunks for each program of a short tensor."""
     monkeypatch.setattr(scale, "NUM_PROGRAMS", 3)
     monkeypatch.setattr(scale, "BLOCK", 64)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37, 0.0, math.nan])
-def test_kernel_equals_twin(factor: float) -> None:
+def test_kernel_equals_twin(factor):
     """Every element of the tensors is multiplied and rounded once, none beside them is touched."""
     for names in ("float32", "float16", "bfloat16", "float32 float16"):
         dtypes, results = [getattr(torch, name) for name in names.split()], []
@@ -53,7 +51,7 @@ def test_kernel_equals_twin(factor: float) -> None:
             torch.testing.assert_close(got, want, rtol=rtol, atol=0, equal_nan=True)
 
 
-def test_a_factor_of_one_changes_no_bit() -> None:
+def test_a_factor_of_one_changes_no_bit():
     """Not even where a product would: NaN, infinities and negative zero stay. Nothing may be given."""
     values = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 1.5])
     values.view(torch.int32)[0] = 0x7F800001  # a NaN of which a product makes another one
@@ -65,9 +63,9 @@ def test_a_factor_of_one_changes_no_bit() -> None:
         path(Batch([(torch.empty(0),)]), torch.tensor(0.5))
 
 
-def test_a_product_is_rounded_to_another_dtype() -> None:
+def test_a_product_is_rounded_to_another_dtype():
     generator, factor = torch.Generator().manual_seed(0), torch.tensor(0.3)
-    shapes: list[tuple[int, ...]] = [(), (1,), (BLOCK_TO,), (17, 301), (0, 3)]
+    shapes = [(), (1,), (BLOCK_TO,), (17, 301), (0, 3)]
     for shape, dtype in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16)):
         tensor = torch.randn(shape, generator=generator)
         want, got = (run(tensor, factor, dtype) for run in (scale_to, scale_to_by_triton))
@@ -80,7 +78,7 @@ def test_a_product_is_rounded_to_another_dtype() -> None:
     assert torch.equal(scale_to(third, third[0], torch.float64), third * third)
 
 
-def test_what_is_traced_has_no_memory_for_a_kernel() -> None:
+def test_what_is_traced_has_no_memory_for_a_kernel():
     """As the backward pass of a compiled head on a GPU, where nothing says that it compiles."""
     with without_memory():
         tensor, factor = torch.empty(6, 5, device="cuda"), torch.ones((), device="cuda")

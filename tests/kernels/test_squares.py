@@ -2,15 +2,11 @@
 anywhere.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from bmtrain.kernels import squares
 from bmtrain.kernels.chunks import Batch
@@ -27,33 +23,33 @@ BOUNDS = [(0, 64), (64, 64), (64, 65), (66, 399), (400, 784), (785, 1000)]
 both_paths = pytest.mark.parametrize("path", [sum_of_squares_reference, sum_of_squares_triton])
 
 
-def total(path: Any, tensors: list[Tensor]) -> float:
-    found: Tensor = path(Batch([(tensor,) for tensor in tensors]), CPU)
+def total(path, tensors):
+    found = path(Batch([(tensor,) for tensor in tensors]), CPU)
     assert found.dtype == torch.float64 and found.shape == ()
     return found.item()
 
 
 @pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(monkeypatch):
     """The interpreter runs one program after another; three still take several chunks each."""
     monkeypatch.setattr(squares, "NUM_PROGRAMS", 3)
     monkeypatch.setattr(squares, "BLOCK", 64)
 
 
-def tensors(dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
+def tensors(dtype, scale=1.0):
     generator = torch.Generator().manual_seed(0)
     flat = (torch.randn(1000, generator=generator) * scale).to(dtype)
     return [flat[begin:end] for begin, end in BOUNDS]
 
 
-def check(path: Any, parts: list[Tensor]) -> None:
+def check(path, parts):
     exact = math.fsum(x * x for part in parts for x in part.double().tolist())
     assert total(path, parts) == pytest.approx(exact, rel=1e-6)
     assert total(path, parts) == total(path, parts), "the same tensors gave other bits"
 
 
 @both_paths
-def test_sum(path: Any) -> None:
+def test_sum(path):
     """Squares may leave the range of the dtype: they are finite, as the elements are, and right; also
     where one large element stands among small ones. fp16's smallest number counts; zeros are zero.
     """
@@ -70,7 +66,7 @@ def test_sum(path: Any) -> None:
 
 @both_paths
 @pytest.mark.parametrize("dtype", HALF)
-def test_not_finite_exactly_if_an_element_is_not(path: Any, dtype: torch.dtype) -> None:
+def test_not_finite_exactly_if_an_element_is_not(path, dtype):
     """Wherever it stands: the first and the last element of every tensor. Nothing cancels."""
     parts = [part for part in tensors(dtype) if part.numel()]
     bad = itertools.cycle((INF, -INF, NAN))
@@ -83,7 +79,7 @@ def test_not_finite_exactly_if_an_element_is_not(path: Any, dtype: torch.dtype) 
         assert not math.isfinite(total(path, [torch.tensor(values).to(dtype)]))
 
 
-def test_nothing_to_sum() -> None:
+def test_nothing_to_sum():
     """A rank may own no element, or no tensor. fp64 is squared in fp64, by the twin."""
     for path in (sum_of_squares_reference, sum_of_squares_triton, sum_of_squares):
         assert total(path, []) == total(path, [torch.empty(0)]) == 0

@@ -1,7 +1,5 @@
 """Sums of parts: the kernel against its twin, the twin against fp64."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -14,7 +12,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_kernel_equals_twin(num_ranks: int) -> None:
+def test_kernel_equals_twin(num_ranks):
     generator = torch.Generator().manual_seed(num_ranks)
     for dtype, wire, accumulate in itertools.product(DTYPES, DTYPES, (False, True)):
         for numel in (1, 64, BLOCK, BLOCK + 9):
@@ -32,12 +30,12 @@ def test_kernel_equals_twin(num_ranks: int) -> None:
             assert_close(want.double(), exact, rtol=eps, atol=1e-6)
 
 
-def test_added_in_fp32_and_in_rank_order() -> None:
+def test_added_in_fp32_and_in_rank_order():
     """In bf16 the small parts would be lost one by one; in another order fp32 would round otherwise.
     fp64 is added in fp64. A rank may own no element.
     """
 
-    def total(values: list[float], wire: torch.dtype, dtype: torch.dtype, *old: float) -> float:
+    def total(values, wire, dtype, *old):
         found = torch.tensor(old or [0.0]).to(dtype)
         parts = torch.tensor(values, dtype=torch.float64)[:, None].to(wire)
         sum_parts(found, parts, accumulate=bool(old))

@@ -1,36 +1,28 @@
 """Layers against what they compute, written out in plain torch: values and gradients."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 from tests.models.parity import assert_close
 
-from model_center.layer.dense_attention import Attention
-from model_center.layer.layernorm import LayerNorm
-from model_center.layer.linear import Linear
 
-
-def noise(*shape: int) -> torch.Tensor:
+def noise(*shape):
     return torch.randn(*shape, requires_grad=True)
 
 
-def drawn(module: torch.nn.Module, std: float = 1.0) -> None:
+def drawn(module, std=1.0):
     """No parameter keeps a value that hides what it does."""
     with torch.no_grad():
         for param in module.parameters():
             param.normal_(std=std)
 
 
-def assert_alike(
-    out: torch.Tensor, expected: torch.Tensor, *leaves: torch.Tensor | torch.nn.Module
-) -> None:
+def assert_alike(out, expected, *leaves):
     """Values are the same, and so are the gradients of `leaves` and of modules' parameters, of a
     loss that weighs every number differently.
     """
     assert_close(out, expected)
-    of_all: list[torch.Tensor] = []
+    of_all = []
     for leaf in leaves:
         of_all += leaf.parameters() if isinstance(leaf, torch.nn.Module) else [leaf]
     weight = torch.randn(out.shape)
@@ -48,12 +40,12 @@ def assert_alike(
         assert_close(one, other, tolerance=1e-4)
 
 
-def linear(layer: Linear, x: torch.Tensor) -> torch.Tensor:
+def linear(layer, x):
     product = x @ layer.weight.T / (math.sqrt(layer.dim_in) if layer.length_scale else 1)
     return product if layer.bias is None else product + layer.bias
 
 
-def layer_norm(layer: LayerNorm, x: torch.Tensor) -> torch.Tensor:
+def layer_norm(layer, x):
     """RMS norm where there is no bias."""
     centred = x if layer.bias is None else x - x.mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True)
@@ -61,13 +53,7 @@ def layer_norm(layer: LayerNorm, x: torch.Tensor) -> torch.Tensor:
     return normed if layer.bias is None else normed + layer.bias
 
 
-def attention(
-    layer: Attention,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    seen: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(layer, query, keys, seen=None, bias=None):
     """What attention gives, and its probabilities; a query that sees no key sees all of them.
 
     `seen` is bool, broadcastable to (batch, queries, keys), `bias` to (batch, heads, queries,

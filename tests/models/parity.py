@@ -2,15 +2,11 @@
 answers and gradients.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -25,11 +21,10 @@ from model_center.model.registry import model_class
 TOLERANCE = 1e-5
 SIDES = ("none", "left", "right")
 
-Inputs = Mapping[str, Any]
 Ours = TypeVar("Ours", bound=BaseModel)
 
 
-def value_of(text: str) -> Any:
+def value_of(text):
     """A value written as in Python; a string needs no quotes."""
     try:
         return ast.literal_eval(text)
@@ -37,13 +32,13 @@ def value_of(text: str) -> Any:
         return text
 
 
-def values(text: str) -> dict[str, Any]:
+def values(text):
     """Arguments written as `name=value`, separated by blanks."""
     pairs = (word.partition("=") for word in text.split())
     return {name: value_of(value) for name, _, value in pairs}
 
 
-def randomized(model: torch.nn.Module, std: float = 0.2, seed: int = 0) -> Any:
+def randomized(model, std=0.2, seed=0):
     """The model in eval mode, every parameter drawn anew: weights around 0, those of norms (and
     only those are 1-d) around 1.
     """
@@ -55,13 +50,13 @@ def randomized(model: torch.nn.Module, std: float = 0.2, seed: int = 0) -> Any:
     return model.eval()
 
 
-def theirs(model_class: Any, config: Any, std: float = 0.2) -> Any:
+def theirs(model_class, config, std=0.2):
     """A random model of transformers whose attentions can be asked for."""
     config._attn_implementation = "eager"
     return randomized(model_class(config), std)
 
 
-def loaded(model_class: type[Ours], model: Any, folder: Path, **overrides: Any) -> Ours:
+def loaded(model_class, model, folder, **overrides):
     """Our model of the weights that a model of transformers saves into this folder, in fp32 unless
     overridden.
     """
@@ -70,14 +65,14 @@ def loaded(model_class: type[Ours], model: Any, folder: Path, **overrides: Any) 
     return ours.eval()
 
 
-def their_model(words: str, std: float = 0.2) -> Any:
+def their_model(words, std=0.2):
     """A random model of transformers: its class, and values of its configuration."""
     name, _, options = words.partition(" ")
     kind = getattr(transformers, name)
     return theirs(kind, kind.config_class(**values(options)), std)
 
 
-def pair(words: str, folder: Path) -> tuple[Any, Any]:
+def pair(words, folder):
     """Our model of the weights of a random one of theirs, and that one; heads may be new."""
     model = their_model(words)
     with warnings.catch_warnings():
@@ -85,13 +80,13 @@ def pair(words: str, folder: Path) -> tuple[Any, Any]:
         return loaded(model_class(model.config.to_dict()), model, folder / "theirs"), model
 
 
-def refuse(model: torch.nn.Module, match: str, *args: Any, **given: Any) -> None:
+def refuse(model, match, *args, **given):
     """The model refuses these inputs, with an InputError that says why."""
     with pytest.raises(InputError, match=match):
         model(*args, **given)
 
 
-def refuse_configurations(lines: str) -> None:
+def refuse_configurations(lines):
     """A configuration refuses a content of config.json, with an error that says why: lines of
     "Bert vocab_size=3 ... | what it says"; "-" takes away what was given before.
     """
@@ -103,7 +98,7 @@ def refuse_configurations(lines: str) -> None:
             vars(models)[f"{name}Config"].from_dict(given)
 
 
-def token_ids(*shape: int, high: int = 60, low: int = 3, seed: int = 1) -> torch.Tensor:
+def token_ids(*shape, high=60, low=3, seed=1):
     """Random token ids from `low` to `high` - 1: special ids are the lowest.
 
     The same on every device, on the default one.
@@ -114,7 +109,7 @@ def token_ids(*shape: int, high: int = 60, low: int = 3, seed: int = 1) -> torch
     )
 
 
-def padding_mask(batch: int, length: int, side: str, num_padding: int = 4) -> torch.Tensor | None:
+def padding_mask(batch, length, side, num_padding=4):
     """int64 (batch, length), 0 for `num_padding` tokens on this side ("left" or "right") of the
     first row; None for "none".
     """
@@ -125,42 +120,38 @@ def padding_mask(batch: int, length: int, side: str, num_padding: int = 4) -> to
     return mask.flip(1) if side == "right" else mask
 
 
-def valid_of(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def valid_of(mask, like):
     """bool, the shape of ids or the first two dims of `like`: which tokens are not padding."""
     return torch.ones(like.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
 
 
-def scored(model: Any, inputs: Inputs) -> Any:
+def scored(model, inputs):
     """The output of a model with its scores, which our Longformer returns only on request."""
     return model(**inputs, **({"return_logits": True} if isinstance(model, Longformer) else {}))
 
 
-def logits_of(output: Any) -> torch.Tensor:
+def logits_of(output):
     """The scores in an output, ours or theirs, or by themselves."""
     if isinstance(output, torch.Tensor):
         return output
     return output.prediction_logits if "prediction_logits" in output else output.logits
 
 
-def assert_close(
-    one: torch.Tensor, other: torch.Tensor, what: str = "", tolerance: float = TOLERANCE
-) -> None:
+def assert_close(one, other, what="", tolerance=TOLERANCE):
     """The largest difference is within the tolerance; NaN and other shapes are failures."""
     assert one.shape == other.shape, f"{what}: shapes {tuple(one.shape)} and {tuple(other.shape)}"
     worst = (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
     assert worst <= tolerance, f"{what}: {worst} apart"
 
 
-def assert_same_logits(
-    ours: torch.nn.Module, model: torch.nn.Module, inputs: Inputs, valid: torch.Tensor
-) -> None:
+def assert_same_logits(ours, model, inputs, valid):
     """Scores of the tokens `valid` (batch, seq), or with `valid` (batch,) of the samples."""
     with torch.no_grad():
         found, expected = logits_of(scored(ours, inputs)), logits_of(model(**inputs))
         assert_close(found[valid], expected[valid], "logits")
 
 
-def loss_of(output: Any, valid: torch.Tensor) -> torch.Tensor:
+def loss_of(output, valid):
     """Cross entropy of the valid scores with random targets, summed so that no gradient is small
     beside the tolerance.
     """
@@ -170,7 +161,7 @@ def loss_of(output: Any, valid: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(scores.float(), targets, reduction="sum")
 
 
-def gradients(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+def gradients(model, folder):
     """The gradients of a model under the names that its weights have in files: they are saved as if
     they were weights.
 
@@ -181,7 +172,7 @@ def gradients(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for param, source in zip(shadow.parameters(), model.parameters(), strict=True):
             param.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
-        groups: dict[Any, list[torch.Tensor]] = {}
+        groups = {}
         for name, piece in (
             model.key_map(model.config).pieces.items() if isinstance(model, BaseModel) else ()
         ):
@@ -194,15 +185,7 @@ def gradients(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def assert_same_gradients(
-    ours: BaseModel,
-    model: Any,
-    inputs: Inputs,
-    valid: torch.Tensor,
-    folder: Path,
-    *,
-    without: Sequence[str] = (),
-) -> None:
+def assert_same_gradients(ours, model, inputs, valid, folder, *, without=()):
     """The gradient of every parameter that theirs has, within the tolerance; `without` names
     beginnings of those that only they have, or that ours writes as a second name.
     """
@@ -221,9 +204,7 @@ def assert_same_gradients(
         assert name.startswith(beyond) or not found[name].any(), f"{name}, which is ours alone"
 
 
-def assert_same_extras(
-    ours: Any, model: torch.nn.Module, inputs: Inputs, valid: torch.Tensor
-) -> None:
+def assert_same_extras(ours, model, inputs, valid):
     """Hidden states and attentions of all layers, of valid tokens; requesting them changes
     nothing. The last hidden state of an OPT with a narrow embedding is narrow in theirs alone.
     """
@@ -240,15 +221,7 @@ def assert_same_extras(
         assert_close(one.transpose(1, 2)[valid], other.transpose(1, 2)[valid], "attentions")
 
 
-def assert_saved_alike(
-    ours: BaseModel,
-    model: Any,
-    inputs: Inputs,
-    valid: torch.Tensor,
-    folder: Path,
-    *,
-    without: Sequence[str] = (),
-) -> None:
+def assert_saved_alike(ours, model, inputs, valid, folder, *, without=()):
     """What we save is bit-equal to what transformers saves, and transformers computes the same with
     it; we read it back, and ModelCenter's format too.
 
@@ -276,7 +249,7 @@ def assert_saved_alike(
     assert_same_parameters(again, ours)
 
 
-def assert_own_format(ours: BaseModel, folder: Path) -> None:
+def assert_own_format(ours, folder):
     """Saved in ModelCenter's format, it comes back as it was."""
     ours.save_pretrained(folder / "own", format="model_center")
     again = type(ours).from_pretrained(folder / "own", dtype="float32")
@@ -284,7 +257,7 @@ def assert_own_format(ours: BaseModel, folder: Path) -> None:
     assert again.config == ours.config
 
 
-def assert_same_parameters(one: torch.nn.Module, other: torch.nn.Module) -> None:
+def assert_same_parameters(one, other):
     """Both have the same names and bit-equal values."""
     found, expected = one.state_dict(), other.state_dict()
     assert found.keys() == expected.keys()
@@ -292,12 +265,12 @@ def assert_same_parameters(one: torch.nn.Module, other: torch.nn.Module) -> None
         assert torch.equal(found[name], tensor), name
 
 
-def assert_class_head(model_class: Any, folder: Path, inputs: Inputs, name: str) -> None:
+def assert_class_head(model_class, folder, inputs, name):
     """From a folder without it a head for classes is new, which a warning says; it scores every
     position, and trains with what is below.
     """
     with pytest.warns(UserWarning) as told:
-        model: Any = model_class.from_pretrained(folder, cls_head=3, dtype="float32").eval()
+        model = model_class.from_pretrained(folder, cls_head=3, dtype="float32").eval()
     texts = [str(warning.message) for warning in told]
     assert any(f"{name}.weight" in text and "newly initialised" in text for text in texts), texts
     head, scores = model.get_submodule(name), logits_of(scored(model, inputs))
@@ -309,16 +282,7 @@ def assert_class_head(model_class: Any, folder: Path, inputs: Inputs, name: str)
     assert head.weight.grad.any() and model.input_embedding.weight.grad.any()
 
 
-def in_pieces(
-    model: torch.nn.Module,
-    ids: torch.Tensor,
-    borders: Sequence[int],
-    of_all: Mapping[str, torch.Tensor | None],
-    *,
-    name: str = "input_ids",
-    past: Any = None,
-    **others: Any,
-) -> torch.Tensor:
+def in_pieces(model, ids, borders, of_all, *, name="input_ids", past=None, **others):
     """Scores of ids that go through a cache piece by piece, argument `name`.
 
     Args:
@@ -339,9 +303,7 @@ def in_pieces(
     return torch.cat(pieces, 1)
 
 
-def assert_cache_agrees(
-    ours: torch.nn.Module, ids: torch.Tensor, split: int, mask: torch.Tensor | None = None
-) -> None:
+def assert_cache_agrees(ours, ids, split, mask=None):
     """A prefix with `use_cache`, a few tokens, and the rest token by token give what one pass
     gives.
     """
@@ -352,9 +314,7 @@ def assert_cache_agrees(
     assert_close(pieced[valid], whole[valid], "logits with a cache")
 
 
-def assert_trains_in(
-    dtype: torch.dtype, ours: BaseModel, inputs: Inputs, valid: torch.Tensor
-) -> None:
+def assert_trains_in(dtype, ours, inputs, valid):
     """Forward and backward run in this dtype, every gradient is finite, and scores are near those
     of fp32.
     """

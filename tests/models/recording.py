@@ -2,14 +2,10 @@
 whether memory is given back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
 from unittest import mock
 
-import torch
 from tests.garbage import without_collector
 from tests.ranks.graphs import Recording
 
@@ -25,15 +21,15 @@ class OperationRecorder(Recorder):
         num_recorded, num_replays: recordings, and how often they were done again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_aside = self.num_recorded = self.num_replays = 0
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self):
         self.num_aside += 1
         yield
 
-    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+    def record(self, work):
         recording = Recording()
         try:
             with recording:
@@ -42,7 +38,7 @@ class OperationRecorder(Recorder):
             recording.undo()
         self.num_recorded += 1
 
-        def replay() -> None:
+        def replay():
             self.num_replays += 1
             recording.replay()
 
@@ -50,7 +46,7 @@ class OperationRecorder(Recorder):
 
 
 @contextlib.contextmanager
-def recorded(ahead: int | None = None) -> Iterator[OperationRecorder]:
+def recorded(ahead=None):
     """Inside, steps of generation are recorded as on a GPU, and issued `ahead` as there."""
     recorder = OperationRecorder()
     with (
@@ -65,12 +61,12 @@ def recorded(ahead: int | None = None) -> Iterator[OperationRecorder]:
 
 
 @contextlib.contextmanager
-def watched_caches() -> Iterator[list[weakref.ref[torch.Tensor]]]:
+def watched_caches():
     """Memory of every cache that is fixed inside; without Python's collector."""
-    caches: list[weakref.ref[torch.Tensor]] = []
+    caches = []
     fix = KeyValueCache.fix
 
-    def noted(cache: KeyValueCache, place: torch.Tensor) -> None:
+    def noted(cache, place):
         fix(cache, place)
         pair = cache[0]._memory
         assert pair is not None
@@ -80,5 +76,5 @@ def watched_caches() -> Iterator[list[weakref.ref[torch.Tensor]]]:
         yield caches
 
 
-def alive(caches: list[weakref.ref[torch.Tensor]]) -> list[bool]:
+def alive(caches):
     return [cache() is not None for cache in caches]

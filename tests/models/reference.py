@@ -2,13 +2,9 @@
 explicit softmax in fp64, weights by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +18,14 @@ Shapes = dict[str, tuple[int, ...]]
 Weights = dict[str, Tensor]
 
 
-def layer_shapes(prefix: str, dim: int, inner: int, wide: int, kind: str) -> Shapes:
+def layer_shapes(prefix, dim, inner, wide, kind):
     """Names and shapes of one layer's tensors in ModelCenter's files.
 
     Args:
         dim, inner, wide: width of the model, of all heads, of the feed-forward network.
         kind: "encoder" or "decoder", gated and without biases; "biased".
     """
-    shapes: Shapes = {}
+    shapes: dict[str, Any] = {}
     for part in ("self_att", "cross_att") if kind == "decoder" else ("self_att",):
         shapes[f"{prefix}{part}.layernorm_before_attention"] = (dim,)
         for name in ("project_q", "project_k", "project_v"):
@@ -42,13 +38,13 @@ def layer_shapes(prefix: str, dim: int, inner: int, wide: int, kind: str) -> Sha
     return tensors_of(shapes, biased=kind == "biased")
 
 
-def tensors_of(parts: Shapes, *, biased: bool) -> Shapes:
+def tensors_of(parts, *, biased):
     """Weights, and biases, of these parts."""
     weights = {f"{name}.weight": shape for name, shape in parts.items()}
     return weights | {f"{name}.bias": shape[:1] for name, shape in parts.items() if biased}
 
 
-def write_files(folder: Path, shapes: Shapes, config: Mapping[str, Any], std: float) -> Weights:
+def write_files(folder, shapes, config, std):
     """A folder of ModelCenter with random weights, which are returned in fp64 as leaves that take
     gradients.
     """
@@ -64,7 +60,7 @@ def write_files(folder: Path, shapes: Shapes, config: Mapping[str, Any], std: fl
     return {name: tensor.double().requires_grad_() for name, tensor in weights.items()}
 
 
-def bucket(distance: int, num_buckets: int, far: int, *, both_ways: bool) -> int:
+def bucket(distance, num_buckets, far, *, both_ways):
     """The bucket of key position minus query position: exact ones near, wider and wider ones up to
     `far`.
     """
@@ -90,21 +86,19 @@ class Reference:
     length_scale: bool = False
     attn_scale: bool = True
 
-    def linear(self, x: Tensor, name: str) -> Tensor:
+    def linear(self, x, name):
         weight = self.weights[f"{name}.weight"]
         out = x @ weight.T / (math.sqrt(weight.shape[1]) if self.length_scale else 1)
         return out + self.weights.get(f"{name}.bias", torch.zeros(()))
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
+    def norm(self, x, name):
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         if bias is None:
             return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
         centred = x - x.mean(-1, keepdim=True)
         return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
 
-    def attention(
-        self, x: Tensor, states: Tensor, name: str, seen: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def attention(self, x, states, name, seen, bias):
         """Of `x` over `states`, by `seen` (batch, queries, keys); a query that sees nothing gets
         zeros.
         """
@@ -120,22 +114,14 @@ class Reference:
         mixed = torch.einsum("bhqk,bkhd->bqhd", shares, v)
         return self.linear(mixed.flatten(2), f"{name}.attention_out")
 
-    def ffn(self, x: Tensor, name: str) -> Tensor:
+    def ffn(self, x, name):
         gated = f"{name}.w_in.w_0.weight" in self.weights
         inside = self.linear(x, f"{name}.w_in.w{'_0' if gated else ''}")
         inside = inside * 0.5 * (1 + torch.erf(inside / math.sqrt(2)))
         inside = inside * self.linear(x, f"{name}.w_in.w_1") if gated else inside
         return self.linear(inside, f"{name}.w_out")
 
-    def stack(
-        self,
-        x: Tensor,
-        name: str,
-        seen: Tensor,
-        bias: Tensor | None = None,
-        states: Tensor | None = None,
-        seen_states: Tensor | None = None,
-    ) -> Tensor:
+    def stack(self, x, name, seen, bias=None, states=None, seen_states=None):
         """All layers and the last norm; with `states`, decoder layers over those of an encoder."""
         layers = {key.split(".")[2] for key in self.weights if key.startswith(f"{name}.layers.")}
         for layer in sorted(layers):
@@ -152,12 +138,7 @@ class Reference:
         return self.norm(x, f"{name}.output_layernorm")
 
 
-def prefix_seen(
-    length: int,
-    mask: Tensor | None = None,
-    context: Tensor | None = None,
-    span: Tensor | None = None,
-) -> Tensor:
+def prefix_seen(length, mask=None, context=None, span=None):
     """Which keys each query sees, bool (2, length, length): valid ones of its span, of the context
     or, unless it is in the context itself, those before it.
     """
@@ -170,9 +151,7 @@ def prefix_seen(
     return seen if mask is None else seen & mask.bool()[:, None]
 
 
-def assert_same_answers(
-    ours: torch.nn.Module, weights: Weights, scores: Tensor, expected: Tensor, valid: Tensor
-) -> None:
+def assert_same_answers(ours, weights, scores, expected, valid):
     """Scores of valid tokens, and the gradients of all weights of a loss of them."""
     assert_close(scores[valid], expected[valid], "logits")
     ours.zero_grad()

@@ -2,10 +2,6 @@
 and with gradients.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tests.models import parity, small
@@ -19,12 +15,12 @@ PARTS = ((0, 4), (4, 5), (5, 6), (6, 8))
 GROUPED = {"num_heads_kv": 1}
 
 
-def caller(name: str) -> Any:
+def caller(name):
     """A call of a model with tokens of the decoder from one place to another."""
     model = small.model(name, **(GROUPED if name == "Llama" else {}))
     start = "decoder_" if name in ("T5", "CPM2") else ""
 
-    def call(begin: int, end: int, past: Any = None, mask: Any = None) -> Any:
+    def call(begin, end, past=None, mask=None):
         given = {"input_ids": IDS, f"{start}input_ids": IDS[:, begin:end]}
         given |= {} if mask is None else {f"{start}attention_mask": mask}
         return model(**given, use_cache=True, past_key_values=past)
@@ -33,7 +29,7 @@ def caller(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_parts_as_at_once(name: str) -> None:
+def test_in_parts_as_at_once(name):
     """Causal, but one row has a token that only it sees itself."""
     call, seen = caller(name), torch.ones(2, 8, 8).tril()
     seen[1, 3:, 2] = 0
@@ -50,7 +46,7 @@ def test_in_parts_as_at_once(name: str) -> None:
     assert torch.equal(causal[0], whole[0]) and not torch.equal(causal[1], whole[1])
 
 
-def test_a_mask_of_pairs_of_the_encoder_is_none_of_the_decoder() -> None:
+def test_a_mask_of_pairs_of_the_encoder_is_none_of_the_decoder():
     model, pairs, part = small.model("T5"), torch.ones(2, 8, 8).tril(), IDS[:, :3]
     with pytest.raises(
         InputError, match=r"shape \(2, 8, 8\): expected \(batch, keys\).*encode\(\)"
@@ -65,7 +61,7 @@ def test_a_mask_of_pairs_of_the_encoder_is_none_of_the_decoder() -> None:
 
 
 @pytest.mark.parametrize("trained", ["project_q", "project_k", "project_v", "prompt"])
-def test_gradients_through_a_cache_that_grows(trained: str) -> None:
+def test_gradients_through_a_cache_that_grows(trained):
     """Of one weight of the first layer, or of a prompt, alone: what is behind it in the cache may
     be without gradient.
     """
@@ -88,7 +84,7 @@ def test_gradients_through_a_cache_that_grows(trained: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_calls_change_no_cache(name: str) -> None:
+def test_calls_change_no_cache(name):
     """Two calls with one cache give the same, also when it is a tuple, or an item of it is
     replaced.
     """
@@ -113,7 +109,7 @@ def test_calls_change_no_cache(name: str) -> None:
         assert torch.equal(one.past_key_values[1][1], other.past_key_values[1][1])
 
 
-def test_caches_that_are_none() -> None:
+def test_caches_that_are_none():
     model, ones = small.model("GPT2"), torch.ones(3, 2, 4, 8)
     expected = model(IDS).logits
     pair, other = (ones[:2, :, :3],) * 2, (ones[:2],) * 2
@@ -133,7 +129,7 @@ def test_caches_that_are_none() -> None:
     assert torch.equal(model(IDS).logits, expected)
 
 
-def test_what_was_given_as_a_cache_does_not_change() -> None:
+def test_what_was_given_as_a_cache_does_not_change():
     """Nor do keys that autograd keeps, when a program goes back to them and on without
     gradients.
     """

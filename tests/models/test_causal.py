@@ -2,11 +2,7 @@
 OPT, Qwen2 and Qwen3.
 """
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -68,14 +64,14 @@ VARIANTS = [line for line in (SHORT + LONG).splitlines() if line]
 OURS = parity.values("vocab_size=64 dim_model=32 num_heads=4 dim_head=8 dim_ff=48 num_layers=2")
 
 
-def words_of(variant: str) -> str:
+def words_of(variant):
     """A class of theirs and values of its configuration: those of the family, and special ones."""
     name, _, special = variant.partition(" ")
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     return f"{name}{head} {FAMILIES[name]} {special}"
 
 
-def inputs_of(side: str) -> tuple[dict[str, Any], torch.Tensor]:
+def inputs_of(side):
     """Ids, some of them those of padding, a mask, and which tokens are valid."""
     ids, mask = token_ids(2, LENGTH, low=0, high=30), parity.padding_mask(2, LENGTH, side)
     ids[1, 5:7] = 1
@@ -89,7 +85,7 @@ def inputs_of(side: str) -> tuple[dict[str, Any], torch.Tensor]:
         for line in VARIANTS
     ],
 )
-def test_as_in_transformers(variant: str, tmp_path: Path) -> None:
+def test_as_in_transformers(variant, tmp_path):
     """Scores, hidden states, attentions, gradients, files, half precision; in pieces with a cache,
     which holds keys once for each group.
     """
@@ -112,7 +108,7 @@ def test_as_in_transformers(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["GPT2", "GPTJ", "Llama", "OPT"])
-def test_ways_to_say_the_same(family: str, tmp_path: Path) -> None:
+def test_ways_to_say_the_same(family, tmp_path):
     """Lengths, masks of other dtypes and of pairs, embeddings, other ids; caches as pairs."""
     ours, _ = parity.pair(words_of(family), tmp_path)
     inputs, valid = inputs_of("right")
@@ -146,7 +142,7 @@ def test_ways_to_say_the_same(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["GPT2", "GPTJ", "Llama", "OPT"])
-def test_given_positions(family: str, tmp_path: Path) -> None:
+def test_given_positions(family, tmp_path):
     """OPT's are rows of its table; GPT-J counts whatever it is given, as in ModelCenter. Token
     types change nothing.
     """
@@ -164,7 +160,7 @@ def test_given_positions(family: str, tmp_path: Path) -> None:
         assert_close(rest.logits, whole[:, 4:], "positions of all tokens, with a cache")
 
 
-def test_padding_has_a_position_of_its_own(tmp_path: Path) -> None:
+def test_padding_has_a_position_of_its_own(tmp_path):
     """In OPT: the row before that of the first token, wherever the padding is."""
     ours, model = parity.pair(words_of("OPT"), tmp_path)
     for side in SIDES:
@@ -175,7 +171,7 @@ def test_padding_has_a_position_of_its_own(tmp_path: Path) -> None:
         assert_close(found, expected, f"padding on this side: {side}")
 
 
-def test_outputs(tmp_path: Path) -> None:
+def test_outputs(tmp_path):
     """By name, key, position and as a tuple; a deep copy has parameters of its own."""
     ours, _ = parity.pair(words_of("GPT2"), tmp_path)
     inputs, _ = inputs_of("right")
@@ -194,7 +190,7 @@ def test_outputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Llama"])
-def test_inputs_that_are_refused(family: str, tmp_path: Path) -> None:
+def test_inputs_that_are_refused(family, tmp_path):
     """The model computes as before then."""
     ours, _ = parity.pair(words_of(family), tmp_path)
     ids, ones = token_ids(2, LENGTH), torch.ones
@@ -214,7 +210,7 @@ def test_inputs_that_are_refused(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "most"), [("GPT2", 16), ("OPT", 20)])
-def test_sequences_longer_than_the_table(family: str, most: int, tmp_path: Path) -> None:
+def test_sequences_longer_than_the_table(family, most, tmp_path):
     ours, _ = parity.pair(words_of(family), tmp_path)
     ids = token_ids(1, most + 1)
     past = ours(ids[:, :most], use_cache=True).past_key_values
@@ -223,7 +219,7 @@ def test_sequences_longer_than_the_table(family: str, most: int, tmp_path: Path)
     refuse(ours, match, ids[:, :1], past_key_values=past)
 
 
-def test_configurations_of_theirs_that_are_refused() -> None:
+def test_configurations_of_theirs_that_are_refused():
     """With what is changed in them; "-" is left out."""
     gpt2, gptj = (f"{name} model_type={name.lower()} {FAMILIES[name]}" for name in ("GPT2", "GPTJ"))
     opt, llama = f"OPT model_type=opt {FAMILIES['OPT']}", f"Llama model_type=llama {GROUPED}"
@@ -269,15 +265,15 @@ Qwen2 dim_head=6 | dim_head is 6, there it is 8
 Qwen3 ffn_bias=True | ffn_bias is True
 """.strip().splitlines(),
 )
-def test_configurations_of_ours_that_are_refused(line: str, tmp_path: Path) -> None:
+def test_configurations_of_ours_that_are_refused(line, tmp_path):
     """By the model, or where it is written for transformers; ModelCenter's format holds them."""
     change, _, match = line.partition(" | ")
     name, _, special = change.partition(" ")
-    own: dict[str, Any] = OURS | {"half": False}
+    own = OURS | {"half": False}
     own |= {"num_heads_kv": 2} if name in {"Llama", "Mistral", "Qwen2", "Qwen3"} else {}
     own |= {"pos_rotary_dim": 4} if name == "GPTj" else {}
     config = vars(models)[f"{name}Config"](**own | parity.values(special))
-    kind: Any = vars(models)[name]
+    kind = vars(models)[name]
     with pytest.raises(ConfigError, match=match):
         kind(config).save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -300,7 +296,7 @@ Qwen3 attention_bias=True | att_bias=True dim_head=128
     .strip()
     .splitlines(),
 )
-def test_configurations_that_say_little(line: str) -> None:
+def test_configurations_that_say_little(line):
     """Those of LLaMA's first files, of transformers 4, and windows that are not used."""
     change, _, expected = line.partition(" | ")
     name, _, special = change.partition(" ")
@@ -312,14 +308,14 @@ def test_configurations_that_say_little(line: str) -> None:
     assert {key: getattr(config, key) for key in wanted} == wanted
 
 
-def test_sizes_that_modelcenters_converter_writes() -> None:
+def test_sizes_that_modelcenters_converter_writes():
     assert LlamaConfig().num_heads_kv == LlamaConfig().num_heads == 32
     config = LlamaConfig.from_dict(OURS | {"num_heads_kv": 2, "norm_eps": 1e-5})
     key = Llama(config).get_parameter("encoder.layers.0.self_att.self_attention.project_k.weight")
     assert key.shape == (16, 32) and key.dtype == config.dtype == torch.float16
 
 
-def test_the_two_norms_of_gptj(tmp_path: Path) -> None:
+def test_the_two_norms_of_gptj(tmp_path):
     """A layer has two, as in ModelCenter, whose files have both; transformers' have one for both,
     and cannot hold others.
     """

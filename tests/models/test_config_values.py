@@ -2,11 +2,8 @@
 written as something else.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-import pathlib
 from typing import Any
 
 import pytest
@@ -35,7 +32,7 @@ IDS = parity.token_ids(2, 8)
         ("dtype", [torch.int64, 16], "expected one of float32"),
     ],
 )
-def test_values_that_no_model_can_have(name: str, values: list[Any], complaint: str) -> None:
+def test_values_that_no_model_can_have(name, values, complaint):
     for value in values:
         with pytest.raises(ConfigError, match=rf"{name} is {value!r}: {complaint}"):
             small.config("Llama", **{name: value})
@@ -49,7 +46,7 @@ def test_values_that_no_model_can_have(name: str, values: list[Any], complaint: 
             small.config("GPTj", pos_rotary_dim=dim)
 
 
-def test_a_cast_model_takes_the_images_that_it_took() -> None:
+def test_a_cast_model_takes_the_images_that_it_took():
     model, images = small.model("ViT"), torch.randn(2, 3, 6, 6)
     expected = model(images)
     found = model.bfloat16()(images)
@@ -57,7 +54,7 @@ def test_a_cast_model_takes_the_images_that_it_took() -> None:
     parity.assert_close(found, expected, tolerance=0.02)
 
 
-def test_half_names_a_dtype_in_place_of_the_file(tmp_path: pathlib.Path) -> None:
+def test_half_names_a_dtype_in_place_of_the_file(tmp_path):
     small.config("Llama", dtype="bfloat16").to_json_file(tmp_path / "config.json")
     more: Any
     for more, expected in (
@@ -85,9 +82,7 @@ def test_half_names_a_dtype_in_place_of_the_file(tmp_path: pathlib.Path) -> None
         ("Bert GPT2 OPT", {"dim_model": 20}, "dim_model is 20, there it is 16"),
     ],
 )
-def test_what_their_model_cannot_be(
-    names: str, values: dict[str, Any], complaint: str, tmp_path: pathlib.Path
-) -> None:
+def test_what_their_model_cannot_be(names, values, complaint, tmp_path):
     """transformers would read such a folder as another model, or not at all."""
     for name in names.split():
         with pytest.raises(ConfigError, match=complaint):
@@ -95,14 +90,14 @@ def test_what_their_model_cannot_be(
         assert not (tmp_path / "out").exists()
 
 
-def test_a_window_of_mistral_is_written(tmp_path: pathlib.Path) -> None:
+def test_a_window_of_mistral_is_written(tmp_path):
     ours = small.model("Mistral", num_heads_kv=1, sliding_window=3)
     ours.save_pretrained(tmp_path)
     theirs = transformers.MistralForCausalLM.from_pretrained(tmp_path)
     parity.assert_same_logits(ours, theirs, {"input_ids": IDS}, IDS > 0)
 
 
-def converted(source: pathlib.Path, *arguments: str) -> pathlib.Path:
+def converted(source, *arguments):
     """Where the other format is, after `python -m model_center convert`."""
     parser, target = argparse.ArgumentParser(), source.parent / "-".join(arguments[:2])
     convert.add_arguments(parser)
@@ -112,9 +107,7 @@ def converted(source: pathlib.Path, *arguments: str) -> pathlib.Path:
 
 @since_5  # which loads in that dtype unless it is asked for another
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_dtype_and_special_ids_that_are_written(
-    dtype: torch.dtype, tmp_path: pathlib.Path
-) -> None:
+def test_the_dtype_and_special_ids_that_are_written(dtype, tmp_path):
     """transformers loads in the dtype of config.json: a model that was cast, or converted, must not
     be rounded by it. Ids of special tokens survive.
     """
@@ -132,7 +125,7 @@ def test_the_dtype_and_special_ids_that_are_written(
         assert {name: getattr(theirs.config, name) for name in ids} == ids
 
 
-def test_ids_of_special_tokens_of_a_new_model_are_those_of_its_tokenizer() -> None:
+def test_ids_of_special_tokens_of_a_new_model_are_those_of_its_tokenizer():
     tokenizer = argparse.Namespace(bos_token_id=3, eos_token_id=4, pad_token_id=None)
     content = small.config("Llama").hugging_face_content(tokenizer)
     assert (content["bos_token_id"], content["eos_token_id"]) == (3, 4)
@@ -140,7 +133,7 @@ def test_ids_of_special_tokens_of_a_new_model_are_those_of_its_tokenizer() -> No
     assert "special_ids" not in small.config("Llama").to_dict()
 
 
-def test_what_is_no_whole_model_is_not_written(tmp_path: pathlib.Path) -> None:
+def test_what_is_no_whole_model_is_not_written(tmp_path):
     """Adapters that were not merged: transformers would draw the weights at random that it does not
     find. The widest dtype of all is written.
     """
@@ -160,7 +153,7 @@ def test_what_is_no_whole_model_is_not_written(tmp_path: pathlib.Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "float32"
 
 
-def refused_on_all(folder: str) -> list[str]:
+def refused_on_all(folder):
     """What every rank is told of a configuration that rank 1 alone cannot read, or asks for with a
     misspelt name.
     """
@@ -177,9 +170,7 @@ def refused_on_all(folder: str) -> list[str]:
     return messages
 
 
-def test_a_configuration_that_one_rank_cannot_read_is_an_error_on_all(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_a_configuration_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
     small.model("Llama").save_pretrained(tmp_path / "0")
     (tmp_path / "1").mkdir()
     for first, second, third in run_ranks(refused_on_all, 2, str(tmp_path)):
@@ -187,7 +178,7 @@ def test_a_configuration_that_one_rank_cannot_read_is_an_error_on_all(
         assert "'half_' (nearest: 'half')" in second
 
 
-def test_arguments_that_would_be_taken_for_others() -> None:
+def test_arguments_that_would_be_taken_for_others():
     model = small.model("Llama")
     expected, number = model(IDS).logits, torch.ones(2).long()
     summands = torch.zeros(2, 1, 8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -1e4)
@@ -207,7 +198,7 @@ def test_arguments_that_would_be_taken_for_others() -> None:
         small.model("Roberta", pad_token_id=None)(IDS)
 
 
-def test_a_cache_of_one_row_can_be_that_of_several() -> None:
+def test_a_cache_of_one_row_can_be_that_of_several():
     model, first = small.model("Llama"), IDS[:1, :5].expand(2, -1)
     with torch.no_grad():
         past = model(first[:1], use_cache=True).past_key_values

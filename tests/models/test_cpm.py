@@ -2,18 +2,13 @@
 positions, and files of ModelCenter.
 """
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.models import parity, reference
 from tests.models.parity import assert_close, in_pieces, refuse
-from tests.models.reference import Weights
-from torch import Tensor
 
 from model_center import model as models
 from model_center.errors import ConfigError, WeightsError
@@ -35,7 +30,7 @@ SIZES: dict[str, Any] = parity.values(
     f"vocab_size={VOCAB} dim_model={DIM} num_heads={HEADS} dim_head={HEAD} dim_ff={WIDE} "
     f"position_bias_num_buckets={BUCKETS} position_bias_max_distance={FAR} half=False"
 )
-PROMPTS: dict[str, Any] = {"prompt_types": 2, "prompt_length": PROMPT, "segment_types": SEGMENTS}
+PROMPTS = {"prompt_types": 2, "prompt_length": PROMPT, "segment_types": SEGMENTS}
 DEPTHS: dict[str, dict[str, Any]] = {
     "CPM1": {"num_layers": 2},
     "CPM2": {"num_encoder_layers": 2, "num_decoder_layers": 2},
@@ -49,7 +44,7 @@ MASK = torch.tensor([[1] * 10, [1] * 7 + [0] * 3])
 CONTEXT = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0, 0, 0, 0]])
 SPAN = torch.tensor([[0] * 6 + [1] * 4, [2] * 10])
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4], [5, 3, 0, 17, 2, 2, 30, 1, 0, 9]])
-CASES: dict[str, dict[str, Tensor]] = {
+CASES = {
     "plain": {},
     "length": {"length": MASK.sum(1)},
     "left padding": {"attention_mask": MASK.flip(1)},
@@ -67,7 +62,7 @@ CASES: dict[str, dict[str, Tensor]] = {
 EVERY = torch.ones(2, LENGTH).bool()
 
 
-def made(folder: Path, name: str, special: str = "") -> tuple[Any, Weights]:
+def made(folder, name, special=""):
     """The model of a folder that is written by hand, and the weights in it."""
     shapes: reference.Shapes = {"input_embedding.weight": (VOCAB, DIM)}
     stacks = ("encoder", "decoder") if name == "CPM2" else ("encoder",)
@@ -92,14 +87,14 @@ def made(folder: Path, name: str, special: str = "") -> tuple[Any, Weights]:
     return vars(models)[name].from_pretrained(folder).eval(), weights
 
 
-def ids_of(length: int = LENGTH, seed: int = 1) -> Tensor:
+def ids_of(length=LENGTH, seed=1):
     """The second and the first prompt of CPM-3, and texts behind them."""
     ids = parity.token_ids(2, length, high=VOCAB, seed=seed)
     ids[:, :PROMPT] = torch.tensor([[3, 4, 5], [0, 1, 2]])
     return ids
 
 
-def expected_scores(model: Any, weights: Weights, case: dict[str, Tensor]) -> Tensor:
+def expected_scores(model, weights, case):
     """Of CPM-1 and CPM-3."""
     config, table = model.config, weights["position_bias.relative_attention_bias"]
     plain = reference.Reference(weights, HEADS, config.length_scale, config.attn_scale)
@@ -108,7 +103,7 @@ def expected_scores(model: Any, weights: Weights, case: dict[str, Tensor]) -> Te
     positions = case.get("position_ids", torch.arange(LENGTH).expand(2, -1))
     types = case.get("token_type_ids", torch.zeros(2, LENGTH, dtype=torch.long))
 
-    def row_of(row: int, query: int, key: int) -> int:
+    def row_of(row, query, key):
         one, other = int(types[row, query]), int(types[row, key])
         if isinstance(model, CPM3) and (one != other or not config.absolute_inner_segment):
             return BUCKETS + one * SEGMENTS + other
@@ -130,7 +125,7 @@ def expected_scores(model: Any, weights: Weights, case: dict[str, Tensor]) -> Te
     return plain.linear(out, "input_embedding" if config.tied else "output_projection")
 
 
-def valid_of(case: dict[str, Tensor]) -> Tensor:
+def valid_of(case):
     return MASK.bool() if "length" in case else case.get("attention_mask", EVERY).bool()
 
 
@@ -144,7 +139,7 @@ def valid_of(case: dict[str, Tensor]) -> Tensor:
         ("CPM3", "absolute_inner_segment=False", "left padding|segments"),
     ],
 )
-def test_values_and_gradients(name: str, special: str, cases: str, tmp_path: Path) -> None:
+def test_values_and_gradients(name, special, cases, tmp_path):
     model, weights = made(tmp_path, name, special)
     for case in (CASES[word] for word in cases.split("|")):
         for weight in weights.values():
@@ -155,7 +150,7 @@ def test_values_and_gradients(name: str, special: str, cases: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("special", ["", SCALED, "length_scale=True"])
-def test_values_and_gradients_of_cpm2(special: str, tmp_path: Path) -> None:
+def test_values_and_gradients_of_cpm2(special, tmp_path):
     """Its embedding is not scaled, and neither is a head that is the embedding."""
     model, weights = made(tmp_path, "CPM2", special)
     config, target = model.config, 6
@@ -163,7 +158,7 @@ def test_values_and_gradients_of_cpm2(special: str, tmp_path: Path) -> None:
     ids, decoder_ids = ids_of().int(), ids_of(target, 5).int()
     length, decoder_length = MASK.sum(1), torch.tensor([4, 6])
 
-    def bias(name: str, size: int) -> Tensor:
+    def bias(name, size):
         rows = [
             [
                 reference.bucket(key - query, BUCKETS, FAR, both_ways=name == "enc")
@@ -206,7 +201,7 @@ def test_values_and_gradients_of_cpm2(special: str, tmp_path: Path) -> None:
         ("CPM3", "all"),
     ],
 )
-def test_cache(name: str, case: str, tmp_path: Path) -> None:
+def test_cache(name, case, tmp_path):
     """Generated tokens are preceded by a whole context: it is in the first piece."""
     model, _ = made(tmp_path, name)
     given, valid = dict(CASES[case]), valid_of(CASES[case])
@@ -220,7 +215,7 @@ def test_cache(name: str, case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["CPM1", "CPM2", "CPM3"])
-def test_surface(name: str, tmp_path: Path) -> None:
+def test_surface(name, tmp_path):
     """Files, copies, outputs, half precision, embeddings, masks of pairs, arguments by position, a
     head for classes.
     """
@@ -259,7 +254,7 @@ def test_surface(name: str, tmp_path: Path) -> None:
         type(model).from_pretrained(tmp_path / "folder")
 
 
-def test_all_buckets_learn(tmp_path: Path) -> None:
+def test_all_buckets_learn(tmp_path):
     model, _ = made(tmp_path, "CPM1")
     model(ids_of(30), context=torch.ones(2, 30)).logits.square().sum().backward()
     table = model.position_bias.relative_attention_bias.grad
@@ -267,7 +262,7 @@ def test_all_buckets_learn(tmp_path: Path) -> None:
     assert table.any(-1).tolist() == [row != BUCKETS // 2 for row in range(BUCKETS)]
 
 
-def test_a_configuration_file(tmp_path: Path) -> None:
+def test_a_configuration_file(tmp_path):
     """The class knows its configuration, with the catalogue's defaults."""
     CPM3Config(**SIZES, **DEPTHS["CPM3"]).to_json_file(tmp_path / "config.json")
     model = CPM3.from_json_file(tmp_path / "config.json", dropout_p=0.25)
@@ -276,7 +271,7 @@ def test_a_configuration_file(tmp_path: Path) -> None:
     assert model(ids_of()).logits.shape == (2, LENGTH, VOCAB)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path):
     one, two, three = (made(tmp_path / name, name)[0] for name in DEPTHS)
     ids, wrong = ids_of(), torch.ones(2, 3)
     past = one(ids, use_cache=True).past_key_values

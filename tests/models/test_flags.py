@@ -1,8 +1,5 @@
 """Flags of configurations as ModelCenter reads them, against its formulas by hand."""
 
-from __future__ import annotations
-
-import pathlib
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ CHOSEN[:, 3] = 1
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "Longformer"])
-def test_the_head_of_a_masked_model(name: str, tmp_path: pathlib.Path) -> None:
+def test_the_head_of_a_masked_model(name, tmp_path):
     """Length scaling divides what a tied head multiplies; the layers' activation is not the
     head's, which is gelu.
     """
@@ -38,7 +35,7 @@ def test_the_head_of_a_masked_model(name: str, tmp_path: pathlib.Path) -> None:
             small.model(name, ffn_activate_fn="relu").save_pretrained(tmp_path)
 
 
-def test_scale_of_t5_is_that_of_all_scores() -> None:
+def test_scale_of_t5_is_that_of_all_scores():
     """Of tied heads, others, and those for classes."""
     more: Any
     for more in ({}, {"tied": False, "proj_bias": True}, {"cls_head": 3, "proj_bias": True}):
@@ -50,12 +47,12 @@ def test_scale_of_t5_is_that_of_all_scores() -> None:
         parity.assert_close(found, plain * 100 / 4, tolerance=1e-4)
 
 
-def test_flags_that_change_nothing() -> None:
+def test_flags_that_change_nothing():
     """Attention, global tokens' too, is always scaled in Longformer and ViT; OPT does not look at
     token types.
     """
     given = {"input_ids": IDS, "global_attention_mask": CHOSEN, "return_logits": True}
-    window: dict[str, Any] = {"attention_window": 4}
+    window = {"attention_window": 4}
     found = [small.model("Longformer", **window, attn_scale=on)(**given) for on in (True, False)]
     assert torch.equal(found[0], found[1])
     images = torch.randn(2, 3, 6, 6)

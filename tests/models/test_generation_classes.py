@@ -2,8 +2,6 @@
 each family.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from typing import Any
@@ -42,7 +40,7 @@ TEXTS = ["hello world", "a", "the cat"]
 
 
 @functools.cache
-def made(name: str) -> tuple[Any, Any]:
+def made(name):
     """A random model and its tokenizer."""
     family, tokenizer_class, _, more = FAMILIES[name]
     tokenizer = tokenizer_class.from_pretrained(FOLDER / name)
@@ -50,7 +48,7 @@ def made(name: str) -> tuple[Any, Any]:
     return small.model(family, std=0.3, vocab_size=size, **SIZES, **more), tokenizer
 
 
-def classes(name: str) -> tuple[Any, Any]:
+def classes(name):
     """Beam search and drawing of a family."""
     family, _, module, _ = FAMILIES[name]
     family = "Causal" if name == "gpt2" else family
@@ -62,16 +60,16 @@ def classes(name: str) -> tuple[Any, Any]:
 class Recorder:
     """A writer that keeps how many tokens it is asked for."""
 
-    def __init__(self) -> None:
-        self.asked: list[int] = []
+    def __init__(self):
+        self.asked = []
 
-    def tokens(self, texts: list[str], **options: Any) -> list[list[int]]:
+    def tokens(self, texts, **options):
         self.asked.append(options["max_new_tokens"])
         return []
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_texts_to_texts(name: str) -> None:
+def test_texts_to_texts(name):
     """New tokens only, as many in both classes but for one more in the beam searches of LLaMA and
     T5, as in ModelCenter; a batch is each text alone; unknown arguments are errors.
     """
@@ -90,7 +88,7 @@ def test_texts_to_texts(name: str) -> None:
         drawn.append(drawing.generate(TEXTS, max_length=8, top_p=0.0, temperature=1.5))
     assert drawn[0] == drawn[1] != drawn[2]
     recorder = Recorder()
-    penalty: dict[str, Any] = {"repetition_penalty": 3.0, "repetition_window": 2}
+    penalty = {"repetition_penalty": 3.0, "repetition_window": 2}
     for one, likeliest in ((beams, {}), (drawing, {"top_k": 1})):
         plain = one.generate(TEXTS, max_length=20, **likeliest)
         assert one.generate(TEXTS, max_length=20, **likeliest, **penalty) != plain
@@ -104,7 +102,7 @@ def test_texts_to_texts(name: str) -> None:
     assert recorder.asked == [7 + more, 7]
 
 
-def rows_of(name: str, prompts: list[list[int]], **options: Any) -> list[str]:
+def rows_of(name, prompts, **options):
     """What the engine makes of prompts padded on the left, at most nine tokens, one at least."""
     model, tokenizer = made(name)
     length = max(map(len, prompts))
@@ -115,18 +113,18 @@ def rows_of(name: str, prompts: list[list[int]], **options: Any) -> list[str]:
     return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
 
 
-def texts_of(name: str, texts: list[str], **options: Any) -> list[str]:
+def texts_of(name, texts, **options):
     found = classes(name)[0].generate(texts, **{"max_length": 9, "beam_size": 1} | options)
     return [text.strip() for text in found]
 
 
-def test_each_family_is_the_engine_with_these_options() -> None:
+def test_each_family_is_the_engine_with_these_options():
     """The end is forbidden at first; LLaMA's penalty is for generated tokens, scores are divided by
     length; CPM-1 begins with token 1 and sees the whole text; GLM writes a span for the mask of
     [CLS], the text with its [MASK] or one at the end, until [E], without other special tokens.
     """
     tokenizer = made("llama")[1]
-    options: dict[str, Any] = {"repetition_penalty": 1.5}
+    options = {"repetition_penalty": 1.5}
     found = texts_of("llama", TEXTS, beam_size=3, **options)
     options |= {"max_new_tokens": 10, "eos_token_id": 2, "num_beams": 3, "penalize_prompt": False}
     options["normalize_last"] = True
@@ -148,7 +146,7 @@ def test_each_family_is_the_engine_with_these_options() -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "cpm2"])
-def test_the_gap_of_a_text_is_filled(name: str) -> None:
+def test_the_gap_of_a_text_is_filled(name):
     """The gap is where the first sentinel is, or at the end; the second one or the end token ends;
     others are not generated. Sentinels are found by name: their ids do not follow one another in
     the order of T5's list of special tokens.
@@ -166,7 +164,7 @@ def test_the_gap_of_a_text_is_filled(name: str) -> None:
         ids = ids if first in ids else [*ids, first]
         assert ids.count(first) == 1
         ids, out = [*ids, end] if name == "t5" else ids, [*start, first]
-        row: list[int] = []
+        row = []
         while len(row) < 10 + (name == "t5") and not {second, end} & {*row}:
             given = {
                 "input_ids": torch.tensor([ids]),
@@ -183,11 +181,11 @@ def test_the_gap_of_a_text_is_filled(name: str) -> None:
         t5.T5BeamSearch(model, made("gpt2")[1]).generate(["a"])
 
 
-def test_beams_whose_scores_are_normalized_last() -> None:
+def test_beams_whose_scores_are_normalized_last():
     """The penalty and forbidden tokens change the model's scores; their softmax gives a beam's."""
     model, tokenizer = made("llama")
     prompt, forbidden = tokenizer.encode("hello world"), list(range(400))
-    live: list[tuple[float, list[int]]] = [(0.0, [])]
+    live = [(0.0, [])]
     for _ in range(4):
         found = []
         for total, row in live:
@@ -208,7 +206,7 @@ def test_beams_whose_scores_are_normalized_last() -> None:
     assert beams[0] == live[0][1] != beams[1]
 
 
-def test_special_tokens_are_written_out() -> None:
+def test_special_tokens_are_written_out():
     """As ModelCenter's, but for the token that ends a text."""
     model, tokenizer = made("t5")
     _, second, *_ = classes("t5")[0].writer.sentinels
@@ -219,11 +217,11 @@ def test_special_tokens_are_written_out() -> None:
     ends = (tokenizer.decode([end]) for end in (second, tokenizer.eos_token_id))
     assert not any(end in text for end in ends for text in texts)
     torch.manual_seed(0)
-    options: dict[str, Any] = {"do_sample": True, "temperature": 9.0, "max_new_tokens": 30}
+    options = {"do_sample": True, "temperature": 9.0, "max_new_tokens": 30}
     assert drawing.writer(["hello world"] * 64, **options) != texts
 
 
-def test_pad_and_top_k_top_p_filtering() -> None:
+def test_pad_and_top_k_top_p_filtering():
     items = [{"ids": torch.tensor([[1, 2, 3]])}, {"ids": torch.tensor([[4]])}]
     assert str(pad(items, "ids").tolist()) == "[[1, 2, 3], [0, 0, 4]]"
     found = pad(items, "ids", padding_value=9, padding_side="right")
@@ -245,7 +243,7 @@ def test_pad_and_top_k_top_p_filtering() -> None:
     assert top_k_top_p_filtering(logits, top_k=1).isinf().sum() == 6
 
 
-def test_apply_repetition_penalty() -> None:
+def test_apply_repetition_penalty():
     tokens, plain = torch.tensor([[0, 1, 2, 3], [3, 3, 0, 0]]), [2.0, -2.0, 4.0, -4.0, 1.0]
     changed = [1.0, -4.0, 2.0, -8.0, 0.5]
     for options, counted in (
@@ -266,7 +264,7 @@ def test_apply_repetition_penalty() -> None:
         apply_repetition_penalty(logits, 2, 2, tokens, 2.0)
 
 
-def test_beam_hypotheses() -> None:
+def test_beam_hypotheses():
     """The best of those added, by log-probability over a power of the length."""
     beams = BeamHypotheses(2, max_len=9, length_penalty=1.0, early_stopping=False)
     assert not beams.is_done(-1.0, 3) and len(beams) == 0

@@ -2,8 +2,6 @@
 arguments are told.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from typing import Any
@@ -21,9 +19,9 @@ from model_center.layer.cache import KeyValueCache, LayerCache
 from model_center.model.seq2seq import Seq2SeqModel
 
 VOCAB = 48
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "dim_model": 32, "num_heads": 4, "dim_ff": 48}
+SIZES = {"vocab_size": VOCAB, "dim_model": 32, "num_heads": 4, "dim_ff": 48}
 TABLE = {"position_size": 40}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "gpt2": ("GPT2", TABLE),
     "gptj": ("GPTj", {}),
     "opt": ("OPT", TABLE),
@@ -36,22 +34,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @functools.cache
-def made(name: str, **overrides: Any) -> Any:
+def made(name, **overrides):
     """A small random model."""
     family, sizes = FAMILIES[name]
     return small.model(family, std=1.0, **SIZES | sizes | overrides)
 
 
-def prompt(rows: int = 3, length: int = 6, high: int = 45) -> torch.Tensor:
+def prompt(rows=3, length=6, high=45):
     return parity.token_ids(rows, length, high=high)
 
 
-def tokens_of(model: Any, ids: torch.Tensor, *more: torch.Tensor, **options: Any) -> torch.Tensor:
+def tokens_of(model, ids, *more, **options):
     """Greedy unless options say otherwise."""
     return generate(model, ids, *more, **{"max_new_tokens": 9} | options).new_tokens
 
 
-def uncached(model: Any, ids: torch.Tensor, num_new: int = 9, **inputs: Any) -> torch.Tensor:
+def uncached(model, ids, num_new=9, **inputs):
     """Greedy search as it is defined: the whole sequence through the model for each token.
 
     `inputs` have a column per token.
@@ -71,7 +69,7 @@ def uncached(model: Any, ids: torch.Tensor, num_new: int = 9, **inputs: Any) -> 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_cached_is_uncached(name: str) -> None:
+def test_cached_is_uncached(name):
     """Token for token, whatever the model's positions are; padding, of an encoder on either side,
     makes no difference, nor does a row beside it.
     """
@@ -90,7 +88,7 @@ def test_cached_is_uncached(name: str) -> None:
         assert torch.equal(found, torch.cat([expected, uncached(model, padded[4:], 12)]))
 
 
-def test_context_and_segments_go_on() -> None:
+def test_context_and_segments_go_on():
     """New tokens are no context of CPM-1, and of the last token's segment and span."""
     ids, cpm1, cpm3 = prompt(), made("cpm1"), made("cpm3")
     context = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0] * 6]).bool()
@@ -101,7 +99,7 @@ def test_context_and_segments_go_on() -> None:
         (cpm3, "token_type_ids", segments, segments[:, 5:]),
     ):
         found = tokens_of(model, ids, inputs={name: given})
-        whole: dict[str, Any] = {name: torch.cat([given, new.expand(3, 9)], 1)}
+        whole = {name: torch.cat([given, new.expand(3, 9)], 1)}
         assert torch.equal(found, uncached(model, ids, **whole)), name
         assert not torch.equal(found, tokens_of(model, ids)), name
     spans = torch.tensor([[0, 0, 0, 1, 1, 1]] * 3)
@@ -109,14 +107,14 @@ def test_context_and_segments_go_on() -> None:
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_each_token_is_computed_once_in_memory_that_is_allocated_once(num_beams: int) -> None:
+def test_each_token_is_computed_once_in_memory_that_is_allocated_once(num_beams):
     """One new token a pass, of which alone the head makes scores; keys and values stay where they
     are, in room for the whole sequence, while beams change places.
     """
     model, widths, places = made("llama"), [], set()
     plain = LayerCache.append
 
-    def append(self: LayerCache, keys: torch.Tensor, values: torch.Tensor) -> Any:
+    def append(self, keys, values):
         widths.append(keys.shape[2])
         found = plain(self, keys, values)
         if self.length > 6:
@@ -135,7 +133,7 @@ def test_each_token_is_computed_once_in_memory_that_is_allocated_once(num_beams:
     assert [call.args[1] for call in reorder.call_args_list] == [6] * 9 * (num_beams > 1)
 
 
-def test_the_encoder_and_its_keys_are_computed_once() -> None:
+def test_the_encoder_and_its_keys_are_computed_once():
     """For each prompt, not for each beam."""
     model, seen = made("t5"), []
     parts = [layer.cross_att.self_attention.project_k for layer in model.decoder.layers]
@@ -153,17 +151,17 @@ class Looks(TorchDispatchMode):
 
     NAMES = "_local_scalar_dense nonzero equal masked_select _unique2"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.name().removeprefix("aten::") in self.NAMES.split()
         return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "cpm1"])
-def test_no_look_at_the_device_for_a_token(name: str) -> None:
+def test_no_look_at_the_device_for_a_token(name):
     """Greedily, drawn, by beams, with all filters, stop strings and padding; whether all rows have
     ended is copied to the host, and read there later.
     """
@@ -174,9 +172,9 @@ def test_no_look_at_the_device_for_a_token(name: str) -> None:
     model, ids = made(name), prompt()
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
-    options: dict[str, Any] = {"eos_token_id": [1, 2], "min_new_tokens": 99, "stop_strings": "~~"}
+    options = {"eos_token_id": [1, 2], "min_new_tokens": 99, "stop_strings": "~~"}
     options |= {"repetition_penalty": 1.5, "forbidden_tokens": [3], "return_scores": True}
-    drawn: dict[str, Any] = {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 2.0}
+    drawn = {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 2.0}
     for search in ({}, drawn, {"num_beams": 3}):
         counts = []
         for num_new in (5, 15):
@@ -195,7 +193,7 @@ def test_no_look_at_the_device_for_a_token(name: str) -> None:
         assert counts[0] == counts[1], search
 
 
-def test_asking_for_scores_changes_no_token() -> None:
+def test_asking_for_scores_changes_no_token():
     """Without them filters are left out where there are none."""
     model, ids = made("llama"), prompt()
     first = tokens_of(model, ids)[:, 0].tolist()
@@ -216,7 +214,7 @@ def test_asking_for_scores_changes_no_token() -> None:
         assert found[0].scores is found[0].token_scores is None
 
 
-def test_no_prompts_give_no_rows() -> None:
+def test_no_prompts_give_no_rows():
     for options in ({}, {"num_beams": 2, "num_return_sequences": 2}, {"do_sample": True}):
         for name in ("gpt2", "t5", "cpm3"):
             out = generate(made(name), prompt(0), **options)
@@ -224,7 +222,7 @@ def test_no_prompts_give_no_rows() -> None:
     assert list(stream(made("gpt2"), prompt(0))) == []
 
 
-def test_a_stream_gives_what_a_whole_run_gives() -> None:
+def test_a_stream_gives_what_a_whole_run_gives():
     """Greedy and drawn; None after the end of a row; nothing is computed before it is asked for."""
     model, ids = made("gpt2"), prompt(4)
     eos = int(tokens_of(model, ids)[0, 4])
@@ -244,7 +242,7 @@ def test_a_stream_gives_what_a_whole_run_gives() -> None:
         stream(model, ids, num_beams=2)
 
 
-def test_modules_train_again_afterwards() -> None:
+def test_modules_train_again_afterwards():
     """Dropout is off for the time; what was in evaluation mode before stays so; after an error and
     a stream left early too.
     """
@@ -268,7 +266,7 @@ def test_modules_train_again_afterwards() -> None:
         assert torch.is_grad_enabled()
 
 
-def test_other_dtypes_and_the_default_number_of_new_tokens() -> None:
+def test_other_dtypes_and_the_default_number_of_new_tokens():
     """bf16 weights, int32 ids, masks of numbers; 100 tokens, or as many as there are positions."""
     model, ids = made("llama"), prompt()
     found = tokens_of(model, ids.int(), torch.ones(3, 6).bool())
@@ -335,14 +333,14 @@ t5 {'decoder_input_ids': [[99], [1]]} decoder_input_ids has the token 99
 """
 
 
-def test_bad_arguments_are_told() -> None:
+def test_bad_arguments_are_told():
     """And change nothing of the next generation."""
     ids = prompt(2)
     expected = tokens_of(made("gpt2"), ids)
     for line in BAD.strip().splitlines():
         end = line.index("}") + 1
         name, _, arguments = line[:end].partition(" ")
-        given: dict[str, Any] = {"input_ids": ids, "inputs": {}}
+        given = {"input_ids": ids, "inputs": {}}
         for key, value in ast.literal_eval(arguments).items():
             tensor = torch.tensor(value) if isinstance(value, list) else value
             is_input = key in ("context", "token_type_ids", "decoder_input_ids")

@@ -1,7 +1,5 @@
 """What a recording has taken from the host is told from what it would take now."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import enum
@@ -32,17 +30,17 @@ class Options:
 class Slotted:
     __slots__ = ("empty", "value")
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value):
         self.value = value
 
 
 class Part(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.act = torch.nn.Linear(4, 4), torch.nn.ReLU()
         self.register_buffer("table", torch.arange(3.0))
         self.number, self.flag, self.text, self.nothing = 1, True, "one", None
-        self.entries: list[Any] = [1, {"a": (2, {3})}]
+        self.entries = [1, {"a": (2, {3})}]
         self.options = Options(inner=types.SimpleNamespace(value=collections.deque([1])))
         self.slotted, self.kind, self.function = Slotted(1), Kind.ONE, torch.sin
         self.held, self.elsewhere = torch.ones(2), torch.ones(2, device="meta")
@@ -89,7 +87,7 @@ part.elsewhere.add_(1)
 
 
 @pytest.mark.parametrize("change", CHANGES.strip().splitlines())
-def test_changes_are_seen(change: str) -> None:
+def test_changes_are_seen(change):
     outer = torch.nn.Sequential(Part())
     inner: Any = outer[0]
     # whose addresses nothing else gets
@@ -104,7 +102,7 @@ def test_changes_are_seen(change: str) -> None:
     del kept
 
 
-def test_what_differs_and_what_does_not() -> None:
+def test_what_differs_and_what_does_not():
     """A recording reads values in place, and parameters by their addresses."""
     part: Any = Part()
     before = HostStateFingerprint(part, CPU)
@@ -139,7 +137,7 @@ def test_what_differs_and_what_does_not() -> None:
         (torch.set_float32_matmul_precision, "high", "highest"),
     ],
 )
-def test_switches_are_seen(put: Any, value: Any, usual: Any) -> None:
+def test_switches_are_seen(put, value, usual):
     part = Part()
     put(usual)
     before = HostStateFingerprint(part, CPU)

@@ -2,8 +2,6 @@
 token.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import tempfile
@@ -25,7 +23,7 @@ from model_center.model.qwen3 import Qwen3
 from model_center.model.t5 import T5
 
 VOCAB = 48
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None}
+SIZES = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None}
 LAYERS = SIZES | {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 LLAMA = LAYERS | {"num_key_value_heads": 2, "intermediate_size": 48}
 GPT = SIZES | {"n_embd": 32, "n_head": 4, "n_layer": 2}
@@ -64,7 +62,7 @@ EVERY = [0, 1, 2, 3, 4]
 
 
 @functools.cache
-def pair(family: str) -> tuple[Any, Any]:
+def pair(family):
     """Our model and theirs with the same weights, large enough that texts vary."""
     ours, name, sizes = FAMILIES[family]
     theirs: Any = getattr(transformers, name)
@@ -79,7 +77,7 @@ def pair(family: str) -> tuple[Any, Any]:
         return parity.loaded(ours, model, pathlib.Path(folder)), model
 
 
-def prompts(family: str) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts(family):
     """Five prompts of 7, 4, 1, 6, 7 tokens, padded on the side of the family, and their mask."""
     ids = parity.token_ids(5, 7, high=VOCAB)
     mask = torch.ones_like(ids)
@@ -89,7 +87,7 @@ def prompts(family: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def both(family: str, rows: list[int], **options: Any) -> tuple[Any, Any]:
+def both(family, rows, **options):
     """What we generate for some of the prompts, and what transformers does."""
     ours, theirs = pair(family)
     ids, mask = (part[rows] for part in prompts(family))
@@ -106,7 +104,7 @@ def both(family: str, rows: list[int], **options: Any) -> tuple[Any, Any]:
     return found, theirs.generate(ids, attention_mask=mask, **given)
 
 
-def assert_same_tokens(family: str, rows: list[int], **options: Any) -> Any:
+def assert_same_tokens(family, rows, **options):
     found, expected = both(family, rows, **options)
     assert torch.equal(found.sequences, expected.sequences), (rows, options)
     return found
@@ -133,7 +131,7 @@ DRAWN = [place % 8 + 8 * place for place in range(9)]
         )
     ],
 )
-def test_tokens_and_scores_are_those_of_transformers(family: str, search: dict[str, Any]) -> None:
+def test_tokens_and_scores_are_those_of_transformers(family, search):
     """Padded batches and single prompts; sequences, padding after their ends, scores of sequences
     and of tokens.
     """
@@ -171,12 +169,12 @@ def test_tokens_and_scores_are_those_of_transformers(family: str, search: dict[s
     assert len(seen) > 2, "ends made no difference: they were not tried"
 
 
-def test_when_beams_stop_makes_a_difference() -> None:
+def test_when_beams_stop_makes_a_difference():
     """Each way of stopping is that of transformers where the ways differ: with likely ends and a
     preference for long sequences; where most of the likeliest tokens are ends, candidates further
     down go on.
     """
-    results: dict[Any, list[str]] = {True: [], False: [], "never": []}
+    results = {True: [], False: [], "never": []}
     tokens = both("llama", EVERY)[0].new_tokens
     for place in range(2, 10, 2):
         eos = tokens[:, place].unique().tolist()
@@ -190,7 +188,7 @@ def test_when_beams_stop_makes_a_difference() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-def test_limits_and_forbidden_tokens_are_those_of_transformers(family: str) -> None:
+def test_limits_and_forbidden_tokens_are_those_of_transformers(family):
     """`max_length` counts the prompt's tokens (of the decoder, which may begin with several);
     tokens can be forbidden; one new token is a limit, too.
     """
@@ -203,13 +201,13 @@ def test_limits_and_forbidden_tokens_are_those_of_transformers(family: str) -> N
     if family == "t5":
         starts = parity.token_ids(5, 3, high=VOCAB, seed=4)
         starts[:, 0] = 0  # transformers would put it in front
-        more: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
+        more = {"num_beams": 3, "num_return_sequences": 2}
         for other in ({}, more, {"repetition_penalty": 1.9}):
-            given: dict[str, Any] = {"inputs": {"decoder_input_ids": starts}, "eos_token_id": 3}
+            given = {"inputs": {"decoder_input_ids": starts}, "eos_token_id": 3}
             assert assert_same_tokens(family, EVERY, **given, **other).prefix_length == 3
 
 
-def test_padding_is_recognised_where_no_mask_says_it() -> None:
+def test_padding_is_recognised_where_no_mask_says_it():
     """As in transformers: by `pad_token_id`, if it is given and does not end sequences."""
     ours, theirs = pair("gpt2")
     ids, mask = prompts("gpt2")

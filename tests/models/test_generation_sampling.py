@@ -2,8 +2,6 @@
 seeds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -22,12 +20,12 @@ SIZES |= {"num_layers": 1, "vocab_size": 12, "dtype": "float32"}
 IDS = torch.tensor([[3, 5, 7], [1, 2, 3]])
 
 
-def tiny() -> Llama:
+def tiny():
     """A small random model whose next tokens are neither certain nor all alike."""
     return parity.randomized(Llama(LlamaConfig(**SIZES)))
 
 
-def scores_of() -> torch.Tensor:
+def scores_of():
     """Random scores, some equal, some -inf."""
     scores = torch.randn(6, 50, generator=torch.Generator().manual_seed(3)) * 3
     scores[:, 10:20] = scores[:, :1]
@@ -35,7 +33,7 @@ def scores_of() -> torch.Tensor:
     return scores
 
 
-def test_filters_are_those_of_transformers() -> None:
+def test_filters_are_those_of_transformers():
     """Each by itself; and those of a configuration in their order, before and after the least
     number of new tokens.
     """
@@ -67,7 +65,7 @@ def test_filters_are_those_of_transformers() -> None:
     assert torch.equal(scores, scores_of())
 
 
-def test_what_counts_as_repeated() -> None:
+def test_what_counts_as_repeated():
     """The prompt without its padding, or not; only the last tokens of what counts."""
     ids = torch.tensor([[0, 0, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6]])
     mask = torch.arange(4).expand(2, 4) >= torch.tensor([[2], [0]])
@@ -87,7 +85,7 @@ def test_what_counts_as_repeated() -> None:
         assert found == expected.split(" "), options
 
 
-def test_tokens_are_drawn_with_their_probabilities() -> None:
+def test_tokens_are_drawn_with_their_probabilities():
     """4000 drawn tokens have the frequencies of the filtered distribution (chi-squared: 0.999
     quantile).
     """
@@ -104,13 +102,13 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     assert statistic < {4: 16.3, 5: 18.5, 6: 20.5, 7: 22.5, 8: 24.3}[int(possible.sum())]
 
 
-def test_a_seed_fixes_what_is_drawn() -> None:
+def test_a_seed_fixes_what_is_drawn():
     """Equal seeds, equal tokens; others differ; without one torch's own state decides; a generator
     is advanced.
     """
     model = tiny()
 
-    def draw(**options: Any) -> list[list[int]]:
+    def draw(**options):
         return generate(model, IDS, max_new_tokens=12, do_sample=True, **options).rows()
 
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
@@ -127,7 +125,7 @@ def test_a_seed_fixes_what_is_drawn() -> None:
     assert draw(generator=generator) == draw(seed=1) != draw(generator=generator)
 
 
-def test_several_are_drawn_for_each_prompt() -> None:
+def test_several_are_drawn_for_each_prompt():
     """Next to each other; with scores those of the filtered distribution; the likeliest only is
     greedy search.
     """

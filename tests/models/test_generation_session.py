@@ -1,11 +1,9 @@
 """Generations that share a session give what each gives by itself, and nothing stays behind it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 from tests.models import parity
-from tests.models.recording import OperationRecorder, alive, recorded, watched_caches
+from tests.models.recording import alive, recorded, watched_caches
 from tests.models.test_generation_engine import made
 from tests.models.test_generation_steps import SEARCHES, assert_same
 
@@ -22,7 +20,6 @@ from model_center.errors import ConfigError
 from model_center.generation import passes
 from model_center.generation.engine import generate, stream
 from model_center.generation.fingerprint import HostStateFingerprint
-from model_center.generation.output import GenerationOutput
 from model_center.generation.session import Session, roomy
 from model_center.layer.cache import KeyValueCache
 from model_center.layer.feedforward import gelu_new
@@ -32,22 +29,22 @@ from model_center.model.llama import Llama
 __all__ = ["alive", "watched_caches"]  # for those that looked for them here
 
 
-def fresh(name: str = "llama") -> Any:
+def fresh(name="llama"):
     """A model that a test may change."""
     return copy.deepcopy(made(name))
 
 
-def prompt(length: int = 7, rows: int = 4, seed: int = 0) -> torch.Tensor:
+def prompt(length=7, rows=4, seed=0):
     return parity.token_ids(rows, length, high=45, seed=seed)
 
 
-def rows_of(model: Any, ids: torch.Tensor | None = None, new: int = 12, **more: Any) -> Any:
+def rows_of(model, ids=None, new=12, **more):
     ids = prompt() if ids is None else ids
     return generate(model, ids, max_new_tokens=new, **more).rows()
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[tuple[OperationRecorder, Session]]:
+def opened():
     """A session whose steps are recorded as on a GPU."""
     with recorded(2) as recorder, Session() as session:
         yield recorder, session
@@ -61,14 +58,14 @@ def opened() -> Iterator[tuple[OperationRecorder, Session]]:
         pytest.param("gpt2", "early", marks=pytest.mark.long),
     ],
 )
-def test_one_recording_serves_other_prompts(name: str, search: str) -> None:
+def test_one_recording_serves_other_prompts(name, search):
     """Of other lengths, padded or not, after an early end and after random numbers."""
     model, options = made(name), SEARCHES[search] | {"return_scores": True}
     mask = torch.ones(4, 5)
     mask[0, :3] = mask[2, :1] = 0
     calls = [(prompt(), None, 14), (prompt(5, seed=1), mask, 9), (prompt(9, seed=2), None, 11)]
 
-    def outputs(**shared: Any) -> list[Any]:
+    def outputs(**shared):
         torch.manual_seed(3)
         found: list[Any] = [
             generate(model, ids, padding, max_new_tokens=new, **options, **shared)
@@ -85,7 +82,7 @@ def test_one_recording_serves_other_prompts(name: str, search: str) -> None:
     assert together[-1] == alone[-1]
 
 
-def test_first_passes_are_recorded_where_prompts_are_alike() -> None:
+def test_first_passes_are_recorded_where_prompts_are_alike():
     """From the third generation with prompts of one shape on, any tokens in them; not those of long
     prompts, of padded ones, and of several rows of each prompt.
     """
@@ -107,7 +104,7 @@ def test_first_passes_are_recorded_where_prompts_are_alike() -> None:
             assert recorder.num_recorded == recorder.num_aside == 1
 
 
-def test_what_has_no_room_is_recorded_anew() -> None:
+def test_what_has_no_room_is_recorded_anew():
     """More rows, fewer rows or more tokens; the memory of before is free then, and at the end."""
     model, found = made("llama"), []
     sizes = [(4, 7, 8), (4, 3, 8), (2, 7, 9), (2, 9, 23), (2, 9, 7), (3, 4, 30)]
@@ -132,9 +129,7 @@ def test_what_has_no_room_is_recorded_anew() -> None:
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "return_scores": True}
 
 
-def assert_followed(
-    model: Any, session: Session, before: GenerationOutput, is_same: bool = False
-) -> None:
+def assert_followed(model, session, before, is_same=False):
     """The model generates as without a session, which is otherwise than before."""
     expected = generate(model, prompt(), **OPTIONS)
     assert expected.token_scores is not None and before.token_scores is not None
@@ -144,16 +139,16 @@ def assert_followed(
 
 
 class Doubled(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return 2 * super().forward(x)
 
 
-def hooked(part: Any) -> Any:
+def hooked(part):
     part.register_forward_hook(lambda _, __, out: 3 * out)
     return part
 
 
-def swapped(w_in: Any) -> Any:
+def swapped(w_in):
     w_in.w_0, w_in.w_1 = w_in.w_1, w_in.w_0
     return w_in
 
@@ -182,7 +177,7 @@ IN_PLACE = ["encoder.output_layernorm.weight", "encoder.layers.1.ffn.ffn"]  # an
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_session_follows_the_model(name: str) -> None:
+def test_a_session_follows_the_model(name):
     model = fresh()
     before = generate(model, prompt(), **OPTIONS)
     with opened() as (recorder, session):
@@ -200,20 +195,20 @@ def test_a_session_follows_the_model(name: str) -> None:
         assert_followed(model, session, before)
 
 
-def test_what_comes_and_goes_is_followed() -> None:
+def test_what_comes_and_goes_is_followed():
     """Autocast, a method of the class, adapters that are switched off, another model."""
     model, other, forward = fresh(), fresh(), Llama.forward
     config = peft.LoraConfig(r=2, target_modules=["project_q", "w_0"], init_lora_weights=False)
     peft.inject_adapter_in_model(config, model)
     adapters = [part for part in model.modules() if isinstance(part, LoraLayer)]
 
-    def more(*args: Any, **kwargs: Any) -> Any:
+    def more(*args, **kwargs):
         out = forward(*args, **kwargs)
         out.last_hidden_state = -out.last_hidden_state
         return out
 
     @contextlib.contextmanager
-    def switched_off() -> Iterator[None]:
+    def switched_off():
         for is_on in (False, True):
             for adapter in adapters:
                 adapter.enable_adapters(is_on)
@@ -233,7 +228,7 @@ def test_what_comes_and_goes_is_followed() -> None:
             assert_same(generate(other, prompt(), **OPTIONS, session=session), others)
 
 
-def test_streams() -> None:
+def test_streams():
     """Two side by side, and a generation between their tokens; one that is left leaves its
     recording; one that outlives the session goes on, and leaves nothing.
     """
@@ -265,12 +260,12 @@ def test_streams() -> None:
             assert found + list(left) == expected[0] and not any(alive(caches))
 
 
-def test_a_stream_in_a_session_follows_weights_and_model() -> None:
+def test_a_stream_in_a_session_follows_weights_and_model():
     """Between two tokens; and what it leaves is of the model as it was recorded."""
     model, ids = fresh(), prompt()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
-    def results(**shared: Any) -> list[Any]:
+    def results(**shared):
         model.load_state_dict(before)
         model.config.sliding_window, found = 6, []
         for step in stream(model, ids, max_new_tokens=12, **shared):
@@ -293,7 +288,7 @@ def test_a_stream_in_a_session_follows_weights_and_model() -> None:
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
-def test_errors_and_values_that_are_no_numbers_leave_nothing(num_beams: int) -> None:
+def test_errors_and_values_that_are_no_numbers_leave_nothing(num_beams):
     """Memory of an earlier generation is multiplied by probabilities of zero."""
     model, ids = fresh(), prompt()
     options: dict[str, Any] = {"num_beams": num_beams}
@@ -315,7 +310,7 @@ def test_errors_and_values_that_are_no_numbers_leave_nothing(num_beams: int) -> 
         assert recorder.num_recorded == 2
 
 
-def test_what_is_not_recorded_shares_nothing() -> None:
+def test_what_is_not_recorded_shares_nothing():
     """Few tokens, holes in prompts, hooks, models that do not tell places; and what does goes on."""
     model, holes = fresh(), torch.ones(4, 7)
     holes[1, 2:4] = 0
@@ -334,7 +329,7 @@ def test_what_is_not_recorded_shares_nothing() -> None:
         assert recorder.num_recorded == 2
 
 
-def test_on_the_cpu_a_session_does_nothing() -> None:
+def test_on_the_cpu_a_session_does_nothing():
     """Not even a look at the model, once a generation, costs more than one."""
     model = made("llama")
     seen = mock.patch.object(passes, "HostStateFingerprint", wraps=HostStateFingerprint)

@@ -1,9 +1,6 @@
 """Steps that are all the same work, recorded and issued ahead, give what other steps give."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,7 +13,6 @@ from tests.models.test_generation_engine import made
 from model_center.errors import InputError
 from model_center.generation import engine
 from model_center.generation.engine import generate, stream
-from model_center.generation.output import GenerationOutput
 from model_center.layer.cache import KeyValueCache
 from model_center.layer.mask import AttentionMask
 from model_center.layer.scaled_dot_product import attend, attend_visibly
@@ -25,7 +21,7 @@ from model_center.model.llama import Llama
 
 TOLD = ["gpt2", "gptj", "opt", "llama"]  # models that have places told
 OTHERS = ["cpm1", "cpm3", "t5", "cpm2"]
-SEARCHES: dict[str, dict[str, Any]] = {
+SEARCHES: dict[str, Any] = {
     "greedy": {"eos_token_id": list(range(5))},
     "penalty": {"repetition_penalty": 1.5, "repetition_window": 4, "min_new_tokens": 7},
     "drawn": {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "eos_token_id": [1, 2, 3]},
@@ -38,7 +34,7 @@ IDS = parity.token_ids(4, 7, high=45)
 
 
 @contextlib.contextmanager
-def one_by_one() -> Iterator[None]:
+def one_by_one():
     """Inside, no model has its places told: caches grow, and nothing is recorded."""
     with (
         mock.patch.object(Llama, "TELLS_PLACES", False),
@@ -47,7 +43,7 @@ def one_by_one() -> Iterator[None]:
         yield
 
 
-def output(name: str, padded: bool, options: dict[str, Any]) -> tuple[GenerationOutput, Any]:
+def output(name, padded, options):
     """What comes of a generation, and the next random numbers of the program."""
     mask = torch.ones_like(IDS)
     mask[0, :3] = mask[2, :1] = 0
@@ -58,7 +54,7 @@ def output(name: str, padded: bool, options: dict[str, Any]) -> tuple[Generation
     return out, torch.rand(3).tolist()
 
 
-def assert_same(found: GenerationOutput, expected: GenerationOutput) -> None:
+def assert_same(found, expected):
     assert torch.equal(found.sequences, expected.sequences)
     assert torch.equal(found.lengths, expected.lengths)
     for name in ("scores", "token_scores"):
@@ -75,7 +71,7 @@ def assert_same(found: GenerationOutput, expected: GenerationOutput) -> None:
         for number, name in enumerate(TOLD + OTHERS)
     ],
 )
-def test_recorded_is_one_by_one(name: str, search: str) -> None:
+def test_recorded_is_one_by_one(name, search):
     """Tokens, lengths, scores, and the numbers that are drawn afterwards. Of models whose biases and
     masks are made for each length steps are issued ahead as they are.
     """
@@ -93,7 +89,7 @@ def test_recorded_is_one_by_one(name: str, search: str) -> None:
         assert again == drawn
 
 
-def test_a_generation_ends_before_its_last_step() -> None:
+def test_a_generation_ends_before_its_last_step():
     """All rows end early: what was issued ahead is cut off, and no more is issued."""
     model = made("gpt2")
     last = generate(model, IDS, max_new_tokens=9).new_tokens[:, 3].tolist()
@@ -108,7 +104,7 @@ def test_a_generation_ends_before_its_last_step() -> None:
     assert engine.steps_ahead(torch.device("meta")) == engine.AHEAD == 2
 
 
-def test_streams_are_recorded() -> None:
+def test_streams_are_recorded():
     """The same tokens in the same steps; a stream that is left draws no more than was seen."""
     options: dict[str, Any] = {"do_sample": True, "eos_token_id": [1, 2, 3], "max_new_tokens": 14}
     found: list[Any] = []
@@ -126,7 +122,7 @@ def test_streams_are_recorded() -> None:
     assert [None in step for step in whole[0]].count(True) not in {0, 14}
 
 
-def test_what_is_not_recorded_is_right() -> None:
+def test_what_is_not_recorded_is_right():
     """Hooks, which see every step, and none too many; a few tokens; padding that is not in front; a
     look at the device in the model, of which one warning tells.
     """
@@ -146,7 +142,7 @@ def test_what_is_not_recorded_is_right() -> None:
     handle.remove()
     assert len(seen) == steps < 12 and recorder.num_recorded == 0
 
-    def looks(hidden: torch.Tensor, *rest: Any) -> Any:
+    def looks(hidden, *rest):
         float(hidden.sum())
         return enter(hidden, *rest)
 
@@ -159,7 +155,7 @@ def test_what_is_not_recorded_is_right() -> None:
     assert torch.equal(found.sequences, whole.sequences) and recorder.num_recorded == 0
 
 
-def test_nothing_is_kept() -> None:
+def test_nothing_is_kept():
     """Neither by the generation's end nor by a stream that is held on to, left or not."""
     with recorded(2), watched_caches() as caches:
         generate(made("gpt2"), IDS, max_new_tokens=12)
@@ -172,7 +168,7 @@ def test_nothing_is_kept() -> None:
 
 
 @torch.no_grad()
-def test_a_full_cache_is_told() -> None:
+def test_a_full_cache_is_told():
     with pytest.raises(InputError, match="the mask has no reach"):
         AttentionMask().bounds  # noqa: B018
     cache, place, ones = KeyValueCache(1, 4), torch.tensor([3]), torch.ones(2, 1, 3, 8)
@@ -188,7 +184,7 @@ def test_a_full_cache_is_told() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_reach_is_a_mask_of_keys(window: int | None) -> None:
+def test_a_reach_is_a_mask_of_keys(window):
     """For all ways to attend, and settled or not."""
     torch.manual_seed(0)
     query, bias = torch.randn(3, 4, 1, 8), torch.randn(4, 1, 10)
@@ -207,7 +203,7 @@ def test_a_reach_is_a_mask_of_keys(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-def test_what_a_cache_takes_is_known(name: str) -> None:
+def test_what_a_cache_takes_is_known(name):
     """Before it is made, of all layers; of an encoder's tokens too."""
     decoding = made(name).decoding(IDS, None, {})
     with torch.no_grad():

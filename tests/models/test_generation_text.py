@@ -2,8 +2,6 @@
 kind.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from typing import Any
@@ -33,12 +31,12 @@ TEXTS = ["hello world", "the cat", "好"]
 
 
 @functools.cache
-def tokenizer_of(name: str) -> Any:
+def tokenizer_of(name):
     return TOKENIZERS[name].from_pretrained(FOLDER / name)
 
 
 @functools.cache
-def generator_of(name: str) -> TextGenerator:
+def generator_of(name):
     """A random model with a vocabulary for this tokenizer, and both as a generator, which writes
     plain text without end.
     """
@@ -54,7 +52,7 @@ def generator_of(name: str) -> TextGenerator:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_bytes_of_tokens_make_up_their_text(name: str) -> None:
+def test_the_bytes_of_tokens_make_up_their_text(name):
     """Joined, they are what the tokenizer decodes, after a first token; characters of several
     tokens have their bytes.
     """
@@ -82,7 +80,7 @@ def test_the_bytes_of_tokens_make_up_their_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("patterns", ["abab", "aab ab bb", "a", "abcab bca cc abca", "aaa aab"])
-def test_the_automaton_finds_what_a_search_finds(patterns: str) -> None:
+def test_the_automaton_finds_what_a_search_finds(patterns):
     """In random texts cut into random tokens, at the same token; an `a` that begins a first token
     is dropped, as tokenizers drop a blank.
     """
@@ -112,7 +110,7 @@ def test_the_automaton_finds_what_a_search_finds(patterns: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_stop_strings_and_pieces(name: str) -> None:
+def test_stop_strings_and_pieces(name):
     """Strings end rows where their text has them, across tokens, greedily and by beams: the text
     before them, the tokens with the one that completes them. Pieces make up the text; a text does
     not depend on those beside it.
@@ -130,7 +128,7 @@ def test_stop_strings_and_pieces(name: str) -> None:
     beams = writer(TEXTS, num_beams=3, stop_strings=stops)
     assert not any(stop in text for stop in stops for text in beams)
     ids, tokenizer = torch.tensor([writer.encode(TEXTS[0])]), writer.tokenizer
-    options: dict[str, Any] = {"config": writer.config, "tokenizer": tokenizer}
+    options = {"config": writer.config, "tokenizer": tokenizer}
     (row,) = generate(writer.model, ids, stop_strings=stops[0], **options).rows()
     (whole,) = generate(writer.model, ids, **options).rows()
     assert row == whole[: len(row)] and len(row) < 20
@@ -147,7 +145,7 @@ def test_stop_strings_and_pieces(name: str) -> None:
     assert "".join(writer.stream(TEXTS[0], stop_strings=stops)) == expected[0]
 
 
-def test_half_characters_and_beginnings_of_stops_wait() -> None:
+def test_half_characters_and_beginnings_of_stops_wait():
     tokenizer = tokenizer_of("gpt2")
     reader = Detokenizer(tokenizer)
     pieces = [reader.add(token) for token in tokenizer.encode("a 你 b")]
@@ -162,7 +160,7 @@ def test_half_characters_and_beginnings_of_stops_wait() -> None:
         assert reader.rest() == rest and reader.rest() == ""
 
 
-def test_the_context_of_new_tokens() -> None:
+def test_the_context_of_new_tokens():
     """It is four tokens, of which the first may be the middle of a character: new characters are
     read all the same; the blank before the first word is kept, and that of what follows a token
     without text.
@@ -187,7 +185,7 @@ def test_the_context_of_new_tokens() -> None:
     assert "".join([*map(reader.add, ids), reader.rest()]) == expected
 
 
-def test_texts_end_with_the_tokenizers_end_token() -> None:
+def test_texts_end_with_the_tokenizers_end_token():
     """Unless told otherwise; other ends and several results are possible."""
     plain = generator_of("gpt2")
     writer = TextGenerator(plain.model, plain.tokenizer, max_new_tokens=20)
@@ -201,7 +199,7 @@ def test_texts_end_with_the_tokenizers_end_token() -> None:
     assert len(writer(["hello", "a"], num_beams=3, num_return_sequences=3)) == 6
 
 
-def test_conversations_go_through_the_chat_template() -> None:
+def test_conversations_go_through_the_chat_template():
     writer, tokenizer = generator_of("llama"), tokenizer_of("llama")
     one = [{"role": "user", "content": "hello"}]
     text = tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True)
@@ -221,7 +219,7 @@ def test_conversations_go_through_the_chat_template() -> None:
             writer.chat(bad)
 
 
-def test_what_is_no_list_of_texts_is_told() -> None:
+def test_what_is_no_list_of_texts_is_told():
     writer, texts = generator_of("gpt2"), ["a"]
     bad: Any
     for bad, message in (

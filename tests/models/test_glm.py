@@ -1,11 +1,7 @@
 """GLM against a plain reference: positions found token by token, explicit softmax."""
 
-from __future__ import annotations
-
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +16,6 @@ from tests.models.parity import (
     token_ids,
     valid_of,
 )
-from tests.models.reference import Weights
-from torch import Tensor
 
 from model_center.errors import ConfigError, InputError, WeightsError
 from model_center.generation.engine import generate
@@ -38,9 +32,9 @@ CONFIG = parity.values(
 )
 
 
-def made(folder: Path) -> tuple[GLM, Weights]:
+def made(folder):
     """The model of a folder that is written by hand, and the weights in it."""
-    shapes: reference.Shapes = {
+    shapes = {
         f"{name}_embedding.weight": (rows, DIM)
         for name, rows in (("input", VOCAB), ("position", POSITIONS), ("block_position", POSITIONS))
     }
@@ -51,7 +45,7 @@ def made(folder: Path) -> tuple[GLM, Weights]:
     return GLM.from_pretrained(folder).eval(), weights
 
 
-def places_of(ids: list[int], sep: int, valid: list[bool]) -> tuple[list[int], list[int]]:
+def places_of(ids, sep, valid):
     """Positions and block positions of one row, by walking along it."""
     counted, count = [], 0
     for is_valid in valid:
@@ -71,9 +65,7 @@ def places_of(ids: list[int], sep: int, valid: list[bool]) -> tuple[list[int], l
     return places, inner
 
 
-def expected_scores(
-    weights: Weights, ids: Tensor, sep: list[int] | None = None, mask: Tensor | None = None
-) -> Tensor:
+def expected_scores(weights, ids, sep=None, mask=None):
     """Scores (batch, seq, vocab) of the model."""
     rows = ids.tolist()
     ends = sep or [row.index(START) if START in row else len(row) for row in rows]
@@ -93,7 +85,7 @@ def expected_scores(
     return out @ weights["input_embedding.weight"].T
 
 
-def two_spans() -> Tensor:
+def two_spans():
     """Two rows: two spans for two blanks, and one span for one of two."""
     ids = token_ids(2, LENGTH, high=50)
     ids[0, [2, 5]], ids[0, [8, 11]] = MASK, START
@@ -102,14 +94,14 @@ def two_spans() -> Tensor:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_values_and_gradients(side: str, tmp_path: Path) -> None:
+def test_values_and_gradients(side, tmp_path):
     """Scores and hidden states too; with spans, without any, without blanks."""
     model, weights = made(tmp_path)
     ids, mask = two_spans(), padding_mask(2, LENGTH, side, 2)
     valid = valid_of(mask, ids)
     scores, expected = model(ids, attention_mask=mask), expected_scores(weights, ids, mask=mask)
     reference.assert_same_answers(model, weights, scores, expected, valid)
-    assert weights["block_position_embedding.weight"].grad[3].any()  # type: ignore[index]
+    assert weights["block_position_embedding.weight"].grad[3].any()
     wanted = {"output_hidden_states": True, "output_attentions": True, "return_dict": True}
     with torch.no_grad():
         out = model(ids, attention_mask=mask, **wanted)
@@ -123,7 +115,7 @@ def test_values_and_gradients(side: str, tmp_path: Path) -> None:
         assert_close(model(ids), expected_scores(weights, ids), "no blanks")
 
 
-def test_given_positions(tmp_path: Path) -> None:
+def test_given_positions(tmp_path):
     """Those found are those of the paper's figure 2: each span is at its blank. Given ones replace
     them, and `sep` moves the border of the context; lengths and embeddings say the same.
     """
@@ -157,7 +149,7 @@ def test_given_positions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", SIDES[:2])
-def test_a_cache_gives_what_one_pass_gives(side: str, tmp_path: Path) -> None:
+def test_a_cache_gives_what_one_pass_gives(side, tmp_path):
     """The context and the first start token, then some tokens, then one by one, a new span among
     them.
     """
@@ -171,7 +163,7 @@ def test_a_cache_gives_what_one_pass_gives(side: str, tmp_path: Path) -> None:
         whole = model(ids, attention_mask=mask)
         of_all = {"position_ids": places, "block_position_ids": inner, "attention_mask": mask}
         for given in ({}, {"sep": sep}):
-            more: dict[str, Any] = {"return_dict": True, **given}
+            more = {"return_dict": True, **given}
             pieced = parity.in_pieces(model, ids, (0, 9, 11, 12, 13, 14), of_all, **more)
             assert_close(pieced[valid], whole[valid])
 
@@ -190,9 +182,9 @@ transformer.layers.L.attention.query_key_value.KIND encoder.layers.L.self_att.se
 """
 
 
-def published(ours: Weights, prefix: str) -> Weights:
+def published(ours, prefix):
     """Tensors under the names of THUDM's repositories, where query, key and value are one."""
-    out: Weights = {}
+    out = {}
     for kind in ("weight", "bias"):
         for layer in ("0", "1"):
             words = THEIRS.replace("KIND", kind).replace(".L.", f".{layer}.").split()
@@ -204,7 +196,7 @@ def published(ours: Weights, prefix: str) -> Weights:
 
 
 @pytest.mark.parametrize("prefix", ["", "glm."])
-def test_files(prefix: str, tmp_path: Path) -> None:
+def test_files(prefix, tmp_path):
     """Our folders; those of THUDM, with tanh GELU, with and without a prefix."""
     model, weights = made(tmp_path / "made")
     parity.assert_own_format(model, tmp_path)
@@ -235,7 +227,7 @@ def test_files(prefix: str, tmp_path: Path) -> None:
     refuse_configurations("\n".join(lines))
 
 
-def test_half_precision_generation_and_a_head_for_classes(tmp_path: Path) -> None:
+def test_half_precision_generation_and_a_head_for_classes(tmp_path):
     """The head for classes is called `output_projection` in GLM."""
     model, _ = made(tmp_path)
     ids = two_spans()
@@ -259,7 +251,7 @@ def test_half_precision_generation_and_a_head_for_classes(tmp_path: Path) -> Non
     assert found.sequences.tolist() == [row]
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path):
     model, weights = made(tmp_path)
     ids = two_spans()
     expected = model(ids)

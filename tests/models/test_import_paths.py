@@ -1,7 +1,5 @@
 """Import paths, names and arguments of ModelCenter: a table of them, and what is here."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -10,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +19,9 @@ TABLE = Path(__file__).with_name("model_center_names.txt")
 VALUES = {"torch.half": torch.half, "torch.float": torch.float}
 
 
-def table() -> dict[str, list[str]]:
+def table():
     """The entries of each module; lines that are indented twice go on with the one before."""
-    found: dict[str, list[str]] = {}
+    found = {}
     module = ""
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if line.startswith("        "):
@@ -40,12 +37,12 @@ def table() -> dict[str, list[str]]:
 ENTRIES = table()
 
 
-def imported(module: str) -> Any:
+def imported(module):
     """A module of the table."""
     return importlib.import_module("model_center" + f".{module}".removesuffix(".model_center"))
 
 
-def value_of(node: ast.expr) -> Any:
+def value_of(node):
     """A default of the table."""
     if isinstance(node, ast.Call):  # float("-inf")
         return float(ast.literal_eval(node.args[0]))
@@ -53,7 +50,7 @@ def value_of(node: ast.expr) -> Any:
     return VALUES[text] if text in VALUES else ast.literal_eval(node)
 
 
-def misfit(taken: inspect.Signature, wanted: ast.arguments, is_forward: bool) -> str:
+def misfit(taken, wanted, is_forward):
     """Why a call that fits `wanted` does not fit `taken`, or means something else; empty if not.
     The forward of a model takes nothing else by position.
     """
@@ -80,7 +77,7 @@ def misfit(taken: inspect.Signature, wanted: ast.arguments, is_forward: bool) ->
 
 
 @pytest.mark.parametrize("module", ENTRIES)
-def test_names_and_arguments(module: str) -> None:
+def test_names_and_arguments(module):
     """All names of a module are there, and take what they take in ModelCenter."""
     found = imported(module)
     problems = []
@@ -100,7 +97,7 @@ def test_names_and_arguments(module: str) -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_old_paths_give_the_things_themselves() -> None:
+def test_old_paths_give_the_things_themselves():
     """Every module of `compat` is in the table, says where its names are now, and has no others.
     The table is read whole, entries on several lines too.
     """
@@ -140,7 +137,7 @@ for name in ("model_center.model.bert_config", "model_center.basemodel", "model.
 """
 
 
-def test_what_is_not_asked_for_is_not_loaded() -> None:
+def test_what_is_not_asked_for_is_not_loaded():
     """In a process of its own; other names are as unknown as ever."""
     command = [sys.executable, "-W", "error", "-c", FRESH]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

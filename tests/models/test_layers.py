@@ -2,8 +2,6 @@
 ModelCenter's.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from typing import Any
@@ -74,11 +72,11 @@ SIGNATURES = {
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed():
     torch.manual_seed(0)
 
 
-def arguments(function: Any, *kinds: Any) -> list[str]:
+def arguments(function, *kinds):
     """Those of these kinds, with their defaults."""
     return [
         param.name if param.default is param.empty else f"{param.name}={param.default!r}"
@@ -88,7 +86,7 @@ def arguments(function: Any, *kinds: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_are_modelcenters(name: str) -> None:
+def test_arguments_are_modelcenters(name):
     """Further ones follow and have defaults, or are by name only."""
     layer = getattr(layers, name, SparseSelfAttention)
     constructor, _, forward = SIGNATURES[name].partition(" -> ")
@@ -104,16 +102,16 @@ def test_arguments_are_modelcenters(name: str) -> None:
             layer()
 
 
-def test_other_attentions_take_what_attention_does() -> None:
+def test_other_attentions_take_what_attention_does():
     found = arguments(SparseSelfAttention, inspect.Parameter.KEYWORD_ONLY)
     assert {*found, "num_heads_kv=-1"} == set(arguments(Attention))
     assert arguments(layers.CrossAttentionBlock) == BLOCK.split()  # not the number of keys' heads
 
 
-def test_linear() -> None:
+def test_linear():
     """Scaled before or after: the same value; the bias is never scaled."""
     for scale, before, bias in itertools.product((False, True), repeat=3):
-        options: dict[str, Any] = {"length_scale": scale, "length_scale_before": before}
+        options = {"length_scale": scale, "length_scale_before": before}
         layer = Linear(5, 3, dtype=torch.float32, int8=True, bias=bias, init_mean=0.5, **options)
         by_hand.drawn(layer)
         x = noise(2, 4, 5)
@@ -125,7 +123,7 @@ def test_linear() -> None:
     assert wide(torch.full((1, 4096), 10.0).half()).item() == pytest.approx(6400)
 
 
-def test_embedding() -> None:
+def test_embedding():
     ids = torch.tensor([[3, 0], [6, 3]])
     for scale, factor in ((False, 1.0), (True, 0.5)):
         layer = Embedding(7, 4, length_scale=scale, dtype=torch.float32, int8=True)
@@ -150,7 +148,7 @@ def test_embedding() -> None:
         assert out[0].all() and grad.tolist() == [[0.0] * 4] * 6 + [[2.0] * 4]
 
 
-def test_norms() -> None:
+def test_norms():
     """Layer norm with a bias, RMS norm without."""
     for bias in (True, False):
         layer = LayerNorm(6, torch.float32, bias=bias, eps=0.1, init_var=3.0)
@@ -163,8 +161,8 @@ def test_norms() -> None:
     assert_close(found, torch.ones(1, 6), tolerance=1e-2)
 
 
-def test_conv() -> None:
-    sizes: Any = (4, 6, (3, 2), 2, 1, (1, 2), 2)
+def test_conv():
+    sizes = (4, 6, (3, 2), 2, 1, (1, 2), 2)
     layer, x = Conv2d(*(*sizes, torch.float32, True)), noise(2, 4, 8, 9)
     assert not layer.state_dict()["bias"].any() and Conv2d(1, 1, 1, bias=False).bias is None
     by_hand.drawn(layer)
@@ -177,23 +175,23 @@ def test_conv() -> None:
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "gelu_new", "silu"])
-def test_feed_forward(name: str) -> None:
+def test_feed_forward(name):
     """Plain and gated, with scales and biases."""
     act, x, linear = ACT2FN[name], noise(2, 3, 4), by_hand.linear
     for bias, scale in itertools.product((False, True), repeat=2):
-        options: dict[str, Any] = {"bias": bias, "length_scale": scale, "int8": True}
+        options = {"bias": bias, "length_scale": scale, "int8": True}
         for gate in ("", "gated_"):
             layer = FeedForward(4, 6, 5, torch.float32, activate_fn=gate + name, **options)
             by_hand.drawn(layer)
             first, *second = layer.w_in.maps
-            inside = act(linear(first, x))  # type: ignore[arg-type]
+            inside = act(linear(first, x))
             for up in second:
-                inside = inside * linear(up, x)  # type: ignore[arg-type]
+                inside = inside * linear(up, x)
             assert len(second) == bool(gate)
             assert_alike(layer(x), linear(layer.w_out, inside), x, layer)
 
 
-def test_feed_forward_defaults_errors_and_dropout() -> None:
+def test_feed_forward_defaults_errors_and_dropout():
     """Dropout is between the maps, and for training only."""
     names = [name for name, _ in FeedForward(4, 6).named_parameters()]
     assert names == ["w_in.w_0.weight", "w_in.w_1.weight", "w_out.weight"]
@@ -210,9 +208,9 @@ def test_feed_forward_defaults_errors_and_dropout() -> None:
     assert found != 500 and 375 < found < 625 and abs(found / 2 - (found / 2).round()) < 1e-3
 
 
-def test_first_values() -> None:
+def test_first_values():
     """Mean and spread as asked, norms and biases at their constants."""
-    options: dict[str, Any] = {"att_init_std": 0.3, "att_init_mean": 2.0, "ffn_init_std": 0.1}
+    options = {"att_init_std": 0.3, "att_init_mean": 2.0, "ffn_init_std": 0.1}
     options |= {"norm_init_var": 0.7, "ffn_init_mean": -1.0, "att_bias": True, "ffn_bias": True}
     block = TransformerBlock(64, 128, 4, 16, True, dtype=torch.float32, **options, norm_bias=True)
     for name, param in block.named_parameters():
@@ -223,7 +221,7 @@ def test_first_values() -> None:
         assert param.std().item() == pytest.approx(std, abs=0.02), name
 
 
-def test_materialized_layers_keep_their_ties() -> None:
+def test_materialized_layers_keep_their_ties():
     """On the meta device nothing is allocated; `materialize` makes room."""
     with torch.device("meta"):
         layer: Any = Encoder(2, 8, 12, 2, 4, dtype=torch.float32)

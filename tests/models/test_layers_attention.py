@@ -1,7 +1,5 @@
 """Attention, masks, caches, blocks and stacks against their formulas."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -23,15 +21,15 @@ from model_center.layer.sparse_attention import SparseSelfAttention
 from model_center.layer.transformer import Decoder, Encoder
 from model_center.layer.variant import LayerVariant
 
-SIZES: dict[str, Any] = {"dim_in": 6, "dim_head": 4, "dtype": torch.float32, "init_std": 0.5}
+SIZES = {"dim_in": 6, "dim_head": 4, "dtype": torch.float32, "init_std": 0.5}
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed():
     torch.manual_seed(0)
 
 
-def attention(**options: Any) -> Attention:
+def attention(**options):
     """A layer of 4 heads in fp32."""
     layer = Attention(**SIZES | {"num_heads": 4} | options)
     by_hand.drawn(layer, 0.5)
@@ -43,7 +41,7 @@ VALID = torch.tensor([[False, False, True, True, True], [True, True, True, True,
 PAIRS = torch.rand(2, 5, 5, generator=torch.Generator().manual_seed(3)) < 0.5
 PAIRS[1, 2] = False
 ROWS = VALID[:, None]
-MASKS: list[tuple[Any, torch.Tensor]] = [
+MASKS = [
     (None, LATER | True),
     (AttentionMask(True), LATER),
     (VALID, ROWS),
@@ -58,7 +56,7 @@ MASKS: list[tuple[Any, torch.Tensor]] = [
     (AttentionMask(True, window=9), LATER),
     (AttentionMask(pairs=PAIRS[1:, None]), PAIRS[1:]),
 ]
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {"attn_scale": True, "bias": True},
     {"length_scale": True, "bias": True, "dim_out": 5},
     {"num_heads_kv": 2, "attn_scale": True, "pos_bias_type": "relative"},
@@ -68,7 +66,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_attention(options: dict[str, Any]) -> None:
+def test_attention(options):
     """Scales, biases, shared heads, norms of heads, under every form of a mask, with and without
     probabilities asked for.
 
@@ -92,7 +90,7 @@ def test_attention(options: dict[str, Any]) -> None:
         assert_close(probabilities, chances)
 
 
-def test_masks() -> None:
+def test_masks():
     assert mask_from(None, causal=True) == AttentionMask(True)
     assert mask_from(VALID, causal=True).causal and not mask_from(PAIRS, causal=True).causal
     assert mask_of_lengths(torch.tensor([2, 0, 3]), 3).int().tolist() == [
@@ -116,7 +114,7 @@ def test_masks() -> None:
         assert AttentionMask(True, window=window).is_plain(queries, 7) == is_plain
 
 
-def test_dropout() -> None:
+def test_dropout():
     """Of probabilities on average the same; of what a part adds a number or nothing; none in
     evaluation, and the residual never.
     """
@@ -143,12 +141,12 @@ def test_dropout() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "relative", "rotary"])
-def test_cache(kind: str) -> None:
+def test_cache(kind):
     """Tokens in pieces give what they give at once, gradients too where they are wanted."""
     layer, x = attention(pos_bias_type=kind, num_heads_kv=2, attn_scale=True), noise(2, 7, 6)
     relative, rotary = RelativePositionEmbedding(4, dtype=torch.float32), RotaryEmbedding(4)
 
-    def bias(start: int, stop: int) -> Any:
+    def bias(start, stop):
         places = torch.arange(start, stop)
         # the rotary module itself counts from the cached tokens on
         turns = rotary if start else rotary.tables(places)
@@ -174,7 +172,7 @@ def test_cache(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_layer_cache() -> None:
+def test_layer_cache():
     """Memory is allocated once, grows when it must, and is chosen from, put in order and cut."""
     cache, places = LayerCache(4), []
     with pytest.raises(IndexError, match="empty"):
@@ -198,7 +196,7 @@ def test_layer_cache() -> None:
     assert torch.equal(cache[0], expected) and len([*cache]) == len(cache) == 2
 
 
-def test_what_attention_cannot_do_is_refused() -> None:
+def test_what_attention_cannot_do_is_refused():
     sizes = SIZES | {"num_heads": 2}
     for window in (0, 3, -2):
         with pytest.raises(ConfigError, match="attention_window"):
@@ -224,9 +222,7 @@ BLOCK: dict[str, Any] = {"dtype": torch.float32, "norm_bias": True, "norm_eps": 
 BLOCK |= {"att_bias": True, "attn_scale": True, "ffn_bias": True, "ffn_activate_fn": "relu"}
 
 
-def of_layer(
-    layer: Any, x: torch.Tensor, states: torch.Tensor, valid: torch.Tensor, post: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def of_layer(layer, x, states, valid, post=False):
     """What a layer gives, causal in itself, and what its self-attention reads."""
     hidden = entered = x
     if layer.self_att is not None:
@@ -250,7 +246,7 @@ def of_layer(
 @pytest.mark.parametrize(
     "kind", ["encoder", "norms behind", "parallel", "decoder", "parallel decoder"]
 )
-def test_stacks(kind: str) -> None:
+def test_stacks(kind):
     """Layers in order, some parts left out, and the last norm; hidden states are what enters each
     layer; a cache is taken again, also as a list of pairs, and keeps the encoder's keys, so that
     its states are not read again.
@@ -302,7 +298,7 @@ def test_stacks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_with_masks(dtype: torch.dtype) -> None:
+def test_half_precision_with_masks(dtype):
     """Hidden keys and rows without any make no NaN, forward or backward, however large the
     scores.
     """

@@ -1,10 +1,7 @@
 """Relative, segment and rotary positions against their formulas."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +17,17 @@ from model_center.layer.position_embedding.segment import SegmentPositionEmbeddi
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed():
     torch.manual_seed(0)
 
 
-def buckets(distance: torch.Tensor, *sizes: int, both: bool = True) -> torch.Tensor:
+def buckets(distance, *sizes, both=True):
     """As transformers' T5 has it."""
     return T5Attention._relative_position_bucket(distance, both, *sizes)
 
 
 @pytest.mark.parametrize("sizes", [(32, 128), (64, 256), (12, 20), (512, 2048)])
-def test_buckets(sizes: tuple[int, int]) -> None:
+def test_buckets(sizes):
     distances = torch.arange(-300, 301)
     for both in (False, True):
         options = {"num_buckets": sizes[0], "max_distance": sizes[1]}
@@ -38,7 +35,7 @@ def test_buckets(sizes: tuple[int, int]) -> None:
         assert torch.equal(found, buckets(distances, *sizes, both=both))
 
 
-def test_relative_positions() -> None:
+def test_relative_positions():
     """Lengths, positions and positions with a batch; the last bucket learns, too."""
     positions = torch.tensor([[0, 1, 5], [30, 2, 2]])
     for both in (False, True):
@@ -55,10 +52,10 @@ def test_relative_positions() -> None:
         assert torch.equal(layer(4, 6), layer(torch.arange(4), torch.arange(6)))
 
 
-def test_segment_positions() -> None:
+def test_segment_positions():
     """Distances inside of a segment, a number per pair of segments between them."""
     positions, segments = torch.randint(30, (2, 4)), torch.arange(8).view(2, 4) % 3
-    sizes: tuple[Any, ...] = (2, 3, 8, 16, True, torch.float32)
+    sizes = (2, 3, 8, 16, True, torch.float32)
     for inner in (True, False):
         layer = SegmentPositionEmbedding(*(*sizes, inner))
         assert layer.relative_attention_bias.shape == (3 * 3 + 8, 2)
@@ -78,9 +75,7 @@ def test_segment_positions() -> None:
             layer(4, 4, segments + 1, segments)
 
 
-def turned(
-    x: torch.Tensor, positions: torch.Tensor, interleaved: bool, base: float = 10000
-) -> torch.Tensor:
+def turned(x, positions, interleaved, base=10000):
     """Pairs of channels are complex numbers: the k-th is multiplied by e^(i position / base^(k /
     number of pairs)).
     """
@@ -92,7 +87,7 @@ def turned(
     return (out if interleaved else out.mT).flatten(-2)
 
 
-def test_rotary_layouts() -> None:
+def test_rotary_layouts():
     """GPT-J's pairs are neighbours, channels from `rotary_dim` on left alone; LLaMA's are half of
     them apart, and distances are scaled. Keys count from 0, queries are the last ones.
     """
@@ -110,7 +105,7 @@ def test_rotary_layouts() -> None:
     assert torch.equal(module(q, k, 2)[1], module(q, k)[1])
 
 
-def test_rotary_tables() -> None:
+def test_rotary_tables():
     """Each row its own positions; angles are made in fp32, far from the start too."""
     for module in (RotaryEmbedding(8), RotaryEmbeddingESM(8)):
         x, positions = noise(2, 3, 2, 8), torch.tensor([[0, 1], [1003, 3]])
@@ -124,7 +119,7 @@ def test_rotary_tables() -> None:
         assert torch.equal(torch.cat(both, 1), tables.rotate(torch.cat([x, x[:, :1]], 1)))
 
 
-def test_rotary_scalings() -> None:
+def test_rotary_scalings():
     """Linear scaling divides all frequencies; llama3's leaves the fast ones, divides the slow ones,
     and mixes between.
     """
@@ -145,7 +140,7 @@ def test_rotary_scalings() -> None:
         assert_close(tables.cos, (places[:, None] * expected).cos())
 
 
-def test_rotary_errors() -> None:
+def test_rotary_errors():
     with pytest.raises(ConfigError, match="5 channels: expected an even"):
         RotaryEmbedding(5)
     with pytest.raises(ConfigError, match="'yarn' is not supported"):

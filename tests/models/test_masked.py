@@ -1,11 +1,6 @@
 """BERT, RoBERTa and Longformer against their counterparts in transformers."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,16 +47,14 @@ WITHOUT = {"Bert": ("cls.seq_relationship", "bert.pooler")}
 SECOND_BIAS = {"Bert": "cls.predictions.bias", "Roberta": "lm_head.bias"}
 
 
-def pair(variant: str, folder: Path) -> tuple[Any, Any]:
+def pair(variant, folder):
     """Our model of the weights of a random one of theirs, and that one."""
     name, _, special = variant.partition(" ")
     head = "ForPreTraining" if name == "Bert" else "ForMaskedLM"
     return parity.pair(f"{name}{head} {FAMILIES[name]} {special}", folder)
 
 
-def inputs_of(
-    variant: str, side: str, length: int = LENGTH, *, chosen: bool = True
-) -> tuple[dict[str, Any], Tensor]:
+def inputs_of(variant, side, length=LENGTH, *, chosen=True):
     """Two sequences with token types, padded on this side ("unmasked": without a mask that says
     so); of Longformer with different numbers of `chosen` global tokens. And which are valid.
     """
@@ -69,7 +62,7 @@ def inputs_of(
     ids, mask = token_ids(2, length), parity.padding_mask(2, length, place)
     valid = parity.valid_of(mask, ids)
     ids = ids.masked_fill(~valid, 0 if variant.startswith("Bert") else 1)
-    inputs: Any = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids % 2}
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids % 2}
     if variant == "Longformer" and chosen:
         inputs["global_attention_mask"] = torch.zeros_like(ids)
         # with padding on the left the first of them is padding, and so none
@@ -81,7 +74,7 @@ def inputs_of(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_as_in_transformers(variant: str, tmp_path: Path) -> None:
+def test_as_in_transformers(variant, tmp_path):
     """Scores, hidden states, attentions, gradients, files, half precision, a head for classes."""
     ours, model = pair(variant, tmp_path)
     name, _, special = variant.partition(" ")
@@ -105,7 +98,7 @@ def test_as_in_transformers(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_ways_to_say_the_same(name: str, tmp_path: Path) -> None:
+def test_ways_to_say_the_same(name, tmp_path):
     """What is left out is valid, of type 0, no global token; RoBERTa and Longformer count
     positions from the padding on; lengths are masks, and so are numbers.
     """
@@ -120,7 +113,7 @@ def test_ways_to_say_the_same(name: str, tmp_path: Path) -> None:
     mask = torch.arange(LENGTH) < length[:, None]
     with torch.no_grad():
         want = logits_of(scored(ours, {"input_ids": ids, "attention_mask": mask}))
-        others: list[dict[str, Any]] = [
+        others = [
             {"input_ids": ids, "length": length},
             {"input_ids": ids.int(), "attention_mask": mask.half()},
         ]
@@ -137,7 +130,7 @@ def test_ways_to_say_the_same(name: str, tmp_path: Path) -> None:
             assert_close(found, plain, "left padding")
 
 
-def test_pooler(tmp_path: Path) -> None:
+def test_pooler(tmp_path):
     """Its output, and the gradients of its parameters and of what is below."""
     ours, model = pair("Bert", tmp_path)
     inputs, _ = inputs_of("Bert", "right")
@@ -167,7 +160,7 @@ def test_pooler(tmp_path: Path) -> None:
     ("name", "side"),
     [("Bert", "none"), ("Bert", "left"), ("Roberta", "left"), ("Roberta", "right")],
 )
-def test_cache_with_a_mask_of_pairs(name: str, side: str, tmp_path: Path) -> None:
+def test_cache_with_a_mask_of_pairs(name, side, tmp_path):
     """With a causal mask of pairs, tokens may come one after another; positions of a last one
     follow from the mask of all.
     """
@@ -189,7 +182,7 @@ def test_cache_with_a_mask_of_pairs(name: str, side: str, tmp_path: Path) -> Non
     assert_close(torch.cat([pieced, last], 1)[keep], whole[keep])
 
 
-def test_untied_as_transformers_4_writes_it(tmp_path: Path) -> None:
+def test_untied_as_transformers_4_writes_it(tmp_path):
     """The bias under one name, that of the head."""
     ours, model = pair("Bert tie_word_embeddings=False", tmp_path)
     head = model.cls.predictions
@@ -206,7 +199,7 @@ def test_untied_as_transformers_4_writes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Roberta", "Longformer"])
-def test_a_model_without_head(name: str, tmp_path: Path) -> None:
+def test_a_model_without_head(name, tmp_path):
     """Files of the class without head have no prefix; the pooler is there."""
     ours, model = parity.pair(f"{name}Model {FAMILIES[name]}", tmp_path)
     inputs, valid = inputs_of(name, "right")
@@ -217,7 +210,7 @@ def test_a_model_without_head(name: str, tmp_path: Path) -> None:
     assert_close(out.pooler_output, expected.pooler_output)
 
 
-def all_pairs(local: Tensor, of_global: Tensor | None, chosen: Tensor) -> Tensor:
+def all_pairs(local, of_global, chosen):
     """Probabilities (batch, heads, seq, seq) from those of the global keys and the window, and from
     those of global queries; `chosen` are the global tokens, bool (batch, seq).
     """
@@ -241,7 +234,7 @@ def all_pairs(local: Tensor, of_global: Tensor | None, chosen: Tensor) -> Tensor
 
 @pytest.mark.long
 @pytest.mark.parametrize(("side", "chosen"), [("left", True), ("right", False), ("none", True)])
-def test_windows_of_longformer(side: str, chosen: bool, tmp_path: Path) -> None:
+def test_windows_of_longformer(side, chosen, tmp_path):
     """Texts of any length, those that are shorter than the window too; hidden states, and
     attentions of all pairs of tokens, into which theirs are put.
     """
@@ -268,7 +261,7 @@ def test_windows_of_longformer(side: str, chosen: bool, tmp_path: Path) -> None:
         assert_close(probabilities.transpose(1, 2)[valid], dense.transpose(1, 2)[valid])
 
 
-def test_outputs_of_longformer(tmp_path: Path) -> None:
+def test_outputs_of_longformer(tmp_path):
     """No scores unless requested."""
     ours, _ = pair("Longformer", tmp_path)
     inputs, _ = inputs_of("Longformer", "right", chosen=False)
@@ -283,9 +276,7 @@ class Largest(TorchDispatchMode):
 
     numel = 0
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for made in out if isinstance(out, tuple | list) else (out,):
             if isinstance(made, Tensor) and made.untyped_storage().nbytes() > 0:
@@ -294,7 +285,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.long
-def test_memory_grows_with_the_length_not_its_square() -> None:
+def test_memory_grows_with_the_length_not_its_square():
     """Forward and backward with global tokens: twice the tokens, twice the largest tensor."""
     config = LongformerConfig(**OURS, dropout_p=0.0, attention_window=8, position_size=2060)
     model, largest = Longformer(config), []
@@ -308,7 +299,7 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
     assert largest[1] == 2 * largest[0] < 2048 * 2048 / 4
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path):
     bert, roberta, longformer = (pair(name, tmp_path / name)[0] for name in FAMILIES)
     ids = token_ids(2, 12)
     assert roberta(token_ids(1, 38)).logits.shape == (1, 38, 64)  # positions 2 to 39

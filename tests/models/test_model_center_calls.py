@@ -1,9 +1,6 @@
 """Calls that programs of ModelCenter make, and what they mean there."""
 
-from __future__ import annotations
-
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,14 +29,14 @@ MASK = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0]])
 LENGTH = torch.tensor([8, 3])
 
 
-def made(name: str, values: str = "dropout_p=0.0") -> Any:
+def made(name, values="dropout_p=0.0"):
     depth = "num_encoder_layers=1 num_decoder_layers=2" if name in TWO_STACKS else "num_layers=2"
     config = vars(models)[f"{name}Config"]
     given = parity.values(f"{SIZES} {depth} {SPECIAL.get(name, '')} {values}")
     return vars(models)[name](config(**given))
 
 
-def scores(model: Any, **inputs: Any) -> torch.Tensor:
+def scores(model, **inputs):
     """Of all tokens."""
     if type(model).__name__ in TWO_STACKS:
         inputs.setdefault("decoder_input_ids", IDS)
@@ -47,7 +44,7 @@ def scores(model: Any, **inputs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_which_argument_counts(name: str) -> None:
+def test_which_argument_counts(name):
     """Of length and mask the mask, in LLaMA the length; of ids and embeddings the embeddings;
     masks of heads never.
     """
@@ -74,7 +71,7 @@ def test_which_argument_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "CPM2", "GLM"])
-def test_dropout_and_first_values(name: str) -> None:
+def test_dropout_and_first_values(name):
     """Dropout of embeddings, but for OPT, and in layers; in training only. First values have the
     spread that the configuration names.
     """
@@ -112,7 +109,7 @@ def test_dropout_and_first_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CPM1", "CPM3"])
-def test_masks_of_pairs_with_context_and_span(name: str) -> None:
+def test_masks_of_pairs_with_context_and_span(name):
     """Such a mask stands for the context; spans hide what is in others."""
     model = randomized(made(name))
     pairs = torch.rand(2, 8, 8, generator=torch.Generator().manual_seed(4)) < 0.6
@@ -126,7 +123,7 @@ def test_masks_of_pairs_with_context_and_span(name: str) -> None:
 
 
 @pytest.mark.parametrize("bias", ["none", "relative"])
-def test_a_query_that_sees_nothing_gets_zeros(bias: str) -> None:
+def test_a_query_that_sees_nothing_gets_zeros(bias):
     """Before the last map; with gradients that are numbers, and only for that query: what the
     token gets is what it is alone, other tokens do not change it.
     """
@@ -156,7 +153,7 @@ def test_a_query_that_sees_nothing_gets_zeros(bias: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT2", "GPTj", "OPT", "CPM1", "CPM3", "T5", "GLM"])
-def test_flags_without_effect(name: str) -> None:
+def test_flags_without_effect(name):
     """`post_layer_norm` and `int8`, which do something in LLaMA alone, and there the first."""
     flags = "dropout_p=0.0 post_layer_norm=True int8=True"
     tied = " tied=False" if name in {"OPT", "GLM"} else ""
@@ -171,11 +168,11 @@ def test_flags_without_effect(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT2", "T5", "OPT", "Vit", "Llama"])
-def test_configurations_by_position(name: str) -> None:
+def test_configurations_by_position(name):
     """Their order is in the table of import paths. LLaMA's ends where ModelCenter's versions begin
     to differ: in its releases the fourth is dim_head, in its repository num_heads_kv.
     """
-    kind: Any = vars(models)[f"{name}Config"]
+    kind = vars(models)[f"{name}Config"]
     order = list(kind.arguments())
     values = [getattr(kind(), argument) for argument in order]
     values[0], values[2] = values[0] + 32, values[2] * 2
@@ -191,7 +188,7 @@ def test_configurations_by_position(name: str) -> None:
         kind(num_layer_=3)
 
 
-def test_loading_what_is_not_all_there(tmp_path: Path) -> None:
+def test_loading_what_is_not_all_there(tmp_path):
     """What a file lacks is an error, or, if not strict, initialised and named."""
     randomized(made("GPT2")).save_pretrained(tmp_path, format="model_center")
     weights = torch.load(tmp_path / "pytorch_model.pt", weights_only=True)

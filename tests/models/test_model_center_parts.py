@@ -1,9 +1,6 @@
 """Small parts that programs of ModelCenter make themselves: heads, dense maps, blocks, helpers."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,13 +27,13 @@ from model_center.tokenizer.word_pieces import WordpieceTokenizer
 WIDTH, VOCAB, FLOAT = 8, 11, torch.float
 
 
-def states(*shape: int) -> torch.Tensor:
+def states(*shape):
     """Hidden states that want a gradient."""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(*shape, generator=generator).requires_grad_()
 
 
-def assert_same(module: torch.nn.Module, found: Any, expected: Any, *inputs: torch.Tensor) -> None:
+def assert_same(module, found, expected, *inputs):
     """Values, and gradients of all parameters that have a part, and of the inputs."""
     assert_close(found, expected)
     leaves = [*inputs, *module.parameters()]
@@ -54,7 +51,7 @@ def assert_same(module: torch.nn.Module, found: Any, expected: Any, *inputs: tor
             assert_close(one, other)
 
 
-def test_a_pooler_by_itself() -> None:
+def test_a_pooler_by_itself():
     assert LongformerPooler is RobertaPooler is BertPooler
     assert BertPooler(WIDTH).dense.weight.dtype == torch.half  # as every layer of ModelCenter
     pooler, x = randomized(BertPooler(WIDTH, FLOAT)), states(2, 3, WIDTH)
@@ -62,7 +59,7 @@ def test_a_pooler_by_itself() -> None:
     assert_same(pooler, pooler(x), (x[:, 0] @ dense.weight.T + dense.bias).tanh(), x)
 
 
-def test_a_head_by_itself() -> None:
+def test_a_head_by_itself():
     """With a matrix of its own, or with an embedding's where it is given one."""
     kind = BertLMHead
     assert LongformerLMHead is RobertaLMHead is kind
@@ -78,7 +75,7 @@ def test_a_head_by_itself() -> None:
         kind(WIDTH, VOCAB, 1e-5, FLOAT, tied=True)(x)
 
 
-def test_dense_maps_by_themselves() -> None:
+def test_dense_maps_by_themselves():
     """By position, in ModelCenter's order; products over the square root of their length."""
     x = states(2, 3, WIDTH)
     torch.manual_seed(0)
@@ -86,15 +83,15 @@ def test_dense_maps_by_themselves() -> None:
     weight, bias = plain.w.weight, plain.w.bias
     assert_same(plain, plain(x), F.relu(x @ weight.T / WIDTH**0.5 + bias), x)
     assert abs(weight.mean() - 0.5) < 0.2 and 0.15 < weight.std() < 0.35
-    gated: Any = DenseGatedACT(WIDTH, 5, dtype=FLOAT)
+    gated = DenseGatedACT(WIDTH, 5, dtype=FLOAT)
     expected = F.gelu(x @ gated.w_0.weight.T) * (x @ gated.w_1.weight.T)
     assert_same(gated, gated(x), expected, x)
     assert gated.w_0.bias is None and DenseGatedACT(WIDTH, 5).w_0.weight.dtype == torch.half
 
 
-def test_cross_attention_with_its_norm_behind() -> None:
+def test_cross_attention_with_its_norm_behind():
     """The residual is the normalised input; over other states there is no sparse attention."""
-    sizes: dict[str, Any] = {"dim_model": WIDTH, "num_heads": 2, "dim_head": 4, "dtype": FLOAT}
+    sizes = {"dim_model": WIDTH, "num_heads": 2, "dim_head": 4, "dtype": FLOAT}
     x, other = states(2, 3, WIDTH), states(2, 4, WIDTH)
     before = randomized(CrossAttentionBlock(**sizes, norm_bias=True))
     behind = CrossAttentionBlock(**sizes, norm_bias=True, post_layer_norm=True)
@@ -106,7 +103,7 @@ def test_cross_attention_with_its_norm_behind() -> None:
         CrossAttentionBlock(**sizes, sparse_attention=True)
 
 
-def test_rotary_positions_by_their_names() -> None:
+def test_rotary_positions_by_their_names():
     q, k = states(1, 2, 3, 4), states(1, 2, 3, 4)
     turned = RotaryEmbeddingESM(4)(q=q, k=k, seq_dim=-2)
     for one, other in zip(turned, RotaryEmbeddingESM(4)(q, k, 2), strict=True):
@@ -116,14 +113,14 @@ def test_rotary_positions_by_their_names() -> None:
         RotaryEmbeddingESM(4)(q, k, seq_dim=1)
 
 
-def test_parts_of_convolutions() -> None:
+def test_parts_of_convolutions():
     assert to_2tuple(3) == (3, 3) and to_2tuple((3, 4)) == (3, 4)
     assert Conv2d(2, 5, (3, 4)).weight.shape == (5, 2, 3, 4)
     x = states(2, 3)
     assert Identity(5, unused=True)(x) is x
 
 
-def test_words_in_pieces(tmp_path: Path) -> None:
+def test_words_in_pieces(tmp_path):
     """The longest known piece each time; what is not known, and long words, as the unknown one."""
     (tmp_path / "vocab.txt").write_text("<unk>\nab \na\nbc\n中文\na\n", encoding="utf-8")
     vocabulary = word_pieces.load_vocab(tmp_path / "vocab.txt")
@@ -140,7 +137,7 @@ def test_words_in_pieces(tmp_path: Path) -> None:
     assert word_pieces.is_contain_point("a7") and not word_pieces.is_contain_point("a.七")
 
 
-def test_sentinels_come_second(tmp_path: Path) -> None:
+def test_sentinels_come_second(tmp_path):
     """As in ModelCenter's constructor."""
     tokens = ["<pad>", "<eod>", "<unk>", "</n>", "</_>", "<s>", "<s_0>", "<s_1>", "a"]
     (tmp_path / "vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
@@ -149,7 +146,7 @@ def test_sentinels_come_second(tmp_path: Path) -> None:
     assert tokenizer.get_sentinel_id(idx=1) == 7
 
 
-def test_a_tokenizer_of_any_class(tmp_path: Path) -> None:
+def test_a_tokenizer_of_any_class(tmp_path):
     """By the name of a folder, with the arguments of its class."""
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nHello\n")
     load = BaseTokenizer(BertTokenizer).from_pretrained
@@ -158,7 +155,7 @@ def test_a_tokenizer_of_any_class(tmp_path: Path) -> None:
     assert tokenizer("Hello")["input_ids"] == [2, 5, 3]
 
 
-def test_whether_there_are_token_data(tmp_path: Path) -> None:
+def test_whether_there_are_token_data(tmp_path):
     prefix = str(tmp_path / "tokens")
     for kind in (MMapIndexedDataset, DistributedMMapIndexedDataset):
         assert not kind.exists(prefix)

@@ -1,9 +1,5 @@
 """Parameters come in ModelCenter's order: its files of optimizer states go by position."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from tests.models import parity
 
@@ -67,7 +63,7 @@ ViT: {VIT} head+
 ViT representation_size=7: {VIT} representation_layer head+""".splitlines()
 
 
-def attention(name: str, block: str, end: str) -> list[str]:
+def attention(name, block, end):
     """An attention with its norm; GPT-J has biases in the norm only."""
     maps = ["project_q", "project_k", "project_v", "attention_out"]
     maps += [f"project_{x}_global" for x in "qkv"] if name == "Longformer" else []
@@ -76,7 +72,7 @@ def attention(name: str, block: str, end: str) -> list[str]:
     return [f"{block}.layernorm_before_attention{end}", *names]
 
 
-def stack(name: str, part: str, gated: bool) -> list[str]:
+def stack(name, part, gated):
     """A stack of two layers."""
     end = "" if name in {"Llama", "CPM1", "CPM2", "CPM3", "T5"} else "+"
     crossed = part == "decoder" and name in {"T5", "CPM2"}
@@ -91,7 +87,7 @@ def stack(name: str, part: str, gated: bool) -> list[str]:
     return [*layers, f"{part}.output_layernorm{end}"]
 
 
-def spelled(token: str) -> list[str]:
+def spelled(token):
     """The parameters of one module."""
     if token.startswith("="):
         return [token[1:]]
@@ -100,14 +96,14 @@ def spelled(token: str) -> list[str]:
 
 
 @pytest.mark.parametrize("line", ORDERS)
-def test_parameters_are_in_the_order_of_the_original(line: str) -> None:
+def test_parameters_are_in_the_order_of_the_original(line):
     """As its constructors make them."""
     words, _, order = line.partition(": ")
     name, _, values = words.partition(" ")
-    kind: Any = vars(models)[name]
+    kind = vars(models)[name]
     config = kind._CONFIG_TYPE(**parity.values(f"{SPECIAL.get(name, LAYERS)} {values}"))
     gated = name != "ViT" and config.ffn_activate_fn.startswith("gated_")
-    expected: list[str] = []
+    expected = []
     for token in order.split():
         in_stack = token in {"encoder", "decoder", "blocks"}
         whole = stack(name, token, gated) if in_stack else [token]

@@ -1,13 +1,8 @@
 """A folder of a model is the old one or the new one, whenever its writer is killed."""
 
-from __future__ import annotations
-
 import functools
 import os
-import pathlib
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tests.flushes import recorded_flushes
@@ -23,31 +18,31 @@ OTHERS = {"notes.txt": "mine"}
 KILLED = 9
 
 
-def fill(folder: pathlib.Path) -> pathlib.Path:
+def fill(folder):
     folder.mkdir()
     for name, content in (OLD | OTHERS).items():
         (folder / name).write_text(content)
     return folder
 
 
-def found(folder: pathlib.Path) -> dict[str, str]:
+def found(folder):
     return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
 
 
-def save(folder: pathlib.Path) -> None:
+def save(folder):
     one = Staging(folder)
     for name, content in NEW.items():
         one.path(name).write_text(content)
     one.commit()
 
 
-def killed_at(count: int, program: Callable[[], None]) -> bool:
+def killed_at(count, program):
     """Whether a process that runs it is killed before its `count`-th call that Python tells of."""
     child = os.fork()
     if child == 0:
         left = [count]
 
-        def hook(event: str, args: tuple[Any, ...]) -> None:
+        def hook(event, args):
             if event.startswith(("os.", "open", "shutil.", "ctypes.")):
                 left[0] -= 1
                 if left[0] < 0:
@@ -66,19 +61,17 @@ def killed_at(count: int, program: Callable[[], None]) -> bool:
 
 
 @pytest.mark.parametrize("is_exchanged", [True, False])
-def test_a_kill_leaves_the_old_or_the_new(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_exchanged: bool
-) -> None:
+def test_a_kill_leaves_the_old_or_the_new(tmp_path, monkeypatch, is_exchanged):
     """Where folders cannot be exchanged old weights are never beside new ones, and a folder with a
     configuration is whole. The next program that saves there leaves nothing behind.
     """
 
-    def refused(*paths: pathlib.Path) -> None:
+    def refused(*paths):
         raise OSError(22, "Invalid argument")
 
     if not is_exchanged:
         monkeypatch.setattr(staging, "exchange", refused)
-    seen: list[str] = []
+    seen = []
     is_killed = True
     while is_killed:
         count = len(seen)
@@ -96,7 +89,7 @@ def test_a_kill_leaves_the_old_or_the_new(
 
 
 @pytest.mark.parametrize("is_exchanged", [True, False])
-def test_all_is_flushed(tmp_path: pathlib.Path, is_exchanged: bool) -> None:
+def test_all_is_flushed(tmp_path, is_exchanged):
     """Files before they take their names, then the list of them."""
     folder = fill(tmp_path / "out")
     if not is_exchanged:
@@ -109,9 +102,7 @@ def test_all_is_flushed(tmp_path: pathlib.Path, is_exchanged: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["with a folder inside", "working directory", "behind a link"])
-def test_a_folder_that_stays_the_same_one(
-    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_stays_the_same_one(kind, tmp_path, monkeypatch):
     folder = fill(tmp_path / "out")
     folder.chmod(0o750)
     before, inside, target = folder.stat().st_ino, folder / "checkpoints", folder

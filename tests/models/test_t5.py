@@ -1,10 +1,7 @@
 """T5 1.0, T5 v1.1 and mT5 against transformers."""
 
-from __future__ import annotations
-
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +32,7 @@ SOURCE, TARGET = 14, 12
 STD = 0.12  # of weights: scores, which nothing scales, make differences of rounding large beyond
 
 
-def pair(version: str, folder: Path, **options: Any) -> tuple[T5, Any]:
+def pair(version, folder, **options):
     """Our model of the weights of a random one of theirs, and that one; those with a head of their
     own get one, which transformers 5 ties at first.
     """
@@ -51,7 +48,7 @@ def pair(version: str, folder: Path, **options: Any) -> tuple[T5, Any]:
     return parity.loaded(T5, model, folder / "theirs"), model
 
 
-def inputs_of(side: str) -> tuple[dict[str, Any], torch.Tensor]:
+def inputs_of(side):
     """Both sequences with padding on this side, and which tokens of the decoder are valid."""
     decoder = padding_mask(2, TARGET, side, 3)
     decoder_ids = token_ids(2, TARGET, seed=5)
@@ -65,7 +62,7 @@ def inputs_of(side: str) -> tuple[dict[str, Any], torch.Tensor]:
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1", pytest.param("mt5", marks=pytest.mark.long)])
-def test_as_in_transformers(version: str, tmp_path: Path) -> None:
+def test_as_in_transformers(version, tmp_path):
     """Scores, gradients, files, a head for classes; all buckets of positions learn."""
     ours, model = pair(version, tmp_path)
     for side in SIDES:
@@ -89,7 +86,7 @@ def test_as_in_transformers(version: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", pytest.param("none", marks=pytest.mark.long)])
-def test_hidden_states_and_attentions(side: str, tmp_path: Path) -> None:
+def test_hidden_states_and_attentions(side, tmp_path):
     ours, model = pair("1.1", tmp_path)
     inputs, valid = inputs_of(side)
     encoder = valid_of(inputs["attention_mask"], inputs["input_ids"])
@@ -118,7 +115,7 @@ def test_hidden_states_and_attentions(side: str, tmp_path: Path) -> None:
 
 
 @since_5  # which writes of its own accord whether they are
-def test_who_is_tied(tmp_path: Path) -> None:
+def test_who_is_tied(tmp_path):
     """As the files on the hub say it, and as transformers 5 writes it of the same models."""
     for content, tied in (
         (SIZES | {"model_type": "t5"}, True),
@@ -142,7 +139,7 @@ def test_who_is_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", SIDES[:2])
-def test_cache(side: str, tmp_path: Path) -> None:
+def test_cache(side, tmp_path):
     """The decoder token by token over the encoder's states, which go through the cross-attention
     once.
     """
@@ -161,7 +158,7 @@ def test_cache(side: str, tmp_path: Path) -> None:
     assert past[0].cross.length == SOURCE and past.length == TARGET
 
 
-def test_ways_to_say_the_same(tmp_path: Path) -> None:
+def test_ways_to_say_the_same(tmp_path):
     """Lengths by position, embeddings, masks of numbers; outputs as a tuple, without scores."""
     ours, _ = pair("1.0", tmp_path)
     inputs, valid = inputs_of("right")
@@ -185,7 +182,7 @@ def test_ways_to_say_the_same(tmp_path: Path) -> None:
         assert plain[2] is None and ours(**inputs, output_logits=False).logits is None
 
 
-def test_files_of_model_center_are_a_hundredth(tmp_path: Path) -> None:
+def test_files_of_model_center_are_a_hundredth(tmp_path):
     """Their T5 1.0, made for fp16, needs `scale`; other than by rounding and eps it computes the
     same.
     """
@@ -205,7 +202,7 @@ def test_files_of_model_center_are_a_hundredth(tmp_path: Path) -> None:
         scaled.save_pretrained(tmp_path / "out")
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path):
     ours, _ = pair("1.0", tmp_path)
     ids = token_ids(2, 5)
     match = "either {0}_ids or {0}s_embeds: got neither"

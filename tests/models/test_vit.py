@@ -1,9 +1,6 @@
 """ViT against transformers' ViTForImageClassification."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,12 +25,12 @@ THEIRS = f"ViTForImageClassification {SIZES}"
 EVERY = torch.ones(2, dtype=torch.bool)
 
 
-def images(*, channels: int = 2, size: int = 24) -> torch.Tensor:
+def images(*, channels=2, size=24):
     return torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("special", ["", OTHER])
-def test_as_in_transformers(special: str, tmp_path: Path) -> None:
+def test_as_in_transformers(special, tmp_path):
     """Scores, hidden states, attentions, gradients, and files, with their configuration."""
     ours, model = parity.pair(f"{THEIRS} {special}", tmp_path)
     x = images(channels=3, size=16) if special else images()
@@ -73,7 +70,7 @@ def test_as_in_transformers(special: str, tmp_path: Path) -> None:
     assert special or (ours.config.norm_eps, VitConfig().norm_eps) == (1e-12, 1e-5)
 
 
-def test_a_model_without_head(tmp_path: Path) -> None:
+def test_a_model_without_head(tmp_path):
     """Files of ViTModel have no prefix and no classifier, but a pooler, which is none of ours."""
     ours, model = parity.pair(f"ViTModel {SIZES}", tmp_path)
     with pytest.warns(UserWarning, match=r"head.weight, head.bias: newly initialised"):
@@ -84,7 +81,7 @@ def test_a_model_without_head(tmp_path: Path) -> None:
     assert ours.head.weight.std() > 0.005
 
 
-def test_patch_embedding_by_hand() -> None:
+def test_patch_embedding_by_hand():
     """The product with the filters, row by row from the top left, behind the class token."""
     torch.manual_seed(0)
     layer, x = PatchEmbedding(6, 2, 3, 5, dtype=torch.float32), torch.randn(2, 3, 6, 6)
@@ -99,7 +96,7 @@ def test_patch_embedding_by_hand() -> None:
     assert 0 < layer.cls_token.std() < 0.1
 
 
-def test_representation_layer(tmp_path: Path) -> None:
+def test_representation_layer(tmp_path):
     model = ViT(VitConfig(**OURS, representation_size=7)).eval()
     assert model.representation_layer is not None and model.head.weight.shape == (5, 7)
     out = model(images(), return_dict=True)
@@ -110,7 +107,7 @@ def test_representation_layer(tmp_path: Path) -> None:
     assert_own_format(model, tmp_path)
 
 
-def test_a_mask_hides_patches(tmp_path: Path) -> None:
+def test_a_mask_hides_patches(tmp_path):
     """What hidden patches show makes no difference to the class."""
     ours, _ = parity.pair(THEIRS, tmp_path)
     mask, changed = torch.ones(2, 10), images()
@@ -121,7 +118,7 @@ def test_a_mask_hides_patches(tmp_path: Path) -> None:
         assert not torch.allclose(ours(images()), ours(changed))
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     ours = ViT(VitConfig(**OURS)).eval()
     expected = ours(images())
     refuse(ours, "register_blk is 3", images(), 3)

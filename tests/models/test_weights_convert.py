@@ -1,11 +1,7 @@
 """`convert`: folders of transformers' tiny models made ModelCenter's and back; what it refuses."""
 
-from __future__ import annotations
-
 import argparse
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -29,30 +25,28 @@ TINY = {
 }
 
 
-def tiny(kind: str, folder: Path, **options: Any) -> Any:
+def tiny(kind, folder, **options):
     """A random model of transformers, saved."""
     model = parity.their_model(TINY[kind])
     model.save_pretrained(folder, **options)
     return model
 
 
-def run(*words: object) -> None:
+def run(*words):
     parser = argparse.ArgumentParser()
     convert.add_arguments(parser)
     convert.run(parser.parse_args([str(word) for word in words]))
 
 
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def read(folder):
+    found = {}
     for file in folder.glob("*.safetensors"):
         found |= safetensors.torch.load_file(file)
     return found
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_there_and_back_is_bitwise(
-    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_there_and_back_is_bitwise(tmp_path, kind, capsys):
     """ModelCenter's folder loads into the class with the values that Hugging Face's gives it; the
     file's dtype is kept.
     """
@@ -82,9 +76,7 @@ def test_there_and_back_is_bitwise(
     assert capsys.readouterr().out.count("wrote ") == 2
 
 
-def test_old_files_and_parts_that_are_not_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_old_files_and_parts_that_are_not_there(tmp_path, capsys):
     """As BERT's first files are: pytorch_model.bin, LayerNorm.gamma, and both of the tied heads."""
     model = tiny("bert", tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").unlink()
@@ -104,7 +96,7 @@ def test_old_files_and_parts_that_are_not_there(
     assert "no part of the model, and not written: what" in told
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path):
     """The target is as it was; classes are known by either name."""
     tiny("gpt2", tmp_path / "hf")
     source, new, full = tmp_path / "hf", tmp_path / "new", tmp_path / "full"

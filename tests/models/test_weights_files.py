@@ -2,8 +2,6 @@
 transformers, errors, full disks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -27,7 +25,6 @@ from model_center.weights.keymap import KeyMap, Piece
 from model_center.weights.loading import load_weights
 from model_center.weights.saving import save_hugging_face, save_model_center
 
-State = dict[str, torch.Tensor]
 SIZES = "vocab_size=61 n_embd=24 n_head=3 n_layer=2 n_positions=20 resid_pdrop=0.0"
 CONFIG = parity.values(f"model_type=gpt2 {SIZES}")
 WIDTH = 24
@@ -41,14 +38,14 @@ PARTS = {
 KINDS = ("safetensors", "sharded safetensors", "bin", "sharded bin")
 
 
-def theirs(dtype: torch.dtype = torch.float32) -> State:
+def theirs(dtype=torch.float32):
     """The tensors of a GPT-2 of transformers."""
     config = transformers.GPT2Config(**parity.values(SIZES))
     state = parity.randomized(transformers.GPT2LMHeadModel(config)).state_dict()
     return {name: value.to(dtype) for name, value in state.items() if name != "lm_head.weight"}
 
 
-def ours(tensors: State) -> State:
+def ours(tensors):
     """The same under our names, written out by hand."""
     out = {
         "input_embedding.weight": tensors["transformer.wte.weight"],
@@ -66,7 +63,7 @@ def ours(tensors: State) -> State:
     return {name: value.contiguous() for name, value in out.items()}
 
 
-def write_folder(folder: Path, tensors: State, kind: str = KINDS[0]) -> Path:
+def write_folder(folder, tensors, kind=KINDS[0]):
     """A checkpoint as transformers' or ModelCenter's users have it: whole or in two shards."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -87,35 +84,35 @@ def write_folder(folder: Path, tensors: State, kind: str = KINDS[0]) -> Path:
     return folder
 
 
-def read_folder(folder: Path) -> State:
+def read_folder(folder):
     """All tensors of a folder of safetensors files, by their own library."""
-    found: State = {}
+    found = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= safetensors.torch.load_file(file)
     return found
 
 
-def assert_same(got: State, want: State) -> None:
+def assert_same(got, want):
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert torch.equal(got[name], value) and got[name].dtype == value.dtype, name
 
 
-def state_of(model: torch.nn.Module) -> State:
+def state_of(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def loaded(folder: Path, **kwargs: Any) -> State:
+def loaded(folder, **kwargs):
     return state_of(GPT2.from_pretrained(folder, **{"dtype": torch.float32, **kwargs}))
 
 
-def loaded_in_all_ways(root: Path, kinds: list[str]) -> list[State]:
+def loaded_in_all_ways(root, kinds):
     """All folders below the root, and one in other dtypes."""
     halves = [loaded(root / kinds[0], dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
     return [*(loaded(root / kind) for kind in kinds), *halves]
 
 
-def test_every_layout_is_read_on_every_rank(tmp_path: Path) -> None:
+def test_every_layout_is_read_on_every_rank(tmp_path):
     """With the prefixes of wrappers, and of classes without head; in any dtype."""
     tensors = theirs()
     for kind in KINDS:
@@ -134,7 +131,7 @@ def test_every_layout_is_read_on_every_rank(tmp_path: Path) -> None:
 SAVES = (("hf", "5GB"), ("hf", "20KB"), ("model_center", "5GB"))
 
 
-def resaved(root: Path) -> list[State]:
+def resaved(root):
     found = []
     for number, (format, size) in enumerate(SAVES):
         model = GPT2.from_pretrained(root / "source", dtype=torch.float32)
@@ -144,7 +141,7 @@ def resaved(root: Path) -> list[State]:
 
 
 @pytest.mark.parametrize("num_ranks", [0, 3])
-def test_round_trips_are_bitwise(tmp_path: Path, num_ranks: int) -> None:
+def test_round_trips_are_bitwise(tmp_path, num_ranks):
     """Read back by us, by transformers, by the formats' own libraries."""
     tensors = theirs()
     write_folder(tmp_path / "source", tensors)
@@ -165,7 +162,7 @@ def test_round_trips_are_bitwise(tmp_path: Path, num_ranks: int) -> None:
     assert_same(torch.load(tmp_path / "2" / "pytorch_model.pt", weights_only=True), ours(tensors))
 
 
-def test_a_model_center_file_may_have_a_row_for_padding(tmp_path: Path) -> None:
+def test_a_model_center_file_may_have_a_row_for_padding(tmp_path):
     """As ModelCenter's GPT-2 files do; they are fp16. A configuration replaces that of the folder,
     alone.
     """
@@ -188,7 +185,7 @@ def test_a_model_center_file_may_have_a_row_for_padding(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "out", "pt")
 
 
-def complaints(folders: list[Path]) -> list[str]:
+def complaints(folders):
     """What loads that must fail say, on this rank; the model is as before."""
     model = GPT2(GPT2Config.from_dict(CONFIG, dtype=torch.float32))
     if bmt.is_initialized():
@@ -202,15 +199,15 @@ def complaints(folders: list[Path]) -> list[str]:
     return found
 
 
-def complaint_of_one(folder: Path) -> list[str]:
+def complaint_of_one(folder):
     """Only the first rank sees the folder."""
     return complaints([folder if bmt.rank() == 0 else folder / "gone"])
 
 
-def test_what_does_not_fit_is_explained_on_every_rank(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_explained_on_every_rank(tmp_path):
     tensors = theirs()
     name = "transformer.h.1.attn.c_proj.weight"
-    cases: dict[str, tuple[State, str]] = {
+    cases = {
         "missing": ({key: x for key, x in tensors.items() if key != name}, f"{name!r} (nearest: "),
         "many": ({key: x for key, x in tensors.items() if ".h.1." not in key}, "and 8 more"),
         "vocabulary": (
@@ -245,7 +242,7 @@ def test_what_does_not_fit_is_explained_on_every_rank(tmp_path: Path) -> None:
         assert ("no such file or folder" in message and "again" in message) or "gone" in message
 
 
-def with_a_new_head(folder: Path) -> tuple[State, list[str], Any]:
+def with_a_new_head(folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = GPT2Config.from_pretrained(folder, dtype=torch.float32, cls_head=4)
@@ -255,7 +252,7 @@ def with_a_new_head(folder: Path) -> tuple[State, list[str], Any]:
     return state_of(model), [str(warning.message) for warning in caught], report._asdict()
 
 
-def test_new_heads_are_initialised_and_extras_are_named(tmp_path: Path) -> None:
+def test_new_heads_are_initialised_and_extras_are_named(tmp_path):
     """Once, in two warnings; a head of ours survives a round trip."""
     tensors, head = theirs(), "cls_projection.weight"
     extra = {f"what.{number}": torch.ones(2) for number in range(10)}
@@ -283,7 +280,7 @@ class Pair(torch.nn.Module):
 
     steps: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = torch.nn.Linear(3, 4, bias=False)
         self.second = torch.nn.Linear(3, 4, bias=False)
@@ -303,7 +300,7 @@ PAIR = KeyMap(
 )
 
 
-def test_what_is_one_tensor_must_be_equal(tmp_path: Path) -> None:
+def test_what_is_one_tensor_must_be_equal(tmp_path):
     """There, to be written; in a file, to be one in the model: the ends of large ones are compared."""
     model, out = Pair(), tmp_path / "out"
     with pytest.raises(WeightsError, match=r"'second\.weight' and 'first\.weight' are one tensor"):
@@ -337,7 +334,7 @@ def test_what_is_one_tensor_must_be_equal(tmp_path: Path) -> None:
     assert load_weights(other, tmp_path / "one.bin").missing == []
 
 
-def save_limited(folder: Path, limit: int) -> list[str]:
+def save_limited(folder, limit):
     """Rank 0's disk is full after so many bytes of a file: what each save says, and one after it."""
     model = GPT2.from_pretrained(folder, dtype=torch.float32)
     messages = []
@@ -357,7 +354,7 @@ def save_limited(folder: Path, limit: int) -> list[str]:
 
 @pytest.mark.fresh
 @pytest.mark.parametrize(("num_ranks", "limit"), [(0, 30_000), (2, 100)])
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, num_ranks: int, limit: int) -> None:
+def test_a_full_disk_leaves_what_was_there(tmp_path, num_ranks, limit):
     folder = write_folder(tmp_path / "model", theirs())
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     results = (
@@ -373,7 +370,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, num_ranks: int, limit
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_new_weights_replace_all_old_ones(tmp_path: Path) -> None:
+def test_new_weights_replace_all_old_ones(tmp_path):
     """No file of the checkpoint before is left for a reader to find first; others stay. Nothing
     maps the source's files any more.
     """
@@ -397,7 +394,7 @@ def test_new_weights_replace_all_old_ones(tmp_path: Path) -> None:
         assert set(os.listdir(out)) == want | {"config.json", "notes.txt"}
 
 
-def test_places_and_configurations_that_cannot_be_written(tmp_path: Path) -> None:
+def test_places_and_configurations_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for folder, config, match in (
         (tmp_path / "file", {}, "cannot save to the folder"),
@@ -410,12 +407,12 @@ def test_places_and_configurations_that_cannot_be_written(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["file"]
 
 
-def bytes_read() -> int:
+def bytes_read():
     """What this process has read by system calls so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def read_wide(folder: Path) -> tuple[int, torch.Tensor]:
+def read_wide(folder):
     model = bmt.BMTrainModelWrapper(torch.nn.Linear(512, 2048, bias=False))
     key_map = KeyMap({"weight": Piece("fused", rows=(0, 2048))})
     load_weights(model, folder, key_map)
@@ -427,7 +424,7 @@ def read_wide(folder: Path) -> tuple[int, torch.Tensor]:
 @pytest.mark.skipif(
     not Path("/proc/self/io").exists(), reason="bytes are counted as Linux shows them"
 )
-def test_every_rank_reads_only_its_own_bytes(tmp_path: Path) -> None:
+def test_every_rank_reads_only_its_own_bytes(tmp_path):
     fused = torch.randn(2048, 512)
     safetensors.torch.save_file({"fused": fused}, tmp_path / "model.safetensors")
     for count, weight in run_ranks(read_wide, 3, tmp_path):
@@ -435,11 +432,11 @@ def test_every_rank_reads_only_its_own_bytes(tmp_path: Path) -> None:
 
 
 class Tokenizer:
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder):
         (Path(folder) / "vocab.txt").write_text("a")
 
 
-def fast_tokenizer(folder: Path, cuts: bool) -> Any:
+def fast_tokenizer(folder, cuts):
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     if cuts:
         backend.enable_truncation(7, stride=1)
@@ -448,7 +445,7 @@ def fast_tokenizer(folder: Path, cuts: bool) -> Any:
     return kind.from_pretrained(folder)
 
 
-def test_a_tokenizer_is_written_as_it_was_loaded(tmp_path: Path) -> None:
+def test_a_tokenizer_is_written_as_it_was_loaded(tmp_path):
     """However it has been used, and it can be used as before; a file that says how texts are cut
     still says so. Any kind comes along, in both formats.
     """

@@ -1,9 +1,6 @@
 """From names to folders, with a client in place of the hub."""
 
-from __future__ import annotations
-
 import fnmatch
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,16 +23,16 @@ vit-base-patch16-224 vit-base_patch16_224
 class Hub:
     """A hub in a folder: repositories are folders below it, "org--name"; its cache is another."""
 
-    def __init__(self, root: Path, **files: str) -> None:
+    def __init__(self, root, **files):
         self.root = root
         self.files = {name.replace("__", "/"): names.split() for name, names in files.items()}
 
     @property
-    def log(self) -> list[str]:
+    def log(self):
         path = self.root / "log"
         return path.read_text().splitlines() if path.exists() else []
 
-    def __call__(self, repository: str, patterns: Sequence[str], local_only: bool) -> str:
+    def __call__(self, repository, patterns, local_only):
         with (self.root / "log").open("a") as log:
             log.write(f"{bmt.rank()} {'cache' if local_only else 'fetch'} {repository}\n")
         folder = self.root / repository.replace("/", "--")
@@ -51,13 +48,11 @@ class Hub:
         return str(folder)
 
 
-def names(folder: str) -> set[str]:
+def names(folder):
     return {path.name for path in Path(folder).iterdir()}
 
 
-def test_folders_and_the_old_cache_come_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_and_the_old_cache_come_first(tmp_path, monkeypatch):
     """The cache where it has the files; every name of ModelCenter's documents is known."""
     for name in README.split():
         assert (name in REPOSITORIES) != (name in LOCAL_ONLY), name
@@ -79,7 +74,7 @@ def test_folders_and_the_old_cache_come_first(
     assert hub.log == ["0 fetch google-t5/t5-base"]
 
 
-def test_only_what_is_needed_is_fetched(tmp_path: Path) -> None:
+def test_only_what_is_needed_is_fetched(tmp_path):
     """Safetensors if there are any, and what goes into the files that the model writes."""
     hub = Hub(
         tmp_path,
@@ -112,12 +107,12 @@ def test_only_what_is_needed_is_fetched(tmp_path: Path) -> None:
         ("no/body", r"no/body could not be fetched .*OSError: 404: no no/body$"),
     ],
 )
-def test_other_names_are_explained(tmp_path: Path, name: str, complaint: str) -> None:
+def test_other_names_are_explained(tmp_path, name, complaint):
     with pytest.raises(IdentifierError, match=complaint):
         resolve(name, "model", Hub(tmp_path), tmp_path / "cache")
 
 
-def on_ranks(root: Path, wanted: list[str]) -> list[str]:
+def on_ranks(root, wanted):
     hub = Hub(root, **{"openai-community__gpt2": "config.json model.safetensors"})
     found = []
     for name in wanted:
@@ -130,7 +125,7 @@ def on_ranks(root: Path, wanted: list[str]) -> list[str]:
     return found
 
 
-def test_one_process_fetches_and_a_failure_is_one_of_all(tmp_path: Path) -> None:
+def test_one_process_fetches_and_a_failure_is_one_of_all(tmp_path):
     """The others read what it has fetched; after a failure too."""
     wanted = ["gpt2-base", "no/body", "nobody", "only here", "gpt2"]
     for first, *failures, last in run_ranks(on_ranks, 3, tmp_path, wanted):

@@ -2,15 +2,11 @@
 files, no processes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from bmtrain.checkpoint import reading
 from bmtrain.checkpoint.reading import Read, cuts, read_all
@@ -21,7 +17,6 @@ from model_center.weights.keymap import KeyMap, Piece
 from model_center.weights.matching import Mapped, check_coverage, match
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size, shards
 
-State = dict[str, Tensor]
 MAP = KeyMap(
     {
         "table.weight": Piece("model.embed.weight"),
@@ -39,7 +34,7 @@ MAP = KeyMap(
 )
 
 
-def headers_of(tensors: State) -> dict[str, Header]:
+def headers_of(tensors):
     return {name: Header(tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
 
@@ -48,38 +43,38 @@ class Memory(Source):
 
     count = 0
 
-    def __init__(self, tensors: State) -> None:
+    def __init__(self, tensors):
         super().__init__(Path("memory"), headers_of(tensors), {})
         self.tensors = tensors
 
-    def part(self, name: str, start: int, stop: int) -> Tensor:
+    def part(self, name, start, stop):
         if name == "broken":
             raise OSError("the disk is gone")
         self.count += stop - start
         return self.tensors[name].reshape(-1)[start:stop]
 
-    def mapped(self, name: str) -> Any:
+    def mapped(self, name):
         return Looked(self, self.tensors[name])
 
 
 class Looked:
     """A tensor that tells its source how much of it is taken."""
 
-    def __init__(self, source: Memory, tensor: Tensor) -> None:
+    def __init__(self, source, tensor):
         self.source, self.tensor = source, tensor
 
-    def __getitem__(self, place: Any) -> Tensor:
+    def __getitem__(self, place):
         self.source.count += self.tensor[place].numel()
         return self.tensor[place]
 
 
-def theirs() -> State:
+def theirs():
     shapes = {"embed": (11, 3), "qkv": (3, 8), "LayerNorm": (5,)}
     tensors = {f"model.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
     return tensors | {"model.qkv.bias": torch.randn(8)}
 
 
-def expected(tensors: State) -> State:
+def expected(tensors):
     table, qkv, norm, bias = tensors.values()
     return {
         "table.weight": table,
@@ -101,7 +96,7 @@ def expected(tensors: State) -> State:
         ("model.embed.weight", "head.weight"),  # the tie only
     ],
 )
-def test_every_spelling_is_read(before: str, after: str) -> None:
+def test_every_spelling_is_read(before, after):
     """Any part of a tensor, rows cut or not, in scratch memory or not."""
     tensors = theirs()
     source = Memory({name.replace(before, after): value for name, value in tensors.items()})
@@ -119,7 +114,7 @@ def test_every_spelling_is_read(before: str, after: str) -> None:
                 assert torch.equal(mapped.read(name, start, stop, scratch).reshape(-1), want)
 
 
-def test_other_names() -> None:
+def test_other_names():
     """Unexpected, ignored, copies, missing."""
     extra = dict.fromkeys(("model.rotary.inv_freq", "head.weight", "what"), torch.ones(1))
     found = match(MAP, [*MAP.pieces, "classes.weight"], theirs() | extra)
@@ -136,7 +131,7 @@ def test_other_names() -> None:
     ("shape", "complaint"),
     [((3, 9), "9 rows or columns"), ((3, 7), "too small"), ((8,), "expected a matrix")],
 )
-def test_files_of_another_size_are_refused(shape: tuple[int, ...], complaint: str) -> None:
+def test_files_of_another_size_are_refused(shape, complaint):
     """Rows left over would be lost in silence."""
     source = Memory({**theirs(), "model.qkv.weight": torch.zeros(shape)})
     pieces = match(MAP, MAP.pieces, source.headers).pieces
@@ -145,7 +140,7 @@ def test_files_of_another_size_are_refused(shape: tuple[int, ...], complaint: st
         check_coverage(source, pieces)
 
 
-def test_a_rank_looks_only_at_its_own_elements() -> None:
+def test_a_rank_looks_only_at_its_own_elements():
     """Turned matrices and rows of tensors too: whole columns of theirs are rows of ours."""
     source = Memory({"w": torch.arange(40 * 60.0).view(40, 60)})
     mapped = Mapped(source, {"ours": Piece("w", transpose=True, rows=(20, 60))})
@@ -156,7 +151,7 @@ def test_a_rank_looks_only_at_its_own_elements() -> None:
         assert torch.equal(out, whole[start:stop]) and source.count == 400
 
 
-def test_reads_in_many_pieces_are_those_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_in_many_pieces_are_those_in_one(monkeypatch):
     """Slices of ranks, which begin and end anywhere, cut at rows, read by several threads; in the
     dtype of their targets. An error of one ends all.
     """
@@ -190,7 +185,7 @@ def test_reads_in_many_pieces_are_those_in_one(monkeypatch: pytest.MonkeyPatch) 
         read_all([Read(torch.zeros(3), name, 0, 3) for name in broken.tensors], broken)
 
 
-def export(tensors: State, folder: Path) -> None:
+def export(tensors, folder):
     targets = targets_of(MAP, headers_of(tensors))
     headers = {name: target.header for name, target in targets.items()}
     exporter = Exporter(MAP, targets, SafetensorsWriter(folder, headers, 10**9))
@@ -198,7 +193,7 @@ def export(tensors: State, folder: Path) -> None:
         exporter.put([name], value)
 
 
-def test_writing_is_the_inverse_of_reading(tmp_path: Path) -> None:
+def test_writing_is_the_inverse_of_reading(tmp_path):
     """Read by the format's own library."""
     tensors, own = theirs(), {"own": torch.tensor(3), "none": torch.zeros(0, 2)}
     own["flags"] = torch.tensor([True, False, True])
@@ -225,21 +220,19 @@ def test_writing_is_the_inverse_of_reading(tmp_path: Path) -> None:
         ("table.weight", torch.zeros(2, dtype=torch.complex64), "safetensors files do not hold"),
     ],
 )
-def test_what_their_format_cannot_hold_is_an_error(
-    tmp_path: Path, name: str, change: Tensor | None, complaint: str
-) -> None:
+def test_what_their_format_cannot_hold_is_an_error(tmp_path, name, change, complaint):
     tensors = expected(theirs())
     tensors.pop(name) if change is None else tensors.update({name: change})
     with pytest.raises(WeightsError, match=complaint):
         export(tensors, tmp_path)
 
 
-def test_files_are_cut_by_size() -> None:
+def test_files_are_cut_by_size():
     sizes = {"a": 4, "b": 6, "c": 1, "d": 50, "e": 10}
     headers = {name: Header((size,), torch.int8) for name, size in sizes.items()}
     assert shards(headers, 10) == [["a", "b"], ["c"], ["d"], ["e"]]
     assert shards(headers, 100) == [[*sizes]]
-    given: tuple[int | str, ...] = ("5GB", "1.5 MiB", 7, "300kb")
+    given = ("5GB", "1.5 MiB", 7, "300kb")
     assert [parse_size(size) for size in given] == [5 * 10**9, 3 * 2**19, 7, 300_000]
     for size in ("", "5 bytes", "-1", 0, "GB"):
         with pytest.raises(WeightsError, match="max_shard_size"):

@@ -2,13 +2,9 @@
 transformers is in the folder that a model loaded from it writes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -61,22 +57,21 @@ FILES = {name: f"\r\n\n {name}".encode() for name in NAMES.split()}
 FILES["generation_config.json"] = b'{"temperature": 0.6, "top_p":0.9}'
 
 
-def write(kind: str, folder: Path) -> None:
+def write(kind, folder):
     parity.their_model(KINDS[kind]).save_pretrained(folder)
     for file, content in FILES.items():
         (folder / file).write_bytes(content)
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder):
     return load_file(folder / "model.safetensors")
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return content
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
 
 
-def assert_same_folders(one: Path, other: Path, new: str = "") -> None:
+def assert_same_folders(one, other, new=""):
     """Configurations, tensors but for `new` ones, and files."""
     assert config_of(other) == config_of(one)
     got, want = tensors_of(other), tensors_of(one)
@@ -91,7 +86,7 @@ def assert_same_folders(one: Path, other: Path, new: str = "") -> None:
         assert (other / name).read_bytes() == content, name
 
 
-def export(source: Path, target: Path) -> None:
+def export(source, target):
     """On each rank; a warning tells of new heads, on rank 0 alone."""
     for kind in KINDS:
         own = model_class(config_of(source / kind))
@@ -102,7 +97,7 @@ def export(source: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(0, marks=pytest.mark.long), 2])
-def test_a_folder_comes_back_as_it_was(tmp_path: Path, num_ranks: int) -> None:
+def test_a_folder_comes_back_as_it_was(tmp_path, num_ranks):
     for kind in KINDS:
         write(kind, tmp_path / "in" / kind)
     arguments = tmp_path / "in", tmp_path / "out"
@@ -114,7 +109,7 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path, num_ranks: int) -> None:
         assert_same_folders(tmp_path / "in" / kind, tmp_path / "out" / kind, NEW.get(kind, ""))
 
 
-def test_both_names_of_a_tied_tensor_come_back(tmp_path: Path) -> None:
+def test_both_names_of_a_tied_tensor_come_back(tmp_path):
     """Files of BERT from before safetensors have the bias of its head under two names, and norms
     under those of TensorFlow. The folder may go, or be written to.
     """
@@ -137,7 +132,7 @@ def test_both_names_of_a_tied_tensor_come_back(tmp_path: Path) -> None:
 
 
 @since_5  # which loads in that dtype unless it is given another
-def test_changes_are_written(tmp_path: Path) -> None:
+def test_changes_are_written(tmp_path):
     """Values that a program has set, and the dtype, are those of the new file; others stay."""
     write("llama 3", tmp_path / "in")
     model = Llama.from_pretrained(
@@ -151,7 +146,7 @@ def test_changes_are_written(tmp_path: Path) -> None:
     assert {value.dtype for value in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
 
 
-def test_a_smaller_model_leaves_layers_out(tmp_path: Path) -> None:
+def test_a_smaller_model_leaves_layers_out(tmp_path):
     """Layers are no heads of another task."""
     write("llama", tmp_path / "in")
     with pytest.warns(UserWarning, match="is not used"):
@@ -162,7 +157,7 @@ def test_a_smaller_model_leaves_layers_out(tmp_path: Path) -> None:
     assert {*tensors_of(tmp_path / "out")} == kept
 
 
-def test_trained_weights_are_written_and_heads_kept_in_the_dtype(tmp_path: Path) -> None:
+def test_trained_weights_are_written_and_heads_kept_in_the_dtype(tmp_path):
     write("bert with two heads", tmp_path / "in")
     model = Bert.from_pretrained(tmp_path / "in", dtype="float16")
     with torch.no_grad():
@@ -176,7 +171,7 @@ def test_trained_weights_are_written_and_heads_kept_in_the_dtype(tmp_path: Path)
     assert config_of(tmp_path / "out") == {**config_of(tmp_path / "in"), "dtype": "float16"}
 
 
-def test_files_come_along_in_our_format(tmp_path: Path) -> None:
+def test_files_come_along_in_our_format(tmp_path):
     write("gpt2", tmp_path / "in")
     model = GPT2.from_pretrained(tmp_path / "in", dtype="float32")
     model.save_pretrained(tmp_path / "ours", format="model_center")

@@ -1,9 +1,5 @@
 """What differs between the versions of transformers that the tests of models run with."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import transformers
 
@@ -11,7 +7,7 @@ IS_4 = transformers.__version__.startswith("4.")
 since_5 = pytest.mark.skipif(IS_4, reason="asks for what transformers 5 does otherwise than 4")
 
 
-def rope(rope_theta: float, **scaling: Any) -> str:
+def rope(rope_theta, **scaling):
     """Values of a configuration that say how positions are rotated, as words without blanks."""
     given = (
         {"rope_theta": rope_theta, "rope_scaling": scaling}

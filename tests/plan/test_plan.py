@@ -1,7 +1,5 @@
 """Forecasts against what real models keep, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib
@@ -38,20 +36,20 @@ from model_center.commands import plan as model_center_plan
 
 MACHINE, TWO = bp.Machine(gpu="h200"), bp.Machine(gpu="h200", gpus=2)
 EAGER = Settings(batch=2, seq=16, compiled=False, recompute="nothing")
-with_replaced: Any = dataclasses.replace  # fields by their names
+with_replaced = dataclasses.replace  # fields by their names
 
 
 class Layer(nn.Module):
     """Attention and a gated feed-forward network; `scale` is the same for all layers."""
 
-    def __init__(self, width: int = 48, heads: int = 4) -> None:
+    def __init__(self, width=48, heads=4):
         super().__init__()
         self.heads, self.norm, self.last = heads, nn.RMSNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
         self.down = nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, x, scale):
         parts = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
@@ -63,25 +61,24 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Ids to logits."""
 
-    def __init__(self, layers: int = 5, width: int = 48) -> None:
+    def __init__(self, layers=5, width=48):
         super().__init__()
         self.embedding, self.head = nn.Embedding(50, width), nn.Linear(width, 50)
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x, scale = self.embedding(ids), torch.ones((), dtype=self.head.weight.dtype)
         for layer in self.layers:
             x = layer(x, scale)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
-def wide() -> nn.Module:
+def wide():
     """Six layers whose activations are large beside their weights."""
     return Model(6, 1024)
 
 
-def number() -> int:
+def number():
     """No module."""
     return 3
 
@@ -92,12 +89,12 @@ MODEL, WIDE = f"{__name__}:Model", f"{__name__}:wide"
 class Counter(torch.autograd.graph.saved_tensors_hooks):
     """Bytes that autograd saves of real tensors: each address once, without some."""
 
-    def __init__(self, spare: list[Tensor]) -> None:
+    def __init__(self, spare):
         super().__init__(self.pack, lambda saved: saved)
         self.seen = {x.untyped_storage().data_ptr() for x in spare}
         self.num_bytes = 0
 
-    def pack(self, x: Tensor) -> Tensor:
+    def pack(self, x):
         if x.untyped_storage().data_ptr() not in self.seen:
             self.seen.add(x.untyped_storage().data_ptr())
             self.num_bytes += x.untyped_storage().nbytes()
@@ -105,7 +102,7 @@ class Counter(torch.autograd.graph.saved_tensors_hooks):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_activations_are_those_of_a_real_run(dtype: torch.dtype) -> None:
+def test_activations_are_those_of_a_real_run(dtype):
     """At NOTHING what autograd saves, at CHEAP what the engine's own code keeps, to the byte. Compiled,
     less than eager, and no less than the products need.
     """
@@ -136,16 +133,16 @@ def test_activations_are_those_of_a_real_run(dtype: torch.dtype) -> None:
 class Head(nn.Module):
     """A map to logits and their loss, as programs write it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 4096, bias=False)
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, x, targets):
         logits = self.linear(x).float().flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten())
 
 
-def test_a_head_in_a_block_runs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_in_a_block_runs_in_chunks(monkeypatch):
     """Compiled, at every level: the logits of a chunk, and gradients in fp32 and in bf16."""
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 256)
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
@@ -180,7 +177,7 @@ dtype=bf16 optimizer=offload moments=8bit master_weights=none
 ]
 
 
-def built() -> list[tuple[int, ...]]:
+def built():
     """Bytes of really sharded models on this rank: shards, gradients, states."""
     found = []
     for form in KEPT:
@@ -209,7 +206,7 @@ def built() -> list[tuple[int, ...]]:
     return found
 
 
-def test_shards_gradients_and_states_are_those_of_a_real_model() -> None:
+def test_shards_gradients_and_states_are_those_of_a_real_model():
     """To the byte: those of the first rank."""
     source = of_function(MODEL)
     for kept, real in zip(KEPT, run_ranks(built, 2)[0], strict=True):
@@ -220,7 +217,7 @@ def test_shards_gradients_and_states_are_those_of_a_real_model() -> None:
         assert memory.host + memory.states == states, kept
 
 
-def test_auto_takes_what_fits() -> None:
+def test_auto_takes_what_fits():
     """With room everything is kept; with less, what is chosen fits as long as anything does: for many
     rooms; the allocator's slack grows with what blocks keep, which no plan counts.
     """
@@ -242,7 +239,7 @@ def test_auto_takes_what_fits() -> None:
     assert set(free.recompute) == {"nothing"} and len(tight.recompute) > 1
 
 
-def test_memory_grows_with_what_takes_it() -> None:
+def test_memory_grows_with_what_takes_it():
     """More rows, less recomputation, fewer ranks: each takes more; ZeRO-2 more than ZeRO-3. Of states
     as many are on the GPU as are said to be. Of LoRA only the adapters are trained: rank times the sum
     of both sides of the five linear layers. A model without blocks has gradients too.
@@ -250,7 +247,7 @@ def test_memory_grows_with_what_takes_it() -> None:
     source, settings = of_function(MODEL), with_replaced(EAGER, batch=32, seq=64)
     traced = trace(source, settings)
 
-    def total(level: Level, machine: bp.Machine = TWO, **changes: Any) -> int:
+    def total(level, machine=TWO, **changes):
         return Memory(traced, with_replaced(settings, **changes), machine).peak([level] * 5).total
 
     everything = total(Level.NOTHING)
@@ -271,11 +268,11 @@ def test_memory_grows_with_what_takes_it() -> None:
     assert bare.peak.parts["gradients"] == 2 * bare.parameters and "no member" in bare.notes[0]
 
 
-def _ids() -> Tensor:
+def _ids():
     return torch.zeros(1, 1, dtype=torch.long)
 
 
-def test_models_of_all_sources(tmp_path: pathlib.Path) -> None:
+def test_models_of_all_sources(tmp_path):
     """A function of the user's: its blocks are the members of the list. A folder of transformers, as
     the model of transformers and as ours: the same elements.
     """
@@ -312,14 +309,12 @@ nowhere_at_all:model --gpu h200: cannot be imported
 """
 
 
-def test_bad_input_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_ends_in_one_line(monkeypatch, tmp_path, capsys):
     """Exit status 2, and a line that says what is wrong, and what to give in its place; flags that went
     say what to do instead.
     """
 
-    def said(*words: str) -> str:
+    def said(*words):
         assert main(["plan", *words]) == 2, words
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("error: ") and err.count("\n") == 1, words
@@ -329,7 +324,7 @@ def test_bad_input_ends_in_one_line(
         words, _, reason = line.rpartition(": ")
         assert reason in said(*words.split()), line
 
-    def refuse(name: str) -> None:
+    def refuse(name):
         raise OSError(f"no connection to read {name}")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
@@ -344,12 +339,12 @@ def test_bad_input_ends_in_one_line(
     assert arguments.MOMENTS == MOMENTS and arguments.MASTER_WEIGHTS == MASTER_WEIGHTS
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(capsys):
     """Text and JSON, for what fits and what does not, which has another exit status: with one change
     each, of which one may fit.
     """
 
-    def plan(status: int, text: str) -> str:
+    def plan(status, text):
         assert main(["plan", "--no-compile", *text.split()]) == status
         return capsys.readouterr().out
 
@@ -379,9 +374,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pln"]) == 2 and "'plan'" in capsys.readouterr().err
 
 
-def test_env_shows_no_secrets_and_survives_what_it_cannot_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_env_shows_no_secrets_and_survives_what_it_cannot_read(monkeypatch, capsys):
     """Values are shown of variables that are known alone, of addresses without user, password and
     query; items that fail say why.
     """
@@ -402,7 +395,7 @@ def test_env_shows_no_secrets_and_survives_what_it_cannot_read(
     assert "NCCL_DEBUG: INFO" in (shown := capsys.readouterr().out) and "geheim" not in shown
 
 
-def test_the_page_has_the_table_of_the_program() -> None:
+def test_the_page_has_the_table_of_the_program():
     """Between the marks."""
     root = pathlib.Path(__file__).parents[2]
     page = (root / "docs/site/en/guides/memory.md").read_text(encoding="utf-8")

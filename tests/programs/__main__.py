@@ -2,18 +2,16 @@
 seeds from `--first` on.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
 from collections import Counter
 
-from tests.programs.features import FEATURES, OFF, Spec, draw
-from tests.programs.pool import Verdict, judge
+from tests.programs.features import FEATURES, OFF, draw
+from tests.programs.pool import judge
 
 
-def main() -> int:
+def main():
     """Print a line for each program that is neither right nor refused; exit status 1 if there is
     one.
     """
@@ -36,7 +34,7 @@ def main() -> int:
     args = parser.parse_args()
     off = frozenset() if "all" in args.on else OFF - set(args.on)
     seeds = args.seeds or range(args.first, args.first + args.count)
-    count: Counter[str] = Counter()
+    count = Counter()
     began = time.monotonic()
     for seed in seeds:
         spec = draw(seed, args.ranks, off)
@@ -54,7 +52,7 @@ def main() -> int:
     return int(any(word not in ("right", "refused") for word in count))
 
 
-def shrunk(spec: Spec, verdict: Verdict) -> tuple[Spec, Verdict]:
+def shrunk(spec, verdict):
     """Take out one thing after the other while the program still fails in the same way."""
     tried = {str(spec)}
     while True:

@@ -1,18 +1,16 @@
 """What random programs are made of: options with their choices, drawn from a seed."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any
 
 # Features whose choices are not drawn because the engine does not have them yet: take names out to
 # turn them on.
-OFF: frozenset[str] = frozenset()
+OFF = frozenset()
 
 # The first choice of each option is its plainest, which shrinking goes back to. A choice "x@f"
 # belongs to the feature f.
-OPTIONS: dict[str, tuple[Any, ...]] = {
+OPTIONS = {
     "dtype": ("float32", "float32", "float32", "bfloat16", "float64"),
     "rows": ("split", "split", "same"),
     "wrap": ("wrapper", "blocks", "blocks_only", "nested", "distributed", "manual_outer"),
@@ -120,10 +118,10 @@ class Spec:
     layers: tuple[str, ...]
     between: tuple[tuple[int, str], ...]
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name):
         return self.options[name]
 
-    def __str__(self) -> str:
+    def __str__(self):
         special = [
             f"{name}={value}" for name, value in self.options.items() if value != OPTIONS[name][0]
         ]
@@ -133,7 +131,7 @@ class Spec:
             f"{', '.join(special + between) or 'nothing special'}"
         )
 
-    def smaller(self) -> list[Spec]:
+    def smaller(self):
         """This program with one thing less, each."""
         out = [
             dataclasses.replace(self, between=self.between[:i] + self.between[i + 1 :])
@@ -163,7 +161,7 @@ class Spec:
         ]
 
 
-def draw(seed: int, ranks: int | None = None, off: frozenset[str] = OFF) -> Spec:
+def draw(seed, ranks=None, off=OFF):
     """The program of a seed.
 
     Features that are off draw the plainest choice, and leave the rest of the program as it is.
@@ -197,14 +195,14 @@ def draw(seed: int, ranks: int | None = None, off: frozenset[str] = OFF) -> Spec
     )
 
 
-def _allowed(choice: Any, plain: Any, off: frozenset[str]) -> Any:
+def _allowed(choice, plain, off):
     if not isinstance(choice, str):
         return choice
     name, _, feature = choice.partition("@")
     return plain if feature in off else name
 
 
-def _consistent(options: dict[str, Any], layers: tuple[str, ...]) -> dict[str, Any]:
+def _consistent(options, layers):
     """Without what one process could not do either, or does otherwise by its own definition."""
     out = dict(options)
     if DRAWING & set(layers) or out["embedding"] == "max_norm" or out["optimizer"] == "lbfgs":

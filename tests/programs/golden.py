@@ -7,8 +7,6 @@ For a change of form: run `write` before it and `compare` after it. `compare` na
 values or sequence of collectives are others.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import hashlib
@@ -20,7 +18,7 @@ import warnings
 from typing import Any
 
 from tests.programs import modules, running
-from tests.programs.features import Spec, draw
+from tests.programs.features import draw
 from tests.ranks import runner
 
 import bmtrain as bmt
@@ -28,15 +26,15 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.runtime import world
 
 
-def trace(spec: Spec) -> tuple[str, list[str]]:
+def trace(spec):
     """This rank's values as a digest, or its error, and the lines of its ledger."""
     warnings.simplefilter("ignore")
     bmt.init_distributed(device="cpu", zero_level=spec["level"], timeout=20)
     world.current("a program").draws.same_rows = spec["rows"] == "same"
-    lines: list[str] = []
+    lines = []
     note = Ledger.note
 
-    def listen(self: Ledger, axis: Any, what: str) -> None:
+    def listen(self, axis, what):
         lines.append(what)
         note(self, axis, what)
 
@@ -61,7 +59,7 @@ def trace(spec: Spec) -> tuple[str, list[str]]:
     return found.hexdigest(), lines
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("verb", choices=("write", "compare"))
     parser.add_argument("file", type=pathlib.Path)

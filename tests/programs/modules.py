@@ -1,16 +1,12 @@
 """The modules of random programs, plain, and the ways to shard them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.programs.features import Spec
 from torch import nn
 
 import bmtrain as bmt
@@ -19,77 +15,77 @@ DIM, VOCAB, LENGTH, ROWS = 8, 11, 4, 12
 
 
 class Linear(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(DIM, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.tanh(self.a(x))
 
 
 class Residual(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(DIM, 13), nn.Linear(13, DIM, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.b(torch.tanh(self.a(x)))
 
 
 class SplitResidual(bmt.DistributedModule):
     """The same of this library's layers."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         super().__init__()
         self.a, self.b = (
             bmt.nn.Linear(DIM, 13, dtype=dtype),
             bmt.nn.Linear(13, DIM, bias=False, dtype=dtype),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.b(torch.tanh(self.a(x)))
 
 
 class Norm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.norm(x)
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.attention(x, x, x, need_weights=False)[0]
 
 
 class Conv(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv1d(DIM, DIM, 3, padding=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.conv(x.transpose(1, 2)).transpose(1, 2))
 
 
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rnn = nn.GRU(DIM, DIM, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.rnn(x)[0]
 
 
 class Tiny(nn.Module):
     """Parameters of no dim and of one and three elements, one frozen, one never used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain, self.shift = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.randn(1))
         self.unused, self.frozen = (
@@ -97,7 +93,7 @@ class Tiny(nn.Module):
             nn.Parameter(torch.randn(DIM), requires_grad=False),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.sin(x * self.gain + self.shift) + self.frozen
 
 
@@ -107,13 +103,13 @@ class Buffer(nn.Module):
     mean: torch.Tensor
     count: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(DIM, DIM)
         self.register_buffer("mean", torch.zeros(DIM))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.training:
             self.count += 1
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
@@ -121,41 +117,41 @@ class Buffer(nn.Module):
 
 
 class Dropout(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.dropout = nn.Linear(DIM, DIM), nn.Dropout(0.2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.dropout(torch.tanh(self.a(x)))
 
 
 class BatchNorm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.norm = nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.norm(self.a(x).transpose(1, 2)).transpose(1, 2))
 
 
-def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def scaled(x, w):
     """A norm as TorchScript."""
     return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype) * w
 
 
 @functools.cache
-def scripted() -> Any:
+def scripted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch would have programs compile; many of them script
         return torch.jit.script(scaled)
 
 
 class Script(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.rand(DIM) + 0.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + scripted()(x, self.w)
 
 
@@ -164,11 +160,11 @@ class Sometimes(nn.Module):
 
     step = 0  # of the class: a block hides the modules inside of it
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.extra = nn.Linear(DIM, DIM), nn.Parameter(torch.randn(DIM))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = torch.tanh(self.a(x))
         return x + self.extra if self.step % 2 else x
 
@@ -178,26 +174,26 @@ class UnusedOnOneRank(nn.Module):
 
     is_unused = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(DIM, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x if self.is_unused else x + self.a(x) * 0
 
 
 class Outer(nn.Module):
     """A layer in a layer, with parameters of both."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner, self.out = inner, nn.Linear(DIM, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.out(self.inner(x)))
 
 
-KINDS: dict[str, type[nn.Module]] = {
+KINDS = {
     "linear": Linear,
     "residual": Residual,
     "norm": Norm,
@@ -217,7 +213,7 @@ KINDS: dict[str, type[nn.Module]] = {
 class Net(nn.Module):
     """Embedding, layers in an order that the step chooses, norm, head."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec):
         super().__init__()
         self.spec = spec
         more: dict[str, Any] = {"padding_idx": 2} if spec["embedding"] == "padding_idx" else {}
@@ -240,20 +236,20 @@ class Net(nn.Module):
             None if spec["positions"] == "none" else nn.Parameter(torch.randn(LENGTH, DIM))
         )
 
-    def placed(self, x: torch.Tensor) -> torch.Tensor:
+    def placed(self, x):
         """Every row, of the shape of the positions, beside them: which rows there are, each rank
         knows by itself.
         """
         if self.position is None:
             return x
-        rules: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        rules = {
             "row_by_row": lambda row, position: row + position,
             "where": lambda row, position: torch.where(row > 0, row, position),
             "gated": lambda row, position: row + position * torch.sigmoid(row.mean()),
         }
         return torch.stack([rules[self.spec["positions"]](row, self.position) for row in x])
 
-    def order(self, step: int) -> list[int]:
+    def order(self, step):
         numbers = list(range(len(self.layers)))
         match self.spec["order"]:
             case "reversed":
@@ -267,7 +263,7 @@ class Net(nn.Module):
             case _:
                 return numbers
 
-    def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+    def forward(self, tokens, step):
         dtype = self.scale.dtype
         x = (
             F.one_hot(tokens % DIM, DIM).to(dtype)
@@ -280,7 +276,7 @@ class Net(nn.Module):
         return self.head(self.norm(x) * self.scale)
 
 
-def _tie_first_match(layers: list[nn.Module]) -> None:
+def _tie_first_match(layers):
     """The first parameter of a later layer with the shape of one of an earlier layer becomes that
     one.
     """
@@ -298,7 +294,7 @@ def _tie_first_match(layers: list[nn.Module]) -> None:
                         return
 
 
-def plain(spec: Spec) -> Net:
+def plain(spec):
     """The model of a program, the same in every process and call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
@@ -309,7 +305,7 @@ def plain(spec: Spec) -> Net:
     return model
 
 
-def sharded(spec: Spec) -> nn.Module:
+def sharded(spec):
     """The same, sharded as the program says."""
     model, recompute = plain(spec), spec["recompute"]
     match spec["wrap"]:
@@ -331,7 +327,7 @@ def sharded(spec: Spec) -> nn.Module:
                     )
             return bmt.BMTrainModelWrapper(model, use_checkpoint=recompute)
         case "nested":
-            done: dict[int, nn.Module] = {}
+            done = {}
             for number, layer in enumerate(model.layers):
                 assert isinstance(layer, Outer)
                 if id(layer) not in done:
@@ -342,7 +338,7 @@ def sharded(spec: Spec) -> nn.Module:
                 model.layers[number] = done[id(layer)]
             return bmt.BMTrainModelWrapper(model)
         case _:
-            known: dict[int, nn.Module] = {}
+            known = {}
             for number, layer in enumerate(model.layers):
                 if id(layer) not in known:
                     known[id(layer)] = bmt.Block(
@@ -356,5 +352,5 @@ def sharded(spec: Spec) -> nn.Module:
             )
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copied(model):
     return copy.deepcopy(model)

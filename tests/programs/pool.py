@@ -1,13 +1,9 @@
 """Judging a program: whether its ranks compute what one process computes."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
-from collections.abc import Sequence
 
 from tests.programs import running
-from tests.programs.features import Spec
 from tests.ranks import runner
 
 from bmtrain.verification.verify import REFUSALS
@@ -23,7 +19,7 @@ class Verdict:
     detail: str = ""
 
     @property
-    def sort(self) -> str:
+    def sort(self):
         """The same for faults that may be the same: of what a wrong number is, or the class of an
         exception.
         """
@@ -32,11 +28,11 @@ class Verdict:
             return f"wrong {words.partition(', ')[2].split(' ')[0]}"
         return f"{self.word} {words.partition(':')[0]}"
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         return self.word in ("right", "refused")
 
 
-def judge(spec: Spec, limit: float = LIMIT_S) -> Verdict:
+def judge(spec, limit=LIMIT_S):
     """Run a program on ranks that live on if it is right."""
     outcomes, _ = runner.perform(
         running.judge, spec.ranks, spec, timeout=limit, init=None, fresh=False
@@ -47,7 +43,7 @@ def judge(spec: Spec, limit: float = LIMIT_S) -> Verdict:
     return verdict
 
 
-def _verdict(outcomes: Sequence[runner.Outcome], ranks: int) -> Verdict:
+def _verdict(outcomes, ranks):
     said = {outcome.rank: _said(outcome) for outcome in outcomes}
     kinds = [kind for kind, _ in said.values()]
     first = {
@@ -63,7 +59,7 @@ def _verdict(outcomes: Sequence[runner.Outcome], ranks: int) -> Verdict:
     return Verdict("hang", more.strip()) if late else Verdict("right", first["right"])
 
 
-def _said(outcome: runner.Outcome) -> tuple[str, str]:
+def _said(outcome):
     if not outcome.trace:
         kind, text = pickle.loads(outcome.value)
         return str(kind), str(text)

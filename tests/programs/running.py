@@ -1,16 +1,12 @@
 """A program's steps, plain and sharded in the same process, and the comparison of both."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tests.programs import modules
-from tests.programs.features import Spec
 from torch import nn
 
 import bmtrain as bmt
@@ -27,15 +23,15 @@ class Plain:
 
     ranks, rank = 1, 0
 
-    def __init__(self, spec: Spec, model: nn.Module) -> None:
+    def __init__(self, spec, model):
         self.spec = spec
         self.make_optimizer(model)
 
-    def make_optimizer(self, model: nn.Module) -> None:
+    def make_optimizer(self, model):
         self.model = model
         self.optimizer = optimizer_of(self.spec, groups_of(self.spec, model), ours=False)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self):
         match self.spec["clear"]:
             case "model":
                 self.model.zero_grad()
@@ -48,49 +44,49 @@ class Plain:
             case how:
                 self.clear(set_to_none=how == "none")
 
-    def clear(self, set_to_none: bool) -> None:
+    def clear(self, set_to_none):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
+    def backward(self, loss, last):
         loss.backward()
 
-    def clip(self) -> Any:
+    def clip(self):
         if self.spec["clip"] == "none":
             return None
         order = float("inf") if self.spec["clip"] == "ours_inf" else 2.0
         return nn.utils.clip_grad_norm_(list(self.model.parameters()), 0.05, norm_type=order)
 
-    def step(self) -> None:
+    def step(self):
         self.optimizer.step()
 
-    def roundtrip(self) -> None:
+    def roundtrip(self):
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
 
 class Sharded(Plain):
     """How ranks do."""
 
-    def __init__(self, spec: Spec, model: nn.Module) -> None:
+    def __init__(self, spec, model):
         self.ranks, self.rank = bmt.world_size(), bmt.rank()
         super().__init__(spec, model)
 
-    def make_optimizer(self, model: nn.Module) -> None:
+    def make_optimizer(self, model):
         self.model = model
         self.optimizer = optimizer_of(self.spec, groups_of(self.spec, model), ours=True)
         self.manager = bmt.optim.OptimManager() if self.spec["manager"] else None
         if self.manager is not None:
             self.manager.add_optimizer(self.optimizer)
 
-    def clear(self, set_to_none: bool) -> None:
+    def clear(self, set_to_none):
         (self.manager or self.optimizer).zero_grad(set_to_none=set_to_none)
 
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
+    def backward(self, loss, last):
         if self.manager is None:
             (loss / self.ranks).backward()
         else:
             self.manager.backward(loss, reduce_gradients=last or not self.spec["deferred"])
 
-    def clip(self) -> Any:
+    def clip(self):
         if not self.spec["clip"].startswith("ours"):
             return super().clip()
         order = float("inf") if self.spec["clip"] == "ours_inf" else 2.0
@@ -98,10 +94,10 @@ class Sharded(Plain):
             return bmt.optim.clip_grad_norm(self.optimizer.param_groups, 0.05, norm_type=order)
         return self.manager.clip_grad_norm(self.optimizer.param_groups, 0.05, norm_type=order)
 
-    def step(self) -> None:
+    def step(self):
         self.optimizer.step() if self.manager is None else self.manager.step()
 
-    def roundtrip(self) -> None:
+    def roundtrip(self):
         if self.manager is not None:
             self.manager.load_state_dict(self.manager.state_dict(gather_opt=True))
         else:
@@ -111,7 +107,7 @@ class Sharded(Plain):
 class WithMasters(torch.optim.AdamW):
     """AdamW on fp32 copies of half-precision parameters."""
 
-    def __init__(self, groups: list[dict[str, Any]], **more: Any) -> None:
+    def __init__(self, groups, **more):
         self.pairs = [(p, p.detach().float()) for group in groups for p in group["params"]]
         masters = {id(p): master for p, master in self.pairs}
         super().__init__(
@@ -120,12 +116,12 @@ class WithMasters(torch.optim.AdamW):
         )
         self.seen = [p.detach().clone() for p, _ in self.pairs]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none=True):
         for p, _ in self.pairs:
             p.grad = None if set_to_none or p.grad is None else torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for (p, master), seen in zip(self.pairs, self.seen, strict=True):
             master.copy_(torch.where(p == seen, master, p.float()))  # the program has written it
             master.grad = None if p.grad is None else p.grad.float()
@@ -136,7 +132,7 @@ class WithMasters(torch.optim.AdamW):
             seen.copy_(p)
 
 
-def groups_of(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
+def groups_of(spec, model):
     named = list(model.named_parameters())
     if spec["groups"] == "one":
         return [{"params": [p for _, p in named]}]
@@ -151,7 +147,7 @@ def groups_of(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def optimizer_of(spec: Spec, groups: list[dict[str, Any]], ours: bool) -> torch.optim.Optimizer:
+def optimizer_of(spec, groups, ours):
     half, o = spec["dtype"] == "bfloat16", torch.optim
     adam: dict[str, Any] = {"lr": LR, "eps": 1e-4, "weight_decay": 0.1}
     if spec["optimizer"] in ("adam", "offload"):
@@ -162,7 +158,7 @@ def optimizer_of(spec: Spec, groups: list[dict[str, Any]], ours: bool) -> torch.
                 else bmt.optim.AdamOffloadOptimizer
             )(groups, **adam)
         return WithMasters(groups, **adam) if half else o.AdamW(groups, **adam)
-    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+    makers = {
         "sgd": lambda: o.SGD(groups, lr=LR),
         "momentum": lambda: o.SGD(groups, lr=LR, momentum=0.9, nesterov=True, weight_decay=0.1),
         "adamw": lambda: o.AdamW(groups, **adam, foreach=False),
@@ -182,24 +178,24 @@ def optimizer_of(spec: Spec, groups: list[dict[str, Any]], ours: bool) -> torch.
 class Both(torch.optim.Optimizer):
     """Muon for matrices, SGD for the rest, as programs combine them."""
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups):
         super().__init__(groups, {"lr": LR})
         params = [p for group in groups for p in group["params"]]
         matrices, others = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
-        self.parts: list[torch.optim.Optimizer] = [torch.optim.SGD(others, lr=LR)] if others else []
+        self.parts = [torch.optim.SGD(others, lr=LR)] if others else []
         kind = getattr(torch.optim, "Muon", torch.optim.SGD)  # torch 2.8 has no Muon
         self.parts += [kind(matrices, lr=LR)] if matrices else []
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for part in self.parts:
             part.step()
 
 
-def batch(spec: Spec, step: int, trainer: Plain) -> torch.Tensor:
+def batch(spec, step, trainer):
     return torch.cat(micro_batches(spec, step, trainer, 1))
 
 
-def micro_batches(spec: Spec, step: int, trainer: Plain, count: int) -> list[torch.Tensor]:
+def micro_batches(spec, step, trainer, count):
     """Of one process each is what all ranks have together: hooks may make something of every
     one.
     """
@@ -218,7 +214,7 @@ def micro_batches(spec: Spec, step: int, trainer: Plain, count: int) -> list[tor
     )
 
 
-def loss_of(spec: Spec, model: Any, rows: torch.Tensor, step: int) -> torch.Tensor:
+def loss_of(spec, model, rows, step):
     out = F.cross_entropy(model(rows, step).flatten(0, 1), rows.flip(1).flatten())
     if spec["penalty"] == "l2":
         out = out + 0.01 * sum(p.square().sum() for p in model.parameters())
@@ -228,7 +224,7 @@ def loss_of(spec: Spec, model: Any, rows: torch.Tensor, step: int) -> torch.Tens
     return out
 
 
-def freeze(spec: Spec, model: Any, step: int) -> None:
+def freeze(spec, model, step):
     first = next(iter(model.layers[0].parameters()))
     if spec["freeze"] == "after" and step == 0:
         first.requires_grad_(False)
@@ -239,12 +235,12 @@ def freeze(spec: Spec, model: Any, step: int) -> None:
         model.head.bias.requires_grad_(step == 2)
 
 
-def halve(p: torch.Tensor) -> None:
+def halve(p):
     """A hook that may return nothing."""
-    p.grad.mul_(0.5)  # type: ignore[union-attr]
+    p.grad.mul_(0.5)
 
 
-def hook(spec: Spec, model: Any) -> None:
+def hook(spec, model):
     if spec["hooks"] == "module_forward":
         model.layers[0].register_forward_hook(lambda module, args, out: out * 1.1)
     if spec["hooks"] == "module_backward":
@@ -265,24 +261,24 @@ class Planned(Exception):
     """What a program raises in the middle of a pass, and catches."""
 
 
-def forget_gradients(model: nn.Module) -> None:
+def forget_gradients(model):
     for p in model.parameters():
         p.grad = None
 
 
 @torch.enable_grad()
-def break_off(what: str, spec: Spec, trainer: Plain, step: int) -> None:
+def break_off(what, spec, trainer, step):
     """A pass that does not end in a step; on ranks on all of them alike. Its gradients are cleared.
 
     A recomputation that fails is a backward pass that fails, in one process as well.
     """
-    model: Any = trainer.model
+    model = trainer.model
     calls = 0
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise Planned
 
-    def fail_later(module: Any, args: Any, out: torch.Tensor) -> None:
+    def fail_later(module, args, out):
         nonlocal calls
         calls += 1
         if what == "failed_recomputation" and calls > 1:
@@ -308,9 +304,9 @@ def break_off(what: str, spec: Spec, trainer: Plain, step: int) -> None:
         forget_gradients(model)
 
 
-def be_refused(what: str, trainer: Plain) -> None:
+def be_refused(what, trainer):
     """Something that is an error, in one process as on ranks, and changes nothing."""
-    model: Any = trainer.model
+    model = trainer.model
     try:
         match what:
             case "refused_load":
@@ -327,9 +323,9 @@ def be_refused(what: str, trainer: Plain) -> None:
 
 
 @torch.no_grad()
-def happen(what: str, spec: Spec, trainer: Plain, record: Record, step: int) -> None:
+def happen(what, spec, trainer, record, step):
     """One of the things between steps; in the same way in one process and on ranks."""
-    model: Any = trainer.model
+    model = trainer.model
     rows = batch(spec, 7, trainer)
     match what:
         case "validate":
@@ -403,7 +399,7 @@ def happen(what: str, spec: Spec, trainer: Plain, record: Record, step: int) -> 
             record.add(step, Kind.LOSS, "norm of the norm", model.norm.weight.detach().norm())
 
 
-def run(spec: Spec, trainer: Plain) -> Record:
+def run(spec, trainer):
     """All steps."""
     coarsest = torch.finfo(getattr(torch, spec["dtype"])).eps
     if "script" in spec.layers:  # it computes in fp32 whatever it gets
@@ -426,17 +422,17 @@ def run(spec: Spec, trainer: Plain) -> Record:
     return record
 
 
-def _train(spec: Spec, trainer: Plain, record: Record, step: int) -> None:
+def _train(spec, trainer, record, step):
     model = trainer.model
     if spec["optimizer"] == "lbfgs":
 
-        def closure() -> torch.Tensor:
+        def closure():
             trainer.zero_grad()
             loss = loss_of(spec, trainer.model, batch(spec, step, trainer), step)
             trainer.backward(loss, True)
             return loss
 
-        trainer.optimizer.step(closure)  # type: ignore[arg-type]  # torch declares that a float is returned
+        trainer.optimizer.step(closure)  # torch declares that a float is returned
         return
     trainer.zero_grad()
     for number, rows in enumerate(micro_batches(spec, step, trainer, spec["micro"])):
@@ -461,7 +457,7 @@ def _train(spec: Spec, trainer: Plain, record: Record, step: int) -> None:
     trainer.step()
 
 
-def judge(spec: Spec) -> tuple[str, str]:
+def judge(spec):
     """(verdict, words) of this rank, which joins a run for the program."""
     warnings.simplefilter("ignore")
     bmt.init_distributed(device="cpu", zero_level=spec["level"], timeout=20)

@@ -1,7 +1,5 @@
 """Random programs of fixed seeds compute on ranks what one process computes, or are refused."""
 
-from __future__ import annotations
-
 import pytest
 from tests.programs.__main__ import shrunk
 from tests.programs.features import BETWEEN, FEATURES, KINDS, OFF, OPTIONS, draw

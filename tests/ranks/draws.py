@@ -2,15 +2,11 @@
 number.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
-from collections.abc import Sequence
 
 import torch
 from tests.ranks import models
-from torch import nn
 
 import bmtrain as bmt
 from bmtrain.runtime import seeding
@@ -28,7 +24,7 @@ class Step:
     state: State
 
 
-def step(blocks: nn.ModuleList, x: torch.Tensor, start: int | State) -> Step:
+def step(blocks, x, start):
     """A forward and a backward pass, the generators seeded or restored before.
 
     Backward must leave them alone, and so Python's.
@@ -58,7 +54,7 @@ def step(blocks: nn.ModuleList, x: torch.Tensor, start: int | State) -> Step:
     )
 
 
-def assert_alike(got: Step, want: Step, what: str, tolerance: float, of_value: float = 0.0) -> None:
+def assert_alike(got, want, what, tolerance, of_value=0.0):
     """Generators went as far; values and gradients are the same up to a tolerance, of the largest.
 
     Other masks are off by 1.
@@ -72,9 +68,7 @@ def assert_alike(got: Step, want: Step, what: str, tolerance: float, of_value: f
         models.assert_same(mine, theirs, f"{what}: gradient {number}", tolerance)
 
 
-def assert_repeatable(
-    blocks: nn.ModuleList, inputs: Sequence[torch.Tensor], what: str, tolerance: float = 0.0
-) -> Step:
+def assert_repeatable(blocks, inputs, what, tolerance=0.0):
     """Every input twice from a seed, the first time compiling; then twice from the state after
     that; at last the first input again.
 
@@ -98,7 +92,7 @@ def assert_repeatable(
     return firsts[0]
 
 
-def _words(one: Step) -> str:
+def _words(one):
     """The last bytes of the states: on a GPU seed and offset."""
     return ", ".join(
         f"{name}: {state[-16:].view(torch.int64).tolist()}" for name, state in one.state.items()

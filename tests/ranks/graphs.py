@@ -2,11 +2,7 @@
 does the operations again.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +10,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from bmtrain.distributed.transport import Streams
-from bmtrain.graphs.capture import Body, Graphs, Repeat, make_graphs
+from bmtrain.graphs.capture import Graphs, make_graphs
 from bmtrain.runtime import world
 
 SYNCHRONISING = {"_local_scalar_dense"}
@@ -28,13 +23,13 @@ class Recording(TorchDispatchMode):
     A value read by the host ends the capture, as on a GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.operations: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
-        self._made: list[torch.Tensor] = []
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.operations = []
+        self._made = []
+        self._before = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.__name__.split(".")[0]
         if name in SYNCHRONISING:
@@ -48,19 +43,19 @@ class Recording(TorchDispatchMode):
             self._made.append(out.detach())
         return out
 
-    def _remember(self, *tensors: torch.Tensor) -> None:
+    def _remember(self, *tensors):
         for memory in (tensor.untyped_storage() for tensor in tensors):
             if memory.data_ptr() not in self._before:
                 self._before[memory.data_ptr()] = (memory, memory.clone())
 
-    def undo(self) -> None:
+    def undo(self):
         """Memory is as it was: a capture does nothing."""
         for memory, before in self._before.values():
             if memory.nbytes() == before.nbytes():
                 memory.copy_(before)
         self._before.clear()
 
-    def replay(self) -> None:
+    def replay(self):
         """Do it all again. Memory of the graph holds nothing at first: on a GPU tensors that did
         not live together share it.
         """
@@ -77,13 +72,13 @@ class Recording(TorchDispatchMode):
 class RecordedGraphs(Graphs):
     """What a run on the CPU uses where `use` was called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_captures = self.num_replays = 0
 
-    def aside(self) -> contextlib.AbstractContextManager[object]:
+    def aside(self):
         return contextlib.nullcontext()
 
-    def capture(self, body: Body, streams: Streams, num_twice: int) -> Repeat:
+    def capture(self, body, streams, num_twice):
         recording = Recording()
         try:
             with recording:
@@ -92,21 +87,21 @@ class RecordedGraphs(Graphs):
             recording.undo()
         self.num_captures += 1
 
-        def replay() -> None:
+        def replay():
             self.num_replays += 1
             recording.replay()
 
         return replay
 
 
-def use() -> RecordedGraphs:
+def use():
     """From now on this rank captures."""
     graphs = RecordedGraphs()
     world.current().services[make_graphs] = graphs
     return graphs
 
 
-def _done(out: Any) -> Any:
+def _done(out):
     """`out` with the collective that it belongs to, if it does to one, at its end and forgotten."""
     if not isinstance(out, tuple) or not isinstance(out[-1], torch.ScriptObject):
         return out
@@ -114,5 +109,5 @@ def _done(out: Any) -> Any:
     return (*out[:-1], FakeWork().boxed())
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree):
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]

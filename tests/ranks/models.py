@@ -2,10 +2,7 @@
 shard them.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ VOCAB, DIM, WIDTH, LENGTH, ROWS = 11, 7, 13, 3, 36
 MARK = 0  # rows that hold this token use the `sometimes` parameters
 
 
-def is_refused(block: torch.nn.Module) -> bool:
+def is_refused(block):
     """Whether a block runs uncompiled because its module is more than one graph."""
     assert isinstance(block, bmt.Block) and isinstance(block._runner, CompiledByDefault)
     return block._runner._structure._is_refused
@@ -29,19 +26,15 @@ def is_refused(block: torch.nn.Module) -> bool:
 class Counting:
     """A backend of the compiler that runs the graph as it is and counts what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_graphs = 0
 
-    def __call__(
-        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]
-    ) -> Callable[..., object]:
+    def __call__(self, graph, inputs):
         self.num_graphs += 1
         return graph.forward
 
 
-def assert_same(
-    got: torch.Tensor | None, want: torch.Tensor | None, what: str, tolerance: float = 1e-5
-) -> None:
+def assert_same(got, want, what, tolerance=1e-5):
     """Both are there, of equal shape and dtype, and no element is off by more than `tolerance` of
     the largest.
     """
@@ -59,9 +52,7 @@ def assert_same(
     )
 
 
-def assert_same_dicts(
-    got: Mapping[str, Any], want: Mapping[str, Any], what: str, tolerance: float = 1e-5
-) -> None:
+def assert_same_dicts(got, want, what, tolerance=1e-5):
     """The same names with the same tensors, None included."""
     assert sorted(got) == sorted(want), f"{what}: names {sorted(got)}, expected {sorted(want)}"
     for name, value in want.items():
@@ -72,9 +63,9 @@ def assert_same_dicts(
             assert_same(got[name], value, f"{what}: {name}", tolerance)
 
 
-def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+def full_gradients(module):
     """Every parameter's whole gradient by name, None where it has none. Collective."""
-    out: dict[str, torch.Tensor | None] = {}
+    out: dict[str, Any] = {}
     params = dict(module.named_parameters())
     own = torch.tensor([[param.grad is not None for param in params.values()]])
     for (name, param), flags in zip(params.items(), bmt.gather_result(own).T.tolist(), strict=True):
@@ -89,7 +80,7 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return out
 
 
-def plain_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+def plain_gradients(module):
     """The same of a plain module; of a sharded one this rank's slices."""
     return {
         name: None if param.grad is None else local_of(param.grad).clone()
@@ -110,7 +101,7 @@ class OddBlock(torch.nn.Module):
     kind.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
         self.norm = torch.nn.LayerNorm(DIM)
@@ -125,7 +116,7 @@ class OddBlock(torch.nn.Module):
         self.odd_steps_only = torch.nn.Parameter(torch.randn(DIM, 1))
         self.register_buffer("offset", torch.randn(DIM))
 
-    def forward(self, x: torch.Tensor, marked: torch.Tensor, *, options: dict[str, Any]) -> Any:
+    def forward(self, x, marked, *, options):
         h = torch.tanh(self.up(self.norm(x)) + self.frozen)
         h = self.down(h) * self.gain + self.offset
         h = h + self.tiny[0] * torch.sin(x) + self.tiny[1] ** 2
@@ -146,13 +137,13 @@ class OddBlock(torch.nn.Module):
 class TiedBlock(torch.nn.Module):
     """Uses the embedding's weight, which the root uses too, and weights of another block."""
 
-    def __init__(self, embedding: torch.Tensor, other: OddBlock) -> None:
+    def __init__(self, embedding, other):
         super().__init__()
         self.table = embedding
         self.up = other.up
         self.back = torch.nn.Linear(WIDTH, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         scores = torch.softmax(x @ self.table.T, dim=-1)
         return x + 0.5 * (scores @ self.table) + self.back(torch.relu(self.up(x)))
 
@@ -162,7 +153,7 @@ class OddModel(torch.nn.Module):
     parameter at the root.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCAB, DIM)
         first = OddBlock("tuple")
@@ -174,7 +165,7 @@ class OddModel(torch.nn.Module):
         self.root_scale = torch.nn.Parameter(torch.ones(3))
         self.root_number = torch.nn.Parameter(torch.tensor(0.3))
 
-    def hidden(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+    def hidden(self, tokens, step):
         """The last hidden states (rows, length, dim)."""
         options = {"step": step, "label": "passes through"}
         marked = (tokens == MARK).any(1)
@@ -191,7 +182,7 @@ class OddModel(torch.nn.Module):
             x = self.layers[3](x, marked, options=options)
         return self.tied[0](x)
 
-    def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+    def forward(self, tokens, step):
         # a scale before the norm would have no gradient
         x = self.norm(self.hidden(tokens, step)) * self.root_number
         return F.linear(x, self.embedding.weight)
@@ -202,26 +193,26 @@ class Whole(torch.nn.Module):
     too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = OddModel()
         self.plain = torch.nn.Parameter(torch.randn(VOCAB) * 0.1)
         self.plain_odd = torch.nn.Parameter(torch.tensor(0.2))
         self.plain_frozen = torch.nn.Parameter(torch.randn(3), requires_grad=False)
 
-    def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+    def forward(self, tokens, step):
         out = self.body(tokens, step) + self.plain
         return out * self.plain_odd if step % 2 else out
 
 
-def make_whole() -> Whole:
+def make_whole():
     """Always the same values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         return Whole()
 
 
-def shard_whole(zero_level: int, use_checkpoint: bool) -> Whole:
+def shard_whole(zero_level, use_checkpoint):
     """The same model, sharded."""
     model = make_whole()
     for part in (model.body.layers, model.body.tied):
@@ -231,7 +222,7 @@ def shard_whole(zero_level: int, use_checkpoint: bool) -> Whole:
     return model
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets (ROWS, LENGTH) of a step, for all ranks together."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=generator)
@@ -240,25 +231,23 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
 
 
-def loss_of(
-    model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor, step: int
-) -> torch.Tensor:
+def loss_of(model, tokens, targets, step):
     """Mean over tokens."""
     return F.cross_entropy(model(tokens, step).reshape(-1, VOCAB), targets.reshape(-1))
 
 
-def switch_frozen(model: Whole, step: int) -> None:
+def switch_frozen(model, step):
     """Freeze and unfreeze between steps."""
     for layer in model.body.layers:
         params = layer._parameters
-        params["switch"].requires_grad_(not 1 <= step < 3)  # type: ignore[union-attr]
-        params["frozen"].requires_grad_(step >= 3)  # type: ignore[union-attr]
-    model.body.norm._parameters["weight"].requires_grad_(step != 2)  # type: ignore[union-attr]
+        params["switch"].requires_grad_(not 1 <= step < 3)
+        params["frozen"].requires_grad_(step >= 3)
+    model.body.norm._parameters["weight"].requires_grad_(step != 2)
     model.plain.requires_grad_(step not in (1, 2))
     model.plain_frozen.requires_grad_(step == 4)
 
 
-def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+def groups_of(model):
     """Two groups with weight decay and learning rates of their own; frozen parameters included."""
     decayed = [param for name, param in model.named_parameters() if "norm" not in name]
     others = [param for name, param in model.named_parameters() if "norm" in name]
@@ -268,7 +257,7 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def train_plain(num_steps: int, optimizer: Callable[[Any], torch.optim.Optimizer]) -> Whole:
+def train_plain(num_steps, optimizer):
     """The answer: plain PyTorch on the concatenated batch."""
     model = make_whole()
     stepper = optimizer(groups_of(model))
@@ -280,6 +269,6 @@ def train_plain(num_steps: int, optimizer: Callable[[Any], torch.optim.Optimizer
     return model
 
 
-def cloned_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def cloned_state(model):
     """A copy of the state dict."""
     return {name: value.clone() for name, value in model.state_dict().items()}

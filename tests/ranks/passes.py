@@ -1,7 +1,5 @@
 """Passes of plain layers and of the blocks made of them, compared; and tests that run on ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -21,17 +19,15 @@ from torch import Tensor, nn
 
 import bmtrain as bmt
 
-Test = Callable[..., object]
 Call = Callable[[Any, Tensor], Tensor]
-Around = Callable[[nn.ModuleList], contextlib.AbstractContextManager[object]]
 
 
-def on_ranks(world_size: int, **options: Any) -> Callable[[Test], Test]:
+def on_ranks(world_size, **options):
     """The test runs on so many ranks, with these options of `run_ranks`."""
 
-    def decorate(test: Test) -> Test:
+    def decorate(test):
         @functools.wraps(test)
-        def started(**given: Any) -> None:
+        def started(**given):
             run_ranks(_call, world_size, test.__module__, test.__name__, given, **options)
 
         return started
@@ -39,30 +35,22 @@ def on_ranks(world_size: int, **options: Any) -> Callable[[Test], Test]:
     return decorate
 
 
-def _call(module: str, name: str, given: dict[str, Any]) -> object:
+def _call(module, name, given):
     return inspect.unwrap(getattr(importlib.import_module(module), name))(**given)
 
 
-def ask(module: Any, x: Tensor) -> Tensor:
-    y: Tensor = module(x)
-    return y
+def ask(module, x):
+    return module(x)
 
 
-def blocks_of(layers: nn.ModuleList, **options: Any) -> Any:
+def blocks_of(layers, **options):
     """A list of copies of the layers, each in a block."""
     return nn.ModuleList([bmt.Block(copy.deepcopy(layer), **options) for layer in layers])
 
 
 def run(
-    layers: nn.ModuleList,
-    x: Tensor,
-    call: Call = ask,
-    *,
-    share: int = 1,
-    times: int = 1,
-    around: Around = contextlib.nullcontext,
-    before: Callable[[], object] = lambda: None,
-) -> tuple[list[Tensor], str]:
+    layers, x, call=ask, *, share=1, times=1, around=contextlib.nullcontext, before=lambda: None
+):
     """A forward pass from seeds after `before`, and backward passes inside of `around`.
 
     Returns the output and the input's gradient of `share` losses, and where generators stand.
@@ -82,11 +70,11 @@ def run(
     return [h.detach(), grad_of(leaf) * share], str(stands)
 
 
-def gradients(blocks: nn.Module) -> dict[str, Tensor | None]:
+def gradients(blocks):
     """Every parameter's whole gradient by name, all in one collective."""
     ranks: list[Any] = [None] * bmt.world_size()
     dist.all_gather_object(ranks, models.plain_gradients(blocks))
-    whole: dict[str, Tensor | None] = {}
+    whole = {}
     for name, param in blocks.named_parameters():
         parts = [x if x is None else x.to(bmt.device()) for x in (part[name] for part in ranks)]
         shape = sharded_parameter(param)._original_shape
@@ -95,17 +83,7 @@ def gradients(blocks: nn.Module) -> dict[str, Tensor | None]:
     return whole
 
 
-def compare(
-    plain: nn.ModuleList,
-    blocks: nn.ModuleList,
-    what: str,
-    x: Tensor,
-    call: Call = ask,
-    *,
-    plainly: Call | None = None,
-    tolerance: float = 1e-5,
-    **options: Any,
-) -> None:
+def compare(plain, blocks, what, x, call=ask, *, plainly=None, tolerance=1e-5, **options):
     """A pass of all ranks' equal rows has the values, gradients, buffers and generators of a plain
     one, whose layers are called by `plainly`.
     """

@@ -2,12 +2,10 @@
 of a write that fail or wait.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ NO_SPACE = OSError(28, "No space left on device")
 class Twin:
     """A model trained on all ranks, and the same one in one process of plain PyTorch."""
 
-    def __init__(self, kind: Any = bmt.optim.AdamOptimizer, **options: Any) -> None:
+    def __init__(self, kind=bmt.optim.AdamOptimizer, **options):
         torch.manual_seed(0)
         layers = [torch.nn.Linear(DIM, DIM) for _ in range(2)]
         self.plain = torch.nn.Sequential(*layers)
@@ -36,7 +34,7 @@ class Twin:
         self.manager.add_optimizer(kind(self.params, **settings))
         self.num_steps = 0
 
-    def step(self, what: str = "") -> None:
+    def step(self, what=""):
         """A step of both, after which all values are the same."""
         x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(self.num_steps))
         self.num_steps += 1
@@ -49,16 +47,16 @@ class Twin:
         self.manager.step()
         self.compare(what)
 
-    def compare(self, what: str, tolerance: float = 1e-5) -> None:
+    def compare(self, what, tolerance=1e-5):
         models.assert_same_dicts(
             self.model.state_dict(), self.plain.state_dict(), f"after {what}", tolerance
         )
 
-    def reference(self) -> Any:
+    def reference(self):
         """A copy of the plain side as it is now."""
         return copy.deepcopy((self.plain, self.stepper, self.num_steps))
 
-    def follow(self, reference: Any, what: str) -> None:
+    def follow(self, reference, what):
         """Be where that one was: values now, and two steps from there."""
         self.plain, self.stepper, self.num_steps = reference
         self.compare(what)
@@ -67,10 +65,10 @@ class Twin:
 
 
 @contextlib.contextmanager
-def failing(owner: Any, name: str, error: BaseException, on: int = 0) -> Iterator[None]:
+def failing(owner, name, error, on=0):
     """A function raises on one rank."""
 
-    def fail(*args: Any, **options: Any) -> None:
+    def fail(*args, **options):
         raise type(error)(*error.args)  # anew: a global one would keep its frames
 
     with pytest.MonkeyPatch.context() as patch:
@@ -82,15 +80,15 @@ def failing(owner: Any, name: str, error: BaseException, on: int = 0) -> Iterato
 class Held:
     """A step of writing, a function of `owner`, that stops until `go_on`."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner, name):
         self.owner, self.name = owner, name
         self.reached, self.let = threading.Event(), threading.Event()
 
     @contextlib.contextmanager
-    def patched(self) -> Iterator[None]:
+    def patched(self):
         original: Callable[..., Any] = getattr(self.owner, self.name)
 
-        def held(*args: Any) -> Any:
+        def held(*args):
             self.reached.set()
             assert self.let.wait(30), "nobody let the writer go on"
             return original(*args)
@@ -99,6 +97,6 @@ class Held:
             patch.setattr(self.owner, self.name, held)
             yield
 
-    def go_on(self, after: float = 0.0) -> None:
+    def go_on(self, after=0.0):
         """At once, or after some seconds from now."""
         threading.Timer(after, self.let.set).start()

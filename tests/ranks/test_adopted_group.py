@@ -1,17 +1,12 @@
 """A process group that exists already: adopted, not touched, and the process left to its owner."""
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import os
-import pathlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -26,16 +21,16 @@ from bmtrain.runtime import world
 from model_center.training.stop import SIGNALS, StopRequest
 
 
-def theirs(**more: Any) -> None:
+def theirs(**more):
     """What somebody else's program does first."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=33), **more)
 
 
-def ours(**more: Any) -> None:
+def ours(**more):
     bmt.init_distributed(device="cpu", timeout=30, **more)
 
 
-def manners() -> list[object]:
+def manners():
     """What a guest must not change; his groups are gone with him."""
     signals = [signal.getsignal(number) for number in signal.valid_signals()]
     hooks = [sys.excepthook, threading.excepthook, faulthandler.is_enabled()]
@@ -43,7 +38,7 @@ def manners() -> list[object]:
     return [*hooks, signals, dict(os.environ), dist.group.WORLD, groups]
 
 
-def runs_beside_a_group(init: dict[str, Any]) -> None:
+def runs_beside_a_group(init):
     faulthandler.disable()
     theirs()
     beside = dist.new_group()
@@ -56,7 +51,7 @@ def runs_beside_a_group(init: dict[str, Any]) -> None:
         assert (current.local_rank, current.local_size) == (bmt.rank(), bmt.world_size())
         compare_with_one_process()
         during = manners()
-        assert during[:-1] == before[:-1] and during[-1] > before[-1]  # type: ignore[operator]
+        assert during[:-1] == before[:-1] and during[-1] > before[-1]
         world.shutdown()
         world.shutdown()
         assert manners() == before
@@ -81,11 +76,11 @@ def runs_beside_a_group(init: dict[str, Any]) -> None:
     compare_with_one_process()
 
 
-def in_a_thread(program: Callable[..., None], *args: Any) -> None:
+def in_a_thread(program, *args):
     """Off the main thread, as workers of Ray run it."""
-    errors: list[BaseException] = []
+    errors = []
 
-    def call() -> None:
+    def call():
         try:
             program(*args)
         except BaseException as error:
@@ -98,7 +93,7 @@ def in_a_thread(program: Callable[..., None], *args: Any) -> None:
         raise errors[0]
 
 
-def own_group() -> None:
+def own_group():
     before = sys.excepthook
     ours()
     assert world.current().is_guest and sys.excepthook is before
@@ -107,7 +102,7 @@ def own_group() -> None:
     assert not dist.is_initialized()
 
 
-LONG: Any = pytest.mark.long
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
@@ -119,14 +114,14 @@ LONG: Any = pytest.mark.long
         (2, in_a_thread, (own_group,)),
     ],
 )
-def test_values_and_manners(ranks: int, program: Callable[..., None], args: Any) -> None:
+def test_values_and_manners(ranks, program, args):
     """Gradients and parameters of one process, runs one after another, refusals between them, and
     the owner's group as it was; beside the main thread, too.
     """
     run_ranks(program, ranks, *args, join=False)
 
 
-def owner_goes_first(folder: str) -> None:
+def owner_goes_first(folder):
     """The owner destroys its group, with ours on it, and makes another at another place.
 
     (At the same place torch's own groups meet the addresses of those before.) No variables, and
@@ -146,15 +141,15 @@ def owner_goes_first(folder: str) -> None:
             dist.destroy_process_group()
 
 
-def test_the_owner_ends_its_group_first(tmp_path: pathlib.Path) -> None:
+def test_the_owner_ends_its_group_first(tmp_path):
     run_ranks(owner_goes_first, 2, str(tmp_path), join=False)
 
 
-def broken(local_rank: int, wanted: object) -> torch.device:
+def broken(local_rank, wanted):
     raise ConfigurationError("no device here")
 
 
-def errors_and_stops() -> list[object]:
+def errors_and_stops():
     """Rank 1 has no device: all hear of it. Then no signal is taken, and patience that ends does
     not end the process.
     """
@@ -179,12 +174,12 @@ def errors_and_stops() -> list[object]:
     return [str(caught.value), *answers]
 
 
-def test_errors_and_stops_are_told_to_all() -> None:
+def test_errors_and_stops_are_told_to_all():
     found = run_ranks(errors_and_stops, 2, join=False)
     assert found == [["rank 1: no device here", True, True], ["no device here", True, True]]
 
 
-def stands_still() -> None:
+def stands_still():
     """Rank 1 stays away until the watchdogs have told, and longer."""
     theirs()
     bmt.init_distributed(device="cpu", watchdog=1.0, timeout=60)
@@ -197,7 +192,7 @@ def stands_still() -> None:
 
 
 @pytest.mark.long
-def test_the_watchdog_reports_and_ends_nothing(tmp_path: pathlib.Path) -> None:
+def test_the_watchdog_reports_and_ends_nothing(tmp_path):
     left = run(stands_still, folder=tmp_path)
     assert left.codes == [0, 0], left.printed
     told = "".join(left.printed)
@@ -206,7 +201,7 @@ def test_the_watchdog_reports_and_ends_nothing(tmp_path: pathlib.Path) -> None:
     assert "time.sleep(10)" in told  # where rank 1 was
 
 
-def fails() -> None:
+def fails():
     """One rank raises: its owner gets the error, and the process goes on."""
     theirs()
     bmt.init_distributed(device="cpu", timeout=3)
@@ -222,7 +217,7 @@ def fails() -> None:
     raise KeyError("at the end")
 
 
-def test_errors_are_the_owners(tmp_path: pathlib.Path) -> None:
+def test_errors_are_the_owners(tmp_path):
     left = run(fails, folder=tmp_path)
     for printed in left.printed:
         assert "theirs: 2.0" in printed and "KeyError: 'at the end'" in printed

@@ -1,12 +1,8 @@
 """`init_distributed` again: after a run in the same process, and after a failure."""
 
-from __future__ import annotations
-
 import os
-import pathlib
 import socket
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from bmtrain.errors import ConfigurationError, JoinError, NotInitializedError
 from bmtrain.runtime import world
 
 
-def trained() -> list[torch.Tensor]:
+def trained():
     """The parameters after three steps."""
     torch.manual_seed(5)
     model = torch.nn.Sequential(*[bmt.Block(torch.nn.Linear(6, 6)) for _ in range(2)])
@@ -33,7 +29,7 @@ def trained() -> list[torch.Tensor]:
     return [bmt.gather_result(param.detach()).clone() for param in model.parameters()]
 
 
-def run_three_times(init: dict[str, Any], has_agent: bool = True) -> None:
+def run_three_times(init, has_agent=True):
     if not has_agent:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     runs = []
@@ -48,18 +44,17 @@ def run_three_times(init: dict[str, Any], has_agent: bool = True) -> None:
 
 
 @pytest.mark.parametrize("host", ["launcher", "rank 0", "file", "alone"])
-def test_a_run_after_a_run(host: str, tmp_path: pathlib.Path) -> None:
+def test_a_run_after_a_run(host, tmp_path):
     """The same numbers, bit by bit, whoever hosts the store."""
     places = {"rank 0": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/meeting"}
     init = {"init_method": places[host]} if host in places else {}
     run_ranks(run_three_times, 1 if host == "alone" else 2, init, host != "rank 0", join=False)
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
+        return found.getsockname()[1]
 
 
 WRONG_ENVIRONMENT = (
@@ -70,7 +65,7 @@ WRONG_ENVIRONMENT = (
     ("RANK", "-1", "from 0 to the number of ranks - 1"),
     ("WORLD_SIZE", "two", "whole number"),
 )
-WRONG_ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
+WRONG_ARGUMENTS = (
     ({"timeout": 0}, "timeout is 0"),
     ({"timeout": float("nan")}, "timeout is nan"),
     ({"timeout": "60"}, "timeout is '60'"),
@@ -83,13 +78,13 @@ WRONG_ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
-def refuse(expected: str, **arguments: Any) -> None:
+def refuse(expected, **arguments):
     with pytest.raises(ConfigurationError, match=expected):
         bmt.init_distributed(device="cpu", **arguments)
     assert not bmt.is_initialized()
 
 
-def try_again(given_up: pathlib.Path) -> None:
+def try_again(given_up):
     """Whatever was wrong, mended it works."""
     right = dict(os.environ)
     for name, value, expected in WRONG_ENVIRONMENT:
@@ -116,5 +111,5 @@ def try_again(given_up: pathlib.Path) -> None:
     assert len(trained()) == 4
 
 
-def test_a_failed_attempt_can_be_repeated(tmp_path: pathlib.Path) -> None:
+def test_a_failed_attempt_can_be_repeated(tmp_path):
     run_ranks(try_again, 2, tmp_path / "given-up", join=False)

@@ -2,15 +2,12 @@
 all ranks and the next save succeeds, and however the program ends a whole file stays.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ from bmtrain.checkpoint import folder as folders
 from bmtrain.errors import CheckpointError
 
 
-def train_while_held(folder: str) -> None:
+def train_while_held(folder):
     """Rank 0's writer stops in the middle; both ranks train, with all the communication of it,
     before it may go on.
     """
@@ -65,7 +62,7 @@ def train_while_held(folder: str) -> None:
     bmt.save(twin.model, second, non_blocking=True)  # nobody waits for it but the end of the run
 
 
-def test_training_goes_on_while_the_file_is_written(tmp_path: pathlib.Path) -> None:
+def test_training_goes_on_while_the_file_is_written(tmp_path):
     """Held in the first byte, before the disk has all, or before the new file takes the old one's
     name; what is written is what was there at the call.
     """
@@ -74,10 +71,10 @@ def test_training_goes_on_while_the_file_is_written(tmp_path: pathlib.Path) -> N
     assert torch.load(tmp_path / "b.pt").keys() == torch.load(tmp_path / "a.pt").keys()
 
 
-def fail_in_background(folder: str) -> None:
+def fail_in_background(folder):
     twin, file = Twin(), pathlib.Path(folder, "a.pt")
     other = file.with_name("b.pt")
-    surfaces: list[Callable[[Writing], object]] = [
+    surfaces = [
         lambda handle: bmt.save(twin.model, other),
         lambda handle: bmt.load(twin.model, other),
         Writing.wait,
@@ -119,9 +116,7 @@ def fail_in_background(folder: str) -> None:
     assert [one.name for one in path.glob("step*")] == ["step-00000004"]
 
 
-def test_a_failure_in_the_background_is_told(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_in_the_background_is_told(tmp_path, capsys):
     """At once on rank 0; to the next save or load, and by every wait. A folder that cannot be
     flushed is told otherwise: the new file is there.
     """
@@ -187,7 +182,7 @@ PROGRAM = """
     "kinds",
     [("end", "raise"), pytest.param(("exit", "term", "twice", "atexit"), marks=pytest.mark.long)],
 )
-def test_however_the_program_ends(tmp_path: pathlib.Path, kinds: tuple[str, ...]) -> None:
+def test_however_the_program_ends(tmp_path, kinds):
     """At its end, sys.exit, an exception, SIGTERM and in atexit functions: the new file, or else
     the old one, whole.
     """

@@ -1,7 +1,5 @@
 """Files and states that are damaged, of another kind, or made to harm: refused by name and reason."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -30,7 +28,7 @@ from model_center.training.files import write_whole
 TENSORS = {"weight": torch.ones(3, 4)}
 
 
-def rewritten(path: pathlib.Path, old: bytes, new: bytes, kind: int = zipfile.ZIP_STORED) -> None:
+def rewritten(path, old, new, kind=zipfile.ZIP_STORED):
     """An archive of torch with other bytes in its pickle."""
     torch.save(TENSORS if old else {"weight": torch.zeros(10**6)}, path)
     with zipfile.ZipFile(path) as archive:
@@ -42,11 +40,11 @@ def rewritten(path: pathlib.Path, old: bytes, new: bytes, kind: int = zipfile.ZI
             archive.writestr(name, data.replace(old, new) if is_pickle else data)
 
 
-def changed(start: int, stop: int | None, new: bytes = b"") -> Callable[[pathlib.Path], object]:
+def changed(start, stop, new=b""):
     """A good file, cut or overwritten."""
 
-    def write(path: pathlib.Path) -> None:
-        save: Any = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
+    def write(path):
+        save = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
         save(TENSORS, path)
         data = path.read_bytes()
         at = data.find(b"data.pkl") + start if new else start
@@ -55,19 +53,19 @@ def changed(start: int, stop: int | None, new: bytes = b"") -> Callable[[pathlib
     return write
 
 
-def saved(content: Any, **options: Any) -> Callable[[pathlib.Path], object]:
+def saved(content, **options):
     return lambda path: torch.save(content, path, **options)
 
 
-def a_socket(path: pathlib.Path) -> None:
+def a_socket(path):
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
 
 
-def index(content: Any) -> Callable[[pathlib.Path], object]:
+def index(content):
     """A folder with an index."""
 
-    def write(folder: pathlib.Path) -> None:
+    def write(folder):
         folder.mkdir()
         safetensors.torch.save_file({"a": torch.ones(1)}, folder / "x.safetensors")
         text = content if isinstance(content, str) else json.dumps({"weight_map": content})
@@ -77,9 +75,9 @@ def index(content: Any) -> Callable[[pathlib.Path], object]:
 
 
 HUGE = b"\x8a\x08" + (2**50).to_bytes(8, "little")  # as a pickle has it
-OLD: dict[str, Any] = {"_use_new_zipfile_serialization": False}
+OLD = {"_use_new_zipfile_serialization": False}
 # What a file is, by its name, and what is said of it.
-BAD: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+BAD = {
     "missing.pt": (lambda path: None, "no such file or folder; "),
     "empty.pt": (lambda path: path.touch(), "no checkpoint"),
     "text.pt": (lambda path: path.write_text("{}"), "no checkpoint"),
@@ -98,7 +96,7 @@ BAD: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     "shape.pt": (lambda path: rewritten(path, b"K\x03K\x04\x86", HUGE + b"K\x04\x86"), "damaged"),
     "zip.pt": (lambda path: rewritten(path, b"", b"", zipfile.ZIP_DEFLATED), "would unpack to"),
 }
-BAD_MODELS: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+BAD_MODELS = {
     **BAD,
     "list.pt": (saved([torch.ones(1)]), "holds a list"),
     "nested.pt": (saved({"model": TENSORS, "step": 3}), "holds no tensors but model, step"),
@@ -119,7 +117,7 @@ BAD_MODELS: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
 }
 
 
-def loading(folder: pathlib.Path) -> None:
+def loading(folder):
     model = bmt.BMTrainModelWrapper(torch.nn.Linear(4, 3, bias=False))
     before = model.state_dict()["weight"].clone()
     for name, (_, reason) in BAD_MODELS.items():
@@ -139,7 +137,7 @@ def loading(folder: pathlib.Path) -> None:
         assert not path.is_symlink()
 
 
-def test_bad_files_are_explained_on_every_rank(tmp_path: pathlib.Path) -> None:
+def test_bad_files_are_explained_on_every_rank(tmp_path):
     """Soon, without much memory, with no advice to run what the file holds; then a snapshot of
     Hugging Face's cache, made of links, is read.
     """
@@ -168,7 +166,7 @@ def test_bad_files_are_explained_on_every_rank(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "text").read_text() == "ours" and precious.read_text() == "mine"
 
 
-def test_good_files(tmp_path: pathlib.Path) -> None:
+def test_good_files(tmp_path):
     """Old and new forms, a link to one; storages larger than the file are as large as what is
     there if they are mapped, else refused.
     """
@@ -185,7 +183,7 @@ def test_good_files(tmp_path: pathlib.Path) -> None:
     assert torch.equal(read_torch(path)["weight"], TENSORS["weight"])
 
 
-def test_text_files_and_names(tmp_path: pathlib.Path) -> None:
+def test_text_files_and_names(tmp_path):
     """JSON that is none, too large or too deep; pipes are not waited for. Names that lead out of
     their folder; links of Hugging Face's cache are followed.
     """
@@ -227,14 +225,14 @@ def test_text_files_and_names(tmp_path: pathlib.Path) -> None:
     assert inside(folder, "x") == folder / "x"
 
 
-def states() -> list[str]:
+def states():
     """On two ranks: what is no state, on the last of them."""
     parameter = torch.nn.Parameter(torch.ones(3, device="cpu"))
     optimizer = AdamOptimizer([parameter])
     manager = OptimManager(loss_scale=8)
     manager.add_optimizer(optimizer)
 
-    def step() -> list[float]:
+    def step():
         parameter.grad = torch.ones(3)
         manager.step()
         values = parameter.tolist()
@@ -262,7 +260,7 @@ def states() -> list[str]:
         {"loss_scale_state": scale | {"value": float("nan")}},
     ):
         wrong.append({**good, **change})
-    said: list[str] = []
+    said = []
     last = bmt.rank() == bmt.world_size() - 1
     for state in wrong:
         with pytest.raises(CheckpointError, match=r"expected what state_dict\(\) re") as raised:
@@ -281,7 +279,7 @@ def states() -> list[str]:
     return said
 
 
-def test_states_are_checked_on_all_ranks() -> None:
+def test_states_are_checked_on_all_ranks():
     """One rank's state is none: all raise, and nothing has changed."""
     first, second = run_ranks(states, 2)
     assert [text.removesuffix(" (on rank 1)") for text in first] == second

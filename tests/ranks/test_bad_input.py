@@ -2,8 +2,6 @@
 every rank, and no hang; the program goes on as if it had not been.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -13,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,7 +39,7 @@ from model_center.layer import Attention, Embedding, Encoder, FeedForward, Layer
 from model_center.model import GPT2Config, T5Config
 
 VALUES = (-math.inf, -1, -0.5, 0, 0.5, 1, 2.5, 3, math.inf)
-ALLOWED: dict[str, tuple[float, ...]] = {
+ALLOWED = {
     "NUMBER": VALUES[1:-1],
     "AMOUNT": (0, 0.5, 1, 2.5, 3),
     "POSITIVE": (0.5, 1, 2.5, 3),
@@ -54,12 +52,12 @@ ALLOWED: dict[str, tuple[float, ...]] = {
 }
 
 
-def test_rules() -> None:
+def test_rules():
     """Numbers of Python, numpy and one-element tensors; NaN, texts, None, lists never. 0 and 1 are
     flags, as in files of old.
     """
     for name, allowed in ALLOWED.items():
-        rule: arguments.Rule = getattr(arguments, name)
+        rule = getattr(arguments, name)
         assert tuple(value for value in VALUES if rule.holds(value)) == allowed
         for wrong in (math.nan, "1", None, [1], b"1", 1j, True, torch.ones(2), np.float32("nan")):
             assert not rule.holds(wrong), wrong
@@ -74,17 +72,16 @@ def test_rules() -> None:
         assert issubclass(kind, TypeError) and issubclass(kind, ValueError)
 
 
-Case = tuple[Callable[[], object], type[Exception], str]
 call: Any = functools.partial
 Bad: Any = ConfigurationError
 UNKNOWN = model_center.errors.ArgumentError
 
 
-def parameters(*shape: int, **options: Any) -> list[nn.Parameter]:
+def parameters(*shape, **options):
     return [nn.Parameter(torch.ones(*(shape or (1,)), **options))]
 
 
-def of_optimizers() -> Iterable[Case]:
+def of_optimizers():
     adam = call(AdamOptimizer, parameters())
     manager = OptimManager()
     manager.add_optimizer(adam())
@@ -140,12 +137,12 @@ def of_optimizers() -> Iterable[Case]:
 
 
 class NoReset(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(3, device="meta"))
 
 
-def of_modules() -> Iterable[Case]:
+def of_modules():
     entropy, layer = bmt.loss.FusedCrossEntropy, nn.Linear(2, 2)
     block, blocks = call(bmt.Block, layer), bmt.TransformerBlockList
     yield call(entropy, ignore_index="a"), ArgumentError, "ignore_index is 'a'"
@@ -183,7 +180,7 @@ def of_modules() -> Iterable[Case]:
     yield call(bmt.init_distributed, device="cpu"), AlreadyInitializedError, "shutdown()"
 
 
-def of_states() -> Iterable[Case]:
+def of_states():
     model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
     before, load = model.state_dict(), model.load_state_dict
     yield call(load, {**before, "0.weight": torch.ones(5, 4)}), RuntimeError, "[5, 3]"
@@ -196,7 +193,7 @@ def of_states() -> Iterable[Case]:
     assert torch.equal(model.state_dict()["0.weight"], torch.ones(5, 3))
 
 
-def of_models() -> Iterable[Case]:
+def of_models():
     gpt2 = call(GPT2Config, vocab_size=10)
     for name, value in (
         *(("dropout_p", wrong) for wrong in (-0.1, 1.5, "0.1", math.nan)),
@@ -224,7 +221,7 @@ def of_models() -> Iterable[Case]:
     yield call(encoder, num_head=2), UNKNOWN, "does not know 'num_head' (nearest: 'num_heads')"
 
 
-def of_losses() -> Iterable[Case]:
+def of_losses():
     pair = Pair().train(1)
     backward = pair.manager.backward
     many = call(backward, bmt.Block(nn.Linear(3, 3))(torch.ones(2, 3)))
@@ -236,7 +233,7 @@ def of_losses() -> Iterable[Case]:
     pair.train(range(1, 3))
 
 
-def refused(cases: Callable[[], Iterable[Case]]) -> None:
+def refused(cases):
     for make, error, words in cases():
         with pytest.raises(error, match=re.escape(words)):
             make()
@@ -244,12 +241,12 @@ def refused(cases: Callable[[], Iterable[Case]]) -> None:
 
 
 @pytest.mark.parametrize("cases", [of_optimizers, of_modules, of_states, of_models, of_losses])
-def test_bad(cases: Callable[[], Iterable[Case]]) -> None:
+def test_bad(cases):
     """Each bad argument is refused on every rank, with what was got and what was expected."""
     run_ranks(refused, 2, cases)
 
 
-def before_init() -> None:
+def before_init():
     layer = nn.Linear(2, 2)
     uses: dict[str, Callable[[], object]] = {
         "Block": call(bmt.Block, layer),
@@ -300,7 +297,7 @@ WRONG_VALUES: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_use_before_init() -> None:
+def test_use_before_init():
     """Everything that needs the process group says so and names the remedy; a world that cannot be
     divided is refused before any group is made, and a good start works afterwards.
     """
@@ -319,7 +316,7 @@ time.sleep(300)
 
 
 @pytest.mark.long
-def test_a_rank_that_raises_ends_the_job(tmp_path: pathlib.Path) -> None:
+def test_a_rank_that_raises_ends_the_job(tmp_path):
     """Under torchrun the others, who wait in a collective, are ended within seconds; the first
     traceback is the culprit's.
     """

@@ -1,7 +1,5 @@
 """BatchNorm in training is one process's: its statistics are those of all ranks' rows."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -19,7 +17,7 @@ from bmtrain.runtime import world
 class Net(nn.Module):
     """In blocks and outside of them, of all kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
         self.layers = nn.ModuleList(
@@ -35,20 +33,19 @@ class Net(nn.Module):
         )
         self.frozen, self.last = nn.BatchNorm2d(4).eval(), nn.BatchNorm1d(4)
 
-    def train(self, mode: bool = True) -> Net:
+    def train(self, mode=True):
         super().train(mode)
         self.frozen.eval()
         return self
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
-        out: torch.Tensor = self.last(torch.tanh(self.frozen(x)).mean((2, 3)))
-        return out
+        return self.last(torch.tanh(self.frozen(x)).mean((2, 3)))
 
 
-def trained(use_checkpoint: bool) -> None:
+def trained(use_checkpoint):
     world.current("a test").draws.same_rows = False
     torch.manual_seed(2)
     plain, rows = Net().train().double(), torch.randn(10, 2, 5, 5, dtype=torch.float64)
@@ -76,16 +73,16 @@ def trained(use_checkpoint: bool) -> None:
 
 
 @pytest.mark.parametrize("use_checkpoint", [True, False])
-def test_statistics_are_of_all_rows(use_checkpoint: bool) -> None:
+def test_statistics_are_of_all_rows(use_checkpoint):
     run_ranks(trained, 3, use_checkpoint)
 
 
 class Own(nn.BatchNorm1d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x)
 
 
-def refused() -> None:
+def refused():
     world.current("a test").draws.same_rows = False
     plain = nn.Sequential(Own(3))
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
@@ -94,5 +91,5 @@ def refused() -> None:
     models.assert_same(model.eval()(torch.ones(2, 3)), plain.eval()(torch.ones(2, 3)), "evaluation")
 
 
-def test_another_forward_pass_is_refused_in_training() -> None:
+def test_another_forward_pass_is_refused_in_training():
     run_ranks(refused, 2)

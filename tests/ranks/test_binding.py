@@ -2,8 +2,6 @@
 inside of a call are refused.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
@@ -23,51 +21,51 @@ from bmtrain.errors import ParameterError
 class Pair(nn.Module):
     """Two maps, one after the other, and perhaps a third: (rows, 4) to the same."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(2)
         self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.second(torch.tanh(self.first(x)))
         return x if self.third is None else self.third(x)
 
 
-def swap_modules(pair: Any) -> None:
+def swap_modules(pair):
     pair.first, pair.second = pair.second, pair.first
 
 
-def swap_weights(pair: Any) -> None:
+def swap_weights(pair):
     first, second = pair.first._parameters, pair.second._parameters
     first["weight"], second["weight"] = second["weight"], first["weight"]
 
 
-def tie(pair: Any) -> None:
+def tie(pair):
     pair.second._parameters["bias"] = pair.first._parameters["bias"]
 
 
-def remove(pair: Any) -> None:
+def remove(pair):
     pair.first.bias = None
 
 
-def add(pair: Any) -> None:
+def add(pair):
     torch.manual_seed(8)
     pair.third = nn.Linear(4, 4)
 
 
-def replace(pair: Any) -> None:
+def replace(pair):
     torch.manual_seed(9)
     pair.second = nn.Linear(4, 4, bias=False)
 
 
-def freeze(pair: Any) -> None:
+def freeze(pair):
     pair.first.weight.requires_grad_(False)
 
 
 CHANGES = (swap_modules, swap_weights, tie, remove, add, replace, freeze)
 
 
-def check_step(plain: nn.Module, block: nn.Module, what: str) -> None:
+def check_step(plain, block, what):
     x = torch.linspace(-1, 1, 12).view(3, 4)
     losses = [net(x).square().sum() for net in (plain, block)]
     plain.zero_grad()
@@ -78,7 +76,7 @@ def check_step(plain: nn.Module, block: nn.Module, what: str) -> None:
     models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), what)
 
 
-def changed() -> None:
+def changed():
     """Two calls of the same block with a change in between, then of a copy of it."""
     for change, level in itertools.product(CHANGES, (2, 3)):
         plain, block = Pair(), bmt.Block(Pair(), use_checkpoint=False, zero_level=level)
@@ -95,45 +93,44 @@ class Writing(nn.Module):
 
     write: ClassVar[Callable[[Any], None] | None] = None
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.weight: Any = nn.Parameter(torch.randn(4, 4))
+        self.weight = nn.Parameter(torch.randn(4, 4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         assert isinstance(self.weight, nn.Parameter) and not self.weight.data.requires_grad
         torch.save([self.weight.detach(), self.weight], io.BytesIO())
         if self.write is not None:
             self.write()
-        out: torch.Tensor = torch.tanh(x @ self.weight)
-        return out
+        return torch.tanh(x @ self.weight)
 
 
 @torch.no_grad()
-def in_place(module: Any) -> None:
+def in_place(module):
     module.weight.mul_(0.9)
 
 
 @torch.no_grad()
-def a_row(module: Any) -> None:
+def a_row(module):
     module.weight[2] = 0.5
 
 
-def through_data(module: Any) -> None:
+def through_data(module):
     module.weight.data.clamp_(-0.1, 0.1)
 
 
-def through_numpy(module: Any) -> None:
+def through_numpy(module):
     array = module.weight.detach().numpy()
     array *= 0.5
 
 
-def anew(module: Any) -> None:
+def anew(module):
     module.weight.data = module.weight.data * 0.9
 
 
 @torch.no_grad()
-def another(module: Any) -> None:
+def another(module):
     module.weight = nn.Parameter(module.weight * 0.5)
 
 
@@ -145,7 +142,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def written() -> None:
+def written():
     """Found in every call, and refused before anything changes: the next pass is right."""
     kinds = {write: type("Kind", (Writing,), {}) for write in WRITES}
     for write, options, with_grad in itertools.product(WRITES, OPTIONS, (True, False)):
@@ -170,7 +167,7 @@ def written() -> None:
         check_step(plain, block, f"after {write.__name__}")
 
 
-def written_on_one_rank() -> None:
+def written_on_one_rank():
     """There the gathered tensor is the parameter: what is written through `.data` stays, as in one
     process.
     """
@@ -187,6 +184,6 @@ def written_on_one_rank() -> None:
 @pytest.mark.parametrize(
     ("program", "ranks"), [(changed, 2), (changed, 1), (written, 2), (written_on_one_rank, 1)]
 )
-def test_program(program: Callable[[], None], ranks: int) -> None:
+def test_program(program, ranks):
     """What the function of this name states."""
     run_ranks(program, ranks)

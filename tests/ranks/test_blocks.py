@@ -2,11 +2,8 @@
 randomness, hooks, names.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,23 +17,20 @@ from torch.utils.checkpoint import checkpoint
 import bmtrain as bmt
 
 MODES = list(itertools.product((2, 3), (False, True)))  # ZeRO level, recomputation
-Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
-def mode_name(level: int, recompute: bool) -> str:
+def mode_name(level, recompute):
     return f"ZeRO-{level}, recompute={recompute}, {bmt.world_size()} ranks"
 
 
-def share(loss: torch.Tensor) -> torch.Tensor:
+def share(loss):
     """This rank's part of a loss that all ranks compute alike: gradients then sum up to those of
     one process.
     """
     return loss / bmt.world_size()
 
 
-def compare(
-    make: Callable[[], nn.Module], call: Call, x: torch.Tensor, level: int, recompute: bool
-) -> nn.Module:
+def compare(make, call, x, level, recompute):
     """Value, gradients of parameters and input, buffers: the Block has what the plain module has.
 
     Returns the Block.
@@ -62,18 +56,18 @@ def compare(
 
 
 class Lists(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.list = nn.ParameterList([torch.randn(8), torch.randn(8, 3)])
         self.dict = nn.ParameterDict({"a": torch.randn(3), "unused": torch.randn(2)})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for param in self.list:
             x = x * param if param.dim() == 1 else x @ param
         return x * self.dict["a"]
 
 
-def spectral() -> nn.Module:
+def spectral():
     """Its buffers move in every forward pass and enter the result."""
     module = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 5))
     # far from the weight that the buffers fit, so that every pass moves them
@@ -86,61 +80,61 @@ class BufferOnly(nn.Module):
     factor: torch.Tensor
     hidden: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("factor", torch.tensor([2.0]))
         self.register_buffer("hidden", torch.tensor([3.0]), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x * self.factor + self.hidden
 
 
 class Mixed(nn.Module):
     """Parameters of three dtypes in one block, one of each shape."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 9)
         self.b = nn.Linear(9, 5).bfloat16()
         self.c = nn.Parameter(torch.randn(5, 3).half())
         self.tiny = nn.Parameter(torch.randn(1, dtype=torch.float64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = self.b(torch.tanh(self.a(x)).bfloat16())
         return ((h.half() @ self.c).float() * self.tiny).float()
 
 
-def squared(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def squared(module, x):
     out = module(x)
     out = out[0] if isinstance(out, tuple) else out
     return (out * torch.linspace(-1, 2, out.shape[-1])).square().mean()
 
 
-def twice(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def twice(module, x):
     return squared(module, module(x))
 
 
-def in_reentrant(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return squared(lambda y: checkpoint(module, y * 2, use_reentrant=True), x)  # type: ignore[arg-type]
+def in_reentrant(module, x):
+    return squared(lambda y: checkpoint(module, y * 2, use_reentrant=True), x)
 
 
-def in_checkpoint(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return squared(lambda y: checkpoint(module, y * 2, use_reentrant=False), x)  # type: ignore[arg-type]
+def in_checkpoint(module, x):
+    return squared(lambda y: checkpoint(module, y * 2, use_reentrant=False), x)
 
 
-def sequence() -> torch.Tensor:
+def sequence():
     return torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(3))
 
 
-def dropping() -> nn.Module:
+def dropping():
     steps = (nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.5), nn.Linear(32, 8), nn.Dropout(0.1))
     return nn.Sequential(nn.Dropout(0.3), *steps)
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
+CASES = {
     "attention": (
         lambda: nn.MultiheadAttention(8, 2, batch_first=True),
-        lambda m, x: squared(lambda y: m(y, y, y), x),  # type: ignore[arg-type]
+        lambda m, x: squared(lambda y: m(y, y, y), x),
     ),
     "lstm": (lambda: nn.LSTM(8, 7, num_layers=2, batch_first=True, bidirectional=True), squared),
     # a bias before the norm has no gradient
@@ -160,7 +154,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
 }
 
 
-def run_case(name: str, modes: list[tuple[int, bool]]) -> None:
+def run_case(name, modes):
     make, call = CASES[name]
     for mode in modes:
         block = compare(make, call, sequence(), *mode)
@@ -174,26 +168,23 @@ def run_case(name: str, modes: list[tuple[int, bool]]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_block_computes_what_its_module_computes(name: str) -> None:
+def test_a_block_computes_what_its_module_computes(name):
     """Values, gradients, state and names, twice, for every kind of module, two modes each."""
     # Half precision: a loss divided by 3 rounds elsewhere, one divided by 2 does not.
     ranks, first = 2 if name == "mixed dtypes" else 3, list(CASES).index(name) % 2
     run_ranks(run_case, ranks, name, [MODES[first], MODES[3 - first]])
 
 
-def run_cases() -> None:
+def run_cases():
     for name in ("attention", "spectral norm", "twice", "dropout twice", "mixed dtypes"):
         run_case(name, MODES)
 
 
-def test_a_block_on_one_rank() -> None:
+def test_a_block_on_one_rank():
     run_ranks(run_cases, 1)
 
 
-Nets = tuple[Any, Any]
-
-
-def feed(level: int, recompute: bool) -> Nets:
+def feed(level, recompute):
     """A plain net of three layers and its sharded twin."""
     torch.manual_seed(4)
     plain = nn.Sequential(
@@ -205,7 +196,7 @@ def feed(level: int, recompute: bool) -> Nets:
     return plain, sharded
 
 
-def check_step(plain: nn.Module, sharded: nn.Module, x: torch.Tensor | None = None) -> None:
+def check_step(plain, sharded, x=None):
     """Fresh gradients of one pass agree."""
     x = torch.linspace(-2, 2, 24).view(4, 6) if x is None else x
     plain.zero_grad()
@@ -215,11 +206,11 @@ def check_step(plain: nn.Module, sharded: nn.Module, x: torch.Tensor | None = No
     check_gradients(plain, sharded, "of a step")
 
 
-def check_gradients(plain: nn.Module, sharded: nn.Module, what: str) -> None:
+def check_gradients(plain, sharded, what):
     models.assert_same_dicts(models.full_gradients(sharded), models.plain_gradients(plain), what)
 
 
-def passes(level: int, recompute: bool) -> None:
+def passes(level, recompute):
     """Without gradients, of two losses, for the input alone."""
     plain, sharded = feed(level, recompute)
     x = torch.randn(3, 6)
@@ -230,7 +221,7 @@ def passes(level: int, recompute: bool) -> None:
         check_step(plain, sharded)
     sharded(x)  # a graph that is never used
     check_step(plain, sharded)
-    grads: list[torch.Tensor] = []
+    grads = []
     for module, part in ((plain, 1), (sharded, bmt.world_size())):
         module.zero_grad()
         own = x.clone().requires_grad_()
@@ -244,7 +235,7 @@ def passes(level: int, recompute: bool) -> None:
     check_step(plain, sharded)
 
 
-def copies(level: int, recompute: bool) -> None:
+def copies(level, recompute):
     """Of a block and a model, whose changes do not reach the original; states are loaded."""
     plain, sharded = feed(level, recompute)
     block, wrapped = copy.deepcopy(sharded[0]), copy.deepcopy(bmt.BMTrainModelWrapper(sharded))
@@ -267,7 +258,7 @@ def copies(level: int, recompute: bool) -> None:
     assert names == [name for name, _ in net.named_parameters()]
 
 
-def hooks(level: int, recompute: bool) -> None:
+def hooks(level, recompute):
     """All kinds, on a module inside and on the block's own, registered before and after: full
     weights, values, counts.
     """
@@ -276,7 +267,7 @@ def hooks(level: int, recompute: bool) -> None:
         inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         plain = nn.ModuleDict({"whole": nn.Linear(6, 6), "part": inner})
         sharded = copy.deepcopy(plain)
-        seen: list[dict[str, list[torch.Tensor]]] = [{}, {}]
+        seen = [{}, {}]
         for notes, net in zip(seen, (plain, sharded), strict=True):
             if early:
                 watch(net, notes)
@@ -299,12 +290,12 @@ def hooks(level: int, recompute: bool) -> None:
                 models.assert_same(each * scale, value, f"{key}, {early=}")
 
 
-def watch(net: nn.ModuleDict, seen: dict[str, list[torch.Tensor]]) -> None:
+def watch(net, seen):
     """Note down what hooks of all kinds see, and the weight that they find."""
     for name, module in (("whole", net["whole"]), ("part", net["part"].get_submodule("0"))):
         for kind in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
 
-            def hook(module: Any, *values: Any, key: str = f"{name} {kind}") -> None:
+            def hook(module, *values, key=f"{name} {kind}"):
                 tensors = [value[0] if isinstance(value, tuple) else value for value in values]
                 for place, tensor in enumerate([module.weight, *tensors]):
                     found = seen.setdefault(f"{key} {place or 'weight'}", [])
@@ -316,7 +307,7 @@ def watch(net: nn.ModuleDict, seen: dict[str, list[torch.Tensor]]) -> None:
 class Outside(nn.Module):
     """Modules outside of lists that read their weights in ways of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 8))
         self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
@@ -327,13 +318,12 @@ class Outside(nn.Module):
         # a function that knows the module as it was
         head.forward = lambda x: forward(x) * 2
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = self.recurrent(self.spectral(self.normed(x)))[0]
-        out: torch.Tensor = self.head(h + self.attention(h, h, h, need_weights=False)[0])
-        return out
+        return self.head(h + self.attention(h, h, h, need_weights=False)[0])
 
 
-def outside_of_lists() -> None:
+def outside_of_lists():
     made = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -351,7 +341,7 @@ def outside_of_lists() -> None:
     models.assert_same_dicts(model.state_dict(), plain.state_dict(), "state")
 
 
-def moving_buffers(level: int, recompute: bool) -> None:
+def moving_buffers(level, recompute):
     """Recomputation starts from the buffers of its own forward pass, though later passes have moved
     them.
     """
@@ -368,20 +358,20 @@ def moving_buffers(level: int, recompute: bool) -> None:
 class Stubborn(nn.Module):
     """Its dropout never trains."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.dropout, self.note = nn.Dropout(0.5), "kept"
 
-    def train(self, mode: bool = True) -> Stubborn:
+    def train(self, mode=True):
         super().train(mode)
         self.dropout.training = False
         return self
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.dropout(x)
 
 
-def as_the_module() -> None:
+def as_the_module():
     """Training modes, classes, attributes: what is set on a block is set on the module inside."""
     ones = torch.ones(99)
     lone = bmt.Block(nn.Dropout(0.5))
@@ -417,11 +407,11 @@ def as_the_module() -> None:
 class Returning(nn.Module):
     """Returns its parameter, whole and in part, in every kind of container."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind, self.weight = kind, nn.Parameter(torch.randn(6, 5))
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         row = self.weight[2]
         outs = {
             "tensor": self.weight,
@@ -432,12 +422,12 @@ class Returning(nn.Module):
         return outs[self.kind]
 
 
-def weight_in(out: Any) -> torch.Tensor:
+def weight_in(out):
     found = out.extra if isinstance(out, models.Answer) else out
     return found["w"][0] if isinstance(found, dict) else found
 
 
-def returned_parameters(level: int, recompute: bool) -> None:
+def returned_parameters(level, recompute):
     for kind in ("tensor", "view", "dict", "dataclass"):
         torch.manual_seed(0)
         plain = nn.ModuleList([Returning(kind) for _ in range(6)])
@@ -451,7 +441,7 @@ def returned_parameters(level: int, recompute: bool) -> None:
         check_gradients(plain, sharded, kind)
 
 
-def nested(level: int, recompute: bool) -> None:
+def nested(level, recompute):
     torch.manual_seed(6)
     plain = nn.Sequential(
         nn.Linear(6, 9),
@@ -471,17 +461,15 @@ def nested(level: int, recompute: bool) -> None:
 class Pair(nn.Module):
     """Two hidden values and two further arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
 
-    def forward(
-        self, x: torch.Tensor, y: torch.Tensor, gain: float, *, shift: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x, y, gain, *, shift):
         return torch.tanh(self.a(x) * gain + y), y + self.b(x) + shift
 
 
-def lists() -> None:
+def lists():
     """Threaded hidden values, rest arguments, hidden states with gradients, sharing, iteration,
     indexing.
     """
@@ -521,13 +509,13 @@ def lists() -> None:
 IN_ALL_MODES = [passes, copies, hooks, moving_buffers, returned_parameters, nested]
 
 
-def in_all_modes(program: Callable[[int, bool], None]) -> None:
+def in_all_modes(program):
     for mode in MODES:
         program(*mode)
 
 
 @pytest.mark.parametrize("program", IN_ALL_MODES)
-def test_program_in_all_modes(program: Callable[[int, bool], None]) -> None:
+def test_program_in_all_modes(program):
     """What the function of this name states, against plain PyTorch."""
     run_ranks(in_all_modes, 2, program)
 
@@ -535,25 +523,24 @@ def test_program_in_all_modes(program: Callable[[int, bool], None]) -> None:
 @pytest.mark.parametrize(
     "program", [pytest.param(outside_of_lists, marks=pytest.mark.fresh), as_the_module, lists]
 )
-def test_program(program: Callable[[], None]) -> None:
+def test_program(program):
     """What the function of this name states, against plain PyTorch."""
     run_ranks(program, 3)
 
 
-def micro_batches(num_ranks: int) -> torch.Tensor:
+def micro_batches(num_ranks):
     """(64, ranks, 4, 16)"""
     made = torch.randn(64, num_ranks, 4, 16, generator=torch.Generator().manual_seed(1))
     return made.bfloat16()
 
 
-def narrow_layer() -> nn.Linear:
+def narrow_layer():
     torch.manual_seed(3)
     return nn.Linear(16, 16, bias=False).bfloat16()
 
 
-def loss_of(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (layer(x).float() + 3).square().sum()
-    return loss
+def loss_of(layer, x):
+    return (layer(x).float() + 3).square().sum()
 
 
 WIDE = torch.float32
@@ -565,7 +552,7 @@ SETTINGS = {  # accumulate_dtype, reduce_dtype, whether reductions are deferred
 }
 
 
-def accumulate(setting: str) -> torch.Tensor:
+def accumulate(setting):
     accumulate_dtype, reduce_dtype, deferred = SETTINGS[setting]
     block = bmt.Block(narrow_layer(), accumulate_dtype=accumulate_dtype, reduce_dtype=reduce_dtype)
     manager = bmt.optim.OptimManager()
@@ -579,11 +566,11 @@ def accumulate(setting: str) -> torch.Tensor:
     return grad.double() * bmt.world_size()
 
 
-def accumulate_all() -> dict[str, torch.Tensor]:
+def accumulate_all():
     return {name: accumulate(name) for name in SETTINGS}
 
 
-def test_fp32_accumulation_is_closer_to_the_truth() -> None:
+def test_fp32_accumulation_is_closer_to_the_truth():
     """64 micro-batches of bf16 gradients: fp32 sums end at the bf16 rounding of the truth, bf16
     sums far from it.
     """

@@ -1,7 +1,5 @@
 """save and load against torch's own files: formats, files that do not fit, full disks."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -10,7 +8,7 @@ import pathlib
 import resource
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,13 +23,11 @@ from bmtrain.checkpoint import LoadResult, files, load, save, sources, writer
 from bmtrain.errors import CheckpointError
 from bmtrain.shard.storage import Storage
 
-State = dict[str, torch.Tensor]
-
 
 class Layer(torch.nn.Module):
     """Two dtypes, awkward sizes, a persistent and a non-persistent buffer."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.project = torch.nn.Linear(width, 2 * width + 1)
         self.back = torch.nn.Linear(2 * width + 1, width, dtype=torch.bfloat16)
@@ -47,7 +43,7 @@ class Net(torch.nn.Module):
 
     table: torch.Tensor
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self, tied=True):
         super().__init__()
         self.embed = torch.nn.Embedding(11, 7)
         self.layers = torch.nn.ModuleList([Layer(7) for _ in range(2)])
@@ -59,7 +55,7 @@ class Net(torch.nn.Module):
             self.head.weight = self.embed.weight
 
 
-def plain(seed: int, tied: bool = True) -> Net:
+def plain(seed, tied=True):
     """An ordinary model with random values everywhere."""
     generator = torch.Generator().manual_seed(seed)
     net = Net(tied)
@@ -71,24 +67,24 @@ def plain(seed: int, tied: bool = True) -> Net:
     return net
 
 
-def sharded(seed: int, tied: bool = True) -> Any:
+def sharded(seed, tied=True):
     return bmt.BMTrainModelWrapper(plain(seed, tied))
 
 
-def want(seed: int = 5) -> State:
+def want(seed=5):
     """The values of a seed."""
     return dict(plain(seed).state_dict())
 
 
-def assert_state(state: Mapping[str, torch.Tensor], wanted: State, what: str) -> None:
+def assert_state(state, wanted, what):
     models.assert_same_dicts(state, wanted, what, 0.0)
 
 
-def cast(dtype: torch.dtype) -> State:
+def cast(dtype):
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in want().items()}
 
 
-def write_files(folder: pathlib.Path) -> None:
+def write_files(folder):
     """Files and folders of torch and of transformers: one tied name, both, other dtypes."""
     state = want()
     untied = {k: v.contiguous() for k, v in state.items() if k != "head.weight"}
@@ -108,7 +104,7 @@ def write_files(folder: pathlib.Path) -> None:
         one.mkdir()
         several.mkdir()
         write(untied, one / name.format(""))
-        places: dict[str, str] = {}
+        places = {}
         for part in (names[:3], names[3:]):
             places |= dict.fromkeys(part, name.format(f"-{len(places)}"))
             write({key: untied[key] for key in part}, several / places[part[0]])
@@ -116,13 +112,13 @@ def write_files(folder: pathlib.Path) -> None:
         index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-def save_all(folder: str) -> None:
+def save_all(folder):
     net = sharded(5)
-    gathered: list[Storage] = []
+    gathered = []
     storages = {p.storage_of for p in net.parameters() if isinstance(p, bmt.DistributedParameter)}
     original = Storage.gather
 
-    def gather(self: Storage) -> torch.Tensor:
+    def gather(self):
         gathered.append(self)
         return original(self)
 
@@ -139,7 +135,7 @@ FILES = "model.pt model.safetensors link.pt plain.pt old.pt head.pt embed.pt wid
 FOLDERS = "one-0 one-1 several-0 several-1"
 
 
-def load_all(folder: str) -> None:
+def load_all(folder):
     for file in (FILES + " " + FOLDERS).split():
         net = sharded(99)
         with warnings.catch_warnings(record=True) as caught:
@@ -162,7 +158,7 @@ def load_all(folder: str) -> None:
     assert_state(net.state_dict(), want(99) | some, "some names")
 
 
-def test_files_of_ranks_and_of_torch(tmp_path: pathlib.Path) -> None:
+def test_files_of_ranks_and_of_torch(tmp_path):
     """Three ranks write what torch, safetensors and two ranks read; what these write is read, too:
     old archives, one tied name, other dtypes, folders with and without an index. A link stays one.
     """
@@ -187,11 +183,11 @@ def test_files_of_ranks_and_of_torch(tmp_path: pathlib.Path) -> None:
     run_ranks(load_all, 2, str(tmp_path))
 
 
-def refuse_all(folder: str) -> None:
+def refuse_all(folder):
     net, here = sharded(99), pathlib.Path(folder)
     before = models.cloned_state(net)
 
-    def refused(file: str, *parts: str, **options: Any) -> None:
+    def refused(file, *parts, **options):
         with pytest.raises(CheckpointError) as caught:
             load(net, here / file if file != "only_here.pt" else file, **options)
         assert all(part in str(caught.value) for part in (file, *parts)), caught.value
@@ -217,7 +213,7 @@ def refuse_all(folder: str) -> None:
     assert_state(net.state_dict(), wanted, "what fits")
     original = files.read_into
 
-    def fill(memory: memoryview, path: pathlib.Path, offset: int) -> None:
+    def fill(memory, path, offset):
         if bmt.rank() == 1:
             os.truncate(here / "cut.safetensors", 2000)
         original(memory, path, offset)
@@ -230,7 +226,7 @@ def refuse_all(folder: str) -> None:
     assert_state(net.state_dict(), want(), "after all that was refused")
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: pathlib.Path) -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     """Names, shapes, kinds, parts that are missing, on one rank too: then a good file is read."""
     write_files(tmp_path)
     (tmp_path / "several-1" / "pytorch_model-0.bin").unlink()
@@ -246,8 +242,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: pathlib.Path
     run_ranks(refuse_all, 2, str(tmp_path))
 
 
-def read_own(file: str) -> None:
-    def bytes_read() -> int:
+def read_own(file):
+    def bytes_read():
         return int(pathlib.Path("/proc/self/io").read_text().split()[1])
 
     model = bmt.Block(torch.nn.Linear(1024, 1024, bias=False))
@@ -263,13 +259,13 @@ def read_own(file: str) -> None:
 @pytest.mark.skipif(
     not pathlib.Path("/proc/self/io").exists(), reason="bytes are counted as Linux shows them"
 )
-def test_every_rank_reads_only_its_own_rows(tmp_path: pathlib.Path) -> None:
+def test_every_rank_reads_only_its_own_rows(tmp_path):
     file = tmp_path / "big.safetensors"
     safetensors.torch.save_file({"weight": torch.arange(1024.0**2).view(1024, 1024)}, file)
     run_ranks(read_own, 3, str(file))
 
 
-def load_different_ones(folder: pathlib.Path) -> None:
+def load_different_ones(folder):
     """Each rank would fill its slices from a file of its own."""
     rank = bmt.rank()
     names = [folder / name for name in ("a.pt", "b.pt", "c.pt")]
@@ -289,11 +285,11 @@ def load_different_ones(folder: pathlib.Path) -> None:
     assert_state(model.state_dict(), dict(torch.load(names[0])), "copies of a file")
 
 
-def test_ranks_that_load_different_files_are_refused(tmp_path: pathlib.Path) -> None:
+def test_ranks_that_load_different_files_are_refused(tmp_path):
     run_ranks(load_different_ones, 2, tmp_path)
 
 
-def fill_the_disk(folder: str) -> None:
+def fill_the_disk(folder):
     net, here = sharded(6), pathlib.Path(folder)
     for place, reason in (("absent/model.pt", "absent does not exist"), (".", "it is a folder")):
         with pytest.raises(CheckpointError, match=reason):
@@ -323,24 +319,24 @@ def fill_the_disk(folder: str) -> None:
         assert_state(net.state_dict(), want(6), name)
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: pathlib.Path) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path):
     """And the next save succeeds."""
     run_ranks(fill_the_disk, 2, str(tmp_path))
 
 
-def flush_first(folder: str) -> None:
+def flush_first(folder):
     with recorded_flushes() as flushes:
         for name in ("a.pt", "a.safetensors"):
             save(sharded(5), f"{folder}/{name}")
             assert flushes.renamed.pop() == (name, True) and flushes.has(folder)
 
 
-def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path: pathlib.Path) -> None:
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path):
     """And then its name: a power failure leaves the old one or the new one."""
     run_ranks(flush_first, 1, str(tmp_path))
 
 
-def test_a_failed_save_keeps_no_copy_of_the_model() -> None:
+def test_a_failed_save_keeps_no_copy_of_the_model():
     """Errors that pass through torch's writer would stay there, and with them all tensors."""
     x = torch.ones(2**16)
     gone = weakref.ref(x)
@@ -351,8 +347,8 @@ def test_a_failed_save_keeps_no_copy_of_the_model() -> None:
     assert gone() is None
 
 
-def die_while_writing(file: str) -> None:
-    def half(temporary: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def die_while_writing(file):
+    def half(temporary, tensors):
         temporary.write_bytes(b"half of it")
         os._exit(9)
 
@@ -360,14 +356,14 @@ def die_while_writing(file: str) -> None:
     save(sharded(6), file)
 
 
-def save_and_load(file: str) -> None:
+def save_and_load(file):
     net = sharded(6)
     save(net, file)
     load(net, file)
 
 
 @pytest.mark.fresh
-def test_a_process_killed_in_the_middle_leaves_the_old_file(tmp_path: pathlib.Path) -> None:
+def test_a_process_killed_in_the_middle_leaves_the_old_file(tmp_path):
     file = tmp_path / "model.pt"
     torch.save(want(), file)
     with pytest.raises(RuntimeError):
@@ -379,7 +375,7 @@ def test_a_process_killed_in_the_middle_leaves_the_old_file(tmp_path: pathlib.Pa
     assert_state(torch.load(file), want(6), "the new file")
 
 
-def meta_model(file: str) -> None:
+def meta_model(file):
     with torch.device("meta"):
         net = Net()
     with pytest.warns(UserWarning, match=r"no file has these buffers.*: layers\.0\.scratch"):
@@ -390,7 +386,7 @@ def meta_model(file: str) -> None:
     assert_state(model.state_dict(), want(), "from meta")
 
 
-def test_a_model_made_on_meta_comes_up_from_a_file(tmp_path: pathlib.Path) -> None:
+def test_a_model_made_on_meta_comes_up_from_a_file(tmp_path):
     torch.save(want(), tmp_path / "model.pt")
     run_ranks(meta_model, 2, str(tmp_path / "model.pt"))
 
@@ -403,12 +399,12 @@ HUGGING_FACE = (
 )
 
 
-def test_which_file_counts(tmp_path: pathlib.Path) -> None:
+def test_which_file_counts(tmp_path):
     """Of several in a folder the one that transformers takes, which is said; where it has no
     order, none.
     """
 
-    def put(name: str, value: float) -> None:
+    def put(name, value):
         tensors = {"gain": torch.full((2,), value)}
         file = name.removesuffix(".index.json").replace("model.", "model-0.")
         file = file if name.endswith(".json") else name

@@ -2,8 +2,6 @@
 whatever is refused or fails, the run goes on as if nothing had been asked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -12,7 +10,7 @@ import pathlib
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,25 +28,24 @@ from bmtrain.optim import AdamOptimizer, OptimManager
 from bmtrain.shard.slices import local_of
 
 WIDTH = 6
-Sizes = tuple[int, int, int]  # ranks, tp_size, pipe_size
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         super().__init__()
         self.norm = torch.nn.LayerNorm(WIDTH, dtype=dtype)
         self.up = ColumnParallelLinear(WIDTH, 4 * WIDTH, dtype=dtype)
         self.down = RowParallelLinear(4 * WIDTH, WIDTH, dtype=dtype)
         self.drop = torch.nn.Dropout(0.2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
 class Net(bmt.DistributedModule):
     """Blocks, a parameter that is not sharded, a tied one, a buffer."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         super().__init__()
         torch.manual_seed(3)
         self.blocks = bmt.PipelineTransformerBlockList([bmt.Block(Layer(dtype)) for _ in range(4)])
@@ -58,7 +55,7 @@ class Net(bmt.DistributedModule):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.plain = torch.nn.Parameter(torch.ones(WIDTH, dtype=dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.count.add_(1)
         return self.head(self.blocks(x)) * self.plain
 
@@ -66,7 +63,7 @@ class Net(bmt.DistributedModule):
 class Training:
     """The net with an Adam of ours and an SGD of torch's."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         self.net, self.dtype = Net(dtype), dtype
         bmt.init_parameters(self.net)
         named = dict(self.net.named_parameters())
@@ -77,7 +74,7 @@ class Training:
         self.manager.add_optimizer(first, bmt.lr_scheduler.Cosine(first, 1e-2, 2, 20))
         self.manager.add_optimizer(torch.optim.SGD(heads, lr=1e-2, momentum=0.9))
 
-    def steps(self, count: int) -> list[float]:
+    def steps(self, count):
         """The losses."""
         losses = []
         for _ in range(count):
@@ -89,7 +86,7 @@ class Training:
             losses.append(loss.item())
         return losses
 
-    def values(self) -> dict[str, torch.Tensor]:
+    def values(self):
         """Of model, optimizers and schedule. Collective."""
         state = self.manager.state_dict(gather_opt=True)
         found = models.cloned_state(self.net)
@@ -102,7 +99,7 @@ class Training:
 
 
 @contextlib.contextmanager
-def small_blocks() -> Iterator[None]:
+def small_blocks():
     """Files of many blocks, though models are small."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (shards, image, writing):
@@ -111,7 +108,7 @@ def small_blocks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_memory_yet(checkpoints: bmt.CheckpointManager) -> Iterator[Callable[[], None]]:
+def no_memory_yet(checkpoints):
     """What is saved inside is copied when this is called, on another thread a bit later."""
     lock = checkpoints._memory._lock
     with lock:
@@ -121,9 +118,7 @@ def no_memory_yet(checkpoints: bmt.CheckpointManager) -> Iterator[Callable[[], N
         lock.acquire()
 
 
-def leave(
-    folder: str, dtype: torch.dtype, background: bool
-) -> tuple[dict[str, torch.Tensor], list[float]]:
+def leave(folder, dtype, background):
     """Three steps, a checkpoint, two more steps, which wait until it is copied."""
     training = Training(dtype)
     with small_blocks(), bmt.CheckpointManager(folder, background=background) as checkpoints:
@@ -139,7 +134,7 @@ def leave(
     return at_save, losses
 
 
-def come_back(folder: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], list[float], Any]:
+def come_back(folder, dtype):
     training = Training(dtype)
     training.steps(2)  # what is there must not shine through
     with small_blocks(), bmt.CheckpointManager(folder) as checkpoints:
@@ -164,12 +159,10 @@ def come_back(folder: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor],
         pytest.param((1, 1, 1), (4, 2, 2), torch.float32, False, marks=pytest.mark.long),
     ],
 )
-def test_the_same_bits_come_back(
-    before: Sizes, after: Sizes, dtype: torch.dtype, background: bool, tmp_path: pathlib.Path
-) -> None:
+def test_the_same_bits_come_back(before, after, dtype, background, tmp_path):
     """Weights, optimizers, schedules; with the same ranks also what is drawn from then on."""
 
-    def run(program: Callable[..., Any], sizes: Sizes, *args: Any) -> list[Any]:
+    def run(program, sizes, *args):
         init = {"tp_size": sizes[1], "pipe_size": sizes[2]}
         return run_ranks(program, sizes[0], str(tmp_path), dtype, *args, init=init)
 
@@ -181,13 +174,13 @@ def test_the_same_bits_come_back(
             assert losses == left[rank][1]
 
 
-def goes_on(folder: str) -> None:
+def goes_on(folder):
     rank, twin, path = bmt.rank(), Twin(), pathlib.Path(folder)
     turned = OptimManager()  # as of a set of parameters, whose order is that of addresses
     turned.add_optimizer(AdamOptimizer(twin.params[::-1] if rank == 1 else twin.params))
     model, manager = twin.model, twin.manager
 
-    def names() -> list[str]:
+    def names():
         return [one.name for one in usable(path)]
 
     with bmt.CheckpointManager(folder, keep=1) as checkpoints:
@@ -260,25 +253,25 @@ def goes_on(folder: str) -> None:
         assert sorted(kinds) == [".bin"] * 3 + [".json"] + [".pt"] * 3
 
 
-def test_a_run_goes_on_after_saves_that_are_refused_or_fail(tmp_path: pathlib.Path) -> None:
+def test_a_run_goes_on_after_saves_that_are_refused_or_fail(tmp_path):
     """What ranks ask for differently, full disks, lack of memory, writes while values are copied:
     the checkpoint before stays, the training is that of one process, and the next save is whole.
     """
     run_ranks(goes_on, 3, str(tmp_path))
 
 
-def restore_into_others(folder: str) -> None:
+def restore_into_others(folder):
     ours, theirs = AdamOptimizer, torch.optim.AdamW
     with bmt.CheckpointManager(folder) as checkpoints:
 
-        def saved(step: int, kind: Any = ours, **options: Any) -> Twin:
+        def saved(step, kind=ours, **options):
             twin = Twin(kind, **options)
             for _ in range(2):
                 twin.step()
             checkpoints.save(step, twin.model, twin.manager).wait()
             return twin
 
-        def refused(complaint: str, *groups: Any) -> None:
+        def refused(complaint, *groups):
             other = Twin()
             manager = other.manager if not groups else OptimManager()
             for group in groups:
@@ -316,14 +309,14 @@ def restore_into_others(folder: str) -> None:
         other.follow(twin.reference(), "SGD with momentum")
 
 
-def test_restoring_into_other_optimizers(tmp_path: pathlib.Path) -> None:
+def test_restoring_into_other_optimizers(tmp_path):
     """From torch's AdamW to ours and back; what does not fit changes nothing: a program may catch
     the error and go on.
     """
     run_ranks(restore_into_others, 2, str(tmp_path))
 
 
-def not_finite(folder: str) -> None:
+def not_finite(folder):
     twin = Twin()
     twin.step()
     checkpoints = bmt.CheckpointManager(folder, keep=1)
@@ -367,25 +360,25 @@ def not_finite(folder: str) -> None:
     checkpoints.close()
 
 
-def test_what_is_not_finite_is_refused_on_all_ranks(tmp_path: pathlib.Path) -> None:
+def test_what_is_not_finite_is_refused_on_all_ranks(tmp_path):
     """Of what is not trained only NaN. The last good checkpoint stays."""
     run_ranks(not_finite, 2, str(tmp_path))
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone():
     bmt.init_distributed(device="cpu")
     yield
     bmt.runtime.world.shutdown()
 
 
-def linear(value: float = 0.0, width: int = 3) -> Any:
+def linear(value=0.0, width=3):
     model = torch.nn.Linear(width, 3)
     torch.nn.init.constant_(model.weight, value)
     return bmt.BMTrainModelWrapper(model)
 
 
-def small(folder: pathlib.Path, steps: list[int], **options: Any) -> list[int]:
+def small(folder, steps, **options):
     """Steps whose checkpoints have a manifest after these saves of a weight of that value."""
     with bmt.CheckpointManager(folder, **options) as checkpoints:
         for step in steps:
@@ -394,7 +387,7 @@ def small(folder: pathlib.Path, steps: list[int], **options: Any) -> list[int]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_retention(tmp_path: pathlib.Path) -> None:
+def test_retention(tmp_path):
     """The last ones stay, those of `keep_every`, and the one just written, though later steps are
     there; damaged ones do not count, and what attempts have left goes.
     """
@@ -423,7 +416,7 @@ def test_retention(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_files_hold_nothing_of_what_was_saved_before(tmp_path: pathlib.Path) -> None:
+def test_files_hold_nothing_of_what_was_saved_before(tmp_path):
     """The memory that a copy goes through is kept; what is between tensors is zero."""
     with bmt.CheckpointManager(tmp_path) as checkpoints:
         for step, only in ((1, None), (2, ["bias"])):
@@ -433,21 +426,21 @@ def test_files_hold_nothing_of_what_was_saved_before(tmp_path: pathlib.Path) -> 
     assert len(content) > 12 and content[12:] == bytes(len(content) - 12)
 
 
-def flip(path: pathlib.Path) -> None:
+def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def make_fifo(path: pathlib.Path) -> None:
+def make_fifo(path):
     path.unlink()
     os.mkfifo(path)
 
 
-def replaced(old: str, new: str, seal: bool = True) -> Callable[[pathlib.Path], None]:
+def replaced(old, new, seal=True):
     """Another text in the manifest, or a new text alone; sealed as if it had been written so."""
 
-    def damage(path: pathlib.Path) -> None:
+    def damage(path):
         text = json.dumps(json.loads(path.read_text())["manifest"])
         assert old in text
         text = text.replace(old, new) if old else new
@@ -495,9 +488,7 @@ DAMAGES: list[tuple[str, Callable[[pathlib.Path], object]]] = [
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("pattern", "damage"), DAMAGES)
-def test_a_damaged_one_is_named_and_left_out(
-    pattern: str, damage: Callable[[pathlib.Path], None], tmp_path: pathlib.Path
-) -> None:
+def test_a_damaged_one_is_named_and_left_out(pattern, damage, tmp_path):
     """The one before is used, and only then does it no longer count; where there is none, nothing
     begins anew. No way of loading takes it. The step can be saved again.
     """
@@ -528,14 +519,14 @@ def test_a_damaged_one_is_named_and_left_out(
         assert net.state_dict()["weight"].eq(5).all()
 
 
-def cannot_read(folder: str) -> None:
+def cannot_read(folder):
     path, on = pathlib.Path(folder), bmt.world_size() - 1
     twin, other = Twin(), Twin()
 
-    def names() -> list[str]:
+    def names():
         return sorted(str(one.relative_to(path)) for one in path.rglob("*"))
 
-    def refused(complaint: str) -> None:
+    def refused(complaint):
         before = names()
         with pytest.raises(CheckpointError, match=complaint):
             checkpoints.restore(other.model, other.manager)
@@ -574,9 +565,7 @@ def cannot_read(folder: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_cannot_be_read_just_now_is_not_damaged(
-    num_ranks: int, tmp_path: pathlib.Path
-) -> None:
+def test_what_cannot_be_read_just_now_is_not_damaged(num_ranks, tmp_path):
     """Nor is what one rank alone sees: nothing is renamed, nothing begins anew, and it can be tried
     again.
     """
@@ -584,9 +573,7 @@ def test_what_cannot_be_read_just_now_is_not_damaged(
 
 
 @pytest.mark.usefixtures("alone")
-def test_another_run_owns_the_folder(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_run_owns_the_folder(tmp_path, monkeypatch):
     """It is refused and named; once closed, or left by an error, the folder is free."""
     monkeypatch.setattr("bmtrain.checkpoint.folder.PATIENCE_S", 0.1)
     with pytest.raises(ZeroDivisionError), bmt.CheckpointManager(tmp_path) as owner:
@@ -601,7 +588,7 @@ def test_another_run_owns_the_folder(
 
 
 @pytest.mark.usefixtures("alone")
-def test_bad_arguments(tmp_path: pathlib.Path) -> None:
+def test_bad_arguments(tmp_path):
     """Refused at the call, with what to do; nothing is written, and the manager works on."""
     wrong: list[dict[str, Any]] = [{"keep": 0}, {"keep": "2"}, {"keep_every": -1}, {"keep": True}]
     for options in wrong:

@@ -1,8 +1,5 @@
 """After failed passes, refusals, clearing and deferral, the next steps are those of one process."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ import bmtrain as bmt
 from bmtrain.errors import ParameterError, RanksDivergedError, StaleParameterError
 
 DIM, ROWS = 5, 6
-MODES: list[dict[str, Any]] = [
+MODES = [
     {"zero_level": 3, "use_checkpoint": True},
     {"zero_level": 2, "use_checkpoint": False, "accumulate_dtype": torch.float64},
     {"zero_level": 3, "use_checkpoint": "auto"},
@@ -23,7 +20,7 @@ MODES: list[dict[str, Any]] = [
 ALL = ("ab", "ab", "ab")
 BROKEN, BROKEN_INSIDE = ("ab!", "ab", "ab"), ("ab", "a!b", "ab")  # in backward
 HALF = ("b", "", "ab")
-LATER: dict[str, Any] = {"reduce_gradients": False}
+LATER = {"reduce_gradients": False}
 LOST = (ParameterError, "part of their sum is lost")
 
 
@@ -31,22 +28,22 @@ class Fault(torch.autograd.Function):
     """Raises in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         raise KeyError("fault")
 
 
 class Part(nn.Module):
     """Computes with the layers named; with a fault in backward at "!", in forward at "?"."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
 
-    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+    def forward(self, x, names):
         for name in names:
             x = Fault.apply(x) if name == "!" else x + self.get_submodule(name)(x).tanh()
         return x
@@ -59,13 +56,13 @@ class Net(nn.Module):
 
     ordinary: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(1)
         self.parts = nn.ModuleList(Part() for _ in ALL)
         self.row, self.gain = nn.Parameter(torch.randn(DIM)), nn.Parameter(torch.ones(1))
 
-    def forward(self, x: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+    def forward(self, x, names):
         called = [(part, each) for part, each in zip(self.parts, names, strict=True) if each]
         for part, each in called:
             x = part(x, each.removesuffix("!"))
@@ -81,7 +78,7 @@ class Run:
         seen: gradients by name, as they were at each `look`.
     """
 
-    def __init__(self, mode: dict[str, Any] | None) -> None:
+    def __init__(self, mode):
         net: Any = Net()
         self.manager: Any = None if mode is None else bmt.optim.OptimManager()
         if mode is not None:
@@ -94,56 +91,51 @@ class Run:
         self.optimizer = torch.optim.SGD(self.params, lr=0.1)
         if self.manager:
             self.manager.add_optimizer(self.optimizer)
-        self.seen: list[dict[str, torch.Tensor | None]] = []
+        self.seen = []
 
-    def loss(self, number: int, names: Sequence[str] = ALL) -> torch.Tensor:
+    def loss(self, number, names=ALL):
         x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(number))
-        out: torch.Tensor = self.net(
-            x.chunk(bmt.world_size())[bmt.rank()] if self.manager else x, names
-        )
-        return out
+        return self.net(x.chunk(bmt.world_size())[bmt.rank()] if self.manager else x, names)
 
-    def backward(self, number: int, names: Sequence[str] = ALL, **options: Any) -> None:
+    def backward(self, number, names=ALL, **options):
         self.finish(self.loss(number, names), **options)
 
-    def finish(self, loss: torch.Tensor, **options: Any) -> None:
+    def finish(self, loss, **options):
         self.manager.backward(loss, **options) if self.manager else loss.backward()
 
-    def retain(self, loss: torch.Tensor) -> None:
+    def retain(self, loss):
         (self.manager.scale_loss(loss) if self.manager else loss).backward(retain_graph=True)
 
-    def clear(self, *params: torch.Tensor, **options: Any) -> None:
+    def clear(self, *params, **options):
         """The gradients of some parameters, or of all."""
         for param in params:
             param.grad = None
         if not params:
             (self.manager or self.optimizer).zero_grad(**options)
 
-    def fails(
-        self, error: type[Exception], match: str, do: Callable[..., Any], *args: Any, **options: Any
-    ) -> None:
+    def fails(self, error, match, do, *args, **options):
         """Sharded, an error; one process does without."""
         if self.manager:
             with pytest.raises(error, match=match):
                 do(*args, **options)
 
-    def change(self, factor: float) -> None:
+    def change(self, factor):
         with torch.no_grad():
             for param in self.net.parts.parameters():
                 param.mul_(factor)
 
-    def look(self) -> None:
+    def look(self):
         of = models.full_gradients if self.manager else models.plain_gradients
         self.seen.append(of(self.net))
 
-    def step(self, number: int) -> None:
+    def step(self, number):
         self.clear()
         self.backward(number)
         self.look()
         (self.manager or self.optimizer).step()
 
 
-def failed_backward(run: Run) -> None:
+def failed_backward(run):
     for names in (BROKEN, BROKEN_INSIDE):
         run.fails(KeyError, "fault", run.backward, 0, names)
         run.backward(1, HALF)
@@ -157,7 +149,7 @@ def failed_backward(run: Run) -> None:
         run.seen.append({"loss": bmt.sum_loss(loss) if run.manager else loss})
 
 
-def failed_before_one_that_was_ready(run: Run) -> None:
+def failed_before_one_that_was_ready(run):
     for number, names in enumerate((BROKEN, BROKEN_INSIDE)):
         ready = run.loss(1)
         run.fails(KeyError, "fault", run.backward, 0, names)
@@ -172,7 +164,7 @@ def failed_before_one_that_was_ready(run: Run) -> None:
         run.clear()
 
 
-def failed_forward(run: Run) -> None:
+def failed_forward(run):
     ready = run.loss(1)
     for context in (torch.enable_grad, torch.no_grad):
         with context():
@@ -182,7 +174,7 @@ def failed_forward(run: Run) -> None:
     run.look()
 
 
-def written_before_backward(run: Run) -> None:
+def written_before_backward(run):
     loss = run.loss(0) if run.manager else None
     run.change(1.1)
     run.fails(StaleParameterError, "changed in place after the forward", run.finish, loss)
@@ -191,7 +183,7 @@ def written_before_backward(run: Run) -> None:
     run.look()
 
 
-def refused_at_the_end(run: Run) -> None:
+def refused_at_the_end(run):
     handle = run.net.ordinary.register_hook(lambda grad: grad)
     run.fails(ParameterError, "outside of blocks has a hook", run.backward, 0)
     handle.remove()
@@ -200,7 +192,7 @@ def refused_at_the_end(run: Run) -> None:
     run.look()
 
 
-def refused_graph(run: Run) -> None:
+def refused_graph(run):
     run.backward(1)
     run.fails(
         ParameterError,
@@ -212,7 +204,7 @@ def refused_graph(run: Run) -> None:
     run.look()
 
 
-def refused_deferral(run: Run) -> None:
+def refused_deferral(run):
     run.backward(0, **LATER)
     run.clear()
     handle = run.net.row.register_hook(lambda grad: grad)
@@ -233,7 +225,7 @@ def refused_deferral(run: Run) -> None:
     run.clear()
 
 
-def cleared_on_one_rank(run: Run) -> None:
+def cleared_on_one_rank(run):
     run.backward(0)
     if bmt.rank() == 0:
         run.clear(run.net.ordinary)
@@ -241,7 +233,7 @@ def cleared_on_one_rank(run: Run) -> None:
     run.clear()
 
 
-def hooked_and_failed(run: Run) -> None:
+def hooked_and_failed(run):
     """The gradient of a hooked parameter is as it was before the pass that failed."""
     run.weight.register_hook(lambda grad: grad * 2)
     run.backward(0)
@@ -251,7 +243,7 @@ def hooked_and_failed(run: Run) -> None:
     run.look()
 
 
-def other_halves(run: Run) -> None:
+def other_halves(run):
     for options in ({}, {"set_to_none": False}):
         run.backward(0, ("a", "ab", ""))
         run.clear(**options)
@@ -260,7 +252,7 @@ def other_halves(run: Run) -> None:
         run.clear()
 
 
-def deferred_halves(run: Run) -> None:
+def deferred_halves(run):
     run.backward(0, ("a", "ab", ""), **LATER)
     run.backward(1, ("b", "", "a"))
     run.look()
@@ -270,7 +262,7 @@ def deferred_halves(run: Run) -> None:
     run.look()
 
 
-def deferred_and_cleared(run: Run) -> None:
+def deferred_and_cleared(run):
     for params in ((), (run.net.row, run.weight, run.net.ordinary), (run.net.gain,)):
         run.backward(0, **LATER)
         run.backward(1, ("a", "b", ""), **LATER)
@@ -282,7 +274,7 @@ def deferred_and_cleared(run: Run) -> None:
         run.clear()
 
 
-def deferred_and_failed(run: Run) -> None:
+def deferred_and_failed(run):
     run.fails(KeyError, "fault", run.backward, 0, BROKEN, **LATER)
     run.backward(1, HALF)  # what the pass itself had deferred is dropped
     run.look()
@@ -312,7 +304,7 @@ def deferred_and_failed(run: Run) -> None:
         run.clear()
 
 
-def retained(run: Run) -> None:
+def retained(run):
     loss = run.loss(0)
     run.retain(loss)
     run.look()
@@ -324,7 +316,7 @@ def retained(run: Run) -> None:
     run.look()
 
 
-def put_back(run: Run) -> None:
+def put_back(run):
     """Gradients are taken away for a forward pass, and are there again for its backward pass."""
     run.backward(0)
     held = [param.grad for param in run.params]
@@ -336,7 +328,7 @@ def put_back(run: Run) -> None:
     run.look()
 
 
-def overlapping(run: Run) -> None:
+def overlapping(run):
     first, second = run.loss(0), run.loss(1)
     run.finish(first)
     run.look()
@@ -347,7 +339,7 @@ def overlapping(run: Run) -> None:
     run.look()
 
 
-PROGRAMS: list[Callable[[Run], None]] = [
+PROGRAMS = [
     failed_backward,
     failed_before_one_that_was_ready,
     failed_forward,
@@ -367,7 +359,7 @@ PROGRAMS: list[Callable[[Run], None]] = [
 ]
 
 
-def compare(program: Callable[[Run], None]) -> None:
+def compare(program):
     left_out = PROGRAMS.index(program) % len(MODES)
     plain, *sharded = [Run(mode) for mode in (None, *MODES[:left_out], *MODES[left_out + 1 :])]
     for run in (plain, *sharded):
@@ -380,5 +372,5 @@ def compare(program: Callable[[Run], None]) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_next_steps_are_those_of_one_process(program: Callable[[Run], None]) -> None:
+def test_the_next_steps_are_those_of_one_process(program):
     run_ranks(compare, 2, program)

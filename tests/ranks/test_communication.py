@@ -2,8 +2,6 @@
 process.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import time
@@ -23,7 +21,7 @@ from bmtrain.runtime import world
 from bmtrain.runtime.config import config
 from bmtrain.runtime.mesh import Axis
 
-REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+REDUCTIONS = {
     "sum": lambda stacked: stacked.sum(0),
     "avg": lambda stacked: stacked.mean(0),
     "max": lambda stacked: stacked.amax(0),
@@ -33,7 +31,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 MESH = {"tp_size": 2, "pipe_size": 2}
 
 
-def values(*, zeros: bool) -> torch.Tensor:
+def values(*, zeros):
     """Inputs of all ranks, stacked (ranks, 12, 3); with ties, and with `zeros` none, one or two
     zeros per place.
     """
@@ -46,18 +44,17 @@ def values(*, zeros: bool) -> torch.Tensor:
     return x
 
 
-def weights(rank: int, shape: torch.Size) -> torch.Tensor:
+def weights(rank, shape):
     """Makes each rank's loss a different one."""
     generator = torch.Generator().manual_seed(100 + rank)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-Results = list[tuple[torch.Tensor, torch.Tensor | None]]
-CASES: list[tuple[str, Any]] = [("all_gather", "-"), ("broadcast", 0), ("broadcast", -1)]
+CASES = [("all_gather", "-"), ("broadcast", 0), ("broadcast", -1)]
 CASES += [(name, op) for name in ("all_reduce", "reduce_scatter") for op in REDUCTIONS]
 
 
-def run_op(name: str, op: Any, x: torch.Tensor) -> torch.Tensor:
+def run_op(name, op, x):
     if name == "all_gather":
         return distributed.all_gather(x)
     if name == "broadcast":
@@ -67,7 +64,7 @@ def run_op(name: str, op: Any, x: torch.Tensor) -> torch.Tensor:
     return distributed.reduce_scatter(x, op, config["comm"])
 
 
-def in_one_process(name: str, op: Any, x: torch.Tensor) -> list[torch.Tensor]:
+def in_one_process(name, op, x):
     size = len(x)
     if name == "all_gather":
         return [x] * size
@@ -77,7 +74,7 @@ def in_one_process(name: str, op: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [whole] * size if name == "all_reduce" else list(whole.chunk(size))
 
 
-def run_cases() -> None:
+def run_cases():
     """The gradient is that of the sum of all ranks' losses."""
     rank = bmt.rank()
     for name, op in CASES:
@@ -96,9 +93,9 @@ def run_cases() -> None:
             )
 
 
-def second_gradients() -> None:
+def second_gradients():
     stacked = torch.stack([torch.tensor([1.0, 2.0, 3.0]) + rank for rank in range(3)])
-    found: list[torch.Tensor] = []
+    found = []
     for x, total in (
         (stacked.requires_grad_(), lambda x: x.square().sum(0)),
         (stacked.detach()[bmt.rank()].requires_grad_(), lambda x: distributed.all_reduce(x**2)),
@@ -109,7 +106,7 @@ def second_gradients() -> None:
     torch.testing.assert_close(found[1], found[0][bmt.rank()])
 
 
-def of_the_root() -> None:
+def of_the_root():
     """The root decides whether a broadcast has a gradient; nobody waits for ever."""
     rank = bmt.rank()
     x = torch.full((3,), float(rank), requires_grad=rank == 0)
@@ -120,12 +117,12 @@ def of_the_root() -> None:
     assert not distributed.broadcast(torch.ones(2, requires_grad=rank == 1), 0).requires_grad
 
 
-def grad(x: torch.Tensor) -> torch.Tensor:
+def grad(x):
     assert x.grad is not None
     return x.grad
 
 
-def activations() -> None:
+def activations():
     """Shape, dtype and gradient travel from rank to rank, as in a pipeline; others too."""
     rank = bmt.rank()
     start = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
@@ -149,7 +146,7 @@ def activations() -> None:
             assert torch.equal(got, sent) and got.dtype == sent.dtype and not got.requires_grad
 
 
-def benchmarks() -> None:
+def benchmarks():
     """Where sizes do not divide."""
     rows = [benchmark.all_gather(4096), benchmark.reduce_scatter(2048), benchmark.send_recv(1024)]
     assert [len(each) for each in rows] == [3, 2, int(bmt.world_size() > 1)]
@@ -162,24 +159,21 @@ def benchmarks() -> None:
 
 
 @pytest.mark.parametrize("program", [run_cases, second_gradients, of_the_root, activations])
-def test_values_and_gradients_are_those_of_one_process(program: Callable[[], None]) -> None:
+def test_values_and_gradients_are_those_of_one_process(program):
     run_ranks(program, 3)
 
 
-def verbs() -> None:
+def verbs():
     rank, comm, size = bmt.rank(), config["comm"], bmt.world_size()
     mine = torch.tensor([rank + 1.0, rank + 2.0])
     stacked = torch.stack([torch.tensor([n + 1.0, n + 2.0]) for n in range(size)])
     wide = torch.stack([torch.arange(2.0 * size) + n for n in range(size)])
     last = size - 1
 
-    def filled(
-        verb: Callable[..., None], *args: Any, numel: int = 2, sent: Any = mine
-    ) -> list[float]:
+    def filled(verb, *args, numel=2, sent=mine):
         into = torch.full((numel,), -1.0)
         verb(sent, into, *args, comm)
-        found: list[float] = into.tolist()
-        return found
+        return into.tolist()
 
     for op, reduction in REDUCTIONS.items():
         whole = reduction(stacked).tolist()
@@ -215,11 +209,11 @@ def verbs() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_nccl_verbs(ranks: int) -> None:
+def test_nccl_verbs(ranks):
     run_ranks(verbs, ranks)
 
 
-def groups() -> None:
+def groups():
     """Sends before receives, receives before sends, several to one peer, two communicators in
     orders that differ.
     """
@@ -241,11 +235,11 @@ def groups() -> None:
         assert [x[0].item() for _, x in got] == want
     along_tp, along_pipe, total = torch.empty(1), torch.empty(1), torch.ones(2)
 
-    def exchange_along_tp() -> None:
+    def exchange_along_tp():
         nccl.send(torch.tensor([rank + 0.5]), 1 - tp.index, tp)
         nccl.recv(along_tp, 1 - tp.index, tp)
 
-    def exchange_along_pipe() -> None:
+    def exchange_along_pipe():
         nccl.recv(along_pipe, 1 - pipe.index, pipe)
         nccl.send(torch.tensor([rank + 0.25]), 1 - pipe.index, pipe)
 
@@ -260,17 +254,17 @@ def groups() -> None:
     assert found == [(rank ^ 1) + 0.5, (rank ^ 2) + 0.25, 4.0, 4.0]
 
 
-def test_groups_of_sends_and_receives_in_any_order() -> None:
+def test_groups_of_sends_and_receives_in_any_order():
     run_ranks(groups, 4, init=MESH)
 
 
-def wrong_calls() -> None:
+def wrong_calls():
     """They are explained on every rank, and leave nothing half done."""
     comm, x, y, nowhere = config["comm"], torch.ones(4), torch.ones(4), None
     sent: Any = nowhere
     storage = x.untyped_storage()
 
-    def to_itself() -> None:
+    def to_itself():
         nccl.groupStart()
         nccl.send(x, comm.index, comm)
         nccl.groupEnd()
@@ -324,11 +318,11 @@ def wrong_calls() -> None:
             assert total.tolist() == [2.0] * 4
 
 
-def test_wrong_calls_are_explained() -> None:
+def test_wrong_calls_are_explained():
     run_ranks(wrong_calls, 2)
 
 
-def losses_and_rows() -> None:
+def losses_and_rows():
     rank, size = bmt.rank(), bmt.world_size()
     results.synchronize()
     loss = torch.tensor(float(rank), requires_grad=True)
@@ -342,7 +336,7 @@ def losses_and_rows() -> None:
     assert [x.dtype for x in losses] == [torch.float32] * 3 + [torch.float16]
     assert [x.dim() for x in losses] == [0, 0, 0, 1]
 
-    def turned(rank: int) -> torch.Tensor:
+    def turned(rank):
         return torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)).t()
 
     some = results.gather_result(torch.full((2 * (rank == 1), 3), 5.0, dtype=torch.bfloat16))
@@ -358,9 +352,7 @@ def losses_and_rows() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("program", [losses_and_rows, benchmarks])
-def test_results(
-    program: Callable[[], None], ranks: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results(program, ranks, capsys):
     run_ranks(program, ranks)
     if program is benchmarks:
         printed = capsys.readouterr().out
@@ -369,7 +361,7 @@ def test_results(
         assert "4 KiB" in printed and "GB/s" in printed
 
 
-CONFIG: dict[str, Any] = {  # of a run of four ranks, as all of them see it
+CONFIG = {  # of a run of four ranks, as all of them see it
     "world_size": 4,
     "local_size": 4,
     "initialized": True,
@@ -396,7 +388,7 @@ SIZES = {
 }
 
 
-def old_use_of_config() -> tuple[list[str], dict[str, Any]]:
+def old_use_of_config():
     """What programs of 0.1.x and 1.0.1 do with it."""
     rank, comm, topology = bmt.rank(), bmt.config["comm"], bmt.config["topology"]
     gathered = distributed.all_gather(torch.tensor([rank]), bmt.config["zero_comm"])
@@ -421,14 +413,14 @@ def old_use_of_config() -> tuple[list[str], dict[str, Any]]:
     return sorted(seen), {name: x for name, x in bmt.config.items() if name != "topology"}
 
 
-def test_what_old_programs_do_with_config() -> None:
+def test_what_old_programs_do_with_config():
     before = {name: value for name, value in config.items() if name != "topology"}
     for names, after in run_ranks(old_use_of_config, 4, init=MESH):
         assert names == sorted(config) and len(names) == 33
         assert after == before  # the run is over: one process again
 
 
-def test_config_before_the_run() -> None:
+def test_config_before_the_run():
     found = [config[name] for name in ("initialized", "rank", "world_size", "comm")]
     assert found == [False, 0, 1, None]
     assert len(config) == len(list(config)) and "rank" in config and "spam" not in config
@@ -439,7 +431,7 @@ def test_config_before_the_run() -> None:
     assert config.get("spam", 5) == 5 and config.get("tp_size") == 1
     assert {**config} == dict(config.items()) and "'world_size': 1" in repr(config)
     assert config["topology"].get_group_id("tp") == 0
-    calls: list[Callable[[], object]] = [
+    calls = [
         results.synchronize,
         lambda: results.sum_loss(1.0),
         lambda: distributed.all_gather(torch.ones(1)),
@@ -450,7 +442,7 @@ def test_config_before_the_run() -> None:
             call()
 
 
-def printing(folder: pathlib.Path) -> None:
+def printing(folder):
     """The last rank comes late: nobody leaves the barrier before it has arrived."""
     bmt.print_rank("first", "second", sep="+")
     bmt.print_rank("from one", rank=1)
@@ -474,14 +466,14 @@ PRINTED = (
 )
 
 
-def test_printing_on_one_rank(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printing_on_one_rank(tmp_path, capsys):
     run_ranks(printing, 2, tmp_path)
     zero, one = capsys.readouterr().out.split("-- rank 1 printed:")
     assert one.split() == ["from", "one"] and "of 1" not in zero
     assert [zero.count(text) for text in PRINTED] == [1] * len(PRINTED)
 
 
-def to_the_end() -> None:
+def to_the_end():
     """Gloo's threads are there while the run lasts, and gone after it though a model keeps the
     axes.
     """
@@ -495,7 +487,7 @@ def to_the_end() -> None:
     assert num_gloo_threads() == 0 and isinstance(block, bmt.Block)
 
 
-def num_gloo_threads() -> int:
+def num_gloo_threads():
     tasks = pathlib.Path("/proc/self/task").iterdir()
     names = [task.joinpath("comm").read_text() for task in tasks]
     return sum(name.startswith("pt_gloo_runloop") for name in names)
@@ -505,6 +497,6 @@ def num_gloo_threads() -> int:
     not pathlib.Path("/proc/self/task").exists(),
     reason="reads the names of threads from Linux's /proc",
 )
-def test_no_thread_of_gloo_outlives_the_run() -> None:
+def test_no_thread_of_gloo_outlives_the_run():
     """One that gives back a tensor when the interpreter ends would abort the process."""
     run_ranks(to_the_end, 2)

@@ -2,13 +2,10 @@
 collectives against its formulas.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pathlib
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,12 +22,12 @@ from bmtrain.errors import CheckpointError, ConfigurationError, ParameterError
 # -- gradients of collectives
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
+def drawn(seed, *shape):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def local_gradients() -> None:
+def local_gradients():
     """Values of all ranks, gradients as BMTrain gives them; backward on one rank alone waits for
     nobody. The first row is the same on all ranks, the last is 0 on the first.
     """
@@ -41,7 +38,7 @@ def local_gradients() -> None:
     high, low = everyone.amax(0), everyone.amin(0)
     others = torch.cat([everyone[:rank], everyone[rank + 1 :]])
     gathered = drawn(60 + rank, size, 4, 3)
-    cases: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    cases = {
         "sum": (everyone.sum(0), weight),
         "avg": (everyone.mean(0), weight / size),
         "prod": (everyone.prod(0), weight * others.prod(0)),
@@ -81,7 +78,7 @@ def local_gradients() -> None:
             call(x, local_gradient=bad)
 
 
-def test_gradients_of_collectives() -> None:
+def test_gradients_of_collectives():
     run_ranks(local_gradients, 3)
 
 
@@ -93,34 +90,34 @@ VOCAB, DIM, LAYERS, ROWS, LENGTH = 17, 12, 3, 6, 5
 class PlainLinear(nn.Module):
     """A linear map without bias, scaled as CPM's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(DIM, DIM))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return F.linear(x, self.weight) / math.sqrt(DIM)
 
 
 class PlainEmbedding(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(VOCAB, DIM))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return F.embedding(ids, self.weight)
 
-    def projection(self, x: torch.Tensor) -> torch.Tensor:
+    def projection(self, x):
         return F.linear(x, self.weight)
 
 
 class Layer(nn.Module):
     """A layer of a language model, whose linear maps are of the kind that `make` gives."""
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, make):
         super().__init__()
         self.first, self.second = make(), make()
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, mask):
         hidden = self.first(x)
         if bmt.is_initialized():
             bmt.inspect.record_tensor(hidden, "hidden")
@@ -130,20 +127,20 @@ class Layer(nn.Module):
 class PlainModel(nn.Module):
     """The twin of a model in one process."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.embedding = PlainEmbedding()
         self.layers = nn.ModuleList(Layer(PlainLinear) for _ in range(LAYERS))
         self.load_state_dict(model.state_dict())
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x, mask = self.embedding(ids), (ids > 0).unsqueeze(-1)
         for layer in self.layers:
             x = layer(x, mask)
         return self.embedding.projection(x)
 
 
-def cpm_model(use_checkpoint: bool = True, zero_level: int = 3) -> nn.Module:
+def cpm_model(use_checkpoint=True, zero_level=3):
     """The same model as a program of CPM-Live writes it, by BMTrain's old paths."""
     from bmtrain.block_layer import CheckpointBlock, TransformerBlockList  # type: ignore[import-not-found]
     from bmtrain.layer import DistributedModule  # type: ignore[import-not-found]
@@ -152,24 +149,24 @@ def cpm_model(use_checkpoint: bool = True, zero_level: int = 3) -> nn.Module:
     normal = ParameterInitializer(nn.init.normal_, mean=0.0, std=1.0)
 
     class Linear(DistributedModule):  # type: ignore[misc]
-        def __init__(self, rows: int = DIM) -> None:
+        def __init__(self, rows=DIM):
             super().__init__()
             self.weight = DistributedParameter(torch.empty(rows, DIM), init_method=normal)
 
         forward = PlainLinear.forward
 
     class Embedding(Linear):
-        forward, projection = PlainEmbedding.forward, PlainEmbedding.projection  # type: ignore[assignment]
+        forward, projection = PlainEmbedding.forward, PlainEmbedding.projection
 
     class Model(DistributedModule):  # type: ignore[misc]
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.embedding = Embedding(VOCAB)
             self.layers = TransformerBlockList(
                 [CheckpointBlock(Layer(Linear), use_checkpoint, zero_level) for _ in range(LAYERS)]
             )
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             mask = (ids > 0).unsqueeze(-1)
             return self.embedding.projection(self.layers(self.embedding(ids), mask))
 
@@ -178,21 +175,21 @@ def cpm_model(use_checkpoint: bool = True, zero_level: int = 3) -> nn.Module:
     return model
 
 
-def data(step: int) -> torch.Tensor:
+def data(step):
     """Tokens and targets (2, ROWS, LENGTH) of all ranks."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(0, VOCAB, (2, ROWS, LENGTH), generator=generator)
 
 
-def own(x: torch.Tensor) -> torch.Tensor:
+def own(x):
     return x.chunk(bmt.world_size())[bmt.rank()]
 
 
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits, targets):
     return F.cross_entropy(logits.view(-1, VOCAB), targets.reshape(-1))
 
 
-def train_as_cpm(folder: str) -> None:
+def train_as_cpm(folder):
     """Initialise, train, inspect, save and go on in a fresh model, as CPM-Bee's program does."""
     from bmtrain.global_var import config  # type: ignore[import-not-found]
     from bmtrain.optim.adam_offload import AdamOffloadOptimizer  # type: ignore[import-not-found]
@@ -215,7 +212,7 @@ def train_as_cpm(folder: str) -> None:
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01)
     plain_scheduler = bmt.lr_scheduler.Noam(reference, **schedule)
 
-    def train(step: int) -> None:
+    def train(step):
         ids, targets = data(step)
         wait_loader()
         manager.zero_grad()
@@ -254,26 +251,26 @@ def train_as_cpm(folder: str) -> None:
     models.assert_same_dicts(second.state_dict(), plain.state_dict(), "loaded")
     with torch.no_grad():
         if bmt.rank() == 0:  # it has elements of every parameter
-            params[0].grad.local.fill_(torch.inf)  # type: ignore[union-attr]
+            params[0].grad.local.fill_(torch.inf)
     with pytest.raises(OverflowError):
         check_overflow(optimizer.param_groups)
     train(4)
 
 
-def test_a_program_of_cpm(tmp_path: pathlib.Path) -> None:
+def test_a_program_of_cpm(tmp_path):
     run_ranks(train_as_cpm, 3, str(tmp_path))
 
 
-def plain_hidden(model: PlainModel, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+def plain_hidden(model, ids):
     """What the layers record, and the logits."""
-    seen: list[torch.Tensor] = []
+    seen = []
     for layer in model.layers:
-        layer.first.register_forward_hook(lambda module, args, out: seen.append(out))  # type: ignore[union-attr]
+        layer.first.register_forward_hook(lambda module, args, out: seen.append(out))
     logits = model(ids)
     return seen, logits
 
 
-def distil() -> None:
+def distil():
     """A loss on the hidden states of student and teacher, taken from the inspector as BMCook
     does.
     """
@@ -319,19 +316,19 @@ def distil() -> None:
         models.assert_same_dicts(student.state_dict(), plain.state_dict(), "after training")
 
 
-def test_a_program_of_bmcook() -> None:
+def test_a_program_of_bmcook():
     run_ranks(distil, 2)
 
 
 class CutAttention(bmt.DistributedModule):
     """As BMTrain's example has it: of a part of each sequence, all projections in one product."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.projections = nn.ModuleList(bmt.nn.ColumnParallelLinear(DIM, DIM) for _ in range(3))
         self.out = bmt.nn.RowParallelLinear(DIM, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         weights, biases = (
             torch.cat([getattr(part, name) for part in self.projections])
             for name in ("weight", "bias")
@@ -342,7 +339,7 @@ class CutAttention(bmt.DistributedModule):
         return x + self.out(found[0])[None]
 
 
-def cut_sequences() -> None:
+def cut_sequences():
     """Losses, norms and weights of three steps beside one process, with as many heads as ranks."""
     size, place = bmt.world_size(), bmt.rank()
     table = bmt.nn.VPEmbedding(2 * VOCAB, DIM)
@@ -391,14 +388,14 @@ def cut_sequences() -> None:
     models.assert_same_dicts(state, {name: x.detach() for name, x in plain.items()}, "weights")
 
 
-def test_a_tensor_parallel_program_that_cuts_sequences() -> None:
+def test_a_tensor_parallel_program_that_cuts_sequences():
     run_ranks(cut_sequences, 2, init={"tp_size": 2})
 
 
 # -- single names
 
 
-def states_of_both_libraries() -> None:
+def states_of_both_libraries():
     """The manager's state has BMTrain's keys and kinds of values; a state that BMTrain wrote is
     read.
     """
@@ -420,7 +417,7 @@ def states_of_both_libraries() -> None:
     assert unscaled["loss_scale"] == 1 and unscaled["loss_scale_enabled"] is False
     older = theirs | {"loss_scale": {"value": 128.0, "good_steps": 2}}
     for saved, good_steps in ((state, 1), (theirs, 0), (older, 2)):
-        fresh: Any = bmt.optim.OptimManager(loss_scale=1, loss_scale_steps=3)
+        fresh = bmt.optim.OptimManager(loss_scale=1, loss_scale_steps=3)
         fresh.add_optimizer(optimizer, bmt.lr_scheduler.Noam(optimizer, 0.5, 1, 7))
         fresh.load_state_dict(saved)
         assert (fresh.loss_scale, fresh._scale.good_steps) == (128.0, good_steps)
@@ -432,7 +429,7 @@ def states_of_both_libraries() -> None:
     assert kept.loss_scale == 8  # the first state has no scale, and the second was refused
 
 
-def written_config() -> None:
+def written_config():
     layer = bmt.BMTrainModelWrapper(nn.Linear(2, 2))
     for value in (False, True):
         bmt.config["save_param_to_cpu"] = value
@@ -446,7 +443,7 @@ def written_config() -> None:
     assert found == [2, 1, 1]
 
 
-def stored_objects() -> None:
+def stored_objects():
     from bmtrain.param_init import init_distributed_parameter, iterate_parameters
     from bmtrain.parameter import OpAllGather
     from bmtrain.store import _save_to_rank0, allgather_object, broadcast_object
@@ -459,7 +456,7 @@ def stored_objects() -> None:
             broadcast_object(1, bad, **options)
     assert allgather_object(rank, comm) == list(range(size))
     assert broadcast_object({"of": rank}, comm, src=size - 1) == {"of": size - 1}
-    model: Any = cpm_model()
+    model = cpm_model()
     state, kept = model.state_dict(), _save_to_rank0(model)
     assert list(kept) == (list(state) if rank == 0 else [])
     models.assert_same_dicts(dict(kept), state if rank == 0 else {}, "_save_to_rank0", 0)
@@ -478,7 +475,7 @@ def stored_objects() -> None:
     assert tp_split_tensor(torch.arange(6).view(2, 3), 1).shape == (2, 3)
 
 
-def state_of_rank_0() -> None:
+def state_of_rank_0():
     """Loaded as programs do it, also where the other ranks have another state, or none: what one
     process has, and a layer that no rank wraps.
     """
@@ -500,7 +497,7 @@ def state_of_rank_0() -> None:
             models.assert_same_dicts(model.state_dict(), state, "loaded", 0)
 
 
-def ring() -> None:
+def ring():
     """As ring attention passes its keys on, with the names that it imports."""
     from bmtrain.distributed.ops import ncclAllReduce, ncclRecv, ncclSend  # type: ignore[import-not-found]
     from bmtrain.nccl import commCount, commRank, groupEnd, groupStart  # type: ignore[import-not-found]
@@ -517,7 +514,7 @@ def ring() -> None:
     assert got.eq(sum(range(count))).all()
 
 
-def single_names() -> None:
+def single_names():
     states_of_both_libraries()
     written_config()
     stored_objects()
@@ -525,11 +522,11 @@ def single_names() -> None:
     ring()
 
 
-def test_single_names() -> None:
+def test_single_names():
     run_ranks(single_names, 2, init={"zero_level": 2})
 
 
-def split_tensor() -> torch.Tensor:
+def split_tensor():
     from bmtrain.utils import tp_split_tensor
 
     whole = torch.arange(8).view(2, 4)
@@ -539,21 +536,21 @@ def split_tensor() -> torch.Tensor:
     return tp_split_tensor(whole, 1)
 
 
-def positions() -> list[Any]:
+def positions():
     """By position as in 1.0.1."""
     bmt.init_distributed("env://", 5, 2, 4, 1, zero_level=2, device="cpu")
     names = ("pipe_size", "pipe_enabled", "micros", "tp_size", "zero_level")
     return [bmt.config[key] for key in names]
 
 
-def test_sizes_of_the_mesh() -> None:
+def test_sizes_of_the_mesh():
     """A tensor is split over tensor ranks; arguments of `init_distributed` by position."""
     parts = run_ranks(split_tensor, 2, init={"tp_size": 2})
     assert torch.equal(torch.cat(parts, 1), torch.arange(8).view(2, 4))
     assert run_ranks(positions, 2, join=False) == [[2, True, 4, 1, 2]] * 2
 
 
-def old_loss_scale() -> None:
+def old_loss_scale():
     """CPM-Live's programs of 0.1.x give factor and steps to `init_distributed`, and "inf" to
     `clip_grad_norm`.
     """
@@ -573,5 +570,5 @@ def old_loss_scale() -> None:
     assert bmt.config["loss_scale_factor"] == 8 and bmt.config["loss_scale_steps"] == 2
 
 
-def test_loss_scale_of_old_programs() -> None:
+def test_loss_scale_of_old_programs():
     run_ranks(old_loss_scale, 2, init={"loss_scale_factor": 8, "loss_scale_steps": 2})

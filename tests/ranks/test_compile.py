@@ -2,12 +2,9 @@
 never in the way.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.passes import Call, ask, blocks_of, compare, gradients, on_ranks
+from tests.ranks.passes import ask, blocks_of, compare, gradients, on_ranks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,11 +28,11 @@ BY_DEFAULT = {"compile": True}
 
 
 class Layer(nn.Module):
-    def __init__(self, dim: int = 6) -> None:
+    def __init__(self, dim=6):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 11), nn.Linear(11, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
@@ -44,33 +41,29 @@ class Lowering(models.Counting):
     as torch's does, or fails.
     """
 
-    def __init__(self, traces: bool = False, fails: bool = False) -> None:
+    def __init__(self, traces=False, fails=False):
         super().__init__()
         self.traces, self.fails = traces, fails
 
-    def __call__(
-        self, graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any
-    ) -> Callable[..., object]:
+    def __call__(self, graph, inputs, **options):
         run = super().__call__(graph, inputs)
         if self.fails:
             raise RuntimeError("this processor is unknown\nand more")
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs) if self.traces else run
 
 
-def lowering(traces: bool = False, fails: bool = False) -> Lowering:
+def lowering(traces=False, fails=False):
     """Put a Lowering in the place of torch's compiler; all structures are new."""
     torch._dynamo.reset()
     if bmt.is_initialized():
         programs = world.current().service(Programs)
         programs._structures.clear()
         programs._warned.clear()
-    backend.inductor = own = Lowering(traces, fails)  # type: ignore[assignment]
+    backend.inductor = own = Lowering(traces, fails)
     return own
 
 
-def check(
-    layers: list[Any], what: str, x: Tensor | None = None, call: Call = ask, **options: Any
-) -> Any:
+def check(layers, what, x=None, call=ask, **options):
     """Two passes of blocks are those of the layers. Returns the blocks."""
     plain = nn.ModuleList(layers)
     blocks = blocks_of(plain, **options)
@@ -80,7 +73,7 @@ def check(
     return blocks
 
 
-def warned(layers: list[Any], what: str, **options: Any) -> list[str]:
+def warned(layers, what, **options):
     """What is said of uncompiled blocks in a check."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -99,13 +92,13 @@ def warned(layers: list[Any], what: str, **options: Any) -> list[str]:
     ],
 )
 @on_ranks(2, init=BY_DEFAULT)
-def test_equal_blocks_compile_once(zero_level: int, level: Level) -> None:
+def test_equal_blocks_compile_once(zero_level, level):
     """One graph, passes without gradients run uncompiled, and all is exact; on request one graph
     more at most for the first input without gradient.
     """
     own = lowering(traces=True)
     plain = nn.ModuleList([Layer() for _ in range(3)])
-    options: dict[str, Any] = {"use_checkpoint": level, "zero_level": zero_level}
+    options = {"use_checkpoint": level, "zero_level": zero_level}
     blocks = check([*plain], "by default", **options)
     assert own.num_graphs == 1, f"compiled {own.num_graphs} graphs for equal blocks"
     with torch.no_grad():
@@ -122,16 +115,16 @@ def test_equal_blocks_compile_once(zero_level: int, level: Level) -> None:
 class Scaled(Layer):
     """Reads a whole number of its own, as numbers of layers are."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         super().__init__()
         self.number = number
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * (1 + self.number / 16)
 
 
 @on_ranks(1, init=BY_DEFAULT)
-def test_what_varies_does_not_use_up_a_limit() -> None:
+def test_what_varies_does_not_use_up_a_limit():
     """torch gives up on a function after 8 forms. Numbers of layers and lengths become variables;
     every class has a function of its own.
     """
@@ -154,12 +147,12 @@ def test_what_varies_does_not_use_up_a_limit() -> None:
 
 
 class WithItem(Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * (2 if x.sum().item() > 0 else 1)
 
 
 class Remembers(Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.seen = [*self.__dict__.get("seen", []), x.detach()]
         return super().forward(x)
 
@@ -169,11 +162,11 @@ class Counts(Layer):
 
     count: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.ones(6))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         factor = self.count * 1.0
         y = torch.sin(super().forward(x) * factor)
         with torch.no_grad():
@@ -193,12 +186,12 @@ def _(x: Tensor) -> Tensor:
 
 
 class Noisy(Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * noise(x.detach())
 
 
 @on_ranks(2, init=BY_DEFAULT)
-def test_what_is_not_safe_in_one_graph_runs_uncompiled() -> None:
+def test_what_is_not_safe_in_one_graph_runs_uncompiled():
     """Said once per class, in one line; the numbers are right from the first pass on, also where
     they would be random ones.
     """
@@ -222,12 +215,12 @@ class Cache:
 
 
 class Caching(Layer):
-    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+    def forward(self, x, cache=None):
         return super().forward(x)
 
 
 @on_ranks(1, init=BY_DEFAULT)
-def test_what_is_given_changing_objects_runs_uncompiled() -> None:
+def test_what_is_given_changing_objects_runs_uncompiled():
     own = lowering()
     plain = nn.ModuleList([Caching()])
     (block,) = blocks = blocks_of(plain)
@@ -239,19 +232,19 @@ def test_what_is_given_changing_objects_runs_uncompiled() -> None:
 
 
 class Summing(Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return bmt.distributed.all_reduce(super().forward(x), "avg")
 
 
 class SummingPlainly(Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         total = x.detach().clone()
         dist.all_reduce(total)
         return super().forward(x) + total
 
 
 @on_ranks(2, init=BY_DEFAULT)
-def test_ranks_may_differ_in_what_compiles() -> None:
+def test_ranks_may_differ_in_what_compiles():
     """A graph that breaks, or a compiler that fails, on one rank or on both: uncompiled or not,
     ranks gather alike. Collectives stay uncompiled: ranks might order them differently.
     """
@@ -290,17 +283,17 @@ def test_ranks_may_differ_in_what_compiles() -> None:
 
 
 class Nest(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.inner: nn.Module = Layer()
+        self.inner = Layer()
         self.last = nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(self.inner(x))
 
 
 class Wrong(Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if x.shape[0] == 7:
             raise LookupError("seven rows")
         return super().forward(x[:, :5] if x.shape[0] == 5 else x)
@@ -308,7 +301,7 @@ class Wrong(Layer):
 
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
 @on_ranks(1, init=BY_DEFAULT)
-def test_what_programs_do_to_blocks(recompute: bool) -> None:
+def test_what_programs_do_to_blocks(recompute):
     """Statistics, blocks in blocks, hooks and functions put in after compiling, a graph that is
     kept, errors of the module's own, after which it compiles all the same.
     """
@@ -361,21 +354,21 @@ class Watching(TorchFunctionMode):
 
     count = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.tanh
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("default", [False, True, None])
 @on_ranks(1, join=False)
-def test_who_decides(default: bool | None) -> None:
+def test_who_decides(default):
     """A block may say; else the run's default does, and a CPU does not compile by itself. Modes of
     torch see every call, as in a module that is not compiled.
     """
     bmt.init_distributed(device="cpu", compile=default)
     own = lowering()
 
-    def step(**options: Any) -> None:
+    def step(**options):
         bmt.Block(Layer(), **options)(torch.ones(2, 6)).sum().backward()
 
     step(compile=False)
@@ -395,7 +388,7 @@ def test_who_decides(default: bool | None) -> None:
 
 
 @on_ranks(1, init=BY_DEFAULT, timeout=120)
-def test_the_real_compiler() -> None:
+def test_the_real_compiler():
     blocks = check([nn.Sequential(nn.Linear(6, 6), nn.Tanh())], "Inductor", use_checkpoint=True)
     assert torch._dynamo.utils.counters["inductor"], "Inductor was not used"
     assert not models.is_refused(blocks[0])

@@ -2,8 +2,6 @@
 compiles when.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -39,11 +37,11 @@ def _(x: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx, inputs, output):
     ctx.save_for_backward(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+def _backward(ctx, grad, _):
     return grad * ctx.saved_tensors[0], None
 
 
@@ -53,29 +51,29 @@ attention.register_autograd(_backward, setup_context=_keep)
 class Simple(nn.Module):
     """Dropout alone: (rows, DIM) to the same."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.map, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + F.dropout(torch.tanh(self.last(self.map(x))), 0.2)
 
 
 class Layer(Simple):
     """Dropout before, in and after attention."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         mixed = attention(torch.sin(F.dropout(self.map(x), 0.3)), 0.4)[0]
         return x + F.dropout(torch.tanh(self.last(mixed)), 0.2)
 
 
-def lowering() -> list[bool]:
+def lowering():
     """Put in the place of torch's compiler what divides forward and backward as Inductor does, and
     runs them as they are. Returns what torch is asked for each time.
     """
-    asked: list[bool] = []
+    asked = []
 
-    def lower(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    def lower(graph, inputs, **options):
         asked.append(torch._functorch.config.graphsafe_rng_functionalization)
         return torch._dynamo.lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
@@ -83,17 +81,17 @@ def lowering() -> list[bool]:
     return asked
 
 
-def make_blocks(kind: type[nn.Module] = Layer, **options: Any) -> nn.ModuleList:
+def make_blocks(kind=Layer, **options):
     torch.manual_seed(3)
     return nn.ModuleList([bmt.Block(kind(), **options) for _ in range(2)])
 
 
-def rows(number: int) -> Tensor:
+def rows(number):
     return torch.linspace(-1, 1, number * DIM).view(number, DIM)
 
 
 @on_ranks(2, init={**BY_DEFAULT, "memory_limit": 2**30}, timeout=120)
-def test_a_seed_gives_the_same_numbers_again() -> None:
+def test_a_seed_gives_the_same_numbers_again():
     """From the first call on, which compiles, and at every level; a restored state does too.
 
     Forward and recomputation agree: gradients are those of a block that keeps everything. Passes
@@ -116,7 +114,7 @@ def test_a_seed_gives_the_same_numbers_again() -> None:
 
 
 @on_ranks(2, init=BY_DEFAULT, timeout=60)
-def test_a_rank_that_compiles_draws_as_the_others() -> None:
+def test_a_rank_that_compiles_draws_as_the_others():
     """Torch is asked for no generators of its own, which no seed reaches on a GPU; only where
     blocks are lowered: a program's own code is its own affair.
     """
@@ -141,7 +139,7 @@ def test_a_rank_that_compiles_draws_as_the_others() -> None:
 
 @pytest.mark.long
 @on_ranks(1, init=BY_DEFAULT, timeout=200)
-def test_the_real_compiler_with_lengths_that_vary() -> None:
+def test_the_real_compiler_with_lengths_that_vary():
     """Inductor rewrites dropout; what it makes of it is compiled for all lengths, too."""
     blocks = make_blocks(Simple, use_checkpoint=True)
     draws.assert_repeatable(blocks, [rows(4)], "Inductor")

@@ -2,8 +2,6 @@
 gradients of plain ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -35,23 +33,23 @@ FAMILIES: dict[str, tuple[type[BaseModel], Any]] = {
 MASKS = ("attention_mask", "global_attention_mask")
 
 
-def inputs(name: str, masked: bool) -> dict[str, Tensor]:
+def inputs(name, masked):
     """A batch with padding and global tokens, or without."""
     given = test_model_center.batch(name, 0)
     return {key: value for key, value in given.items() if masked or key not in MASKS}
 
 
-def answer(model: BaseModel, given: dict[str, Tensor]) -> Tensor:
+def answer(model, given):
     """Logits of all tokens, or of images, after a backward pass."""
     model.zero_grad()
     asked = {"return_logits": True} if isinstance(model, Longformer) else {}
     out = model(**given, **asked)
-    logits: Tensor = out if isinstance(out, Tensor) else out.logits
+    logits = out if isinstance(out, Tensor) else out.logits
     logits.sin().mean().backward()
     return logits.detach()
 
 
-def compare(name: str) -> None:
+def compare(name):
     """Plain layers; recomputed ones; and ones with masks, in a program that has a default
     device.
     """
@@ -79,13 +77,13 @@ def compare(name: str) -> None:
         )
 
 
-def packed(given: dict[str, Tensor]) -> dict[str, Tensor]:
+def packed(given):
     """The batch with two samples in each row, which do not see each other."""
     segments = (torch.arange(given["input_ids"].shape[1]) > 1).long()
     return given | {"attention_mask": segment_mask(segments.expand(given["input_ids"].shape))}
 
 
-def train_on_lengths(name: str) -> None:
+def train_on_lengths(name):
     """Batches of falling lengths, plain masks and packed rows: programs of one length, and of any.
 
     A program for each length would end at the compiler's limit, and the layer uncompiled.
@@ -113,7 +111,7 @@ def train_on_lengths(name: str) -> None:
 @pytest.mark.compiler
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "mistral", "qwen3", "bert", "t5"])
-def test_lengths_share_a_program(name: str) -> None:
+def test_lengths_share_a_program(name):
     run_ranks(train_on_lengths, 1, name, join=False, timeout=200)
 
 
@@ -122,6 +120,6 @@ def test_lengths_share_a_program(name: str) -> None:
     "name",
     [pytest.param(name, marks=() if name == "gpt2" else pytest.mark.long) for name in FAMILIES],
 )
-def test_layers_compile(name: str) -> None:
+def test_layers_compile(name):
     """A layer that did not would say so, and warnings are errors on the ranks."""
     run_ranks(compare, 1, name, join=False, timeout=120)

@@ -2,11 +2,6 @@
 be all the same.
 """
 
-from __future__ import annotations
-
-import pathlib
-from typing import Any
-
 import pytest
 import torch
 from tests.ranks import models
@@ -15,7 +10,7 @@ from tests.ranks.runner import run_ranks
 import bmtrain as bmt
 
 
-def train(file: pathlib.Path, device: str) -> dict[str, torch.Tensor]:
+def train(file, device):
     """A few steps of everything; tensors made on the meta device have no values, and fail or spoil
     what uses them.
     """
@@ -25,7 +20,7 @@ def train(file: pathlib.Path, device: str) -> dict[str, torch.Tensor]:
     plain = torch.nn.Linear(6, 1)
     parallel = bmt.PipelineTransformerBlockList([torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)])
     manager = bmt.optim.OptimManager(loss_scale=8.0)
-    kinds: list[tuple[Any, torch.nn.Module]] = [
+    kinds = [
         (bmt.optim.AdamOptimizer, layers),
         (bmt.optim.AdamOffloadOptimizer, parallel),
         (torch.optim.SGD, plain),
@@ -50,10 +45,10 @@ def train(file: pathlib.Path, device: str) -> dict[str, torch.Tensor]:
         return {**layers.state_dict(), **parallel.state_dict()}
 
 
-def compare(file: pathlib.Path) -> None:
+def compare(file):
     models.assert_same_dicts(train(file, "meta"), train(file, "cpu"), "on meta", 0.0)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_default_device_is_the_programs(size: int, tmp_path: pathlib.Path) -> None:
+def test_the_default_device_is_the_programs(size, tmp_path):
     run_ranks(compare, size, tmp_path / "model.pt", init={"pipe_size": size})

@@ -2,10 +2,7 @@
 sharded.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,36 +22,36 @@ VOCAB, DIM, LENGTH, ROWS = 17, 8, 5, 6
 class Mixer(nn.Module):
     """Stands for an attention: every position sees the mean of those before."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.project = nn.Linear(DIM, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         counts = torch.arange(1, x.shape[1] + 1)[:, None]
         return self.project(x).cumsum(1) / counts
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
         self.mixer = Mixer()
         self.up, self.down = nn.Linear(DIM, 13), nn.Linear(13, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x + self.mixer(self.norm(x))
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
         self.layers = nn.ModuleList([Layer() for _ in range(3)])
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCAB)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -64,36 +61,36 @@ class Model(nn.Module):
 class Adapter(nn.Module):
     """Houlsby's bottleneck."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.down, self.up = nn.Linear(DIM, 3), nn.Linear(3, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.up(torch.relu(self.down(x)))
 
 
 class Parallel(nn.Module):
     """A low-rank update beside a layer, which becomes its child."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base = base
         self.a = nn.Parameter(torch.randn(2, base.in_features) * 0.3)
         self.b = nn.Parameter(torch.randn(base.out_features, 2) * 0.3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.base(x) + F.linear(F.linear(x, self.a), self.b)
 
 
 class SoftPrompt(nn.Module):
     """An embedding that puts trained rows in place of the first ones."""
 
-    def __init__(self, embedding: nn.Module) -> None:
+    def __init__(self, embedding):
         super().__init__()
         self.embedding = embedding
         self.prompt = nn.Parameter(torch.randn(2, DIM))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return torch.cat(
             [self.prompt.expand(len(tokens), -1, -1), self.embedding(tokens[:, 2:])], 1
         )
@@ -102,17 +99,17 @@ class SoftPrompt(nn.Module):
 class Generator(nn.Module):
     """Makes the prefixes of all layers from few parameters, and a frozen tensor of integers."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers):
         super().__init__()
         self.places = nn.Parameter(torch.arange(2), requires_grad=False)
         self.embedding = nn.Embedding(2, 3)
         self.project = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, num_layers * DIM))
 
-    def forward(self) -> torch.Tensor:
+    def forward(self):
         return self.project(self.embedding(self.places)).mean(0).view(-1, DIM)
 
 
-def after(module: Any) -> None:
+def after(module):
     """OpenDelta's way: a new child, and a function in the place of `forward` that calls the old one
     and the child.
     """
@@ -121,7 +118,7 @@ def after(module: Any) -> None:
     module.forward = lambda *args, **kwargs: module.adapter(forward(*args, **kwargs))
 
 
-def adapters(model: Any) -> None:
+def adapters(model):
     """Behind a child of each layer, behind each layer, and behind a module outside of the list."""
     for layer in model.layers:
         after(layer.mixer)
@@ -129,7 +126,7 @@ def adapters(model: Any) -> None:
     after(model.norm)
 
 
-def children(model: Any) -> None:
+def children(model):
     """Replaced in some layers, at every depth, and outside."""
     model.layers[0].up = Parallel(model.layers[0].up)
     model.layers[2].mixer.project = Parallel(model.layers[2].mixer.project)
@@ -137,7 +134,7 @@ def children(model: Any) -> None:
     model.embedding = SoftPrompt(model.embedding)
 
 
-def prefixes(model: Any) -> None:
+def prefixes(model):
     """Bare parameters, used by a pre-hook."""
     for layer in model.layers:
         layer.mixer.prefix = nn.Parameter(torch.randn(1, 1, DIM))
@@ -146,14 +143,14 @@ def prefixes(model: Any) -> None:
     model.layers[0].register_forward_hook(lambda module, args, out: out * module.gain)
 
 
-def generated(model: Any) -> None:
+def generated(model):
     """The first layer's mixer makes the prefixes of all, which read them as attributes: tensors go
     from block to block beside their arguments and results.
     """
     mixers = [layer.mixer for layer in model.layers]
     mixers[0].generator = Generator(len(mixers))
 
-    def make_all(module: Any, args: tuple[torch.Tensor]) -> None:
+    def make_all(module, args):
         for mixer, prefix in zip(mixers, module.generator(), strict=True):
             mixer.made = prefix
 
@@ -167,7 +164,7 @@ def generated(model: Any) -> None:
 DELTAS = [[adapters, children, prefixes], [generated, children]]
 
 
-def make(*deltas: Callable[[Any], None], wrap: bool = False) -> Any:
+def make(*deltas, wrap=False):
     """The same values with deltas put in before or after sharding; only the deltas train."""
     torch.manual_seed(5)
     model = Model().requires_grad_(False)
@@ -178,19 +175,19 @@ def make(*deltas: Callable[[Any], None], wrap: bool = False) -> Any:
     return model
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step):
     generator = torch.Generator().manual_seed(step)
     tokens, targets = torch.randint(0, VOCAB, (2, ROWS, LENGTH), generator=generator)
     return tokens, targets
 
 
-def own(x: Any) -> Any:
+def own(x):
     """This rank's rows."""
     rows = ROWS // bmt.world_size()
     return x[bmt.rank() * rows : (bmt.rank() + 1) * rows]
 
 
-def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss_of(model, tokens, targets):
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
@@ -200,14 +197,14 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
 class Pair:
     """A plain model and its sharded twin, each with an optimizer of what is trainable."""
 
-    def __init__(self, plain: nn.Module, model: nn.Module, what: str) -> None:
+    def __init__(self, plain, model, what):
         self.plain, self.model, self.what = plain, model, f"{what}, {bmt.world_size()} ranks"
         self.stepper = torch.optim.AdamW(trainable(plain), **SETTINGS)
         self.optimizer = AdamOptimizer(trainable(model), **SETTINGS)
         self.manager = OptimManager()
         self.manager.add_optimizer(self.optimizer)
 
-    def train(self) -> None:
+    def train(self):
         """Three steps: losses, gradients, parameters and names stay equal."""
         names = [[name for name, _ in each.named_parameters()] for each in (self.model, self.plain)]
         assert names[0] == names[1], self.what
@@ -232,11 +229,11 @@ class Pair:
         assert list(states[0]) == list(states[1]), self.what
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
+def trainable(model):
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def all_sharded(model: nn.Module) -> bool:
+def all_sharded(model):
     """Whether every parameter is, but for frozen integers, of which each rank has a copy."""
     return all(
         isinstance(param, bmt.DistributedParameter) == param.is_floating_point()
@@ -244,7 +241,7 @@ def all_sharded(model: nn.Module) -> bool:
     )
 
 
-def before_and_after_sharding() -> None:
+def before_and_after_sharding():
     for deltas in DELTAS:
         names = [delta.__name__ for delta in deltas]
         model = bmt.BMTrainModelWrapper(make(*deltas))
@@ -259,7 +256,7 @@ def before_and_after_sharding() -> None:
         Pair(make(*deltas), model, f"after: {names}").train()
 
 
-def again_and_again() -> None:
+def again_and_again():
     """Deltas put in while training goes on: what an optimizer has of the others goes on too."""
     pair = Pair(make(adapters), bmt.BMTrainModelWrapper(make(adapters, wrap=True)), "again")
     pair.train()
@@ -276,14 +273,14 @@ def again_and_again() -> None:
         )
     pair.train()
     params = list(pair.model.parameters())
-    storages = [param.storage_of for param in params]  # type: ignore[attr-defined]
+    storages = [param.storage_of for param in params]
     assert bmt.BMTrainModelWrapper(pair.model) is pair.model, "nothing new, nothing changes"
     assert all(a is b for a, b in zip(pair.model.parameters(), params, strict=True))
-    assert [param.storage_of for param in params] == storages  # type: ignore[attr-defined]
+    assert [param.storage_of for param in params] == storages
     pair.train()
 
 
-def forgotten() -> None:
+def forgotten():
     """Put into a block and not sharded: an error.
 
     Elsewhere: kept equal by whatever optimizer of ours takes them.
@@ -315,11 +312,11 @@ class Lazy(nn.Module):
     With `shards_itself` it shards them there, inside of a running block.
     """
 
-    def __init__(self, shards_itself: bool) -> None:
+    def __init__(self, shards_itself):
         super().__init__()
         self.shards_itself, self.is_made = shards_itself, False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if not self.is_made:
             dim = x.shape[-1]
             self.net = nn.Sequential(nn.Linear(dim, 3), nn.Tanh(), nn.Linear(3, dim))
@@ -329,10 +326,10 @@ class Lazy(nn.Module):
         return x + self.net(x)
 
 
-def made_in_forward() -> None:
+def made_in_forward():
     """Deltas that one run of the sharded model has made, sharded there or by wrapping again."""
 
-    def make_lazy(wrap: bool, shards_itself: bool) -> Any:
+    def make_lazy(wrap, shards_itself):
         model = make(wrap=wrap)
         for layer in [model.norm, *(layer.mixer for layer in model.layers)]:
             layer.lazy = Lazy(wrap and shards_itself)
@@ -355,7 +352,7 @@ class Speaking:
     A row ends where its length is a multiple of 7.
     """
 
-    def generate(self, tokens: torch.Tensor, synced_gpus: bool | None = None) -> torch.Tensor:
+    def generate(self, tokens, synced_gpus=None):
         while True:
             is_done = tokens.shape[1] % 7 == 0
             if synced_gpus:
@@ -371,25 +368,25 @@ class Speaking:
 class Prompted(nn.Module, Speaking):
     """OpenPrompt's way: `generate` takes a batch, and hands keywords on, for one row at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = Model()
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return self.model(tokens)
 
-    def generate(self, batch: list[torch.Tensor], **settings: Any) -> list[torch.Tensor]:  # type: ignore[override]
+    def generate(self, batch, **settings):  # type: ignore[override]
         return [super(Prompted, self).generate(row, **settings) for row in batch]
 
 
 class Silent(Prompted):
     """Takes no keywords: there is nothing to hand on."""
 
-    def generate(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+    def generate(self, batch):  # type: ignore[override]
         return [self(row) for row in batch]
 
 
-def handed_on() -> None:
+def handed_on():
     """Rows of different lengths on the ranks, which make different numbers of words."""
     rows = [batch(0)[0][:1, :length] for length in (2, 3, 5, 5, 4, 2)]
     with torch.no_grad():
@@ -401,7 +398,7 @@ def handed_on() -> None:
                 models.assert_same(got, want, kind.__name__)
 
 
-PROGRAMS: list[tuple[Callable[[], None], int]] = [
+PROGRAMS = [
     (before_and_after_sharding, 3),
     (again_and_again, 2),
     (forgotten, 3),
@@ -411,6 +408,6 @@ PROGRAMS: list[tuple[Callable[[], None], int]] = [
 
 
 @pytest.mark.parametrize(("program", "world_size"), PROGRAMS)
-def test_program(program: Callable[[], None], world_size: int) -> None:
+def test_program(program, world_size):
     """What the function of this name states, against the same in one process of plain PyTorch."""
     run_ranks(program, world_size)

@@ -1,7 +1,5 @@
 """Random numbers in training: other ones for other rows, and nothing else that differs by rank."""
 
-from __future__ import annotations
-
 import pathlib
 
 import torch
@@ -18,60 +16,57 @@ WIDTH = 12
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.map = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + F.dropout(torch.tanh(self.map(x)), 0.5, self.training)
 
 
 class Listed(nn.Module):
     """Layers that are left out at random; dropout outside of blocks, and under a checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.before = nn.Dropout(0.5)
         self.layers = nn.ModuleList([Layer() for _ in range(3)])
         self.after = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.before(x)
         for layer in self.layers:
             if not self.training or torch.rand(()) > 0.3:
                 x = layer(x)
-        out: torch.Tensor = checkpoint(self.after, x, use_reentrant=False)
-        return out
+        return checkpoint(self.after, x, use_reentrant=False)
 
 
 class Nested(nn.Module):
     """A block with blocks inside, of which it leaves some out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.outer = bmt.Block(Inner())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.outer(x)
-        return out
+    def forward(self, x):
+        return self.outer(x)
 
 
 class Inner(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.map, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Layer(), Layer()])
         for number, layer in enumerate(self.blocks):
             self.blocks[number] = bmt.Block(layer)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             if torch.rand(()) > 0.3:
                 x = block(x)
-        out: torch.Tensor = self.map(x)
-        return out
+        return self.map(x)
 
 
-def draw(tp_size: int) -> None:
+def draw(tp_size):
     """On two data-parallel ranks, or on one of two tensor-parallel ones."""
     draws = world.current("a test").draws
     for use_checkpoint in (True, False, "auto"):
@@ -82,12 +77,9 @@ def draw(tp_size: int) -> None:
             rows, step = torch.randn(4, WIDTH), 1e-2 * torch.randn(4, WIDTH)
             state = torch.get_rng_state()
 
-            def again(
-                x: torch.Tensor, model: nn.Module = model, state: torch.Tensor = state
-            ) -> torch.Tensor:
+            def again(x, model=model, state=state):
                 torch.set_rng_state(state)
-                out: torch.Tensor = model(x)
-                return out
+                return model(x)
 
             leaf = rows.clone().requires_grad_()
             out = again(leaf)
@@ -114,24 +106,24 @@ def draw(tp_size: int) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_ranks_draw_for_their_rows() -> None:
+def test_ranks_draw_for_their_rows():
     run_ranks(draw, 2, 1)
 
 
-def test_tensor_ranks_draw_the_same() -> None:
+def test_tensor_ranks_draw_the_same():
     run_ranks(draw, 2, 2, init={"tp_size": 2})
 
 
-def resume(folder: str) -> None:
+def resume(folder):
     world.current("a test").draws.same_rows = False
 
-    def build() -> tuple[nn.Module, bmt.optim.OptimManager]:
+    def build():
         torch.manual_seed(5)
         model, manager = bmt.BMTrainModelWrapper(Listed()), bmt.optim.OptimManager()
         manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.1))
         return model, manager
 
-    def train(model: nn.Module, manager: bmt.optim.OptimManager) -> list[float]:
+    def train(model, manager):
         losses = []
         for _ in range(3):
             manager.zero_grad()
@@ -151,5 +143,5 @@ def resume(folder: str) -> None:
     assert train(model, manager) == want
 
 
-def test_masks_go_on_after_a_resume(tmp_path: pathlib.Path) -> None:
+def test_masks_go_on_after_a_resume(tmp_path):
     run_ranks(resume, 2, str(tmp_path))

@@ -2,18 +2,14 @@
 recomputation and the compiler.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks.passes import ask, blocks_of, compare, on_ranks, run
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
@@ -31,7 +27,7 @@ class Layer(nn.Module):
     that is frozen; with a part that recomputes itself.
     """
 
-    def __init__(self, reentrant: bool | None = None) -> None:
+    def __init__(self, reentrant=None):
         super().__init__()
         self.norm, self.up = nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM)
         self.down = nn.Parameter(torch.randn(DIM, 2 * DIM) / 8)
@@ -39,10 +35,10 @@ class Layer(nn.Module):
         self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
         self.reentrant = reentrant
 
-    def part(self, x: Tensor) -> Tensor:
+    def part(self, x):
         return F.linear(F.gelu(self.up(self.norm(x))), self.down)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.reentrant is None:
             h = self.part(x)
         else:
@@ -50,21 +46,20 @@ class Layer(nn.Module):
         return x + self.frozen(h) + self.back(self.narrow(x))
 
 
-def eight_bits(layer: Any, x: Tensor) -> Tensor:
+def eight_bits(layer, x):
     """What a Layer in eight bits computes, written out."""
     up, frozen = layer.up, layer.frozen
     h = linear(F.gelu(linear(layer.norm(x), up.weight, up.bias)), layer.down)
-    y: Tensor = x + linear(h, frozen.weight, frozen.bias) + layer.back(layer.narrow(x))
-    return y
+    return x + linear(h, frozen.weight, frozen.bias) + layer.back(layer.narrow(x))
 
 
-def layers(*reentrant: bool | None) -> nn.ModuleList:
+def layers(*reentrant):
     torch.manual_seed(1)
     return nn.ModuleList([Layer(each) for each in reentrant])
 
 
 @on_ranks(2, init={"fp8": True})
-def test_eight_bits_are_the_same_everywhere() -> None:
+def test_eight_bits_are_the_same_everywhere():
     """Checkpoints of the module itself compute in backward what they computed in forward. The
     default is the run's, and a block may say.
     """
@@ -83,11 +78,11 @@ def test_eight_bits_are_the_same_everywhere() -> None:
 class Other(nn.Module):
     """Products by another function."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.matrix = nn.Parameter(torch.randn(DIM, DIM))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.matrix
 
 
@@ -101,16 +96,16 @@ class Other(nn.Module):
     ],
 )
 @on_ranks(2)
-def test_eight_bits_in_compiled_code(zero_level: int, level: Level) -> None:
+def test_eight_bits_in_compiled_code(zero_level, level):
     """By default and on request; a block without linear maps is told of, once."""
     traced = torch._dynamo.lookup_backend("aot_eager")
 
-    def lower(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
+    def lower(graph, inputs, **options):
         return traced(graph, inputs)
 
     backend.inductor = lower
     plain = layers(None, None)
-    options: dict[str, Any] = {"use_checkpoint": level, "zero_level": zero_level, "fp8": True}
+    options = {"use_checkpoint": level, "zero_level": zero_level, "fp8": True}
     blocks = blocks_of(plain, compile=True, **options)
     compare(plain, blocks, f"compiled, {options}", X, plainly=eight_bits)
     blocks = blocks_of(plain[:1], **options)

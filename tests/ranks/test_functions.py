@@ -2,11 +2,7 @@
 process.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -92,19 +88,18 @@ x.gather(0,torch.zeros_like(x).long())|(x//1).detach()|torch.heaviside(x.detach(
 """
 
 
-def results(expression: str) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-    compute: Callable[..., Any] = eval(f"lambda x, y: {expression}", {"torch": torch})
-    return compute
+def results(expression):
+    return eval(f"lambda x, y: {expression}", {"torch": torch})
 
 
-def flat(value: Any) -> list[Any]:
+def flat(value):
     """What a function returned: one thing, or a list or tuple of them."""
     if isinstance(value, list | tuple):
         return [part for one in value for part in flat(one)]
     return [value]
 
 
-def assert_same(found: Any, expected: Any, what: str) -> None:
+def assert_same(found, expected, what):
     assert len(flat(found)) == len(flat(expected)), what
     for given, whole in zip(flat(found), flat(expected), strict=True):
         mine, plain = given, whole
@@ -121,7 +116,7 @@ def assert_same(found: Any, expected: Any, what: str) -> None:
             assert mine == plain, what
 
 
-def score(value: Any) -> torch.Tensor | None:
+def score(value):
     """A number that depends on each element of a result in its own way; None without a graph."""
     parts = [x for x in flat(value) if isinstance(x, torch.Tensor) and x.requires_grad]
     weights = [torch.arange(1.0, x.numel() + 1).reshape(x.shape) for x in parts]
@@ -132,17 +127,17 @@ def score(value: Any) -> torch.Tensor | None:
 class Three(torch.nn.Module):
     """The matrix lies between others in its storage."""
 
-    def __init__(self, matrix: torch.Tensor) -> None:
+    def __init__(self, matrix):
         super().__init__()
         self.before = torch.nn.Parameter(torch.randn(3, 5))
         self.matrix = torch.nn.Parameter(matrix.clone())
         self.after = torch.nn.Parameter(torch.randn(1))
 
 
-def compare(shape: tuple[int, int]) -> None:
+def compare(shape):
     torch.manual_seed(0)
     matrix, other = torch.randn(shape), torch.randn(shape)
-    param: Any = bmt.BMTrainModelWrapper(Three(matrix)).matrix
+    param = bmt.BMTrainModelWrapper(Three(matrix)).matrix
     for expression in EXPRESSIONS.replace("\n", "|").strip("|").split("|"):
         compute = results(expression)
         plain = matrix.clone().requires_grad_()
@@ -159,12 +154,12 @@ def compare(shape: tuple[int, int]) -> None:
         param.grad = None
 
 
-def in_doubles(shape: tuple[int, int]) -> None:
+def in_doubles(shape):
     with doubles(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of functions that go
         compare(shape)
 
 
 @pytest.mark.parametrize("shape", [(4, 5), pytest.param((5, 1), marks=pytest.mark.long)])
-def test_functions_give_what_one_process_gets(shape: tuple[int, int]) -> None:
+def test_functions_give_what_one_process_gets(shape):
     run_ranks(in_doubles, 2 if shape == (4, 5) else 3, shape)

@@ -2,11 +2,7 @@
 the other ranks do.
 """
 
-from __future__ import annotations
-
 import contextlib
-import pathlib
-from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -20,14 +16,11 @@ from tests.ranks.test_memory import tensors
 from tests.tensors import storage_of
 
 import bmtrain as bmt
-from bmtrain.distributed.transport import Gather
-from bmtrain.shard.engine import Engine
 from model_center.errors import ConfigError, InputError
 from model_center.generation.engine import generate, stream
 from model_center.generation.peers import Peers
 from model_center.generation.resident import Resident
 from model_center.generation.session import Session
-from model_center.model.base import BaseModel
 from model_center.model.gpt2 import GPT2, GPT2Config
 from model_center.model.t5 import T5, T5Config
 
@@ -40,7 +33,7 @@ SIZES: dict[str, Any] = {
     "dim_ff": 48,
     "dtype": "float32",
 }
-CLASSES: dict[str, type[BaseModel]] = {"gpt2": GPT2, "t5": T5}
+CLASSES: dict[str, Any] = {"gpt2": GPT2, "t5": T5}
 # Of each rank: numbers of prompts and of their tokens, and options. The third one has no prompts.
 WORK: list[tuple[int, int, dict[str, Any]]] = [
     (3, 5, {"max_new_tokens": 9, "eos_token_id": list(range(6))}),
@@ -55,11 +48,11 @@ SEARCHES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def folder(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("models"))
 
 
-def saved(root: pathlib.Path) -> pathlib.Path:
+def saved(root):
     """Small random models, each in a folder of its name."""
     torch.manual_seed(0)
     gpt2 = GPT2(GPT2Config(**SIZES, num_layers=3, position_size=20))
@@ -69,12 +62,12 @@ def saved(root: pathlib.Path) -> pathlib.Path:
     return root
 
 
-def made(folder: pathlib.Path, name: str) -> BaseModel:
+def made(folder, name):
     """The model, sharded in a process group."""
     return CLASSES[name].from_pretrained(folder / name, dtype="float32")
 
 
-def prompts(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts(rank):
     """The ids and mask of this rank; the first prompt is padded, if there are several."""
     rows, length, _ = WORK[rank]
     ids, mask = parity.token_ids(rows, length, high=VOCAB, seed=rank), torch.ones(rows, length)
@@ -82,7 +75,7 @@ def prompts(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def results(model: BaseModel, rank: int) -> list[Any]:
+def results(model, rank):
     """What comes of all searches: tokens and scores."""
     ids, mask = prompts(rank)
     out = []
@@ -92,20 +85,20 @@ def results(model: BaseModel, rank: int) -> list[Any]:
     return out
 
 
-def all_results(folder: pathlib.Path, name: str) -> list[Any]:
+def all_results(folder, name):
     model = made(folder, name)
     assert Peers(model)._are_several, "the model is not sharded"
     return results(model, bmt.rank())
 
 
-def assert_results(found: list[Any], model: BaseModel, rank: int) -> None:
+def assert_results(found, model, rank):
     for (rows, scores), (expected, their_scores) in zip(found, results(model, rank), strict=True):
         assert rows == expected
         parity.assert_close(scores, their_scores, "scores")
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.long)])
-def test_every_rank_gets_what_one_process_gets(folder: pathlib.Path, name: str) -> None:
+def test_every_rank_gets_what_one_process_gets(folder, name):
     """Other numbers of prompts, other lengths, other ends on each rank, and none at all."""
     alone = made(folder, name)
     assert {len(row) for rows, _ in results(alone, 0) for row in rows} > {9}, "no row ended early"
@@ -114,12 +107,12 @@ def test_every_rank_gets_what_one_process_gets(folder: pathlib.Path, name: str) 
 
 
 @contextlib.contextmanager
-def counted_gathers(engine: Engine) -> Iterator[list[int]]:
+def counted_gathers(engine):
     """How many shards were gathered, each time that some were."""
-    counts: list[int] = []
+    counts = []
     gather = engine.transport.gather_together
 
-    def counted(gathers: Sequence[Gather], *args: Any) -> Any:
+    def counted(gathers, *args):
         counts.append(len(gathers))
         return gather(gathers, *args)
 
@@ -128,7 +121,7 @@ def counted_gathers(engine: Engine) -> Iterator[list[int]]:
 
 
 @on_ranks(2)
-def test_weights_are_gathered_once_if_all_ranks_have_room() -> None:
+def test_weights_are_gathered_once_if_all_ranks_have_room():
     """And given back at the end. Ranks without room are not left behind: all gather in each step,
     layer by layer: of 8 layers two are ever whole.
     """
@@ -138,7 +131,7 @@ def test_weights_are_gathered_once_if_all_ranks_have_room() -> None:
     engine = storage_of(model.encoder.layers[0]).engine
     size = min(storage_of(layer).layout.numel for layer in model.encoder.layers) * 4
 
-    def buffers() -> int:
+    def buffers():
         return sum(nbytes >= size for nbytes in tensors().values())
 
     ids, _ = prompts(0)
@@ -161,9 +154,9 @@ def test_weights_are_gathered_once_if_all_ranks_have_room() -> None:
     assert 8 < counted[0] < 16 and counted[1] > 8 * 8, "gathers"
 
 
-def trained_between(folder: pathlib.Path) -> tuple[list[Any], list[Any], list[float]]:
+def trained_between(folder):
     """Generation before, after and between steps of training, and the model's values at the end."""
-    model: Any = made(folder, "gpt2")
+    model = made(folder, "gpt2")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ids, found = prompts(0)[0], []
     for step in range(3):
@@ -182,7 +175,7 @@ def trained_between(folder: pathlib.Path) -> tuple[list[Any], list[Any], list[fl
     return found, streamed, norms
 
 
-def test_training_and_generation_take_turns(folder: pathlib.Path) -> None:
+def test_training_and_generation_take_turns(folder):
     """Each generation has the weights of its time, a stream those of each token; training goes on
     as without it.
     """
@@ -195,7 +188,7 @@ def test_training_and_generation_take_turns(folder: pathlib.Path) -> None:
 
 
 @on_ranks(3)
-def test_a_session_gives_the_same(folder: pathlib.Path) -> None:
+def test_a_session_gives_the_same(folder):
     """Weights are written in between. Steps are kept until there is another parameter; weights stay
     in place.
     """
@@ -223,7 +216,7 @@ def test_a_session_gives_the_same(folder: pathlib.Path) -> None:
     assert counts == [1, 1, 1, 2]
 
 
-def left_early(folder: pathlib.Path) -> tuple[list[Any], list[str], list[Any]]:
+def left_early(folder):
     """Rank 0 leaves its stream after two tokens; rank 1 calls wrongly in several ways; then all
     generate.
     """
@@ -250,7 +243,7 @@ def left_early(folder: pathlib.Path) -> tuple[list[Any], list[str], list[Any]]:
     return steps, told, results(model, bmt.rank())
 
 
-def test_ranks_that_leave_or_err_harm_no_other(folder: pathlib.Path) -> None:
+def test_ranks_that_leave_or_err_harm_no_other(folder):
     """A stream that is left on one rank gives the others all their tokens; an error on one rank is
     one on all, before anything is computed, and the rank that made it says what it is. Nobody hangs
     then or later.
@@ -271,7 +264,7 @@ def test_ranks_that_leave_or_err_harm_no_other(folder: pathlib.Path) -> None:
         assert_results(found, alone, rank)
 
 
-def alone_on_rank_0() -> list[list[int]]:
+def alone_on_rank_0():
     """A model that is not sharded: generating with it concerns one rank only."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(**SIZES, num_layers=1, position_size=20))
@@ -283,6 +276,6 @@ def alone_on_rank_0() -> list[list[int]]:
     return rows
 
 
-def test_a_model_that_is_not_sharded_needs_no_other_rank() -> None:
+def test_a_model_that_is_not_sharded_needs_no_other_rank():
     first, second = run_ranks(alone_on_rank_0, 2, join=False)
     assert len(first[0]) == 4 and second == []

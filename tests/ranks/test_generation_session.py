@@ -2,19 +2,14 @@
 and go when they should.
 """
 
-from __future__ import annotations
-
 import contextlib
-import pathlib
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from tests.garbage import without_collector
 from tests.models import parity
-from tests.models.recording import OperationRecorder, recorded
+from tests.models.recording import recorded
 from tests.models.test_generation_session import alive, watched_caches
 from tests.ranks import graphs, test_generation
 from tests.ranks.passes import on_ranks
@@ -34,58 +29,56 @@ from model_center.generation.engine import generate, stream
 from model_center.generation.resident import Resident
 from model_center.generation.session import Session
 
-Result = tuple[list[Any], Tensor]
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def folder(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("models"))
 
 
-def made(folder: pathlib.Path) -> Any:
+def made(folder):
     """A model, sharded."""
     return test_generation.made(folder, "gpt2")
 
 
-def engine() -> Engine:
+def engine():
     return world.current().service(Engine)
 
 
-def prompt(seed: int = 0, rows: int = 2) -> Tensor:
+def prompt(seed=0, rows=2):
     return parity.token_ids(rows, 5, high=VOCAB, seed=10 * bmt.rank() + seed)
 
 
-def generated(model: Any, ids: Tensor, **options: Any) -> Result:
+def generated(model, ids, **options):
     out = generate(model, ids, **{"max_new_tokens": 9} | options, return_scores=True)
     assert out.scores is not None
     return out.rows(), out.scores
 
 
-def layer_by_layer(model: Any, ids: Tensor) -> Result:
+def layer_by_layer(model, ids):
     """By the gathers of any forward pass, which know nothing of earlier ones."""
     with mock.patch.object(Resident, "fits", lambda *_: False):
         return generated(model, ids)
 
 
-def assert_near(found: Result, expected: Result) -> None:
+def assert_near(found, expected):
     assert found[0] == expected[0]
     parity.assert_close(found[1], expected[1], "scores")
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[tuple[Session, OperationRecorder, list[int]]]:
+def opened():
     """A session whose steps are recorded as on a GPU, and the gathers inside."""
     with recorded(2) as recorder, Session() as session, counted_gathers(engine()) as gathers:
         yield session, recorder, gathers
 
 
 @contextlib.contextmanager
-def noted_places() -> Iterator[set[str]]:
+def noted_places():
     """Where the whole weights of generations are."""
-    places: set[str] = set()
+    places = set()
     addresses = Resident.addresses
 
-    def noted(resident: Resident) -> list[object]:
+    def noted(resident):
         found = addresses(resident)
         places.add(str(found))
         return found
@@ -95,12 +88,12 @@ def noted_places() -> Iterator[set[str]]:
 
 
 @contextlib.contextmanager
-def watched_buffers() -> Iterator[list[StorageWeakRef]]:
+def watched_buffers():
     """Memory of whole weights that is made inside; without Python's collector."""
-    buffers: list[StorageWeakRef] = []
+    buffers = []
     new_full = ShardSource.new_full
 
-    def noted(source: ShardSource, num_shards: int) -> Tensor:
+    def noted(source, num_shards):
         full = new_full(source, num_shards)
         buffers.append(StorageWeakRef(full.untyped_storage()))
         return full
@@ -109,58 +102,58 @@ def watched_buffers() -> Iterator[list[StorageWeakRef]]:
         yield buffers
 
 
-def there(buffers: list[StorageWeakRef]) -> list[bool]:
+def there(buffers):
     return [not buffer.expired() for buffer in buffers]
 
 
-def weight_of(model: Any) -> Any:
+def weight_of(model):
     return model.encoder.output_layernorm.weight
 
 
-def nothing(model: Any) -> None:
+def nothing(model):
     pass
 
 
-def in_place(model: Any) -> None:
+def in_place(model):
     with torch.no_grad():
         weight_of(model).mul_(-1)
 
 
-def in_data(model: Any) -> None:
+def in_data(model):
     weight_of(model).data.mul_(-1)
 
 
-def set_full(model: Any) -> None:
+def set_full(model):
     weight_of(model).set_full(-torch.ones(32))
 
 
-def in_slice(model: Any) -> None:
+def in_slice(model):
     own_slice(weight_of(model)).mul_(-1)
 
 
-def in_inference(model: Any) -> None:
+def in_inference(model):
     with torch.inference_mode():
         own_slice(weight_of(model)).mul_(-1)
 
 
-def past_torch(model: Any) -> None:
+def past_torch(model):
     """Which no version tells."""
     before = weight_of(model).storage_of.version()
     own_slice(weight_of(model)).numpy()[:] *= -1
     assert weight_of(model).storage_of.version() == before
 
 
-def on_one_rank(model: Any) -> None:
+def on_one_rank(model):
     """Which has all of it."""
     if bmt.rank() == 0:
         own_slice(weight_of(model)).mul_(-1)
 
 
-def loaded(model: Any) -> None:
+def loaded(model):
     model.load_state_dict({name: -value for name, value in model.state_dict().items()})
 
 
-def stepped(model: Any, kind: Any = bmt.optim.AdamOptimizer) -> None:
+def stepped(model, kind=bmt.optim.AdamOptimizer):
     model.train()
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(kind(model.parameters(), lr=0.3))
@@ -169,17 +162,17 @@ def stepped(model: Any, kind: Any = bmt.optim.AdamOptimizer) -> None:
     manager.step()
 
 
-def stepped_offloaded(model: Any) -> None:
+def stepped_offloaded(model):
     """The values are still to come when the generation begins."""
     stepped(model, bmt.optim.AdamOffloadOptimizer)
 
 
-def replaced(model: Any) -> None:
+def replaced(model):
     model.encoder.output_layernorm.weight = bmt.DistributedParameter(-torch.ones(32))
 
 
 # Of each change, how many storages it writes, None for all; and how many recordings it costs.
-CHANGES: dict[Callable[[Any], None], tuple[int | None, int]] = {
+CHANGES = {
     nothing: (0, 0),
     in_place: (1, 0),
     in_data: (1, 0),
@@ -195,7 +188,7 @@ CHANGES: dict[Callable[[Any], None], tuple[int | None, int]] = {
 }
 
 
-def follow(folder: pathlib.Path, part: int) -> None:
+def follow(folder, part):
     for change, (num_written, num_recorded) in list(CHANGES.items())[part::2]:
         model, ids = made(folder), prompt()
         with opened() as (session, recorder, gathers), noted_places() as places:
@@ -227,15 +220,13 @@ def follow(folder: pathlib.Path, part: int) -> None:
         pytest.param(0, {"transport": "copy_engine"}, marks=pytest.mark.long),
     ],
 )
-def test_whatever_is_written_is_gathered(
-    folder: pathlib.Path, part: int, init: dict[str, Any]
-) -> None:
+def test_whatever_is_written_is_gathered(folder, part, init):
     """And nothing else, to the same memory: recordings go on."""
     run_ranks(follow, 2, folder, part, init=init)
 
 
 @on_ranks(2)
-def test_memory_is_freed(folder: pathlib.Path) -> None:
+def test_memory_is_freed(folder):
     """At the end of the session, for another model, and on all ranks if one has no room."""
     model, other, ids = made(folder), made(folder), prompt()
     with watched_buffers() as buffers, watched_caches() as caches, opened() as (session, *_):
@@ -265,7 +256,7 @@ def test_memory_is_freed(folder: pathlib.Path) -> None:
 
 
 @on_ranks(2)
-def test_an_error_on_one_rank_is_its_own(folder: pathlib.Path) -> None:
+def test_an_error_on_one_rank_is_its_own(folder):
     """It keeps nothing; the others do, and all gather together again."""
     model, ids = made(folder), prompt()
     expected, is_failing = layer_by_layer(model, ids), bmt.rank() == 1
@@ -289,12 +280,12 @@ def test_an_error_on_one_rank_is_its_own(folder: pathlib.Path) -> None:
 
 
 @on_ranks(2)
-def test_ranks_may_differ(folder: pathlib.Path) -> None:
+def test_ranks_may_differ(folder):
     """One has a session, the other has none, or enters it later."""
     model, ids = made(folder), prompt()
     expected = layer_by_layer(model, ids)
     with opened() as (session, recorder, gathers), noted_places() as places:
-        own: dict[str, Any] = {"session": session} if bmt.rank() == 0 else {}
+        own = {"session": session} if bmt.rank() == 0 else {}
         for _ in range(3):
             assert_near(generated(model, ids, **own), expected)
         assert len(gathers) == 3 and recorder.num_recorded == (2 if own else 3)
@@ -307,7 +298,7 @@ def test_ranks_may_differ(folder: pathlib.Path) -> None:
 
 
 @on_ranks(2)
-def test_ranks_with_other_prompts(folder: pathlib.Path) -> None:
+def test_ranks_with_other_prompts(folder):
     """And with none. A cache that is there already needs no room, that of another model does."""
     model, spares = made(folder), list[int]()
     cache = 4 * 2 * 3 * 32  # bytes of a token of one row
@@ -315,7 +306,7 @@ def test_ranks_with_other_prompts(folder: pathlib.Path) -> None:
     rows = [(2, 1), (2, 0), (3, 1), (0, 0), (2, 1)]
     expected = [layer_by_layer(model, prompt(rows=each[bmt.rank()])) for each in rows]
 
-    def fits(_: Resident, spare: int) -> bool:
+    def fits(_, spare):
         spares.append(spare)
         return True
 
@@ -331,7 +322,7 @@ def test_ranks_with_other_prompts(folder: pathlib.Path) -> None:
 
 
 @on_ranks(2)
-def test_models_that_are_not_recorded(folder: pathlib.Path) -> None:
+def test_models_that_are_not_recorded(folder):
     """Their weights stay, and nothing else."""
     model, ids = test_generation.made(folder, "t5"), prompt()
     expected = layer_by_layer(model, ids)
@@ -342,7 +333,7 @@ def test_models_that_are_not_recorded(folder: pathlib.Path) -> None:
 
 
 @on_ranks(2)
-def test_streams_in_between(folder: pathlib.Path) -> None:
+def test_streams_in_between(folder):
     """They go layer by layer, and leave what is kept where it is, if there is room."""
     model, ids = made(folder), prompt()
     expected, tokens = layer_by_layer(model, ids), list(stream(model, ids, max_new_tokens=9))
@@ -364,13 +355,13 @@ def test_streams_in_between(folder: pathlib.Path) -> None:
 
 
 @on_ranks(2)
-def test_what_is_written_into_a_copy_is_lost(folder: pathlib.Path) -> None:
+def test_what_is_written_into_a_copy_is_lost(folder):
     """As ever: a program holds on to gathered weights, and writes there between generations."""
     model, ids = made(folder), prompt()
     expected, seen = layer_by_layer(model, ids), list[Tensor]()
     table = model.input_embedding
 
-    def look(module: Any, _: object) -> None:
+    def look(module, _):
         seen.append(module.weight)
 
     with Session() as session, counted_gathers(engine()) as gathers:
@@ -383,14 +374,14 @@ def test_what_is_written_into_a_copy_is_lost(folder: pathlib.Path) -> None:
 
 
 @on_ranks(2)
-def test_after_an_error_copies_are_not_trusted(folder: pathlib.Path) -> None:
+def test_after_an_error_copies_are_not_trusted(folder):
     """Another session has the same memory."""
     model, ids = made(folder), prompt()
     expected = layer_by_layer(model, ids)
     table = model.input_embedding
     look_up = table.forward
 
-    def wrong(*args: Any, **kwargs: Any) -> Any:
+    def wrong(*args, **kwargs):
         table.weight[24:].zero_()
         return look_up(*args, **kwargs)
 
@@ -408,17 +399,15 @@ def test_after_an_error_copies_are_not_trusted(folder: pathlib.Path) -> None:
         assert len(gathers) == 2
 
 
-def trained_by_graphs(
-    folder: pathlib.Path, generation: Callable[[Any, Tensor], Result]
-) -> tuple[list[float], list[Result]]:
+def trained_by_graphs(folder, generation):
     """Losses of steps of training, and what is generated after each."""
     model, ids = made(folder), prompt()
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.003))
 
     @bmt.cuda_graph
-    def forward_and_backward(ids: Tensor) -> Tensor:
-        logits: Tensor = model(ids).logits
+    def forward_and_backward(ids):
+        logits = model(ids).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         manager.backward(loss)
         return loss
@@ -434,7 +423,7 @@ def trained_by_graphs(
 
 @pytest.mark.long
 @on_ranks(2)
-def test_training_by_graphs_shares_the_memory(folder: pathlib.Path) -> None:
+def test_training_by_graphs_shares_the_memory(folder):
     """Both read whole weights at fixed addresses; there is one copy of them."""
     captured = graphs.use()
     with recorded():  # nothing looks at the ids
@@ -442,7 +431,7 @@ def test_training_by_graphs_shares_the_memory(folder: pathlib.Path) -> None:
     with opened() as (session, recorder, _), watched_buffers() as buffers:
         most = 0
 
-        def shared(model: Any, ids: Tensor) -> Result:
+        def shared(model, ids):
             nonlocal most
             out = generated(model, ids, session=session)
             most = max(most, sum(there(buffers)))

@@ -2,9 +2,6 @@
 graphs.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,14 +25,14 @@ LONG = {"plainly", "alternating", "evaluating_captured", "changing_gradients"}
     ],
 )
 @on_ranks(2)
-def test_training_is_bitwise_the_same(program: graph_programs.Program) -> None:
+def test_training_is_bitwise_the_same(program):
     """Losses and weights, for every way of going from one step to the next."""
     graphs.use()
     graph_programs.compare(program)
 
 
 @on_ranks(2)
-def test_options_are_bitwise_the_same() -> None:
+def test_options_are_bitwise_the_same():
     """ZeRO-2 and ZeRO-3, recomputation, a loss scale."""
     recorded = graphs.use()
     graph_programs.compare(graph_programs.plainly, recompute="auto")
@@ -47,7 +44,7 @@ def test_options_are_bitwise_the_same() -> None:
 
 
 @on_ranks(2, init={"transport": "copy_engine"})
-def test_copies_between_ranks() -> None:
+def test_copies_between_ranks():
     """Shards in memory that the ranks share, large enough to be read and summed there."""
     graphs.use()
     graph_programs.compare(graph_programs.held_back, dim=128)
@@ -56,7 +53,7 @@ def test_copies_between_ranks() -> None:
 class Small:
     """A block and a function of it that may be captured."""
 
-    def __init__(self, max_graphs: int = 8) -> None:
+    def __init__(self, max_graphs=8):
         torch.manual_seed(1)
         self.block = bmt.Block(
             nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 3)), use_checkpoint=False
@@ -66,47 +63,45 @@ class Small:
         self.manager.add_optimizer(torch.optim.SGD(self.block.parameters(), lr=0.1))
         self.step = bmt.cuda_graph(self.run, max_graphs=max_graphs)
 
-    def run(
-        self, x: Any, power: int = 2, inside: Callable[[Small], object] = lambda small: None
-    ) -> torch.Tensor:
+    def run(self, x, power=2, inside=lambda small: None):
         loss = self.block(x["x"]).pow(power).sum()
         self.manager.backward(loss)
         inside(self)
         return loss
 
-    def clip(self, norm: float = float("inf")) -> None:
+    def clip(self, norm=float("inf")):
         """Also reduces gradients that are kept back."""
         self.manager.clip_grad_norm(self.block.parameters(), norm)
 
 
-def x(count: int = 2) -> dict[str, torch.Tensor]:
+def x(count=2):
     return {"x": torch.linspace(-1, 1, 3 * count).view(count, 3) + bmt.rank()}
 
 
-def clip(small: Small) -> None:
+def clip(small):
     small.clip(1.0)
 
 
-def read(small: Small) -> None:
+def read(small):
     x()["x"].sum().item()
 
 
-def read_on_one(small: Small) -> None:
+def read_on_one(small):
     if bmt.rank() == 1:
         read(small)
 
 
-def read_gradient(small: Small) -> None:
+def read_gradient(small):
     grad_of(next(small.block.parameters())).norm()
 
 
-def offload(small: Small) -> None:
+def offload(small):
     """Inputs wait on the host from the next call on."""
     small.block.use_checkpoint = Level.OFFLOADED
 
 
 @on_ranks(2)
-def test_what_cannot_be_captured_runs_as_it_is() -> None:
+def test_what_cannot_be_captured_runs_as_it_is():
     """One warning with the reason, and the gradients of every call, that of the failed capture too.
     What only one rank cannot capture is captured on none. So it is with what ranks do together,
     writes that a gather would have to see, and parameters whose gradients could not be shown.
@@ -120,7 +115,7 @@ def test_what_cannot_be_captured_runs_as_it_is() -> None:
         (read_on_one, ("another rank", "not permitted")[bmt.rank()]),
     ):
         small, plain = Small(), Small()
-        messages: list[str] = []
+        messages = []
         for _ in range(5):
             losses = [plain.run(x(), inside=inside)]
             messages += graph_programs.warned(lambda: losses.append(small.step(x(), inside=inside)))  # noqa: B023
@@ -134,7 +129,7 @@ def test_what_cannot_be_captured_runs_as_it_is() -> None:
     block, stranger = bmt.Block(nn.Linear(3, 3)), nn.Parameter(torch.ones(3))
 
     @bmt.cuda_graph
-    def step(x: torch.Tensor) -> torch.Tensor:
+    def step(x):
         loss = (block(x) * stranger).sum()
         loss.backward()
         return loss
@@ -142,7 +137,7 @@ def test_what_cannot_be_captured_runs_as_it_is() -> None:
     messages = [text for _ in range(4) for text in graph_programs.warned(lambda: step(x()["x"]))]
     assert len(messages) == 1 and "neither sharded nor in an optimizer" in messages[0], messages
     assert torch.allclose(grad_of(stranger), 4 * block(x()["x"]).detach().sum(0))
-    givens: list[tuple[Any, str]] = [
+    givens = [
         (torch.ones(2, requires_grad=True), "requires grad"),
         (torch.ones(2, device="meta"), "is on meta, not on cpu"),
         ({1}, "cannot be compared"),
@@ -155,7 +150,7 @@ def test_what_cannot_be_captured_runs_as_it_is() -> None:
 
 
 @on_ranks(2)
-def test_calls_of_several_kinds() -> None:
+def test_calls_of_several_kinds():
     """Constants, shapes, which may differ between ranks, and training mode have graphs of their
     own, up to a number; ranks rehearse, capture and replay together all the same. The manager looks
     at the loss of every replay, and skips the step where it is NaN.
@@ -199,6 +194,6 @@ def test_calls_of_several_kinds() -> None:
 
 
 @on_ranks(1)
-def test_on_the_cpu_the_function_is_called() -> None:
+def test_on_the_cpu_the_function_is_called():
     """Without a recording in the place of graphs."""
     Small().step(x()).item()

@@ -2,30 +2,18 @@
 refused on all ranks.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools
 import io
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
-from tests.ranks.test_whole_parameters import (
-    SHARDED,
-    Program,
-    Run,
-    Tensors,
-    batch,
-    compare,
-    doubles,
-    whole,
-)
+from tests.ranks.test_whole_parameters import SHARDED, Run, batch, compare, doubles, whole
 from torch import distributed as dist
 from torch import nn
 from torch.nn.utils import prune
@@ -34,17 +22,17 @@ import bmtrain as bmt
 from bmtrain.errors import ParameterError
 from bmtrain.shard.slices import Slices
 
-IDIOMS: list[Program] = []
-REFUSED: list[Program] = []
+IDIOMS = []
+REFUSED = []
 
 
-def idiom(program: Program) -> Program:
+def idiom(program):
     """One process and many ranks get the same."""
     IDIOMS.append(program)
     return program
 
 
-def refused(program: Program) -> Program:
+def refused(program):
     """Ranks get a ParameterError."""
     REFUSED.append(program)
     return program
@@ -55,7 +43,7 @@ def refused(program: Program) -> Program:
 
 
 @idiom
-def one_vector(run: Run) -> Tensors:
+def one_vector(run):
     with torch.no_grad():
         vector = nn.utils.parameters_to_vector(run.params)
         nn.utils.vector_to_parameters(vector * 0.5, run.params)
@@ -66,7 +54,7 @@ def one_vector(run: Run) -> Tensors:
 
 
 @idiom
-def indexed_writes(run: Run) -> Tensors:
+def indexed_writes(run):
     p = run.matrix
     sums = torch.stack([row.sum() for row in p]).detach()
     out = {"row": p[0].detach().clone(), "turned": p.T.detach().clone(), "sums": sums}
@@ -85,9 +73,9 @@ def indexed_writes(run: Run) -> Tensors:
 
 
 @idiom
-def statistics(run: Run) -> Tensors:
+def statistics(run):
     run.back()
-    out: Tensors = {}
+    out = {}
     for name, p in run.model.named_parameters():
         share, largest = (p > 0).float().mean(), p.argmax().float()
         figures = [p.abs().max(), p.mean(), p.min(), largest, share, p.count_nonzero().float()]
@@ -98,7 +86,7 @@ def statistics(run: Run) -> Tensors:
 
 
 @idiom
-def initialisation(run: Run) -> Tensors:
+def initialisation(run):
     torch.manual_seed(9)
     for p in run.params:
         if p.dim() > 1:
@@ -113,7 +101,7 @@ def initialisation(run: Run) -> Tensors:
 
 
 @idiom
-def saved_and_loaded(run: Run) -> Tensors:
+def saved_and_loaded(run):
     file = io.BytesIO()
     torch.save(run.model.state_dict(), file)
     file.seek(0)
@@ -126,7 +114,7 @@ def saved_and_loaded(run: Run) -> Tensors:
 
 
 @idiom
-def written_without_versions(run: Run) -> Tensors:
+def written_without_versions(run):
     """In inference mode nothing counts writes."""
     with torch.inference_mode():
         p, values = run.matrix, run.model.state_dict()
@@ -147,7 +135,7 @@ def written_without_versions(run: Run) -> Tensors:
 
 
 @idiom
-def langevin(run: Run) -> Tensors:
+def langevin(run):
     torch.manual_seed(5)
     run.back()
     with torch.no_grad():
@@ -158,7 +146,7 @@ def langevin(run: Run) -> Tensors:
 
 
 @idiom
-def sharpness_aware(run: Run) -> Tensors:
+def sharpness_aware(run):
     optimizer = torch.optim.SGD(run.params, lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -177,7 +165,7 @@ def sharpness_aware(run: Run) -> Tensors:
 
 
 @idiom
-def trust_ratios_of_centralised_gradients(run: Run) -> Tensors:
+def trust_ratios_of_centralised_gradients(run):
     for _ in range(2):
         run.model.zero_grad()
         run.back()
@@ -191,7 +179,7 @@ def trust_ratios_of_centralised_gradients(run: Run) -> Tensors:
 
 
 @idiom
-def gradients_of_tasks(run: Run) -> Tensors:
+def gradients_of_tasks(run):
     """Kept from the first pass while the second computes its own: each is projected onto the other
     (Yu et al., 2020).
     """
@@ -201,7 +189,7 @@ def gradients_of_tasks(run: Run) -> Tensors:
     for p in run.params:
         p.grad = None
     (run.model(batch()[:2]).abs().mean() / run.ranks).backward()
-    out: Tensors = {}
+    out = {}
     for number, (old, p) in enumerate(zip(kept, run.params, strict=True)):
         torch.testing.assert_close(whole(old), values[number], rtol=0, atol=0)
         dot = (old * p.grad).sum()
@@ -211,7 +199,7 @@ def gradients_of_tasks(run: Run) -> Tensors:
 
 
 @idiom
-def some_cleared_some_kept(run: Run) -> Tensors:
+def some_cleared_some_kept(run):
     run.back()
     kept, run.matrix.grad = run.matrix.grad, None
     before = whole(kept)
@@ -220,7 +208,7 @@ def some_cleared_some_kept(run: Run) -> Tensors:
 
 
 @idiom
-def assigned_gradients(run: Run) -> Tensors:
+def assigned_gradients(run):
     run.back()
     for number, p in enumerate(run.params):
         p.grad = p.grad / 2
@@ -235,7 +223,7 @@ def assigned_gradients(run: Run) -> Tensors:
 
 
 @idiom
-def averages_by_hand(run: Run) -> Tensors:
+def averages_by_hand(run):
     """Swapped in for an evaluation."""
     average = {name: p.data.clone() for name, p in run.model.named_parameters()}
     optimizer, out = torch.optim.AdamW(run.params, lr=0.1), {}
@@ -256,7 +244,7 @@ def averages_by_hand(run: Run) -> Tensors:
 
 
 @idiom
-def lists(run: Run) -> Tensors:
+def lists(run):
     run.back()
     found = [p.grad for p in run.params]
     norms = {
@@ -271,7 +259,7 @@ def lists(run: Run) -> Tensors:
 
 
 @idiom
-def averaged_by_hand(run: Run) -> Tensors:
+def averaged_by_hand(run):
     """The function of torch's tutorials, which leaves gradients as they are that ranks have summed
     already; and its neighbours.
     """
@@ -299,16 +287,13 @@ def averaged_by_hand(run: Run) -> Tensors:
 # --------------------------------------------------------------------------------------------------
 
 
-def adam(run: Run, groups: Any, kind: Any = bmt.optim.AdamOptimizer) -> torch.optim.Optimizer:
-    made: torch.optim.Optimizer = (torch.optim.AdamW if run.is_plain else kind)(
-        groups, lr=0.1, weight_decay=0.1
-    )
-    return made
+def adam(run, groups, kind=bmt.optim.AdamOptimizer):
+    return (torch.optim.AdamW if run.is_plain else kind)(groups, lr=0.1, weight_decay=0.1)
 
 
 @idiom
-def adam_clips(run: Run) -> Tensors:
-    out: Tensors = {}
+def adam_clips(run):
+    out = {}
     for kind in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
         optimizer = adam(run, run.params, kind)
         for order in (1.0, 2.0, float("inf")):
@@ -325,7 +310,7 @@ def adam_clips(run: Run) -> Tensors:
 
 
 @idiom
-def adam_starts_anew(run: Run) -> Tensors:
+def adam_starts_anew(run):
     optimizer = adam(run, run.params)
     run.steps(optimizer, 2)
     optimizer.state = collections.defaultdict(dict)
@@ -337,7 +322,7 @@ def adam_starts_anew(run: Run) -> Tensors:
 
 
 @idiom
-def adam_gets_other_parameters(run: Run) -> Tensors:
+def adam_gets_other_parameters(run):
     params = run.params
     optimizer = adam(run, [{"params": params[:3]}, {"params": params[3:5], "lr": 0.03}])
     run.steps(optimizer, 2)
@@ -355,7 +340,7 @@ def adam_gets_other_parameters(run: Run) -> Tensors:
 
 
 @idiom
-def adam_gets_other_states(run: Run) -> Tensors:
+def adam_gets_other_states(run):
     p, optimizer = run.matrix, adam(run, run.params)
     run.steps(optimizer)
     optimizer.state[p]["exp_avg"] = torch.zeros_like(p)
@@ -377,7 +362,7 @@ def adam_gets_other_states(run: Run) -> Tensors:
 
 
 @idiom
-def losses_of_views(run: Run) -> Tensors:
+def losses_of_views(run):
     p = run.matrix
     views = p[0].square().sum() + p.T[1].abs().sum() + p.view(-1).std()
     norms = torch.cat([q.view(-1) for q in run.params]).norm() * 0.1
@@ -387,7 +372,7 @@ def losses_of_views(run: Run) -> Tensors:
 
 
 @idiom
-def fisher(run: Run) -> Tensors:
+def fisher(run):
     run.back()
     weights = [p.grad.detach().clone().pow(2) for p in run.params]
     old = [p.detach().clone() for p in run.params]
@@ -401,7 +386,7 @@ def fisher(run: Run) -> Tensors:
 
 
 @idiom
-def pruned(run: Run) -> Tensors:
+def pruned(run):
     for module in list(run.model.modules()):
         if isinstance(module, nn.Linear):
             prune.l1_unstructured(module, "weight", amount=0.3)
@@ -409,27 +394,27 @@ def pruned(run: Run) -> Tensors:
     return run.grads()
 
 
-def mean_of_squares(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def mean_of_squares(x, p):
     """Compiled by `scripted`."""
     return (x.mean() * p.square() * 2.0).mean() + p.norm() + (x * (p * p).sum()).sum()
 
 
 @functools.cache
-def scripted() -> Any:
+def scripted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch would have programs compile instead
         return torch.jit.script(mean_of_squares)
 
 
 @idiom
-def torchscript(run: Run) -> Tensors:
+def torchscript(run):
     for p in run.params:
         run.back(scripted()(batch()[:, :1], p))
     return run.grads()
 
 
 @idiom
-def numpy(run: Run) -> Tensors:
+def numpy(run):
     array = run.matrix.detach().cpu().numpy()
     if not run.is_plain and bmt.device().type == "cpu":  # from a GPU it is a copy anyway
         with pytest.raises(ValueError, match="read-only"):
@@ -438,7 +423,7 @@ def numpy(run: Run) -> Tensors:
 
 
 @idiom
-def several_passes(run: Run) -> Tensors:
+def several_passes(run):
     """Of one graph, for some inputs, and of one in which a parameter was trained that is frozen."""
     out = run.out()
     (out.square().mean() / run.ranks).backward(retain_graph=True)
@@ -455,14 +440,14 @@ def several_passes(run: Run) -> Tensors:
 
 
 @refused
-def gradients_of_gradients_of_parameters(run: Run) -> Tensors:
+def gradients_of_gradients_of_parameters(run):
     found = torch.autograd.grad(run.loss(), run.params, create_graph=True)
     torch.stack([grad.square().sum() for grad in found]).sum().backward()
     return run.grads()
 
 
 @refused
-def a_graph_of_gradients(run: Run) -> Tensors:
+def a_graph_of_gradients(run):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch would have programs call torch.autograd.grad
         run.loss().backward(create_graph=True)
@@ -473,15 +458,15 @@ def a_graph_of_gradients(run: Run) -> Tensors:
 
 
 @refused
-def hooks_of_nodes(run: Run) -> Tensors:
-    seen: list[int] = []
+def hooks_of_nodes(run):
+    seen = []
     torch.autograd.graph.register_multi_grad_hook(run.params, lambda grads: seen.append(len(grads)))
     run.back()
     return {"calls": torch.tensor(seen)}
 
 
 @refused
-def one_rank_writes_by_message(run: Run) -> Tensors:
+def one_rank_writes_by_message(run):
     if not run.is_plain:
         try:
             dist.send(run.matrix.data, (bmt.rank() + 1) % bmt.world_size())
@@ -490,27 +475,27 @@ def one_rank_writes_by_message(run: Run) -> Tensors:
     return run.state()
 
 
-def by_hand(param: Any) -> None:
+def by_hand(param):
     param.grad = torch.zeros(param.shape, dtype=param.dtype)
 
 
-def by_descriptor(param: Any) -> None:
+def by_descriptor(param):
     descriptor: Any = torch.Tensor.grad
     descriptor.__set__(param, torch.zeros(param.shape, dtype=param.dtype))
 
 
-def by_other_name(param: Any) -> None:
+def by_other_name(param):
     param._grad = torch.zeros(param.shape, dtype=param.dtype)
 
 
-def apart(param: Any) -> None:
+def apart(param):
     gradient = param.grad
     param.grad = None
     gradient.detach_().mul_(0.5)
     param.grad = gradient
 
 
-CLEARING: Sequence[Callable[[Any], object]] = (
+CLEARING = (
     lambda param: param.grad.detach_().zero_(),
     lambda param: param.grad.data.zero_(),
     lambda param: param.grad.requires_grad_(False).fill_(0),
@@ -531,7 +516,7 @@ def clip(x: torch.Tensor, most: float) -> torch.Tensor:
     return x * min(1.0, most / float(x.norm()))
 
 
-def norm(x: torch.Tensor) -> Any:
+def norm(x):
     """A function of a program that asks its arguments first, as torch's do."""
     if torch.overrides.has_torch_function((x,)):
         return torch.overrides.handle_torch_function(norm, (x,), x)
@@ -539,15 +524,15 @@ def norm(x: torch.Tensor) -> Any:
 
 
 @idiom
-def named_as_functions_of_torch(run: Run) -> Tensors:
-    clipping: Any = torch.ops.bmtrain_tests.clip
+def named_as_functions_of_torch(run):
+    clipping = torch.ops.bmtrain_tests.clip
     with torch.no_grad():
         first, second = clipping(run.matrix, 0.5), clipping.default(run.matrix, 0.5)
         return {"a": first, "b": second, "c": clip(run.matrix, 0.5), "d": norm(run.matrix)}
 
 
 @idiom
-def cleared_by_hand(run: Run) -> Tensors:
+def cleared_by_hand(run):
     """As programs did before `zero_grad` had an argument, and in all other ways."""
     found = {}
     for number, clear in enumerate(CLEARING):
@@ -563,7 +548,7 @@ def cleared_by_hand(run: Run) -> Tensors:
 
 
 @idiom
-def detached_teacher(run: Run) -> Tensors:
+def detached_teacher(run):
     """As mean teachers and the package ema-pytorch have it."""
     teacher = copy.deepcopy(run.model)
     for param in teacher.parameters():
@@ -581,17 +566,17 @@ def detached_teacher(run: Run) -> Tensors:
 
 
 @refused
-def rows_by_vmap(run: Run) -> Tensors:
+def rows_by_vmap(run):
     return {"out": torch.func.vmap(run.model)(batch()).detach()}
 
 
 @idiom
-def other_values_for_one_call(run: Run) -> Tensors:
+def other_values_for_one_call(run):
     """And the gradients of each row."""
     values = {name: whole(p).to(p.device) * 0.5 for name, p in run.model.named_parameters()}
 
-    def loss(values: Tensors, row: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.func.functional_call(run.model, values, (row[None],))
+    def loss(values, row):
+        out = torch.func.functional_call(run.model, values, (row[None],))
         return out.square().mean()
 
     gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, batch())
@@ -600,7 +585,7 @@ def other_values_for_one_call(run: Run) -> Tensors:
 
 
 @idiom
-def gradients_by_func(run: Run) -> Tensors:
+def gradients_by_func(run):
     # On GPUs kernels under a transform cannot take slices: refused, with this cure.
     values = {
         name: p.gather().detach() if p.is_cuda and not run.is_plain else p.detach()
@@ -611,7 +596,7 @@ def gradients_by_func(run: Run) -> Tensors:
     )(values)
 
 
-def all_idioms() -> None:
+def all_idioms():
     with doubles(), warnings.catch_warnings():
         for number, program in enumerate(IDIOMS):
             if program is torchscript and bmt.device().type == "cuda":
@@ -624,7 +609,7 @@ def all_idioms() -> None:
             assert compare(program, may_refuse=True) > 0
 
 
-def refused_script() -> None:
+def refused_script():
     """On a GPU it is fused, and the kernels read memory.
 
     TorchScript makes an error of its own of ours.
@@ -636,24 +621,24 @@ def refused_script() -> None:
         assert any("outside of blocks by TorchScript" in str(entry.message) for entry in warned)
 
 
-def test_idioms_give_what_one_process_gets() -> None:
+def test_idioms_give_what_one_process_gets():
     run_ranks(all_idioms, 3, timeout=200)
 
 
-def as_on_a_gpu() -> None:
+def as_on_a_gpu():
     with mock.patch.object(Slices, "is_cuda", new=True):
         refused_script()
 
 
-def test_scripts_outside_of_blocks_are_refused_where_they_are_fused() -> None:
+def test_scripts_outside_of_blocks_are_refused_where_they_are_fused():
     run_ranks(as_on_a_gpu, 2)
 
 
-def handed_over() -> None:
+def handed_over():
     """Whole values under DTensor's name: of parameters, gradients and states of optimizers."""
     for shard in SHARDED:
         expected, run = Run(), Run(shard)
-        states: dict[Run, list[Any]] = {}
+        states = {}
         for each in (expected, run):
             optimizer = torch.optim.AdamW(each.params)
             each.steps(optimizer)
@@ -674,24 +659,24 @@ def handed_over() -> None:
             assert param.full_tensor().any()
 
 
-def test_whole_values_are_handed_over() -> None:
+def test_whole_values_are_handed_over():
     run_ranks(handed_over, 2)
 
 
 class Reading(torch.utils.data.Dataset[float]):
     """A data set that looks at the model, as a normaliser may."""
 
-    def __init__(self, param: torch.Tensor) -> None:
+    def __init__(self, param):
         self.param = param
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 2
 
-    def __getitem__(self, index: int) -> float:
+    def __getitem__(self, index):
         return float(self.param.detach().sum()) + index
 
 
-def elsewhere() -> None:
+def elsewhere():
     """In a file of the model itself, and in a worker that is forked. The run goes on."""
     for shard in SHARDED:
         run = Run(shard)
@@ -711,5 +696,5 @@ def elsewhere() -> None:
             torch.testing.assert_close(param.grad.full_tensor(), other.grad.full_tensor() / 2)
 
 
-def test_models_and_parameters_stay_in_their_process() -> None:
+def test_models_and_parameters_stay_in_their_process():
     run_ranks(elsewhere, 2)

@@ -2,8 +2,6 @@
 PyTorch.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.passes import ask, blocks_of, compare, on_ranks, run
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
@@ -25,9 +23,7 @@ class Inside(nn.Module):
     nested ones, or nothing outside.
     """
 
-    def __init__(
-        self, reentrant: bool, everything: bool = False, nested: bool = False, frozen: str = "-"
-    ) -> None:
+    def __init__(self, reentrant, everything=False, nested=False, frozen="-"):
         super().__init__()
         self.norm, self.scale = nn.LayerNorm(8), nn.Parameter(torch.randn(8))
         self.a, self.b, self.c = nn.Linear(8, 13), nn.Linear(13, 8), nn.Linear(8, 8)
@@ -35,21 +31,20 @@ class Inside(nn.Module):
         for name, param in self.named_parameters():
             param.requires_grad_(not name.startswith(tuple(frozen.split())))
 
-    def first(self, x: Tensor) -> Tensor:
+    def first(self, x):
         return self.b(torch.tanh(self.a(self.norm(x)))) * self.scale
 
-    def second(self, x: Tensor) -> Tensor:
+    def second(self, x):
         inner = self.checked(self.third, x) if self.nested else self.third(x)
         return x + inner * self.scale
 
-    def third(self, x: Tensor) -> Tensor:
+    def third(self, x):
         return torch.sin(self.c(torch.sin(x)))
 
-    def checked(self, part: Any, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(part, x, use_reentrant=self.reentrant)
-        return y
+    def checked(self, part, x):
+        return checkpoint(part, x, use_reentrant=self.reentrant)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.everything:
             return self.checked(lambda y: self.second(self.first(y)), x)
         return self.checked(self.second, self.checked(self.first, x) + self.norm(x))
@@ -58,7 +53,7 @@ class Inside(nn.Module):
 class BlockInside(Inside):
     """A block inside of a checkpoint inside of a block."""
 
-    def shard(self) -> BlockInside:
+    def shard(self):
         self.b = bmt.Block(self.b)  # type: ignore[assignment]
         return self
 
@@ -72,15 +67,15 @@ INSIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def twice(module: Any, x: Tensor) -> Tensor:
+def twice(module, x):
     return module(module(x))
 
 
-def boom(*_: object) -> None:
+def boom(*_):
     raise KeyError("boom")
 
 
-def checkpoints_inside(reentrant: bool) -> None:
+def checkpoints_inside(reentrant):
     torch.manual_seed(1)
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(3))
     for (level, recompute), (name, options) in itertools.product(MODES, INSIDE.items()):
@@ -108,7 +103,7 @@ def checkpoints_inside(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
-def test_a_checkpoint_inside_of_a_block(reentrant: bool) -> None:
+def test_a_checkpoint_inside_of_a_block(reentrant):
     """Recomputation that the block knows nothing of finds full parameters, and every gradient
     arrives once; after an error inside of a block in backward, too, parameters are slices at once.
     """

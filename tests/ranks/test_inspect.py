@@ -1,13 +1,10 @@
 """What `inspect` says on several ranks, against the numbers of plain PyTorch in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import fnmatch
 import io
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,14 +23,13 @@ from bmtrain.inspect import find_non_finite, inspect_model, inspect_tensor, reco
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.runtime import world
 
-Summary = list[dict[str, Any]]
 VALUES, GRADIENTS = ("std", "mean", "max", "min"), ("grad_std", "grad_mean")
 
 
-def row_of(name: str, x: torch.Tensor, grad: torch.Tensor | None) -> dict[str, Any]:
+def row_of(name, x, grad):
     """The row of a summary, by plain torch in fp64."""
 
-    def numbers(of: torch.Tensor | None) -> dict[str, float | None]:
+    def numbers(of):
         if of is None or not of.numel():
             return dict.fromkeys(VALUES)
         exact = of.detach().double()
@@ -45,7 +41,7 @@ def row_of(name: str, x: torch.Tensor, grad: torch.Tensor | None) -> dict[str, A
     return {"name": name, "shape": tuple(x.shape), **numbers(x), **gradients}
 
 
-def assert_same_rows(got: Summary, want: Summary, what: str) -> None:
+def assert_same_rows(got, want, what):
     """Equal names and shapes in the same order, numbers that differ by rounding of the spread, and
     bitwise the same on every rank.
     """
@@ -66,16 +62,16 @@ def assert_same_rows(got: Summary, want: Summary, what: str) -> None:
                     assert abs(mine[key] - other[key]) <= 1e-5 * scale + 1e-9, text
 
 
-def my_rows(x: torch.Tensor) -> torch.Tensor:
+def my_rows(x):
     """This rank's part of a batch."""
     return x.chunk(bmt.world_size())[bmt.rank()]
 
 
-def names_of(summary: Summary) -> list[str]:
+def names_of(summary):
     return [row["name"] for row in summary]
 
 
-def plain_rows(plain: nn.Module, pattern: str = "*") -> Summary:
+def plain_rows(plain, pattern="*"):
     """Gradients that are None count as zeros, as in BMTrain: programs format the numbers."""
     named = plain.named_parameters()
     rows = [row_of(name, x, x.grad) for name, x in named if fnmatch.fnmatch(name, pattern)]
@@ -86,7 +82,7 @@ def plain_rows(plain: nn.Module, pattern: str = "*") -> Summary:
 # -- parameters
 
 
-def parameters_of_odd_models() -> None:
+def parameters_of_odd_models():
     plain, model = models.make_whole(), models.shard_whole(3, True)
     manager = OptimManager()
     manager.add_optimizer(AdamOptimizer(model.parameters()))
@@ -109,28 +105,28 @@ def parameters_of_odd_models() -> None:
 class Holder(nn.Module):
     """One parameter under two names, an empty one, a scalar, and two levels."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.head = nn.Linear(3, 5), nn.Linear(3, 5)
         self.head.weight = self.first.weight
         self.empty = nn.Parameter(torch.zeros(0, 4))
         self.scalar = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return (self.first(x) + self.head(x) * self.scalar) + self.empty.sum()
 
 
-def names_and_oddities() -> None:
+def names_and_oddities():
     """Statistics are reduced in three collectives, whatever the size of parameters."""
     torch.manual_seed(4)
     plain, refuse = Holder(), AssertionError("gathered")
-    block: Any = bmt.Block(copy.deepcopy(plain))
+    block = bmt.Block(copy.deepcopy(plain))
     for module, scale in ((plain, 1), (block, bmt.world_size())):
         (module(torch.linspace(-1, 1, 6).view(2, 3)).square().sum() / scale).backward()
-    calls: list[str] = []
+    calls = []
     reduce = collectives.all_reduce
 
-    def counted(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    def counted(x, *args):
         calls.append(args[0])
         return reduce(x, *args)
 
@@ -153,7 +149,7 @@ def names_and_oddities() -> None:
     assert_same_rows(inspect_model(block, "*"), plain_rows(plain), "after errors")
 
 
-def bad_values_and_missing_gradients() -> None:
+def bad_values_and_missing_gradients():
     """NaN on one rank; as with pipeline stages, `.grad` is None where a rank owns nothing."""
     block = bmt.Block(nn.Linear(64, 7))
     block(torch.ones(2, 64)).square().sum().backward()
@@ -171,23 +167,23 @@ def bad_values_and_missing_gradients() -> None:
     assert "nan" in bmt.inspect.format_summary(summary)
 
 
-def parameters() -> None:
+def parameters():
     parameters_of_odd_models()
     names_and_oddities()
     bad_values_and_missing_gradients()
 
 
-def test_parameters_and_gradients() -> None:
+def test_parameters_and_gradients():
     """Prime sizes, scalars, tied, frozen, unused and replicated parameters, before and after
     backward; NaN, gradients that some ranks lack; errors on all ranks.
     """
     run_ranks(parameters, 3)
 
 
-def tensor_parallel_parameters() -> None:
+def tensor_parallel_parameters():
     tp = world.current().mesh.tp
     whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(6))
-    model: Any = bmt.DistributedModule()
+    model = bmt.DistributedModule()
     for dim, name in enumerate(("column", "row")):
         own = whole.chunk(tp.size, dim)[tp.index]
         setattr(model, name, bmt.DistributedParameter(own, tp_mode=True, tp_split_dim=dim))
@@ -198,7 +194,7 @@ def tensor_parallel_parameters() -> None:
     assert [(row.shape, row.group) for row in rows] == [((6, 4), x) for x in (None, None, "g")]
 
 
-def test_tensor_parallel_parameters() -> None:
+def test_tensor_parallel_parameters():
     """Split parameters have the shape and the numbers of the whole tensor."""
     run_ranks(tensor_parallel_parameters, 2, init={"tp_size": 2})
 
@@ -211,11 +207,11 @@ class Layer(nn.Module):
 
     show = staticmethod(record_tensor)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 11), nn.Linear(11, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = self.up(self.norm(x))
         self.show(h, "wide", "layer")
         out = x + self.down(torch.relu(h))
@@ -226,31 +222,30 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Some layers and a head."""
 
-    def __init__(self, layers: nn.Module, head: nn.Module) -> None:
+    def __init__(self, layers, head):
         super().__init__()
         self.layers, self.head = layers, head
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         Layer.show(x, "input")
-        out: torch.Tensor = self.head(self.layers(x))
+        out = self.head(self.layers(x))
         Layer.show(out, "output")
         return out
 
 
-def plain_stack(num_layers: int) -> Stack:
+def plain_stack(num_layers):
     torch.manual_seed(7)
     return Stack(nn.Sequential(*[Layer() for _ in range(num_layers)]), nn.Linear(6, 2))
 
 
 X = torch.randn(12, 4, 6, generator=torch.Generator().manual_seed(8))
-Seen = list[tuple[str, torch.Tensor, torch.Tensor]]
 
 
-def seen_by(plain: nn.Module) -> tuple[Seen, Summary]:
+def seen_by(plain):
     """What a plain model shows of the whole batch: names, values, the tensors; and their rows."""
-    seen: Seen = []
+    seen = []
 
-    def show(x: torch.Tensor, name: str, group: str | None = None) -> None:
+    def show(x, name, group=None):
         if x.requires_grad:
             x.retain_grad()
         start = "" if group is None else f"{group}."
@@ -266,20 +261,20 @@ def seen_by(plain: nn.Module) -> tuple[Seen, Summary]:
 class OwnCheckpoint(nn.Module):
     """A model's own recomputation around a block or a plain layer."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def activations() -> None:
+def activations():
     plain = plain_stack(3)
     seen, want = seen_by(plain)
     assert names_of(want)[:3] == ["0.input", "layer.0.wide", "0.hidden"]
     model = copy.deepcopy(plain)
-    layers: list[nn.Module] = list(model.layers)  # type: ignore[call-overload]
+    layers = list(model.layers)
     own = [OwnCheckpoint(bmt.Block(layers[0])), *map(OwnCheckpoint, layers[1:])]
     blocks = [bmt.Block(layer, zero_level=2) for layer in copy.deepcopy(layers)]
     for kind, joined in {
@@ -303,20 +298,20 @@ def activations() -> None:
             models.assert_same_dicts({name: mine.grad}, {name: grad}, f"{kind}: gradient")
 
 
-def test_activations_and_their_gradients() -> None:
+def test_activations_and_their_gradients():
     """Blocks and lists, with recomputation, the model's own too: each tensor once, as it was, with its
     gradient.
     """
     run_ranks(activations, 3)
 
 
-def compiled_blocks() -> None:
+def compiled_blocks():
     plain = plain_stack(2)
     _, want = seen_by(plain)
-    layers = copy.deepcopy(list(plain.layers))  # type: ignore[call-overload]
+    layers = copy.deepcopy(list(plain.layers))
     model = Stack(nn.Sequential(*map(bmt.Block, layers)), copy.deepcopy(plain.head))
     backend = models.Counting()
-    for layer in model.layers:  # type: ignore[attr-defined]
+    for layer in model.layers:
         layer.compile(backend=backend)
     for step in range(3):
         model.zero_grad()
@@ -330,12 +325,12 @@ def compiled_blocks() -> None:
 
 
 @pytest.mark.compiler
-def test_compiled_blocks_record_too() -> None:
+def test_compiled_blocks_record_too():
     """Recording costs no graph; while an inspector is open, blocks run uncompiled."""
     run_ranks(compiled_blocks, 2)
 
 
-def contexts() -> None:
+def contexts():
     """Closed, empty, failed, nested; gradients add up; values as they were when recorded."""
     x = torch.arange(1.0, 4.0).requires_grad_()
     record_tensor(x, "x")
@@ -373,11 +368,11 @@ def contexts() -> None:
     assert found == [("layer.0.wide", None), ("0.hidden", None)]
 
 
-def tensors_of_every_kind() -> None:
+def tensors_of_every_kind():
     """Ragged, missing and empty ones; on some ranks only, with gradients."""
     rank, n = bmt.rank(), bmt.world_size()
     special = torch.full((1,), 3.0, requires_grad=True)
-    tensors: dict[str, torch.Tensor] = {
+    tensors = {
         "ragged": torch.full((rank + 1, 2), float(rank)),
         "lengths": torch.ones(2, rank + 1),
         "empty": torch.ones(0, 3),
@@ -410,14 +405,14 @@ def tensors_of_every_kind() -> None:
 
 
 class RecordsItsWeight(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         record_tensor(self.weight, "w")
         return super().forward(x)
 
 
-def bad_records() -> None:
+def bad_records():
     bias = dict(bmt.Block(Layer()).named_parameters())["up.bias"]
-    one: Any = torch.ones(1)
+    one = torch.ones(1)
     given: tuple[Any, ...]
     for given, message in (
         ((nn.Parameter(one), "w"), r"parameter of shape \(1,\) as 'w'.*inspect_model"),
@@ -443,21 +438,21 @@ def bad_records() -> None:
     assert names_of(inspector.get_summary()) == ["encoder.0.hidden", "0.logits"]
 
 
-def records() -> None:
+def records():
     contexts()
     tensors_of_every_kind()
     bad_records()
 
 
-def test_records_of_every_kind() -> None:
+def test_records_of_every_kind():
     """Contexts; ragged, 0-dim, empty and integer tensors; ranks that differ; bad input."""
     run_ranks(records, 3)
 
 
-def pipelined_list() -> None:
+def pipelined_list():
     bare = Stack(plain_stack(5).layers, Layer())
     seen, want = seen_by(bare)
-    layers = copy.deepcopy(list(bare.layers))  # type: ignore[call-overload]
+    layers = copy.deepcopy(list(bare.layers))
     model = Stack(bmt.PipelineTransformerBlockList(layers), copy.deepcopy(bare.head))
     stage = world.current().mesh.pipe.index
     for _ in range(2):
@@ -484,7 +479,7 @@ def pipelined_list() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_pipelined_lists_record_like_plain_ones(world_size: int) -> None:
+def test_pipelined_lists_record_like_plain_ones(world_size):
     """All layers of all stages, once each, with their gradients; parameters of other stages too."""
     run_ranks(pipelined_list, world_size, init={"pipe_size": 2})
 
@@ -495,25 +490,25 @@ def test_pipelined_lists_record_like_plain_ones(world_size: int) -> None:
 class Spoilt(nn.Module):
     """Layers between which gradients may be spoilt."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(4, 5), nn.Linear(5, 2)
         self.grad_factor = 1.0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = self.up(x) * 1
         if h.requires_grad:
             h.register_hook(lambda grad: grad * self.grad_factor)
         return self.down(h)
 
 
-def not_finite() -> None:
+def not_finite():
     torch.manual_seed(0)
     model = bmt.BMTrainModelWrapper(Spoilt())
     last, x = bmt.rank() == 1, torch.ones(3, 4)
 
-    def find(spoilt: int = -1) -> list[bmt.inspect.NonFinite]:
-        def losses() -> Iterator[torch.Tensor]:
+    def find(spoilt=-1):
+        def losses():
             for number in range(3):
                 yield model(x * (torch.inf if number == spoilt and last else 1)).sum()
 
@@ -543,7 +538,7 @@ def not_finite() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_where_numbers_are_not_finite() -> None:
+def test_where_numbers_are_not_finite():
     """Outputs, gradients, weights; nothing stays behind."""
     run_ranks(not_finite, 2)
 
@@ -551,7 +546,7 @@ def test_where_numbers_are_not_finite() -> None:
 # -- tables
 
 
-def precision() -> None:
+def precision():
     single, half, double = torch.float32, torch.bfloat16, torch.float64
     layers = [bmt.Block(nn.Linear(8, 8).bfloat16(), reduce_dtype=single) for _ in range(3)]
     layers[1].requires_grad_(False)
@@ -605,7 +600,7 @@ def precision() -> None:
             optimizer.step()
 
 
-def tables() -> None:
+def tables():
     precision()
     layers = nn.ModuleList([bmt.Block(nn.Linear(16, 16)) for _ in range(12)])
     model = nn.ModuleDict({"layers": layers, "head": nn.Linear(16, 3)})
@@ -624,7 +619,7 @@ def tables() -> None:
     assert all(word in text for word in words) if bmt.rank() == 0 else not text
 
 
-def test_tables() -> None:
+def test_tables():
     """What is told before the first step is what optimizers then have; equal layers are one line;
     slices of all ranks make the whole; only rank 0 prints.
     """

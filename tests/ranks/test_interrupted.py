@@ -1,10 +1,6 @@
 """Backward passes that raise: what they have left is dropped, or the next use of it is refused."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,30 +18,30 @@ class Bomb(torch.autograd.Function):
     armed = False
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         if Bomb.armed:
             raise MemoryError("bomb")
         return grad
 
 
-def backward(pair: Pair, number: int = 2, keep: bool = False) -> None:
+def backward(pair, number=2, keep=False):
     """Of the sharded side alone."""
     x = rows(number, pair.dtype).chunk(bmt.world_size())[bmt.rank()]
     pair.manager.backward(pair.model(x), reduce_gradients=not keep)
 
 
-def fail(pair: Pair, number: int, keep: bool) -> None:
+def fail(pair, number, keep):
     Bomb.armed = True
     with pytest.raises(MemoryError):
         backward(pair, number, keep)
     Bomb.armed = False
 
 
-def interrupted(kind: str, dtype: torch.dtype) -> None:
+def interrupted(kind, dtype):
     """Later layers have their gradients when the first block raises."""
     pair = Pair(kind, dtype, scale=64.0)
     pair.model.body[0].register_forward_hook(lambda _, __, out: Bomb.apply(out))
@@ -57,7 +53,7 @@ def interrupted(kind: str, dtype: torch.dtype) -> None:
             clear()
             pair.backward(0)
             pair.check("cleared after a pass that raised")
-    uses: list[Callable[[], object]] = [
+    uses = [
         lambda: backward(pair, keep=True),
         lambda: backward(pair),
         pair.manager.step,
@@ -85,11 +81,11 @@ def interrupted(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("sgd", torch.float32), ("adam", torch.float16), ("offload", torch.float32)]
 )
-def test_a_pass_that_raises(kind: str, dtype: torch.dtype) -> None:
+def test_a_pass_that_raises(kind, dtype):
     run_ranks(interrupted, 2, kind, dtype)
 
 
-def without_a_gather() -> None:
+def without_a_gather():
     """Losses of slices gather nothing: the next pass itself finds that the last one is dead. A
     model may be dropped between the forward pass of two and the backward pass of one.
     """
@@ -103,7 +99,7 @@ def without_a_gather() -> None:
     expected = 2.0 * bmt.world_size() * torch.arange(300.0)
     torch.testing.assert_close(bmt.gather_result(grad_of(param)), expected)
 
-    def blocks(width: int) -> torch.nn.Module:
+    def blocks(width):
         layers = [bmt.Block(torch.nn.Linear(width, width), zero_level=3) for _ in range(2)]
         return torch.nn.Sequential(*layers)
 
@@ -120,5 +116,5 @@ def without_a_gather() -> None:
     torch.testing.assert_close(bmt.gather_result(grad), torch.full((16,), 8.0 * bmt.world_size()))
 
 
-def test_a_pass_after_one_that_raised() -> None:
+def test_a_pass_after_one_that_raised():
     run_ranks(without_a_gather, 2)

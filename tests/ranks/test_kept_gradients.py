@@ -2,9 +2,6 @@
 without one.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,16 +22,15 @@ KINDS: list[Any] = [
 STEPS = 7
 
 
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+def loss_of(model, step):
     x = torch.linspace(-1, 1, 24).view(4, 6)
-    out: torch.Tensor = model(x).square().mean() * (step + 1)
-    return out
+    return model(x).square().mean() * (step + 1)
 
 
 class Run:
     """Two optimizers of one kind for a net; with a manager's options on sharded blocks."""
 
-    def __init__(self, kind: Any, manager: Any = None) -> None:
+    def __init__(self, kind, manager=None):
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)]
         if manager is None and kind is not torch.optim.SGD:
@@ -47,14 +43,14 @@ class Run:
         for optimizer in (self.first, self.others) if manager else ():
             manager.add_optimizer(optimizer)
 
-    def step(self) -> None:
+    def step(self):
         if self.manager:
             self.manager.step()
         else:
             self.first.step()
             self.others.step()
 
-    def train(self, clipped: bool) -> dict[str, torch.Tensor]:
+    def train(self, clipped):
         """The first layer's gradients are cleared every second step, the others' every third."""
         for step in range(STEPS):
             if step % 2 == 0:
@@ -76,7 +72,7 @@ class Run:
         return models.cloned_state(self.model)
 
 
-def growing() -> None:
+def growing():
     for number, kind in enumerate(KINDS):
         for clipped in (False, True):
             manager = bmt.optim.OptimManager(
@@ -87,7 +83,7 @@ def growing() -> None:
             assert manager.skipped_steps == 0
 
 
-def shrinking() -> None:
+def shrinking():
     """The scale shrinks in a skipped step, over which other gradients are kept."""
     for kind in KINDS:
         plain, manager = Run(kind), bmt.optim.OptimManager(loss_scale=2.0**10)
@@ -108,7 +104,7 @@ def shrinking() -> None:
         models.assert_same_dicts(got, want, "after an overflow")
 
 
-def by_old_calls() -> None:
+def by_old_calls():
     """As programs of earlier versions have them."""
     plain = Run(torch.optim.AdamW)
     model = Run(torch.optim.AdamW, bmt.optim.OptimManager()).model
@@ -123,11 +119,11 @@ def by_old_calls() -> None:
 
 
 @pytest.mark.parametrize("program", [growing, shrinking, by_old_calls])
-def test_scales_do_not_show(program: Callable[[], None]) -> None:
+def test_scales_do_not_show(program):
     run_ranks(program, 2)
 
 
-def set_by_hand() -> None:
+def set_by_hand():
     """Gradients that a program has set carry the manager's scale, and no other, before its first
     step and later, in new tensors and in those that the last step has left.
     """
@@ -162,5 +158,5 @@ def set_by_hand() -> None:
         torch.testing.assert_close(found.detach().float(), want.detach(), rtol=1e-3, atol=1e-3)
 
 
-def test_no_scale_is_applied_to_gradients_set_by_hand() -> None:
+def test_no_scale_is_applied_to_gradients_set_by_hand():
     run_ranks(set_by_hand, 2)

@@ -2,12 +2,9 @@
 torch on one process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -16,7 +13,7 @@ import torch.nn.functional as F
 from tests.ranks import models
 from tests.ranks.passes import gradients, on_ranks
 from tests.tensors import grad_of
-from torch import Tensor, nn
+from torch import nn
 
 import bmtrain as bmt
 from bmtrain.loss import FusedLinearCrossEntropy, linear_cross_entropy
@@ -25,7 +22,7 @@ ROWS, DIM, CLASSES, LENGTH = 24, 6, 13, 4
 MODES = list(itertools.product((2, 3), (False, True)))  # ZeRO level, recomputation
 
 
-def batch(micro: int = 0) -> tuple[Tensor, Tensor]:
+def batch(micro=0):
     """Tokens and targets (ROWS, LENGTH) of all ranks; some are ignored."""
     generator = torch.Generator().manual_seed(micro)
     tokens, targets = torch.randint(0, CLASSES, (2, ROWS, LENGTH), generator=generator).unbind(0)
@@ -33,12 +30,12 @@ def batch(micro: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def own(x: Tensor) -> Tensor:
+def own(x):
     return x.chunk(bmt.world_size())[bmt.rank()]
 
 
 @contextlib.contextmanager
-def chunks(rows: int) -> Iterator[None]:
+def chunks(rows):
     with mock.patch.multiple(linear_cross_entropy, CHUNK_ROWS=rows, CHUNK_BYTES=0):
         yield
 
@@ -46,13 +43,13 @@ def chunks(rows: int) -> Iterator[None]:
 class Head(nn.Module):
     """The end of a language model, loss included."""
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction):
         super().__init__()
         self.fused = False
         self.norm, self.linear = nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES)
         self.loss = FusedLinearCrossEntropy(reduction=reduction, label_smoothing=0.1)
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, hidden, targets):
         hidden, targets = self.norm(hidden).flatten(0, 1), targets.flatten()
         if self.fused:
             return self.loss(hidden, self.linear.weight, targets, self.linear.bias)
@@ -61,7 +58,7 @@ class Head(nn.Module):
         )
 
 
-def compare_heads(level: int, recompute: bool, reduction: str, *, compiled: bool = False) -> None:
+def compare_heads(level, recompute, reduction, *, compiled=False):
     what = f"ZeRO-{level}, recompute={recompute}, {reduction}, compiled={compiled}"
     torch.manual_seed(1)
     plain = Head(reduction)
@@ -87,7 +84,7 @@ def compare_heads(level: int, recompute: bool, reduction: str, *, compiled: bool
 
 
 @on_ranks(2)
-def test_head_in_a_block() -> None:
+def test_head_in_a_block():
     """Values, gradients, accumulation; the weight trained and frozen."""
     with chunks(10):
         for mode, reduction in itertools.product(MODES, ("sum", "none")):
@@ -99,7 +96,7 @@ def test_head_in_a_block() -> None:
     "mode", [(3, True, "sum"), pytest.param((2, False, "none"), marks=pytest.mark.long)]
 )
 @on_ranks(2)
-def test_head_in_a_compiled_block(mode: tuple[int, bool, str]) -> None:
+def test_head_in_a_compiled_block(mode):
     """The same as one graph, with the recomputation inside of it too."""
     with chunks(10):
         compare_heads(*mode, compiled=True)
@@ -108,12 +105,12 @@ def test_head_in_a_compiled_block(mode: tuple[int, bool, str]) -> None:
 class Tied(nn.Module):
     """A language model of a kind: table, a layer, and a head that is the table again."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table, self.layer = nn.Embedding(CLASSES, DIM), nn.Linear(DIM, DIM)
-        self.fused: nn.Module | None = None
+        self.fused = None
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens, targets):
         x, targets = torch.tanh(self.layer(self.table(tokens))).flatten(0, 1), targets.flatten()
         if self.fused is not None:
             return self.fused(x, self.table.weight, targets)
@@ -121,7 +118,7 @@ class Tied(nn.Module):
 
 
 @on_ranks(3)
-def test_tied_to_the_embedding() -> None:
+def test_tied_to_the_embedding():
     """The table's two gradients come together; every rank's mean counts as much; two
     micro-batches.
     """

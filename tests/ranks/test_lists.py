@@ -2,11 +2,8 @@
 them in other ways than by calling them. Gradients and steps are one process's.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,18 +24,18 @@ class Experts(nn.Module):
 
     experts: Any
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS)])
 
-    def top(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def top(self, x):
         scores = self.gate(x)[:, :-1].softmax(-1)
         return scores.max(-1).values[:, None], scores.argmax(-1)
 
 
 class Enumerated(Experts):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         weight, top = self.top(x)
         y = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
@@ -49,7 +46,7 @@ class Enumerated(Experts):
 
 
 class Continued(Experts):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         weight, top = self.top(x)
         y = torch.zeros_like(x)
         mask = nn.functional.one_hot(top, EXPERTS).T
@@ -63,7 +60,7 @@ class Continued(Experts):
 
 
 class Hit(Experts):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         weight, top = self.top(x)
         y = torch.zeros_like(x)
         for number in top.unique():
@@ -73,11 +70,11 @@ class Hit(Experts):
 
 
 class OfDict(Experts):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.experts = nn.ModuleDict({str(n): expert for n, expert in enumerate(self.experts)})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         weight, top = self.top(x)
         out = [self.experts[str(int(n))](row) for n, row in zip(top, x, strict=True)]
         return x + torch.stack(out) * weight
@@ -86,13 +83,13 @@ class OfDict(Experts):
 class Among(nn.Module):
     """Beside a list that is always called whole, in a module of its own and of the same one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
         self.experts, self.inner = Enumerated().experts, Stack()
         self.other = Hit()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.body:
             x = torch.tanh(layer(x))
         x = self.inner(self.other(x))
@@ -107,12 +104,12 @@ class Among(nn.Module):
 class Stack(nn.Module):
     """All of its layers, under conditions that are no choice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
         self.drop = 0.0
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x, mask=None):
         for number, layer in enumerate(self.layers):
             if self.training and torch.rand([]) < self.drop:
                 continue
@@ -128,49 +125,46 @@ class Stack(nn.Module):
 class Table(nn.Module):
     """A container with ways of its own, and a forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def __getitem__(self, name: str) -> nn.Module:
-        found: nn.Module = getattr(self, name)
-        return found
+    def __getitem__(self, name):
+        return getattr(self, name)
 
-    def __iter__(self) -> Iterator[nn.Module]:
+    def __iter__(self):
         return iter((self.q, self.k))
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 2
 
-    def __contains__(self, name: object) -> bool:
+    def __contains__(self, name):
         return name in ("q", "k")
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.q(x) * self.k(x)
-        return out
+    def attend(self, x):
+        return self.q(x) * self.k(x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.attend(x)
 
 
-def a_table() -> nn.Module:
+def a_table():
     return Table()
 
 
-def a_sequence() -> nn.Module:
+def a_sequence():
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def a_dict() -> nn.Module:
+def a_dict():
     return nn.ParameterDict({name: nn.Parameter(torch.rand(WIDTH)) for name in "qk"})
 
 
-def a_list() -> nn.Module:
+def a_list():
     return nn.ParameterList([nn.Parameter(torch.rand(WIDTH)) for _ in range(2)])
 
 
-Use = Callable[[Any, torch.Tensor], torch.Tensor]
-USES: dict[str, tuple[Callable[[], nn.Module], Use]] = {
+USES = {
     "indexed": (a_sequence, lambda one, x: one[0](x) * one[-1](x)),
     "unpacked": (a_sequence, lambda one, x: torch.stack([part(x) for part in one]).prod(0)),
     "counted": (a_sequence, lambda one, x: one(x) * len(one) if one else x),
@@ -183,18 +177,18 @@ USES: dict[str, tuple[Callable[[], nn.Module], Use]] = {
 
 
 class Users(nn.Module):
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__()
         make, self.use = USES[name]
         self.layers = nn.ModuleList([make() for _ in range(2)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = x + self.use(layer, x)
         return x
 
 
-def compared(make: Callable[[], nn.Module]) -> None:
+def compared(make):
     torch.manual_seed(3)
     plain, rows = make(), torch.randn(ROWS, WIDTH)
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
@@ -211,25 +205,25 @@ def compared(make: Callable[[], nn.Module]) -> None:
     models.assert_same_dicts(models.cloned_state(model), models.cloned_state(plain), "weights")
 
 
-def choosing(make: type[nn.Module]) -> None:
+def choosing(make):
     compared(make)
     assert isinstance(bmt.BMTrainModelWrapper(make()), Block)
 
 
 @pytest.mark.parametrize("make", [Enumerated, Continued, Hit, OfDict, Among])
-def test_experts_that_only_some_ranks_call(make: type[nn.Module]) -> None:
+def test_experts_that_only_some_ranks_call(make):
     run_ranks(choosing, 3, make)
 
 
-def using(names: list[str]) -> None:
+def using(names):
     for name in names:
         compared(functools.partial(Users, name))
 
 
-def test_members_are_used_as_their_owner_does() -> None:
+def test_members_are_used_as_their_owner_does():
     run_ranks(using, 2, list(USES))
 
 
-def test_what_is_a_choice() -> None:
+def test_what_is_a_choice():
     assert not chosen_lists(Stack()) and not chosen_lists(Users("indexed"))
     assert chosen_lists(Among()) == chosen_lists(OfDict()) == {"experts"}

@@ -2,12 +2,9 @@
 last reference.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -30,10 +27,10 @@ LAYERS, DIM = 5, 127
 MODES = [(2, False), (3, True), (3, False)]  # ZeRO level, recomputation
 
 
-def tensors() -> dict[int, int]:
+def tensors():
     """Bytes of every live storage by address."""
     gc.collect()
-    found: dict[int, int] = {}
+    found = {}
     for thing in gc.get_objects():
         # isinstance would wake lazy modules; a sharded tensor shows memory that another one has
         if (
@@ -46,11 +43,11 @@ def tensors() -> dict[int, int]:
     return found
 
 
-def num_of_bytes() -> int:
+def num_of_bytes():
     return sum(tensors().values())
 
 
-def make(level: int, recompute: bool) -> nn.Sequential:
+def make(level, recompute):
     layers = [
         nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM))
         for _ in range(LAYERS)
@@ -60,18 +57,17 @@ def make(level: int, recompute: bool) -> nn.Sequential:
     )
 
 
-def managed(model: nn.Module, factory: Any = AdamOptimizer) -> OptimManager:
+def managed(model, factory=AdamOptimizer):
     manager = OptimManager()
     manager.add_optimizer(factory(model.parameters()))
     return manager
 
 
-def loss_of(model: nn.Module) -> torch.Tensor:
-    loss: torch.Tensor = model(torch.ones(2, DIM)).square().mean()
-    return loss
+def loss_of(model):
+    return model(torch.ones(2, DIM)).square().mean()
 
 
-def between() -> None:
+def between():
     """Of ZeRO-3 never more than two full buffers, the one in use and the next, and none between
     forward and backward, recomputing or not; ZeRO-2's go with backward.
     """
@@ -81,12 +77,12 @@ def between() -> None:
         model = make(level, recompute)
         size = storage_of(model[0]).layout.numel * 4
 
-        def num_full(size: int = size) -> int:
+        def num_full(size=size):
             return sum(nbytes >= size for at, nbytes in tensors().items() if at not in old)
 
-        seen: list[int] = []
+        seen = []
 
-        def counted(*args: Any, seen: list[int] = seen, num_full: Any = num_full) -> Any:
+        def counted(*args, seen=seen, num_full=num_full):
             seen.append(num_full())
             return gather(*args)
 
@@ -101,7 +97,7 @@ def between() -> None:
         assert num_full() == 0
 
 
-def cleared() -> None:
+def cleared():
     """Cleared gradients hold no memory in forward, but those that the program holds itself stay as
     they are: of all kinds of optimizers, with sums in another dtype too; cleared by the manager,
     and as plain programs do.
@@ -132,7 +128,7 @@ def cleared() -> None:
             del held
 
 
-def small() -> None:
+def small():
     """Small gradients stay where they are."""
     with mock.patch.object(gradient, "LEAST_FREED", 2**20):
         blocks = [bmt.Block(nn.Linear(size, size)) for size in (DIM, 2**11, DIM)]
@@ -146,7 +142,7 @@ def small() -> None:
     assert [one is other for one, other in zip(*found, strict=True)] == [True, False, True]
 
 
-def shares() -> None:
+def shares():
     """Parameters, gradients and both moments are 1/world of the whole, padding under 1 %."""
     for factory in (AdamOptimizer, AdamOffloadOptimizer):
         model = make(3, True)
@@ -168,7 +164,7 @@ def shares() -> None:
             assert sum(memory.values()) <= limit, factory
 
 
-def growth() -> None:
+def growth():
     """Live storages after the second step are all there will be."""
     for level, recompute in MODES:
         model = make(level, recompute)
@@ -185,13 +181,13 @@ def growth() -> None:
         assert max(seen[2:]) <= seen[1], (level, recompute, seen)
 
 
-def deleted() -> None:
+def deleted():
     """The engine refers to models weakly: after the last reference shards and buffers are freed,
     of a block alone without the collector.
     """
     for level, recompute in MODES:
         with without_collector():
-            blocks: Any = make(level, recompute)
+            blocks = make(level, recompute)
             model = bmt.BMTrainModelWrapper(nn.Sequential(blocks, nn.Linear(DIM, 3)))
             manager = managed(model)
             manager.backward(loss_of(model))
@@ -209,7 +205,7 @@ def deleted() -> None:
             assert shard() is None, "a reference cycle keeps the shard until the collector runs"
 
 
-def without_backward() -> None:
+def without_backward():
     """Passes without backward leave nothing: training mode, and a loss of which nobody wants the
     gradient, since it was not finite, say.
     """
@@ -238,6 +234,6 @@ def without_backward() -> None:
         (without_backward, 2),
     ],
 )
-def test_memory(program: Callable[[], None], ranks: int) -> None:
+def test_memory(program, ranks):
     """What the function of this name states."""
     run_ranks(program, ranks)

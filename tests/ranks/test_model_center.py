@@ -2,10 +2,7 @@
 from one folder, one answer.
 """
 
-from __future__ import annotations
-
 import functools
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +14,6 @@ from tests.ranks import models
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
-from model_center.model.base import BaseModel
 from model_center.model.bert import Bert, BertConfig
 from model_center.model.cpm3 import CPM3, CPM3Config
 from model_center.model.glm import GLM, GLMConfig
@@ -75,7 +71,7 @@ CONFIGS = {
         half=False,
     ),
 }
-CLASSES: dict[str, type[BaseModel]] = {
+CLASSES: dict[str, Any] = {
     "gpt2": GPT2,
     "bert": Bert,
     "t5": T5,
@@ -102,14 +98,14 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def way_out(name: str) -> str:
+def way_out(name):
     """The format in which a model is saved: Hugging Face has no CPM, no GLM of this kind, and one
     norm where GPT-J has two.
     """
     return "model_center" if name.startswith(("cpm", "glm", "gptj")) else "hf"
 
 
-def batch(name: str, step: int) -> dict[str, torch.Tensor]:
+def batch(name, step):
     """Ids, padding at the end of some rows, and for encoder-decoders two sequences."""
     ids = parity.token_ids(ROWS, LENGTH, high=VOCAB - 2 * (name == "glm"), low=0, seed=step)
     if name == "vit":
@@ -131,7 +127,7 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
     return inputs | ({"decoder_input_ids": ids.flip(1)} if name == "t5" else {})
 
 
-def answer(model: BaseModel, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def answer(model, inputs):
     """Logits of all tokens, and a loss in which every parameter has a part."""
     asked = {Bert: {"output_pooler_output": True}, Longformer: {"output_logits": True}}
     out = model(**inputs, **asked.get(type(model), {}))
@@ -144,9 +140,7 @@ def answer(model: BaseModel, inputs: dict[str, torch.Tensor]) -> tuple[torch.Ten
     return logits, loss
 
 
-def train(
-    name: str, folder: pathlib.Path, level: int, recompute: bool, optimizer: str
-) -> dict[str, Any]:
+def train(name, folder, level, recompute, optimizer):
     """Load, save, and train some steps, on all ranks or in this process; what there is to
     compare.
     """
@@ -184,18 +178,18 @@ def train(
     return result
 
 
-def written(folder: pathlib.Path, name: str) -> bytes:
+def written(folder, name):
     """The file with the weights."""
     return (
         folder / ("pytorch_model.pt" if way_out(name) == "model_center" else "model.safetensors")
     ).read_bytes()
 
 
-def train_in_all_modes(name: str, folder: pathlib.Path) -> list[dict[str, Any]]:
+def train_in_all_modes(name, folder):
     return [train(name, folder, *mode) for mode in MODES]
 
 
-def compare(ranks: list[dict[str, Any]], plain: dict[str, Any], name: str, what: str) -> None:
+def compare(ranks, plain, name, what):
     """What the ranks have together, and each of them of the whole model, is what one process
     has.
     """
@@ -236,7 +230,7 @@ def compare(ranks: list[dict[str, Any]], plain: dict[str, Any], name: str, what:
         ),
     ],
 )
-def test_training(name: str, world_size: int, tmp_path: pathlib.Path) -> None:
+def test_training(name, world_size, tmp_path):
     """Scores, loss, gradients, parameters after some steps of an optimizer, and what is saved, in
     every mode.
     """

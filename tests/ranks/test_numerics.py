@@ -2,12 +2,8 @@
 parameters.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,20 +13,15 @@ from tests.ranks.runner import run_ranks
 import bmtrain as bmt
 
 STEPS = 5
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "adam": bmt.optim.AdamOptimizer,
     "offload": bmt.optim.AdamOffloadOptimizer,
     "torch": torch.optim.AdamW,
 }
 
 # (optimizer, ZeRO level, recomputation, micro-batches, deferred reduction)
-Mode = tuple[str, int, bool, int, bool]
-MODES: list[Mode] = [
-    ("adam", 3, True, 3, True),
-    ("offload", 2, True, 1, False),
-    ("torch", 3, False, 2, False),
-]
-OTHERS: list[Mode] = [
+MODES = [("adam", 3, True, 3, True), ("offload", 2, True, 1, False), ("torch", 3, False, 2, False)]
+OTHERS = [
     ("adam", 2, False, 3, False),
     ("offload", 3, False, 3, True),
     ("torch", 2, False, 3, True),
@@ -39,7 +30,7 @@ OTHERS: list[Mode] = [
 
 
 @functools.cache
-def answer() -> dict[str, torch.Tensor]:
+def answer():
     make = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     return models.cloned_state(models.train_plain(STEPS, make))
 
@@ -47,20 +38,20 @@ def answer() -> dict[str, torch.Tensor]:
 Manager = bmt.optim.OptimManager
 
 
-def managed(optimizer: torch.optim.Optimizer) -> Manager:
+def managed(optimizer):
     manager = Manager()
     manager.add_optimizer(optimizer)
     return manager
 
 
-def losses(model: Any, step: int, micros: int = 1) -> Iterator[torch.Tensor]:
+def losses(model, step, micros=1):
     """Of this rank's micro-batches, each when its turn comes."""
     own = (x.chunk(bmt.world_size())[bmt.rank()].chunk(micros) for x in models.batch(step))
     for tokens, targets in zip(*own, strict=True):
         yield models.loss_of(model, tokens, targets, step) / micros
 
 
-def train(mode: Mode) -> dict[str, torch.Tensor]:
+def train(mode):
     name, level, recompute, micros, deferred = mode
     model = models.shard_whole(level, recompute)
     manager = managed(OPTIMIZERS[name](models.groups_of(model), lr=1e-2, weight_decay=0.1))
@@ -73,21 +64,21 @@ def train(mode: Mode) -> dict[str, torch.Tensor]:
     return models.cloned_state(model)
 
 
-def train_all(modes: list[Mode]) -> list[dict[str, torch.Tensor]]:
+def train_all(modes):
     return [train(mode) for mode in modes]
 
 
 @pytest.mark.parametrize(
     ("ranks", "modes"), [(3, MODES), (1, MODES), pytest.param(3, OTHERS, marks=pytest.mark.long)]
 )
-def test_training_gives_the_parameters_of_plain_pytorch(ranks: int, modes: list[Mode]) -> None:
+def test_training_gives_the_parameters_of_plain_pytorch(ranks, modes):
     """Every mode within 1e-5 of plain PyTorch on the concatenated batch."""
     for found in run_ranks(train_all, ranks, modes):
         for mode, got in zip(modes, found, strict=True):
             models.assert_same_dicts(got, answer(), str(mode))
 
 
-def deferred_gradients() -> None:
+def deferred_gradients():
     plain = models.make_whole()
     models.loss_of(plain, *models.batch(1), 1).backward()
     for level, recompute, last_reduces in ((2, True, True), (3, False, False)):
@@ -101,12 +92,12 @@ def deferred_gradients() -> None:
         models.assert_same_dicts(found, want, f"{level}, {recompute}, {last_reduces}")
 
 
-def test_gradients_are_those_of_the_concatenated_batch() -> None:
+def test_gradients_are_those_of_the_concatenated_batch():
     """Deferred micro-batches sum up to plain PyTorch's gradient, with None where it has None."""
     run_ranks(deferred_gradients, 3)
 
 
-def keep_on_one_rank() -> float:
+def keep_on_one_rank():
     layer = bmt.BMTrainModelWrapper(torch.nn.Linear(5, 3))
     block = bmt.Block(torch.nn.Linear(4, 4), zero_level=2, use_checkpoint=False)
     kept = [layer.weight, block(torch.ones(1, 4))]
@@ -119,13 +110,13 @@ def keep_on_one_rank() -> float:
     return float(layer.weight.detach().sum())
 
 
-def collect_garbage_on_one_rank() -> float:
+def collect_garbage_on_one_rank():
     """Training and validation in turn, with one rank dropping old graphs at once and the others
     keeping them.
     """
     model = models.shard_whole(2, True)
     manager = managed(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
-    kept: list[torch.Tensor] = []
+    kept = []
     for step in range(4):
         manager.zero_grad()
         kept += losses(model, step)
@@ -141,7 +132,7 @@ def collect_garbage_on_one_rank() -> float:
     return bmt.sum_loss(loss).item()
 
 
-def lose_a_block_between_forward_and_backward() -> float:
+def lose_a_block_between_forward_and_backward():
     """The buffers of its size stay as they are, wherever and whenever it is noticed."""
     gc.disable()
     try:
@@ -165,7 +156,7 @@ def lose_a_block_between_forward_and_backward() -> float:
     "program",
     [keep_on_one_rank, collect_garbage_on_one_rank, lose_a_block_between_forward_and_backward],
 )
-def test_what_one_rank_keeps_alive_does_not_part_the_ranks(program: Callable[[], float]) -> None:
+def test_what_one_rank_keeps_alive_does_not_part_the_ranks(program):
     """Whether to gather must not depend on how long a program, or a thread of Gloo, keeps a full
     tensor alive.
     """

@@ -2,10 +2,7 @@
 gathered.
 """
 
-from __future__ import annotations
-
 import copy
-import pathlib
 import warnings
 from typing import Any
 
@@ -27,7 +24,7 @@ HALF, FLOAT = torch.float16, torch.float32
 class Net(nn.Module):
     """A block, a layer smaller than the world and a parameter of one element."""
 
-    def __init__(self, dtype: torch.dtype = FLOAT) -> None:
+    def __init__(self, dtype=FLOAT):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
@@ -36,11 +33,11 @@ class Net(nn.Module):
             self.gain = nn.Parameter(torch.tensor(0.7, dtype=dtype))
             self.register_buffer("offset", torch.randn(2, dtype=dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.out(torch.tanh(self.layers[0](x))) * self.gain + self.offset
 
 
-def sharded(dtype: torch.dtype = FLOAT) -> nn.Module:
+def sharded(dtype=FLOAT):
     """Without the values that files have."""
     net = Net(dtype)
     for tensor in net.state_dict().values():
@@ -48,7 +45,7 @@ def sharded(dtype: torch.dtype = FLOAT) -> nn.Module:
     return bmt.BMTrainModelWrapper(net)
 
 
-def write_model_files(folder: pathlib.Path) -> dict[str, str]:
+def write_model_files(folder):
     """With `_metadata` and without, new and old serialization, views of one storage, names with a
     prefix; what the library says of each when it loads it.
     """
@@ -77,7 +74,7 @@ def write_model_files(folder: pathlib.Path) -> dict[str, str]:
     return told
 
 
-def load_each(folder: pathlib.Path, told: dict[str, str]) -> None:
+def load_each(folder, told):
     net = sharded()
     before = models.cloned_state(net)
     missing = "missing from the file: 'out.weight' .nearest: 'module.out.weight"
@@ -105,34 +102,34 @@ def load_each(folder: pathlib.Path, told: dict[str, str]) -> None:
             models.assert_same_dicts(net.state_dict(), want, name, 0.0)
 
 
-def test_model_files_of_every_kind(tmp_path: pathlib.Path) -> None:
+def test_model_files_of_every_kind(tmp_path):
     """Into models of fp16 and fp32; what is no prefix, and flat parameters, are explained."""
     run_ranks(load_each, 2, tmp_path, write_model_files(tmp_path))
 
 
-def inputs(step: int, dtype: torch.dtype) -> torch.Tensor:
+def inputs(step, dtype):
     return torch.randn(12, 7, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def loss_of(model, x):
     return (model(x).float() + 0.3).square().mean()
 
 
-def own_rows(step: int, dtype: torch.dtype = FLOAT) -> torch.Tensor:
+def own_rows(step, dtype=FLOAT):
     return inputs(step, dtype).chunk(bmt.world_size())[bmt.rank()]
 
 
 class Plain:
     """AdamW in one process; half-precision weights are the rounded fp32 masters."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         self.model, self.dtype = Net(dtype), dtype
         self.params = list(self.model.parameters())
         self.masters = [param.detach().float().clone() for param in self.params]
         # A large eps makes the update a smooth function of the gradient, which fp16 rounds.
         self.optimizer = torch.optim.AdamW(self.masters, lr=0.05, weight_decay=0.1, eps=1e-2)
 
-    def train(self, *numbers: int) -> None:
+    def train(self, *numbers):
         for number in numbers:
             self.model.zero_grad()
             loss_of(self.model, inputs(number, self.dtype)).backward()
@@ -143,11 +140,11 @@ class Plain:
                 for master, param in zip(self.masters, self.params, strict=True):
                     param.copy_(master)
 
-    def state_of_rank(self, world_size: int, rank: int, flat: bool = True) -> dict[str, Any]:
+    def state_of_rank(self, world_size, rank, flat=True):
         """What BMTrain's optimizer of that rank saves; nothing of parameters of which it has no
         element.
         """
-        states: dict[int, dict[str, Any]] = {}
+        states = {}
         numels = [param.numel() for param in self.params]
         cuts = cut_as_bmtrain(numels, self.dtype.itemsize, world_size, rank)
         for index, (master, cut) in enumerate(zip(self.masters, cuts, strict=True)):
@@ -166,12 +163,12 @@ class Plain:
         }
 
 
-def cut_as_bmtrain(numels: list[int], itemsize: int, world_size: int, rank: int) -> list[slice]:
+def cut_as_bmtrain(numels, itemsize, world_size, rank):
     """A block's parameters one after the other, each from a multiple of 512 bytes on, in equal
     parts; others part by part.
     """
     aligned = [-(-numel * itemsize // 512) * 512 // itemsize for numel in numels[1:3]]
-    slices: list[slice] = []
+    slices = []
     share, offset = -(-sum(aligned) // world_size), 0
     for index, numel in enumerate(numels):  # the order of `Net().parameters()`
         begin = 0
@@ -185,9 +182,7 @@ def cut_as_bmtrain(numels: list[int], itemsize: int, world_size: int, rank: int)
     return slices
 
 
-def go_on(
-    folder: pathlib.Path, dtype: torch.dtype, kind: str
-) -> tuple[dict[str, torch.Tensor], dict[int, dict[str, Any]], float]:
+def go_on(folder, dtype, kind):
     """Load the model and this rank's optimizer file, and train on: weights at the end, whole states
     after loading, loss scale.
     """
@@ -206,7 +201,7 @@ def go_on(
     return models.cloned_state(model), loaded, manager.loss_scale
 
 
-LONG: Any = pytest.mark.long
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
@@ -219,9 +214,7 @@ LONG: Any = pytest.mark.long
         pytest.param(HALF, "adam", "whole", marks=LONG),
     ],
 )
-def test_optimizer_states_of_bmtrain_go_on(
-    tmp_path: pathlib.Path, dtype: torch.dtype, kind: str, form: str
-) -> None:
+def test_optimizer_states_of_bmtrain_go_on(tmp_path, dtype, kind, form):
     """A run of BMTrain goes on here as in plain PyTorch: cut at its own places, with as many ranks,
     or gathered under its names, flat or of the parameter's shape.
     """
@@ -257,7 +250,7 @@ def test_optimizer_states_of_bmtrain_go_on(
         assert scale == (512.0 if dtype == HALF else 1.0)
 
 
-def refused_states(cases: list[tuple[list[dict[str, Any]], list[str]]]) -> None:
+def refused_states(cases):
     model, plain = bmt.BMTrainModelWrapper(Net()), Plain(FLOAT)
     options: Any = {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-2}
     optimizer = AdamOptimizer(model.parameters(), **options)
@@ -274,7 +267,7 @@ def refused_states(cases: list[tuple[list[dict[str, Any]], list[str]]]) -> None:
         assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_states_that_do_not_fit_are_refused_on_every_rank() -> None:
+def test_states_that_do_not_fit_are_refused_on_every_rank():
     """And training goes on as in one process."""
     plain = Plain(FLOAT)
     plain.train(0)
@@ -296,7 +289,7 @@ def test_states_that_do_not_fit_are_refused_on_every_rank() -> None:
 class Split(bmt.DistributedModule):
     """Tensor-parallel parameters, cut along either dim, beside an ordinary one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(5)
         for dim, (name, shape) in enumerate((("rows", (3, 5)), ("columns", (5, 4)))):
@@ -307,7 +300,7 @@ class Split(bmt.DistributedModule):
         bmt.init_parameters(self)
 
 
-def parallel_states() -> None:
+def parallel_states():
     """Own slices, whole states, and slices cut at other places all give the same state back."""
     model = Split()
     optimizer = AdamOptimizer(model.parameters(), lr=0.1)
@@ -345,11 +338,11 @@ def parallel_states() -> None:
 
 
 @pytest.mark.parametrize("pipe_size", [1, pytest.param(2, marks=LONG)])
-def test_states_of_tensor_parallel_parameters(pipe_size: int) -> None:
+def test_states_of_tensor_parallel_parameters(pipe_size):
     run_ranks(parallel_states, 4, init={"tp_size": 2, "pipe_size": pipe_size})
 
 
-def native_round_trip() -> None:
+def native_round_trip():
     """torch's own optimizer, whose step is a tensor, over a parameter of one element."""
     plain, model = Net(), bmt.BMTrainModelWrapper(Net())
     reference = torch.optim.NAdam(plain.parameters(), lr=0.05)
@@ -374,6 +367,6 @@ def native_round_trip() -> None:
     models.assert_same_dicts(model.state_dict(), plain.state_dict(), "NAdam")
 
 
-def test_torchs_own_state_of_one_element() -> None:
+def test_torchs_own_state_of_one_element():
     """A gathered state's numbers stay numbers, though the parameter is one too."""
     run_ranks(native_round_trip, 2)

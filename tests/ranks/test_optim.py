@@ -2,8 +2,6 @@
 that a program does between: see pairs.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.pairs import KINDS, ROWS, Factory, Pair, groups, late_verdicts, rows, sharded
+from tests.ranks.pairs import KINDS, ROWS, Pair, groups, late_verdicts, rows, sharded
 from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
 from torch import nn
@@ -24,7 +22,7 @@ from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.shard.slices import local_of
 
-SCHEDULES: dict[str, Factory | None] = {
+SCHEDULES = {
     "none": None,
     "ours": lambda optimizer: bmt.lr_scheduler.Linear(optimizer, 0.01, 3, 20),
     "cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=30),
@@ -77,7 +75,7 @@ adam     float32  non       0        nan      3        late     chain    one    
 NUM_SHORT = 22
 
 
-def change_gradients(what: str, params: list[Any]) -> None:
+def change_gradients(what, params):
     if what == "scaled":
         grad_of(params[0]).mul_(0.5)
         grad_of(params[-1]).mul_(2.0)
@@ -87,7 +85,7 @@ def change_gradients(what: str, params: list[Any]) -> None:
         params[2 if what == "dropped" else -1].grad = None
 
 
-def program(line: str) -> None:
+def program(line):
     """Steps that are skipped at first, in the middle, twice in a row, and before the last."""
     kind, dtype, api, scale, fault, order, when, schedule, micro, change, _ = line.split()
     count = 1 if micro == "one" else 2
@@ -115,26 +113,23 @@ def program(line: str) -> None:
         for number, line in enumerate(PROGRAMS)
     ],
 )
-def test_programs_train_as_one_process_does(line: str) -> None:
+def test_programs_train_as_one_process_does(line):
     """Norms, gradients, weights, masters, moments, step counts, rates and loss scale after every
     step; a step that is not finite on one rank is skipped on all, as if its batch had not been.
     """
     run_ranks(program, int(line.rsplit(maxsplit=1)[-1]), line)
 
 
-OTHERS: dict[str, tuple[Factory, ...]] = {
+OTHERS = {
     "fused": (lambda params: AdamW(params, lr=0.01, fused=True),),
     "amsgrad": (lambda params: AdamW(params, lr=0.01, amsgrad=True, foreach=False),),
     "rmsprop": (lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),),
     "adagrad": (lambda params: torch.optim.Adagrad(params, lr=0.01),),
 }
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"maximize": True},
-    {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.2},
-)
+OPTIONS = ({"maximize": True}, {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.2})
 
 
-def kinds() -> None:
+def kinds():
     for kind in OTHERS.values():
         Pair(kind).train(4)
     for options in OPTIONS:
@@ -142,12 +137,12 @@ def kinds() -> None:
             Pair(ours, torch.bfloat16, **options).train(4)
 
 
-def test_optimizers_do_what_torch_does() -> None:
+def test_optimizers_do_what_torch_does():
     """torch's own ones unchanged, and ours with every option."""
     run_ranks(kinds, 3)
 
 
-def by_hand() -> None:
+def by_hand():
     for kind in ("adam", "offload"):
         holding = functools.partial(KINDS[kind][0], hold_steps=3)
         pair = Pair((holding, AdamW))
@@ -178,14 +173,14 @@ def by_hand() -> None:
                 assert torch.equal(whole, want.to(dtype)), "not the rounded master"
 
 
-def test_what_the_program_writes_into_an_adam() -> None:
+def test_what_the_program_writes_into_an_adam():
     """Rates that are held at first, step counts, moments, weights that masters follow; small steps
     are not lost.
     """
     run_ranks(by_hand, 3)
 
 
-def passed_on() -> None:
+def passed_on():
     """Micro-batches that are kept back, read, given up, clipped or stepped, and gradients that are
     kept over steps which change the loss scale.
     """
@@ -237,14 +232,14 @@ def passed_on() -> None:
         assert pair.num_skipped == 0
 
 
-def test_gradients_belong_to_the_program() -> None:
+def test_gradients_belong_to_the_program():
     run_ranks(passed_on, 3)
 
 
 class Three:
     """A manager with optimizers of three kinds, a schedule and a loss scale."""
 
-    def __init__(self, scale: float, rate: float) -> None:
+    def __init__(self, scale, rate):
         self.model = sharded()
         body, plain = list(self.model.body.parameters()), list(self.model.plain.parameters())
         one, two = AdamOptimizer(body[:2], lr=rate), AdamOffloadOptimizer(body[2:], lr=rate)
@@ -254,7 +249,7 @@ class Three:
         self.manager.add_optimizer(two)
         self.manager.add_optimizer(three)
 
-    def train(self, steps: range) -> Three:
+    def train(self, steps):
         for step in steps:
             self.manager.zero_grad()
             own = rows(step).chunk(bmt.world_size())[bmt.rank()]
@@ -263,15 +258,12 @@ class Three:
         return self
 
     @property
-    def numbers(self) -> list[Any]:
+    def numbers(self):
         manager = self.manager
         return [manager.loss_scale, manager.lr_schedulers[0].current_lr, manager._num_steps]
 
 
-Saved = tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[Any]]
-
-
-def leave() -> Saved:
+def leave():
     run = Three(32, 0.02).train(range(4))
     weights = models.cloned_state(run.model)
     states = [copy.deepcopy(run.manager.state_dict(gather_opt=whole)) for whole in (True, False)]
@@ -281,7 +273,7 @@ def leave() -> Saved:
     return saved
 
 
-def come_back(saved: Saved, tolerance: float) -> None:
+def come_back(saved, tolerance):
     weights, state, end, numbers = saved
     run = Three(7, 0.5)
     run.model.load_state_dict(weights)
@@ -301,14 +293,14 @@ def come_back(saved: Saved, tolerance: float) -> None:
     assert run.numbers == numbers
 
 
-def test_states_go_on_at_any_number_of_ranks() -> None:
+def test_states_go_on_at_any_number_of_ranks():
     """As if never interrupted, at the same number bit by bit; schedule and loss scale too."""
     saved = run_ranks(leave, 3)[0]
     # Sums are taken in another order, and Adam divides small gradients by themselves.
     run_ranks(come_back, 2, saved, 4e-6)
 
 
-def bounds() -> None:
+def bounds():
     """A scale that falls and rises between the bounds that a manager is given."""
     model = sharded()
     manager = OptimManager(8, 4, 2, 1, 16)
@@ -323,11 +315,11 @@ def bounds() -> None:
     assert scales == [2, 1, 1, 4, 4, 16, 16, 16]
 
 
-def test_a_loss_scale_has_bounds() -> None:
+def test_a_loss_scale_has_bounds():
     run_ranks(bounds, 2)
 
 
-def clip(order: float, scale: float | None) -> None:
+def clip(order, scale):
     what = f"norm {order}, scale {scale}"
     whole = models.shard_whole(3, True)  # tied, tiny, 0-dim and plain parameters
     optimizer = AdamOptimizer(whole.parameters())
@@ -349,18 +341,18 @@ def clip(order: float, scale: float | None) -> None:
     assert abs(again.item() - 0.01) < 1e-5, what
 
 
-def clip_all() -> None:
+def clip_all():
     for order, scale in ((2, 256.0), (1, None), (math.inf, 256.0), (3.0, None)):
         clip(order, scale)
     assert OptimManager().clip_grad_norm([{"params": []}], 1.0) == 0
 
 
-def test_norms_and_clipping_are_torchs() -> None:
+def test_norms_and_clipping_are_torchs():
     """Of all parameters, tied ones once, unscaled; and the clipped gradients."""
     run_ranks(clip_all, 3)
 
 
-def norms_of(order: float) -> None:
+def norms_of(order):
     """Gradients of all dtypes, not finite in one place of one rank; then as they were."""
     params: list[Any] = [
         bmt.DistributedParameter(torch.ones(shape, dtype=dtype))
@@ -395,12 +387,12 @@ def norms_of(order: float) -> None:
 
 
 @pytest.mark.parametrize("order", [2, 1, math.inf, 3.0])
-def test_norms_are_not_finite_where_a_gradient_is_not(order: float) -> None:
+def test_norms_are_not_finite_where_a_gradient_is_not(order):
     """On all ranks, whoever owns it, of ordinary parameters too; all of them then scale alike."""
     run_ranks(norms_of, 3, order)
 
 
-def odd_gradients() -> None:
+def odd_gradients():
     """Of any strides; without a bound, as they are."""
     weight, whole = nn.Parameter(torch.ones(3, 4)), bmt.DistributedParameter(torch.ones(6))
     weight.grad, whole.grad = torch.arange(12.0).view(4, 3).t(), torch.arange(12.0)[::2]
@@ -417,7 +409,7 @@ def odd_gradients() -> None:
         assert weight.grad.tolist() == values
 
 
-def moved() -> None:
+def moved():
     layers = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
     params, manager = list(layers.parameters()), OptimManager()
     for move in (lambda: None, lambda: bmt.Block(layers)):
@@ -428,13 +420,13 @@ def moved() -> None:
         assert norm == pytest.approx(2 * math.sqrt(7 * 5 + 5 + 5 * 3 + 3))
 
 
-def test_odd_gradients_are_clipped() -> None:
+def test_odd_gradients_are_clipped():
     """Also of parameters that a block has taken over since."""
     run_ranks(odd_gradients, 1)
     run_ranks(moved, 2)
 
 
-def deltas() -> None:
+def deltas():
     model = sharded()
     optimizer = AdamOffloadOptimizer(groups(list(model.parameters())), record_delta=True)
     manager = OptimManager()
@@ -452,14 +444,14 @@ def deltas() -> None:
         )
 
 
-def test_record_delta() -> None:
+def test_record_delta():
     """Mean and variance of the last change of every weight, padding not counted; of those that all
     ranks have once.
     """
     run_ranks(deltas, 3)
 
 
-def without_argument() -> None:
+def without_argument():
     pair = Pair()
     loss = pair.model(rows(1).chunk(bmt.world_size())[bmt.rank()]) * bmt.world_size() / ROWS
     pair.twin(rows(1)).div(ROWS).backward()
@@ -471,16 +463,16 @@ def without_argument() -> None:
     pair.check("backward()")
 
 
-def test_backward_without_a_loss() -> None:
+def test_backward_without_a_loss():
     """It runs on the loss last given to sum_loss, whose value is the mean over ranks."""
     run_ranks(without_argument, 3)
 
 
-def broken_step() -> None:
+def broken_step():
     """An optimizer that raises before it steps, after the manager has divided the gradients."""
     errors = [MemoryError("sgd"), MemoryError("adam")]
 
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def hook(optimizer, args, kwargs):
         if broken:
             raise broken.pop()
 
@@ -497,11 +489,11 @@ def broken_step() -> None:
         pair.train(range(2, 4))
 
 
-def test_a_step_that_raised_can_be_taken_again() -> None:
+def test_a_step_that_raised_can_be_taken_again():
     run_ranks(broken_step, 2)
 
 
-def refuses_strides() -> None:
+def refuses_strides():
     for kind in ("adam", "offload"):
         param = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
         before = param.detach().clone()
@@ -515,11 +507,11 @@ def refuses_strides() -> None:
         torch.testing.assert_close(param.detach(), before - 0.1)
 
 
-def test_ordinary_parameters_with_strides_are_refused() -> None:
+def test_ordinary_parameters_with_strides_are_refused():
     run_ranks(refuses_strides, 1)
 
 
-def scaled_twice() -> str:
+def scaled_twice():
     pair = Pair(scale=8.0, api="onn").train(2)
     pair.zero_grad()
     with pytest.raises(ConfigurationError, match=r"has scaled already.*loss\.backward") as caught:
@@ -530,6 +522,6 @@ def scaled_twice() -> str:
     return str(caught.value)
 
 
-def test_a_loss_scaled_twice_is_an_error() -> None:
+def test_a_loss_scaled_twice_is_an_error():
     """On every rank, before backward runs; the next loss counts."""
     assert len(set(run_ranks(scaled_twice, 2))) == 1

@@ -2,8 +2,6 @@
 changes them; and nothing of the program's is kept alive.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any
@@ -22,11 +20,11 @@ from bmtrain.kernels.chunks import Batch
 from bmtrain.optim import OptimManager
 
 
-def mine(step: int) -> torch.Tensor:
+def mine(step):
     return rows(step).chunk(bmt.world_size())[bmt.rank()]
 
 
-def freed() -> None:
+def freed():
     assert Batch([(torch.empty(0), torch.empty(0))]).tables(16) == []  # of ranks that own nothing
     pair = Pair(scale=8.0)
     params = list(pair.model.parameters())
@@ -48,12 +46,12 @@ def freed() -> None:
     assert not any(reference() is not None for reference in alive)
 
 
-def test_nothing_is_kept_alive() -> None:
+def test_nothing_is_kept_alive():
     """Neither gradients beyond `zero_grad`, nor the model beyond its optimizers."""
     run_ranks(freed, 2)
 
 
-def beside() -> None:
+def beside():
     pair = Pair("sgd", api="old")  # in no manager yet
     pair.model(rows(0)).backward()
     with pytest.raises(ParameterError, match="OptimManager"):
@@ -76,12 +74,12 @@ def beside() -> None:
     pair.train(range(5, 7))
 
 
-def test_beside_sharded_ones() -> None:
+def test_beside_sharded_ones():
     """Summed by a manager, else refused."""
     run_ranks(beside, 3)
 
 
-def alone(rows_of: str) -> None:
+def alone(rows_of):
     """In an optimizer of their own, without a manager."""
     net, twin, count = sharded(), Net(), bmt.world_size()
     net.body.requires_grad_(rows_of != "beside")
@@ -108,7 +106,7 @@ def alone(rows_of: str) -> None:
         models.assert_same_dicts(models.cloned_state(net), twin.state_dict(), rows_of)
 
 
-def alone_or_refused() -> None:
+def alone_or_refused():
     for rows_of in ("all", "summed"):
         alone(rows_of)
     for rows_of in ("rank", "beside"):
@@ -116,12 +114,12 @@ def alone_or_refused() -> None:
             alone(rows_of)
 
 
-def test_in_an_optimizer_of_their_own() -> None:
+def test_in_an_optimizer_of_their_own():
     """Trained where their gradients are alike on all ranks, refused where not."""
     run_ranks(alone_or_refused, 2)
 
 
-def written() -> None:
+def written():
     """After some steps each rank writes something else: the next one finds it."""
     pair = Pair("sgd").train(3)
     weight = pair.model.plain.weight
@@ -136,7 +134,7 @@ def written() -> None:
     pair.train(range(4, 6))
 
 
-def nothing_at_first(what: str) -> None:
+def nothing_at_first(what):
     """An ordinary layer in front, in an optimizer of its own: its gradients begin with zeros, for
     two steps of three if "late", or with rows that are the same on all ranks, on which its settings
     or values then differ.
@@ -161,7 +159,7 @@ def nothing_at_first(what: str) -> None:
             optimizer.step()
 
 
-def found_later() -> None:
+def found_later():
     written()
     differs = [(what, "gradient differs") for what in ("zeros", "late", "rows")]
     for what, words in (*differs, ("values", "values differ")):
@@ -171,12 +169,12 @@ def found_later() -> None:
         nothing_at_first("settings")
 
 
-def test_what_the_first_steps_do_not_tell() -> None:
+def test_what_the_first_steps_do_not_tell():
     """Values, gradients and settings are compared again."""
     run_ranks(found_later, 2)
 
 
-def cleared_on_one_rank() -> None:
+def cleared_on_one_rank():
     """The sharded ones are cleared on all ranks, the ordinary ones on rank 0."""
     pair = Pair("adam")
     for number in range(2):
@@ -190,17 +188,17 @@ def cleared_on_one_rank() -> None:
     pair.train(2)
 
 
-def test_cleared_on_some_ranks_is_refused() -> None:
+def test_cleared_on_some_ranks_is_refused():
     run_ranks(cleared_on_one_rank, 2)
 
 
-def late_and_frozen() -> None:
+def late_and_frozen():
     """A layer of other values on each rank, one of its parameters frozen at first; another that
     joins the optimizer, and a third that takes its place.
     """
     found = []
     for is_plain in (False, True):
-        net: Net = Net() if is_plain else sharded()
+        net = Net() if is_plain else sharded()
         heads = []
         for number in range(3):
             torch.manual_seed(number if is_plain or number else bmt.rank())
@@ -232,6 +230,6 @@ def late_and_frozen() -> None:
     models.assert_same_dicts(found[0], found[1], "joined")
 
 
-def test_parameters_that_join_late() -> None:
+def test_parameters_that_join_late():
     """They start from rank 0's values, and their gradients are averaged."""
     run_ranks(late_and_frozen, 3)

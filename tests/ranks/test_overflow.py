@@ -2,20 +2,17 @@
 stays. That training goes on as without them is in test_optim.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
 import io
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.pairs import Factory, Pair, late_verdicts
+from tests.ranks.pairs import Pair, late_verdicts
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_optim import SCHEDULES
 from tests.tensors import grad_of
@@ -29,7 +26,7 @@ HALF = torch.float16
 ours = SCHEDULES["ours"]
 
 
-def numbers(pair: Pair) -> list[Any]:
+def numbers(pair):
     """What a step counts, as it is now: read without settling."""
     counts = [state["step"] for state in pair.optimizer.state.values()]
     rates = [(group["lr"], group["betas"]) for group in pair.optimizer.param_groups]
@@ -39,7 +36,7 @@ def numbers(pair: Pair) -> list[Any]:
     )
 
 
-ASK: dict[str, Callable[[Pair], object]] = {
+ASK = {
     "backward": lambda pair: pair.backward(0),
     "loss_scale": lambda pair: pair.manager.loss_scale,
     "scale_loss": lambda pair: pair.manager.scale_loss(torch.ones(())),
@@ -53,7 +50,7 @@ ASK: dict[str, Callable[[Pair], object]] = {
 }
 
 
-def taken_back(kind: str, schedule: str) -> None:
+def taken_back(kind, schedule):
     # a sequence of schedules of torch 2.8 uses it itself
     warnings.filterwarnings("ignore", message="The epoch parameter")
     pair = Pair(kind, HALF, schedule=SCHEDULES[schedule], scale=2.0**14, growth=100).run(3)
@@ -75,12 +72,12 @@ def taken_back(kind: str, schedule: str) -> None:
     ("kind", "schedule"),
     [("adam", "cycle"), ("offload", "ours"), ("adam", "chain"), ("offload", "none")],
 )
-def test_a_step_left_out_is_taken_back_whoever_asks(kind: str, schedule: str) -> None:
+def test_a_step_left_out_is_taken_back_whoever_asks(kind, schedule):
     """Weights, masters, moments; step counts, hyperparameters, schedules, number of steps."""
     run_ranks(taken_back, 2, kind, schedule)
 
 
-def what_the_program_writes() -> None:
+def what_the_program_writes():
     with late_verdicts():
         pair = Pair(dtype=HALF, schedule=ours, scale=64.0).run(1)
         before = pair.schedules[0].num_iter
@@ -92,7 +89,7 @@ def what_the_program_writes() -> None:
         assert first["weight_decay"] == 0.25 and first["name"] == "first"
 
 
-def test_what_the_program_has_written_since_stays() -> None:
+def test_what_the_program_has_written_since_stays():
     """A rate set by hand between step and verdict is not the schedule's to take back."""
     run_ranks(what_the_program_writes, 1)
 
@@ -102,16 +99,16 @@ class Counter:
 
     steps = 0
 
-    def step(self) -> None:
+    def step(self):
         self.steps += 1
 
 
-def at_once() -> None:
+def at_once():
     recording = functools.partial(AdamOffloadOptimizer, record_delta=True)
-    second: tuple[Factory | None, ...] = (None, recording, torch.optim.SGD)
+    second = (None, recording, torch.optim.SGD)
     for make in second:
         pair = Pair(dtype=HALF, schedule=ours if make else lambda _: Counter(), scale=64.0)
-        steps: list[bool] = []
+        steps = []
         if make:
             pair.manager.add_optimizer(make(nn.Linear(1, 1).parameters(), lr=0.1))
         else:
@@ -124,19 +121,19 @@ def at_once() -> None:
         assert pair.manager._num_steps == 2 and len(steps) == 2 * (make is None)
 
 
-def at_once_and_late() -> None:
+def at_once_and_late():
     with late_verdicts():
         at_once()
 
 
-def test_who_cannot_go_back_waits() -> None:
+def test_who_cannot_go_back_waits():
     """Schedules without a state, hooks, torch's optimizers, what records changes: the host decides
     before anything steps.
     """
     run_ranks(at_once_and_late, 2)
 
 
-def said() -> tuple[str, str]:
+def said():
     out = io.StringIO()
     with contextlib.redirect_stdout(out), late_verdicts():
         Pair(dtype=HALF, scale=64.0).run(1, "inf").check("", with_gradients=False)
@@ -154,7 +151,7 @@ def said() -> tuple[str, str]:
     return out.getvalue(), str(raised.value)
 
 
-def test_it_is_said_and_ends() -> None:
+def test_it_is_said_and_ends():
     """By rank 0; after `max_skipped_steps` in a row all ranks raise, and nothing has changed."""
     (text, error), (silent, same_error) = run_ranks(said, 2)
     start = (
@@ -168,7 +165,7 @@ def test_it_is_said_and_ends() -> None:
     assert silent == "" and error == same_error
 
 
-def too_large(kind: str) -> str:
+def too_large(kind):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         pair = Pair(kind, schedule=ours).train(2)
@@ -194,7 +191,7 @@ def too_large(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["adam", "offload"])
-def test_what_adam_cannot_come_back_from(kind: str) -> None:
+def test_what_adam_cannot_come_back_from(kind):
     """A finite gradient with an infinite square would freeze a parameter for good: the step is
     skipped, and that is told. A learning rate that is not finite is refused.
     """
@@ -202,7 +199,7 @@ def test_what_adam_cannot_come_back_from(kind: str) -> None:
     assert "so large that Adam's second moment would be infinite" in text
 
 
-def at_the_smallest_scale() -> None:
+def at_the_smallest_scale():
     pair = Pair(dtype=HALF, scale=4.0, limit=3)
     for step in range(5):
         smallest = pytest.warns(UserWarning, match="smallest loss scale")
@@ -221,14 +218,14 @@ def at_the_smallest_scale() -> None:
     pair.train(range(3, 5))
 
 
-def test_a_loss_scale_that_can_fall_is_no_fault() -> None:
+def test_a_loss_scale_that_can_fall_is_no_fault():
     """Only steps that are skipped at the smallest scale count towards the end; the loop of 0.1
     skips without a scale, too.
     """
     run_ranks(at_the_smallest_scale, 2)
 
 
-def loaded() -> None:
+def loaded():
     for kind in ("adam", "offload"):
         with late_verdicts():
             pair = Pair(kind, HALF, schedule=ours, scale=64.0).run(1)
@@ -246,12 +243,12 @@ def loaded() -> None:
             assert {state["step"] for state in pair.optimizer.state.values()} == {1}
 
 
-def test_loading_comes_after_the_verdict() -> None:
+def test_loading_comes_after_the_verdict():
     """What is loaded is not taken back."""
     run_ranks(loaded, 1)
 
 
-def sparse() -> None:
+def sparse():
     """Beside a dense layer, in an optimizer of its own, as in one process; rows that occur twice
     count as their sum.
     """
@@ -287,5 +284,5 @@ def sparse() -> None:
         models.assert_same_dicts(models.cloned_state(nets[0]), nets[1].state_dict(), "weights")
 
 
-def test_sparse_gradients() -> None:
+def test_sparse_gradients():
     run_ranks(sparse, 3)

@@ -2,11 +2,6 @@
 gradients of one process.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
@@ -17,13 +12,12 @@ import bmtrain as bmt
 from bmtrain.errors import RanksDivergedError
 
 DIM = 4
-Program = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 class Model(nn.Module):
     """Its own parameters, some of the shape of one row or of one batch."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program):
         super().__init__()
         torch.manual_seed(1)
         self.linear, self.program = nn.Linear(DIM, DIM), program
@@ -33,15 +27,15 @@ class Model(nn.Module):
         )
         self.scale = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.program(self, x)
 
 
-def gate(x: torch.Tensor) -> torch.Tensor:
+def gate(x):
     return torch.sigmoid(x.mean())
 
 
-PROGRAMS: dict[str, Program] = {
+PROGRAMS = {
     "positions of a batch of one": lambda m, x: m.linear(x + m.position),
     "subtracted": lambda m, x: m.linear(m.position - x),
     "a row": lambda m, x: x.mean((0, 1)) * m.row,
@@ -55,13 +49,13 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def rows() -> torch.Tensor:
+def rows():
     """One of each rank: (ranks, 1, 3, DIM)."""
     made = torch.randn(bmt.world_size(), 3, DIM, generator=torch.Generator().manual_seed(3))
     return made[:, None]
 
 
-def compared() -> None:
+def compared():
     with doubles():
         for name, program in PROGRAMS.items():
             plain, sharded = Model(program), bmt.BMTrainModelWrapper(Model(program))
@@ -77,12 +71,12 @@ def compared() -> None:
                     )
 
 
-def test_each_rank_computes_with_its_own_rows() -> None:
+def test_each_rank_computes_with_its_own_rows():
     run_ranks(compared, 3)
 
 
 # By the function that has the number: what a program does with the number of tokens of its rows.
-OF_TOKENS: dict[str, Callable[[Any, float], Any]] = {
+OF_TOKENS = {
     "mul": lambda m, tokens: nn.functional.linear(torch.ones(DIM), m.weight * tokens),
     "mul_": lambda m, tokens: m.weight.grad.mul_(1 / tokens),
     "div_": lambda m, tokens: m.weight.grad.div_(torch.tensor(tokens)),
@@ -92,7 +86,7 @@ OF_TOKENS: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
-def other_numbers(name: str) -> None:
+def other_numbers(name):
     model = bmt.BMTrainModelWrapper(Model(PROGRAMS["a row"]))
     linear = model.get_submodule("linear")
     linear(rows()[bmt.rank()]).sum().backward()
@@ -102,6 +96,6 @@ def other_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)
-def test_numbers_that_differ_between_ranks_are_refused(name: str) -> None:
+def test_numbers_that_differ_between_ranks_are_refused(name):
     """A number on the host may come of the rows, too."""
     run_ranks(other_numbers, 2, name)

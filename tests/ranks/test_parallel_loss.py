@@ -2,10 +2,7 @@
 logits in fp64.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,11 +30,11 @@ TOLERANCE = {
 }
 
 
-def tp_size() -> int:
+def tp_size():
     return int(bmt.config["tp_size"])
 
 
-def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def batch(dtype):
     """Whole logits and targets of this tensor-parallel group; some are ignored."""
     generator = torch.Generator().manual_seed(bmt.rank() // tp_size())
     logits = (torch.randn(ROWS, CLASSES, generator=generator) * 3).to(dtype)
@@ -46,16 +43,16 @@ def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits, target
 
 
-def own_columns(whole: Tensor) -> Tensor:
+def own_columns(whole):
     return whole.chunk(tp_size(), 1)[bmt.config["tp_rank"]]
 
 
-def own_part(logits: Tensor) -> Tensor:
+def own_part(logits):
     """This rank's columns, a leaf."""
     return own_columns(logits).clone().requires_grad_()
 
 
-def seen_by(rank: int, loss: Tensor) -> Tensor:
+def seen_by(rank, loss):
     """The gradient that comes in on a rank: another on each."""
     line = torch.linspace(-1.0, 2.0, max(loss.numel(), 2))[: loss.numel()]
     return (line.view(loss.shape) + 0.25 * (rank % tp_size())).to(loss.dtype)
@@ -66,7 +63,7 @@ class Largest(TorchDispatchMode):
 
     numel = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
         for result in results if isinstance(results, (tuple, list)) else [results]:
             # what ranks tell each other of their doings
@@ -75,7 +72,7 @@ class Largest(TorchDispatchMode):
         return results
 
 
-def check(loss: FusedCrossEntropy, dtype: torch.dtype) -> None:
+def check(loss, dtype):
     """Value on every rank, and this rank's part of the gradient of all ranks' losses."""
     logits, target = batch(dtype)
     own, plain = own_part(logits), logits.double().requires_grad_()
@@ -98,7 +95,7 @@ def check(loss: FusedCrossEntropy, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [True, False])
 @on_ranks(4, init={"tp_size": 2})
-def test_split_vocabulary(rows: bool) -> None:
+def test_split_vocabulary(rows):
     """Values, gradients, memory; rows in several chunks, the last one shorter, or in one."""
     with mock.patch.object(cross_entropy, "CHUNK_NUMEL", 5 * CLASSES // 2 + 1 if rows else 2**20):
         for dtype, reduction, weighted, smoothing in itertools.product(
@@ -114,7 +111,7 @@ def test_split_vocabulary(rows: bool) -> None:
 
 
 @on_ranks(2, init={"tp_size": 2})
-def test_edges_of_a_split_vocabulary() -> None:
+def test_edges_of_a_split_vocabulary():
     """No valid row, no row; no overflow; classes that are masked on all of one rank's columns; an
     ignored row with an infinite logit.
     """
@@ -146,7 +143,7 @@ def test_edges_of_a_split_vocabulary() -> None:
 @pytest.mark.compiler
 @pytest.mark.long
 @on_ranks(2, init={"tp_size": 2})
-def test_compiles_whole() -> None:
+def test_compiles_whole():
     """torch.compile sees the collectives as operations."""
     logits, target = batch(torch.float32)
     loss = FusedCrossEntropy(torch.linspace(0.5, 2.0, CLASSES), label_smoothing=0.1, parallel=True)
@@ -160,7 +157,7 @@ def test_compiles_whole() -> None:
 
 
 @on_ranks(4, init={"tp_size": 2})
-def test_head_of_a_split_vocabulary() -> None:
+def test_head_of_a_split_vocabulary():
     """With VPEmbedding as the head: hidden rows of every rank in, the loss of all rows out."""
     first = bmt.rank() // 2 * 2
     generator = torch.Generator().manual_seed(3)
@@ -181,12 +178,12 @@ def test_head_of_a_split_vocabulary() -> None:
 
 
 @on_ranks(2, init={"tp_size": 2}, timeout=20)
-def test_bad_inputs_are_refused_on_every_rank() -> None:
+def test_bad_inputs_are_refused_on_every_rank():
     """Also where one rank alone is wrong, or all are right by themselves; the next is right."""
     rank, loss = bmt.rank(), FusedCrossEntropy(parallel=True)
     whole, target = batch(torch.float32)
     logits, short = own_part(whole), torch.ones(CLASSES // 2)
-    wrong: list[tuple[tuple[Any, ...], str]] = [
+    wrong = [
         ((logits[: ROWS - rank], target[: ROWS - rank]), r"rank 0.*\(12, 12\).*rank 1.*\(11, 12\)"),
         ((logits.bfloat16() if rank else logits, target), r"rank 0.*float32.*rank 1.*bfloat16"),
         ((logits, target.roll(rank)), r"digest of the targets"),

@@ -2,13 +2,9 @@
 on all in time.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-import pathlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,25 +27,25 @@ rank = bmtrain.rank
 class Layer(torch.nn.Module):
     """A residual layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.b(torch.tanh(self.a(x)))
 
 
 class Skipping(Layer):
     """Gives back what it got where that is positive."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x if x.sum() > 0 else super().forward(x)
 
 
 class SkippingInDict(Layer):
     """The same, with several outputs in containers."""
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         y = super().forward(x)
         return {"out": x if x.sum() > 0 else y, "rest": [x * 2, 3]}
 
@@ -57,28 +53,28 @@ class SkippingInDict(Layer):
 class Either(Layer):
     """Uses one half of its parameters or the other."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.a(x) if x.sum() > 0 else self.b(x)
 
 
-def layers(count: int, kind: type[torch.nn.Module] = Layer) -> torch.nn.Sequential:
+def layers(count, kind=Layer):
     """The same on every rank and in every call."""
     torch.manual_seed(1)
     return torch.nn.Sequential(*[kind() for _ in range(count)])
 
 
-def blocks(model: torch.nn.Sequential, **options: Any) -> torch.nn.Sequential:
+def blocks(model, **options):
     """Each layer as a block."""
     return torch.nn.Sequential(*[bmtrain.Block(layer, **options) for layer in model])
 
 
-def rows(seed: int = 3) -> torch.Tensor:
+def rows(seed=3):
     """Positive on ranks of odd number, negative on the others."""
     x = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(seed))
     return x - x.mean() + (0.1 if seed % 2 else -0.1)
 
 
-def through(model: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+def through(model, x):
     """A loss; what comes out of a block is written in place afterwards."""
     x = x * 1
     for layer in model:
@@ -92,7 +88,7 @@ def through(model: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     return x.square().sum()
 
 
-def train_with_blocks_unused_on_some_ranks() -> None:
+def train_with_blocks_unused_on_some_ranks():
     """Two passes each, accumulated."""
     options: list[dict[str, Any]] = [
         {"zero_level": 2},
@@ -112,17 +108,17 @@ def train_with_blocks_unused_on_some_ranks() -> None:
             models.assert_same_dicts(found, want, f"{kind}, {each}, {needs_grad}")
 
 
-def test_a_block_unused_on_some_ranks_trains_as_in_one_process() -> None:
+def test_a_block_unused_on_some_ranks_trains_as_in_one_process():
     """Gradients are summed over the ranks, with zeros from those that did not use it."""
     run_ranks(train_with_blocks_unused_on_some_ranks, 2)
 
 
-def unused_alone() -> None:
+def unused_alone():
     x = rows(1)
     assert blocks(layers(1, Skipping))(x) is x
 
 
-def test_a_block_on_one_rank_copies_nothing() -> None:
+def test_a_block_on_one_rank_copies_nothing():
     """It returns the very tensor that it got."""
     run_ranks(unused_alone, 1)
 
@@ -130,29 +126,26 @@ def test_a_block_on_one_rank_copies_nothing() -> None:
 # Programs that part
 # --------------------------------------------------------------------------------------------------
 
-Parting = Callable[[Any], object]
+
+def loss_of(model):
+    return model(rows()).sum()
 
 
-def loss_of(model: Any) -> torch.Tensor:
-    loss: torch.Tensor = model(rows()).sum()
-    return loss
-
-
-def backward(model: Any) -> Any:
+def backward(model):
     """Returns the model."""
     loss_of(model).backward()
     return model
 
 
-def sgd(model: Any, rate: float = 0.1) -> None:
+def sgd(model, rate=0.1):
     torch.optim.SGD(model.parameters(), lr=rate).step()
 
 
-def adam(model: Any, rate: Any = 0.1) -> Any:
+def adam(model, rate=0.1):
     return bmtrain.optim.AdamOptimizer(model.parameters(), lr=rate)
 
 
-def managed(model: Any, spoiled: float = 1.0, reduce: bool = True, **options: Any) -> Any:
+def managed(model, spoiled=1.0, reduce=True, **options):
     """A manager with an Adam, after a backward pass."""
     manager = bmtrain.optim.OptimManager(**options)
     manager.add_optimizer(adam(model))
@@ -160,60 +153,60 @@ def managed(model: Any, spoiled: float = 1.0, reduce: bool = True, **options: An
     return manager
 
 
-def one_more_forward(model: Any) -> None:
+def one_more_forward(model):
     with torch.no_grad():
         for _ in range(2 - rank()):
             model(rows())
     bmtrain.synchronize()
 
 
-def another_order_of_backward(model: Any) -> None:
+def another_order_of_backward(model):
     for loss in [loss_of(block) for block in model][:: 1 if rank() else -1]:
         loss.backward()
 
 
-def output_unused(model: Any) -> None:
+def output_unused(model):
     """Rank 0 leaves the output of a block out of its loss."""
     torch.stack([loss_of(block) for block in model][rank() == 0 :]).sum().backward()
 
 
-def on_rank_0(do: Callable[[], object]) -> None:
+def on_rank_0(do):
     if rank() == 0:
         do()
 
 
-def no_backward(model: Any) -> None:
+def no_backward(model):
     loss = loss_of(model)
     if rank():
         loss.backward()
     model(rows())
 
 
-def cleared_on_one_rank(model: Any) -> None:
+def cleared_on_one_rank(model):
     """Rank 0 counts its micro-batches otherwise."""
     backward(model)
     on_rank_0(model.zero_grad)
     backward(model)
 
 
-def held_back_and_cleared_on_one_rank(model: Any) -> None:
+def held_back_and_cleared_on_one_rank(model):
     manager = managed(model, reduce=False)
     on_rank_0(manager.zero_grad)
     manager.backward(loss_of(model))
 
 
-def frozen_on_one_rank(model: Any) -> None:
+def frozen_on_one_rank(model):
     on_rank_0(lambda: next(model.parameters()).requires_grad_(False))
     sgd(backward(model))
 
 
-def a_gradient_less(model: Any) -> None:
+def a_gradient_less(model):
     backward(model)
     on_rank_0(lambda: setattr(next(model.parameters()), "grad", None))
     adam(model).step()
 
 
-def another_limit_of_skips(model: Any) -> None:
+def another_limit_of_skips(model):
     """One rank would end, and the others wait for it."""
     manager = managed(model, math.nan, max_skipped_steps=1 + rank())
     manager.step()
@@ -221,16 +214,16 @@ def another_limit_of_skips(model: Any) -> None:
     manager.step()
 
 
-def gathers_a_result(model: Any) -> None:
+def gathers_a_result(model):
     """Both ranks exchange objects at that place, one of them for something else."""
     _ = bmtrain.Block(Layer()) if rank() else bmtrain.gather_result(torch.ones(2))
 
 
-def axis() -> Any:
+def axis():
     return world.current().mesh.world
 
 
-PROGRAMS: dict[str, Parting] = {
+PROGRAMS = {
     "another block": lambda model: model[rank()](rows()),
     "one more forward": one_more_forward,
     "another order of backward": another_order_of_backward,
@@ -265,7 +258,7 @@ PROGRAMS: dict[str, Parting] = {
 }
 
 
-def told(do: Callable[[], object]) -> str:
+def told(do):
     """What the error says, of which nothing stays alive."""
     try:
         do()
@@ -274,16 +267,16 @@ def told(do: Callable[[], object]) -> str:
     raise AssertionError("not refused")
 
 
-def refused(name: str) -> str:
+def refused(name):
     """The error, which comes again, word for word, whatever is tried: nothing goes on or changes."""
-    model: Any = blocks(layers(2))
+    model = blocks(layers(2))
     shards = [storage.shard for block in model for storage in block.storages]
     before = [shard.clone() for shard in shards]
     for param in model.parameters():
         param.grad = torch.ones(param.shape)
     # Afterwards what the others do, where one has done more.
     message = told(lambda: [PROGRAMS[name](model), model(rows())])
-    again: list[Callable[[], object]] = [
+    again = [
         lambda: model(rows()),
         lambda: sgd(model),
         bmtrain.synchronize,
@@ -299,7 +292,7 @@ FRESH = {"no backward": pytest.param("no backward", marks=pytest.mark.fresh)}
 
 
 @pytest.mark.parametrize("name", [FRESH.get(name, name) for name in PROGRAMS])
-def test_ranks_that_part_are_refused_on_all(name: str) -> None:
+def test_ranks_that_part_are_refused_on_all(name):
     """All ranks get the same message, which says what each did."""
     messages = run_ranks(refused, 3 if name == "output unused" else 2, name)
     assert len(set(messages)) == 1
@@ -311,12 +304,12 @@ def test_ranks_that_part_are_refused_on_all(name: str) -> None:
 class Early(Layer):
     """Gathers nothing where its input is positive."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x if float(x.sum()) > 0 else super().forward(x)
 
 
 # Parameters outside of blocks are gathered where they are read.
-OUTSIDE: dict[str, Parting] = {
+OUTSIDE = {
     "another module": lambda model: model[rank()](-rows().abs()),
     "norms": lambda model: [*model.parameters()][rank()].norm(),
     "sums": lambda model: [*model.parameters()][rank()].sum(),
@@ -326,18 +319,18 @@ OUTSIDE: dict[str, Parting] = {
 }
 
 
-def refused_outside_of_blocks(name: str) -> str:
+def refused_outside_of_blocks(name):
     model = bmtrain.BMTrainModelWrapper(layers(2, Early))
     return told(lambda: OUTSIDE[name](model))
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_ranks_that_part_outside_of_blocks(name: str) -> None:
+def test_ranks_that_part_outside_of_blocks(name):
     messages = run_ranks(refused_outside_of_blocks, 2, name)
     assert len(set(messages)) == 1 and "did different things" in messages[0]
 
 
-def leaves_early(heard: pathlib.Path | None) -> str:
+def leaves_early(heard):
     """The last rank leaves, or sleeps until the others have heard that it does not come."""
     model = blocks(layers(2))
     backward(model)
@@ -352,7 +345,7 @@ def leaves_early(heard: pathlib.Path | None) -> str:
 
 
 @pytest.mark.parametrize("sleeps", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_rank_that_does_not_come_is_named(sleeps: bool, tmp_path: pathlib.Path) -> None:
+def test_a_rank_that_does_not_come_is_named(sleeps, tmp_path):
     """The others hear of it when it has gone, at the latest after the time limit of collectives."""
     first, second, last = run_ranks(
         leaves_early, 3, tmp_path if sleeps else None, init={"timeout": 20.0 if sleeps else 60.0}
@@ -361,17 +354,17 @@ def test_a_rank_that_does_not_come_is_named(sleeps: bool, tmp_path: pathlib.Path
     assert "rank 2 did not come" in first and "rank 2 did not come" in second
 
 
-def parts_where_the_host_does_not_wait() -> str:
+def parts_where_the_host_does_not_wait():
     """As on a GPU: ranks compare at the end of a backward pass at the latest."""
     model = blocks(layers(2))
     world.current().service(Ledger).is_immediate = False
     message = told(lambda: backward(model[rank()]))
-    assert [told(lambda block=block: block(rows())) for block in model] == [message] * 2  # type: ignore[misc]
+    assert [told(lambda block=block: block(rows())) for block in model] == [message] * 2
     return message
 
 
 @pytest.mark.fresh
-def test_ranks_that_part_are_found_where_the_host_does_not_wait() -> None:
+def test_ranks_that_part_are_found_where_the_host_does_not_wait():
     """Before an optimizer changes anything."""
     messages = run_ranks(parts_where_the_host_does_not_wait, 2)
     assert len(set(messages)) == 1
@@ -379,7 +372,7 @@ def test_ranks_that_part_are_found_where_the_host_does_not_wait() -> None:
     assert "rank 1 did number 5: gather of storage 1" in messages[0]
 
 
-def bring_different_models() -> None:
+def bring_different_models():
     """Refused one after the other; an equal one trains afterwards."""
     own = rank()
     frozen = layers(1)
@@ -411,21 +404,21 @@ def bring_different_models() -> None:
     torch.testing.assert_close(model.state_dict(), layers(2).state_dict(), rtol=0, atol=0)
 
 
-def test_models_and_states_that_differ_are_refused() -> None:
+def test_models_and_states_that_differ_are_refused():
     """On all ranks, before anything is changed; the run goes on."""
     run_ranks(bring_different_models, 3)
 
 
-def give_other_values() -> None:
+def give_other_values():
     """Each rank would keep its slice of its own values."""
     model = bmtrain.BMTrainModelWrapper(layers(1))
     words = bmtrain.BMTrainModelWrapper(torch.nn.Embedding(6, 4, max_norm=0.1))
-    param: Any = next(model.parameters())
+    param = next(model.parameters())
     own = torch.ones(param.shape) * (1 + rank())
     same = torch.ones(param.shape) * 0.5
     one_nan = torch.zeros_like(same)
     one_nan[-1, -1] = math.nan if rank() else 0.0
-    writes: list[Callable[[], object]] = [
+    writes = [
         lambda: setattr(param, "data", own),
         lambda: setattr(param, "grad", own),
         lambda: param.data[1:].mul_(own[1:]),
@@ -445,11 +438,11 @@ def give_other_values() -> None:
         torch.testing.assert_close(bmtrain.gather_result(found), same)
 
 
-def test_values_that_differ_between_ranks_are_refused() -> None:
+def test_values_that_differ_between_ranks_are_refused():
     run_ranks(give_other_values, 2)
 
 
-def give_to_strangers() -> None:
+def give_to_strangers():
     """Refused when tried; the model trains on as if nothing had been."""
     # of torch, about itself, when its compiler is imported
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -472,6 +465,6 @@ def give_to_strangers() -> None:
     torch.nn.parallel.DistributedDataParallel(layers(1))  # what is not sharded is nobody's business
 
 
-def test_what_takes_over_parameters_is_refused_when_tried() -> None:
+def test_what_takes_over_parameters_is_refused_when_tried():
     """DDP, DataParallel, torch.compile of a whole model."""
     run_ranks(give_to_strangers, 2)

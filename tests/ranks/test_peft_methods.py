@@ -1,7 +1,5 @@
 """Every tuning method of peft on wrapped models, against plain peft on one process."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect
@@ -52,27 +50,27 @@ class Method:
     stepped: Callable[[Any, int], None] = lambda model, step: None  # after a step
 
 
-def linear(kind: Any, **options: Any) -> Callable[[], Any]:
+def linear(kind, **options):
     targets = options.pop("target_modules", LINEAR)
     # copies: peft changes the lists that it is given
     return lambda: kind(target_modules=list(targets), **copy.deepcopy(options))
 
 
-def prompt(kind: Any, **options: Any) -> Callable[[], Any]:
+def prompt(kind, **options):
     return lambda: kind(task_type="CAUSAL_LM", num_virtual_tokens=3, **options)
 
 
-def backward_of(model: Any) -> None:
+def backward_of(model):
     loss = model(**test_transformers.batch(model, 0)).loss
     loss = loss / bmt.world_size() if isinstance(model, bmt.DistributedModule) else loss
     loss.backward()
 
 
-def lora_ga(base: Any, config: Any) -> None:
+def lora_ga(base, config):
     preprocess_loraga(base, config, train_step=lambda: backward_of(base))
 
 
-def eva(model: Any) -> None:
+def eva(model):
     peft.initialize_lora_eva_weights(
         model,
         [test_transformers.batch(model, 0)],
@@ -81,27 +79,27 @@ def eva(model: Any) -> None:
     )
 
 
-def corda(base: Any, config: Any) -> None:
+def corda(base, config):
     """Covariances of the inputs of layers, from the same rows on all ranks."""
     from peft.tuners.lora.corda import preprocess_corda
 
     rows = test_transformers.batch(base, 0)["input_ids"].split(1)
 
-    def run() -> None:
+    def run():
         for row in rows:
             base(row)
 
     preprocess_corda(base, config, run_model=run)
 
 
-def loftq(base: Any, config: Any) -> None:
+def loftq(base, config):
     """peft names the GPU where it computes: here the CPU."""
     namespace = dict(vars(loftq_utils))
     exec(inspect.getsource(loftq_utils.loftq_init).replace('"cuda"', '"cpu"'), namespace)
     vars(lora_layer)["loftq_init"] = namespace["loftq_init"]
 
 
-def experts(base: Any, config: Any) -> None:
+def experts(base, config):
     """Folders of LoRA adapters that the model mixes."""
     for number in range(2):
         torch.manual_seed(20 + number)
@@ -161,7 +159,7 @@ vblora llama VBLoRA r=2, num_vectors=8, vector_length=8
 EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 
 
-def in_table() -> dict[str, Method]:
+def in_table():
     found = {}
     for line in TABLE.strip().splitlines():
         name, base, kind, options = f"{line} ".split(" ", 3)
@@ -170,7 +168,7 @@ def in_table() -> dict[str, Method]:
     return found
 
 
-METHODS: dict[str, Method] = {
+METHODS = {
     **in_table(),
     "qlora": Method(config=linear(peft.LoraConfig, r=3), base="nf4", merges=False),
     "tied": Method(
@@ -287,7 +285,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-def base_of(name: str) -> Any:
+def base_of(name):
     """Always the same values."""
     if name in test_transformers.MODELS:
         return test_transformers.make(name)
@@ -317,7 +315,7 @@ def base_of(name: str) -> Any:
     return model.train()
 
 
-def quantized(model: Any) -> Any:
+def quantized(model):
     """Its linear layers but the head in 4 bits."""
     from bitsandbytes.nn.modules import Linear4bit  # not beside every GPU
 
@@ -338,7 +336,7 @@ def quantized(model: Any) -> Any:
     return model
 
 
-def perturb(model: Any) -> None:
+def perturb(model):
     """Let adapters do something."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -347,7 +345,7 @@ def perturb(model: Any) -> None:
                 param.add_(torch.randn(param.shape, generator=generator) * 0.1)
 
 
-def adapted(method: Method, base: Any) -> Any:
+def adapted(method, base):
     """A model with adapters that do something."""
     torch.manual_seed(11)
     config = method.config()
@@ -360,7 +358,7 @@ def adapted(method: Method, base: Any) -> Any:
     return model.train(not method.draws)
 
 
-def batch(method: Method, model: Any, step: int) -> dict[str, Any]:
+def batch(method, model, step):
     inputs = {**test_transformers.batch(model, step), **method.inputs}
     if method.mixes:
         rows = test_transformers.ROWS // bmt.world_size()
@@ -368,7 +366,7 @@ def batch(method: Method, model: Any, step: int) -> dict[str, Any]:
     return inputs
 
 
-def check(name: str, method: Method, folder: pathlib.Path) -> None:
+def check(name, method, folder):
     """One plain model, and those that were wrapped before and after the adapters were put in."""
     plain = adapted(method, base_of(method.base))
     perturb(plain)
@@ -390,7 +388,7 @@ def check(name: str, method: Method, folder: pathlib.Path) -> None:
         merge(method, plain, sharded)
 
 
-def wrapped(method: Method, when: str) -> Any:
+def wrapped(method, when):
     base = base_of(method.base)
     model = adapted(method, bmt.BMTrainModelWrapper(base) if when == "after" else base)
     perturb(model)
@@ -400,7 +398,7 @@ def wrapped(method: Method, when: str) -> Any:
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
 
 
-def train(method: Method, plain: Any, sharded: Mapping[str, Any]) -> None:
+def train(method, plain, sharded):
     """Two steps: losses, gradients, values."""
     stepper = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **SETTINGS)
     managers = {here: OptimManager() for here in sharded}
@@ -430,7 +428,7 @@ def train(method: Method, plain: Any, sharded: Mapping[str, Any]) -> None:
         models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{here}: trained")
 
 
-def assert_frozen_apart(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def assert_frozen_apart(model, optimizer):
     """What is frozen has no memory for gradients, and what is trained state of its own size."""
     for name, param in model.named_parameters():
         storage = param.storage_of
@@ -441,12 +439,12 @@ def assert_frozen_apart(model: Any, optimizer: torch.optim.Optimizer) -> None:
     assert len(optimizer.state) == len(trained(model))
 
 
-def trained(model: Any) -> set[str]:
+def trained(model):
     """Names of the parameters that are."""
     return {name for name, param in model.named_parameters() if param.requires_grad}
 
 
-def assert_gradients(here: str, plain: Any, model: Any) -> None:
+def assert_gradients(here, plain, model):
     """Of what is trained, this rank's slices; what is frozen has none. As equal as the largest of
     all allows.
     """
@@ -463,13 +461,13 @@ def assert_gradients(here: str, plain: Any, model: Any) -> None:
             )
 
 
-def assert_same_answers(method: Method, got: Any, want: Any, what: str) -> None:
+def assert_same_answers(method, got, want, what):
     inputs = batch(method, want, 5)
     with torch.no_grad():
         models.assert_same(got(**inputs).logits, want(**inputs).logits, f"{what}: logits")
 
 
-def generate(here: str, method: Method, plain: Any, model: Any) -> None:
+def generate(here, method, plain, model):
     rows = slice(bmt.rank(), bmt.rank() + 1)
     prompt = test_transformers.batch(plain, 0)["input_ids"][rows]
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 2, "do_sample": False}
@@ -479,7 +477,7 @@ def generate(here: str, method: Method, plain: Any, model: Any) -> None:
     assert torch.equal(got, want), f"{here}: generate gives {got} instead of {want}"
 
 
-def save(here: str, method: Method, plain: Any, model: Any, folder: pathlib.Path) -> None:
+def save(here, method, plain, model, folder):
     own, theirs = folder / f"{here}-{bmt.world_size()}", folder / f"{here}-plain-{bmt.rank()}"
     model.save_pretrained(own)
     plain.save_pretrained(theirs)
@@ -498,7 +496,7 @@ def save(here: str, method: Method, plain: Any, model: Any, folder: pathlib.Path
         assert_same_answers(method, loaded, plain, f"{here}: adapter file in plain peft")
 
 
-def merge(method: Method, plain: Any, sharded: Mapping[str, Any]) -> None:
+def merge(method, plain, sharded):
     for name in ("merge_adapter", "unmerge_adapter")[: 2 if method.unmerges else 1]:
         getattr(plain, name)()
         for here, model in sharded.items():
@@ -519,13 +517,13 @@ def merge(method: Method, plain: Any, sharded: Mapping[str, Any]) -> None:
         assert_same_answers(bare, model, plain, f"{here}: merged")
 
 
-def methods(names: list[str], folder: str) -> None:
+def methods(names, folder):
     ignore_warnings()
     for name in names:
         check(name, METHODS[name], pathlib.Path(folder))
 
 
-def training() -> None:
+def training():
     """LoRA, wrapped before and after."""
     ignore_warnings()
     method = METHODS["lora"]
@@ -534,7 +532,7 @@ def training() -> None:
     train(method, plain, {f"lora, {when} wrapping": wrapped(method, when) for when in method.whens})
 
 
-def refused() -> None:
+def refused():
     """What no sharded tensor can become: an error on every rank."""
     ignore_warnings()
     model = bmt.BMTrainModelWrapper(base_of("layer"))
@@ -547,7 +545,7 @@ def refused() -> None:
     train(method, plain, {"after a refusal": model})
 
 
-def files(folder: str) -> None:
+def files(folder):
     """Byte for byte, where rank 0 alone does the work: adapters that a model of transformers has
     itself, and PiSSA's as LoRA of the model as it was.
     """
@@ -570,15 +568,12 @@ def files(folder: str) -> None:
         assert plain and sharded == plain, (program.__name__, when)
 
 
-Wrap = Callable[[Any], Any]
-
-
-def own_adapters(base: Any, place: pathlib.Path, wrap: Wrap) -> None:
+def own_adapters(base, place, wrap):
     base.add_adapter(linear(peft.LoraConfig, r=2)())
     wrap(base).save_pretrained(place)
 
 
-def converted(base: Any, place: pathlib.Path, wrap: Wrap) -> None:
+def converted(base, place, wrap):
     first = place.with_name(f"{place.name}-first")
     config = linear(peft.LoraConfig, r=2, init_lora_weights="pissa")()
     model = wrap(peft.get_peft_model(base, config))
@@ -589,7 +584,7 @@ def converted(base: Any, place: pathlib.Path, wrap: Wrap) -> None:
     model.save_pretrained(place, path_initial_model_for_weight_conversion=str(first))
 
 
-def ignore_warnings() -> None:
+def ignore_warnings():
     """What peft and transformers say of themselves."""
     warnings.filterwarnings("ignore", message=".*is deprecated and will be removed in v6")
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
@@ -601,29 +596,29 @@ def ignore_warnings() -> None:
 SHORT = ["lora", "dora", "prefix_tuning"]
 
 
-def test_lora_dora_and_prefixes(tmp_path: pathlib.Path) -> None:
+def test_lora_dora_and_prefixes(tmp_path):
     """Of a model with several layers; keys and values of prefixes arrive in the cache."""
     run_ranks(methods, 2, SHORT, str(tmp_path))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(4))
-def test_methods(first: int, tmp_path: pathlib.Path) -> None:
+def test_methods(first, tmp_path):
     """Every fourth method of the others; `test_corda` has the one that is left out."""
     names = [name for name in METHODS if name not in ("corda", *SHORT)]
     run_ranks(methods, 2, names[first::4], str(tmp_path), timeout=240)
 
 
 @pytest.mark.long
-def test_corda(tmp_path: pathlib.Path) -> None:
+def test_corda(tmp_path):
     pytest.importorskip("attr", reason="peft imports it for CorDA, and does not ask for it")
     run_ranks(methods, 2, ["corda"], str(tmp_path))
 
 
-def test_refused() -> None:
+def test_refused():
     run_ranks(refused, 2)
 
 
 @pytest.mark.long
-def test_files(tmp_path: pathlib.Path) -> None:
+def test_files(tmp_path):
     run_ranks(files, 2, str(tmp_path))

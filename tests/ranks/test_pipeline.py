@@ -2,11 +2,7 @@
 gradients, training, files.
 """
 
-from __future__ import annotations
-
 import copy
-import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +10,14 @@ import torch
 from tests.ranks.passes import on_ranks
 from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
-from torch import Tensor, nn
+from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.shard.slices import local_of
 
 WIDTH, LAYERS, ROWS, SEQ = 8, 5, 2, 3
-PIPE: dict[str, Any] = {"pipe_size": 2, "num_micro_batches": 4}
+PIPE = {"pipe_size": 2, "num_micro_batches": 4}
 
 
 class Layer(nn.Module):
@@ -29,23 +25,23 @@ class Layer(nn.Module):
     gain.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.register_buffer("factor", torch.tensor(0.5))
 
-    def forward(self, x: Tensor, mask: Tensor, shift: Tensor, *, gain: Any = 1.0) -> Tensor:
+    def forward(self, x, mask, shift, *, gain=1.0):
         return x + self.factor * gain * mask[:, :, None] * self.down(torch.tanh(self.up(x + shift)))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
         self.shift = nn.Parameter(torch.randn(WIDTH))
         self.layers: Any = nn.ModuleList([Layer() for _ in range(LAYERS)])
 
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, mask):
         hidden, scale = self.embed(x), torch.sigmoid(x[:, :1, :1])
         # A shape that no batch has, so that nobody takes it for rows.
         shift = (
@@ -62,7 +58,7 @@ class Model(nn.Module):
         return self.head(hidden), states
 
 
-def make(pipelined: bool, use_checkpoint: bool = True) -> Model:
+def make(pipelined, use_checkpoint=True):
     torch.manual_seed(11)
     model = Model()
     if pipelined:
@@ -73,7 +69,7 @@ def make(pipelined: bool, use_checkpoint: bool = True) -> Model:
     return model
 
 
-def batch(step: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+def batch(step, num_ranks):
     generator = torch.Generator().manual_seed(step)
     rows = num_ranks * ROWS
     return torch.randn(rows, SEQ, WIDTH, generator=generator), torch.rand(
@@ -81,30 +77,28 @@ def batch(step: int, num_ranks: int) -> tuple[Tensor, Tensor]:
     ) > 0.3
 
 
-def own_rows(step: int, num_ranks: int) -> list[Tensor]:
+def own_rows(step, num_ranks):
     """This rank's part of the batch for so many ranks, on its device."""
     return [own(part).to(bmt.device()) for part in batch(step, num_ranks)]
 
 
-def own(x: Tensor) -> Tensor:
+def own(x):
     return x.chunk(bmt.world_size())[bmt.rank()]
 
 
-def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
+def on_cpu(values):
     return {name: value.detach().cpu().clone() for name, value in values.items()}
 
 
-def loss_of(logits: Tensor, states: Tensor) -> Tensor:
+def loss_of(logits, states):
     weights = torch.arange(1.0, LAYERS + 1, device=states.device).view(-1, 1, 1, 1)
     return logits.square().mean() + 0.1 * (weights * states.square()).mean()
 
 
-def train(
-    use_checkpoint: bool, file: str, own_adam: bool, steps: int = 3, begin: Any = None
-) -> dict[str, Any]:
+def train(use_checkpoint, file, own_adam, steps=3, begin=None):
     """Steps of training; after the third from the file and the states of an optimizer `begin`."""
     model = make(True, use_checkpoint)
-    kind: Any = bmt.optim.AdamOptimizer if own_adam else torch.optim.AdamW
+    kind = bmt.optim.AdamOptimizer if own_adam else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.01)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
@@ -114,7 +108,7 @@ def train(
             {"optimizers": [begin], "lr_schedulers": [None], "loss_scale": None, "num_steps": 3}
         )
     norms, losses = [], []
-    out: dict[str, Any] = {}
+    out = {}
     for step in range(0 if begin is None else 3, steps):
         manager.zero_grad()
         logits, states = model(*own_rows(step, 2 if begin else bmt.world_size()))
@@ -135,7 +129,7 @@ def train(
     return {**out, "norms": norms, "losses": losses}
 
 
-def plain(num_ranks: int, steps: int = 3) -> tuple[Model, torch.optim.Optimizer, dict[str, Any]]:
+def plain(num_ranks, steps=3):
     model = make(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     norms, losses, out = [], [], {}
@@ -153,7 +147,7 @@ def plain(num_ranks: int, steps: int = 3) -> tuple[Model, torch.optim.Optimizer,
     return model, optimizer, {**out, "norms": norms, "losses": losses}
 
 
-def close(actual: Any, expected: Any, scale: float = 1.0) -> None:
+def close(actual, expected, scale=1.0):
     torch.testing.assert_close(actual, expected, rtol=1e-5 * scale, atol=2e-6 * scale)
 
 
@@ -167,14 +161,7 @@ def close(actual: Any, expected: Any, scale: float = 1.0) -> None:
         pytest.param(4, 4, 1, 4, True, marks=pytest.mark.long),
     ],
 )
-def test_trains_as_one_process(
-    ranks: int,
-    stages: int,
-    tp: int,
-    micro_batches: int,
-    use_checkpoint: bool,
-    tmp_path: pathlib.Path,
-) -> None:
+def test_trains_as_one_process(ranks, stages, tp, micro_batches, use_checkpoint, tmp_path):
     model, optimizer, expected = plain(ranks)
     init = {"pipe_size": stages, "tp_size": tp, "num_micro_batches": micro_batches}
     results = run_ranks(
@@ -208,12 +195,10 @@ def test_trains_as_one_process(
 @pytest.mark.parametrize(
     ("before", "after"), [((2, 2), (1, 1)), pytest.param((2, 1), (2, 2), marks=pytest.mark.long)]
 )
-def test_resumes_with_another_number_of_stages(
-    before: tuple[int, int], after: tuple[int, int], tmp_path: pathlib.Path
-) -> None:
+def test_resumes_with_another_number_of_stages(before, after, tmp_path):
     model, _, _ = plain(2, 5)
     file = str(tmp_path / "model.safetensors")
-    sizes: list[dict[str, Any]] = [{"pipe_size": stages} for _, stages in (before, after)]
+    sizes = [{"pipe_size": stages} for _, stages in (before, after)]
     first = run_ranks(train, before[0], True, file, True, init=sizes[0])[0]
     given = True, file, True, 5, first["whole state"]
     for result in run_ranks(train, after[0], *given, init=sizes[1]):
@@ -224,43 +209,41 @@ def test_resumes_with_another_number_of_stages(
 class Pair(nn.Module):
     """Two hidden tensors, of which one takes no gradient, and dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
 
-    def forward(self, x: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, count):
         return x + self.drop(torch.tanh(self.inner(x))) * (count > 1).float(), count + 1
 
 
 class Simple(nn.Module):
     """One layer that adds the other argument, or ignores it."""
 
-    def __init__(self, adds: bool = True) -> None:
+    def __init__(self, adds=True):
         super().__init__()
         self.inner, self.adds = nn.Linear(WIDTH, WIDTH), adds
 
-    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+    def forward(self, x, more=None):
         return x + torch.tanh(self.inner(x if more is None or not self.adds else x + more))
 
 
-def layers_of(kind: Callable[[], nn.Module], count: int = 4) -> nn.ModuleList:
+def layers_of(kind, count=4):
     torch.manual_seed(5)
     return nn.ModuleList([kind() for _ in range(count)])
 
 
-def pipeline_of(
-    layers: nn.ModuleList, use_checkpoint: bool = True, **options: Any
-) -> bmt.PipelineTransformerBlockList:
+def pipeline_of(layers, use_checkpoint=True, **options):
     members = [bmt.Block(copy.deepcopy(m), use_checkpoint=use_checkpoint) for m in layers]
     return bmt.PipelineTransformerBlockList(members, **options)
 
 
-def seeded(seed: int) -> Tensor:
+def seeded(seed):
     """Rows of two ranks."""
     return torch.randn(2 * ROWS, SEQ, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def check_own_gradients(blocks: nn.Module, layers: nn.ModuleList) -> None:
+def check_own_gradients(blocks, layers):
     """Of two stages: each rank has the whole gradients of its own layers and no others."""
     theirs = dict(layers.named_parameters())
     for name, param in blocks.named_parameters():
@@ -272,7 +255,7 @@ def check_own_gradients(blocks: nn.Module, layers: nn.ModuleList) -> None:
 
 
 @on_ranks(2, init={"pipe_size": 2})
-def test_two_hidden_tensors_and_frozen_stages() -> None:
+def test_two_hidden_tensors_and_frozen_stages():
     """What was learned of one shape is not used for another."""
     x, count = seeded(0)[:, 0], torch.arange(4).view(4, 1)
     weights = torch.arange(1.0, WIDTH + 1)
@@ -297,7 +280,7 @@ def test_two_hidden_tensors_and_frozen_stages() -> None:
 
 
 @on_ranks(2, init={"pipe_size": 2})
-def test_recomputation_replays_dropout() -> None:
+def test_recomputation_replays_dropout():
     answers = []
     for use_checkpoint in (False, True):
         blocks = pipeline_of(layers_of(Pair), use_checkpoint, num_hidden=2)
@@ -312,7 +295,7 @@ def test_recomputation_replays_dropout() -> None:
         assert torch.equal(one, other)
 
 
-def run_all(parts: list[Any], x: Tensor, more: Tensor) -> Tensor:
+def run_all(parts, x, more):
     """Layers before, in and after the pipeline; those in it get `more`."""
     for index, part in enumerate(parts):
         for layer in part if type(part) is nn.ModuleList else [part]:
@@ -321,10 +304,10 @@ def run_all(parts: list[Any], x: Tensor, more: Tensor) -> Tensor:
 
 
 @on_ranks(2, init=PIPE)
-def test_gradients_of_inputs_with_blocks_around_the_pipeline() -> None:
+def test_gradients_of_inputs_with_blocks_around_the_pipeline():
     """The first passes teach the order of gathers that the later ones follow."""
     for case in ("both", "one", "frozen", "retained", "frozen retained"):
-        parts: list[Any] = [layers_of(Simple, count) for count in (2, 4, 2)]
+        parts = [layers_of(Simple, count) for count in (2, 4, 2)]
         parts[1].requires_grad_("frozen" not in case)
         before, after = (bmt.TransformerBlockList(copy.deepcopy(parts[n])) for n in (0, 2))
         lists = [before, pipeline_of(parts[1]), after]
@@ -347,7 +330,7 @@ def test_gradients_of_inputs_with_blocks_around_the_pipeline() -> None:
 
 
 @on_ranks(2, init={"pipe_size": 2})
-def test_gradients_reduced_late_and_blocks_around_the_pipeline() -> None:
+def test_gradients_reduced_late_and_blocks_around_the_pipeline():
     states = []
     for late in (False, True):
         blocks = pipeline_of(layers_of(Simple))
@@ -368,16 +351,16 @@ def test_gradients_reduced_late_and_blocks_around_the_pipeline() -> None:
 
 
 @on_ranks(2, init=PIPE)
-def test_bad_input_is_an_error_on_every_rank() -> None:
+def test_bad_input_is_an_error_on_every_rank():
     """The next pass is right."""
-    make_list: Any = bmt.PipelineTransformerBlockList
+    make_list = bmt.PipelineTransformerBlockList
     rank, layers = bmt.rank(), layers_of(Layer, LAYERS)
     blocks, shift = pipeline_of(layers), torch.linspace(-1, 1, WIDTH)
     x, mask = own(seeded(0)), torch.ones(ROWS, SEQ)
     three, cuts = seeded(1)[:3], torch.ones(3, SEQ)
     narrow = pipeline_of(nn.ModuleList([nn.Linear(*sizes) for sizes in ((8, 6), *[(6, 6)] * 3)]))
     other = seeded(1).repeat(2, 1, 1)[: 4 + 2 * rank]
-    wrong: list[tuple[Callable[[], Any], str]] = [
+    wrong = [
         (lambda: make_list([Layer()]), r"2 stages for 1 layers"),
         (
             lambda: make_list([Simple()] * 2),
@@ -422,7 +405,7 @@ def test_bad_input_is_an_error_on_every_rank() -> None:
 
 
 @on_ranks(2, init={"pipe_size": 2})
-def test_the_caller_may_say_what_has_rows() -> None:
+def test_the_caller_may_say_what_has_rows():
     """Rows as many as features: without the mark the shift would be taken for one value per
     sample.
     """
@@ -438,13 +421,13 @@ def test_the_caller_may_say_what_has_rows() -> None:
 class Shifted(nn.Module):
     """Layers of which some use what a parameter outside of them gives."""
 
-    def __init__(self, users: tuple[int, ...]) -> None:
+    def __init__(self, users):
         super().__init__()
         torch.manual_seed(4)
         self.shift = nn.Parameter(torch.randn(WIDTH))
         self.layers: Any = nn.ModuleList([Simple(adds=index in users) for index in range(4)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         shift = torch.sin(self.shift).view(1, 1, WIDTH)
         for layer in self.layers if isinstance(self.layers, nn.ModuleList) else [self.layers]:
             x = layer(x, shift)
@@ -452,7 +435,7 @@ class Shifted(nn.Module):
 
 
 @on_ranks(2, init={"pipe_size": 2})
-def test_an_argument_that_some_stages_ignore() -> None:
+def test_an_argument_that_some_stages_ignore():
     for users, sharded in (((0,), True), ((3,), False), ((3,), True), ((), False), ((), True)):
         reference, model = Shifted(users), Shifted(users)
         reference(seeded(0)).backward()
@@ -474,18 +457,18 @@ def test_an_argument_that_some_stages_ignore() -> None:
 class Counting(nn.Module):
     """A layer with running statistics, in a block of its own."""
 
-    def __init__(self, wrap: Any = lambda module: module) -> None:
+    def __init__(self, wrap=lambda module: module):
         super().__init__()
         self.norm, self.inside = nn.BatchNorm1d(WIDTH), wrap(nn.Linear(WIDTH, WIDTH))
         self.register_buffer("last", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.last = x.detach().mean()
         return x + self.inside(self.norm(x))
 
 
 @on_ranks(2, init={"pipe_size": 2, "num_micro_batches": 2})
-def test_buffers_are_saved_as_their_stage_has_them(tmp_path: pathlib.Path) -> None:
+def test_buffers_are_saved_as_their_stage_has_them(tmp_path):
     """And blocks may contain blocks."""
     file = tmp_path / "model.pt"
     layers = layers_of(Counting)
@@ -505,16 +488,16 @@ def test_buffers_are_saved_as_their_stage_has_them(tmp_path: pathlib.Path) -> No
 
 
 class Adapted(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner, self.more = inner, nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.inner(x) + self.more(x)
 
 
 @on_ranks(2, init={"pipe_size": 2})
-def test_modules_put_in_later_join_the_stage() -> None:
+def test_modules_put_in_later_join_the_stage():
     layers = layers_of(Simple)
     blocks = pipeline_of(layers)
     model = bmt.BMTrainModelWrapper(nn.Sequential(blocks))

@@ -2,9 +2,6 @@
 without the split.
 """
 
-from __future__ import annotations
-
-import pathlib
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ class Parallel(bmt.DistributedModule):
     `down` along dim 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         part, new, init = FEATURES // bmt.config["tp_size"], bmt.DistributedParameter, torch.nn.init
         split: dict[str, Any] = {"init_method": init.normal_, "tp_mode": True}
@@ -31,7 +28,7 @@ class Parallel(bmt.DistributedModule):
         self.scale = new(torch.empty(WIDTH), init_method=init.uniform_)
         self.down = new(torch.empty(WIDTH, part), tp_split_dim=1, **split)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         tp = bmt.config["tp_comm"]
         rows = bmt.distributed.all_gather(x * self.scale, tp).flatten(0, 1)
         out = torch.tanh(rows @ self.up.t()) @ self.down.t()
@@ -39,28 +36,28 @@ class Parallel(bmt.DistributedModule):
 
 
 class Plain(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = torch.nn.Parameter(torch.empty(FEATURES, WIDTH).normal_())
         self.scale = torch.nn.Parameter(torch.empty(WIDTH).uniform_())
         self.down = torch.nn.Parameter(torch.empty(WIDTH, FEATURES).normal_())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.tanh((x * self.scale) @ self.up.t()) @ self.down.t()
 
 
-def plain_model() -> torch.nn.Module:
+def plain_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(Plain(), Plain())
 
 
-def build(zero_level: int | None) -> torch.nn.Module:
+def build(zero_level):
     """Of blocks, or without a level of none."""
     torch.manual_seed(3)
     parts = [Parallel(), Parallel()]
     for part in parts:
         bmt.init_parameters(part)
-    model: torch.nn.Module = torch.nn.Sequential(*parts)
+    model: Any = torch.nn.Sequential(*parts)
     if zero_level is not None:
         model = bmt.TransformerBlockList([bmt.Block(x, zero_level=zero_level) for x in parts])
     if bmt.device().type != "cpu":  # where the same seed gives other numbers
@@ -68,20 +65,20 @@ def build(zero_level: int | None) -> torch.nn.Module:
     return model
 
 
-def adam(model: torch.nn.Module, kind: Any = bmt.optim.AdamOptimizer) -> Any:
+def adam(model, kind=bmt.optim.AdamOptimizer):
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(kind(model.parameters(), lr=1e-2, weight_decay=0.01))
     return manager
 
 
-def losses(model: torch.nn.Module, steps: range) -> Any:
+def losses(model, steps):
     for step in steps:
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
         own = x.chunk(bmt.world_size())[bmt.rank()] if bmt.is_initialized() else x
         yield model(own.to(next(model.parameters()).device)).square().mean()
 
 
-def train(model: torch.nn.Module, manager: Any, steps: range) -> tuple[list[float], Any]:
+def train(model, manager, steps):
     """Norms of gradients, and whole parameters."""
     norms = []
     for loss in losses(model, steps):
@@ -93,7 +90,7 @@ def train(model: torch.nn.Module, manager: Any, steps: range) -> tuple[list[floa
     return norms, [param.gather_all().detach().cpu().clone() for param in params]
 
 
-def run(zero_level: int | None, folder: pathlib.Path) -> dict[str, Any]:
+def run(zero_level, folder):
     model = build(zero_level)
     start = list(model.state_dict().values()) if zero_level else []
     start = [value.clone() for value in start]
@@ -106,7 +103,7 @@ def run(zero_level: int | None, folder: pathlib.Path) -> dict[str, Any]:
     return {"start": start, "trained": trained, "state": state, "sizes": sizes}
 
 
-def resume(file: pathlib.Path, state: dict[str, Any]) -> Any:
+def resume(file, state):
     model = build(3)
     bmt.load(model, file)
     manager = adam(model)
@@ -114,7 +111,7 @@ def resume(file: pathlib.Path, state: dict[str, Any]) -> Any:
     return train(model, manager, range(STEPS, STEPS + 3))
 
 
-def plain_run(steps: int) -> tuple[list[float], list[torch.Tensor], torch.optim.Optimizer]:
+def plain_run(steps):
     model = plain_model()
     optimizer, norms = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01), []
     for loss in losses(model, range(steps)):
@@ -125,7 +122,7 @@ def plain_run(steps: int) -> tuple[list[float], list[torch.Tensor], torch.optim.
     return norms, [param.detach() for param in model.parameters()], optimizer
 
 
-def close(got: Any, want: Any) -> None:
+def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -133,9 +130,7 @@ def close(got: Any, want: Any) -> None:
     ("ranks", "tp", "zero_level", "after"),
     [(2, 2, 2, (1, 1, "pt")), (4, 2, 3, (2, 1, "safetensors")), (2, 1, None, (4, 4, "pt"))],
 )
-def test_split_parameters_train_as_whole_ones(
-    ranks: int, tp: int, zero_level: int | None, after: tuple[int, int, str], tmp_path: pathlib.Path
-) -> None:
+def test_split_parameters_train_as_whole_ones(ranks, tp, zero_level, after, tmp_path):
     """Files do not depend on the split: another one resumes from them."""
     norms, params, optimizer = plain_run(STEPS)
     results = run_ranks(run, ranks, zero_level, tmp_path, init={"tp_size": tp})
@@ -159,7 +154,7 @@ def test_split_parameters_train_as_whole_ones(
         close(resumed, (norms[STEPS:], params))
 
 
-def states() -> None:
+def states():
     model = build(3)
     full = {name: torch.randn_like(value) for name, value in plain_model().state_dict().items()}
     full = {name: bmt.distributed.broadcast(value, 0) for name, value in full.items()}
@@ -179,5 +174,5 @@ def states() -> None:
     assert torch.equal(param.tp_gather(), slices.view(-1))
 
 
-def test_whole_tensors_in_and_out() -> None:
+def test_whole_tensors_in_and_out():
     run_ranks(states, 4, init={"tp_size": 2})

@@ -2,11 +2,7 @@
 there than in the model: loaded into sharded models, against transformers' own loading.
 """
 
-from __future__ import annotations
-
 import json
-import pathlib
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ from tests.ranks.runner import run_ranks
 import bmtrain as bmt
 from bmtrain.checkpoint.conversions import as_parameters
 from bmtrain.checkpoint.entries import entries
-from bmtrain.checkpoint.source import Source
 from bmtrain.checkpoint.sources import SafetensorsFile, open_source
 from bmtrain.errors import CheckpointError
 
@@ -66,7 +61,7 @@ SHORT = [MIXTRAL, "JambaForCausalLM", "GptOssForCausalLM", "LlavaForConditionalG
 LONG = [name for name in ARCHITECTURES if name not in SHORT]
 
 
-def make(name: str, seed: int) -> Any:
+def make(name, seed):
     """A model whose every parameter has values of its own."""
     torch.manual_seed(seed)
     kind = getattr(hf, name)
@@ -77,12 +72,12 @@ def make(name: str, seed: int) -> Any:
     return model
 
 
-def same_state(model: Any, want: dict[str, torch.Tensor], what: str) -> None:
+def same_state(model, want, what):
     assert list(model.state_dict()) == list(want), what
     models.assert_same_dicts(model.state_dict(), want, what, 0.0)
 
 
-def loads_and_exports(folder: pathlib.Path, names: list[str]) -> None:
+def loads_and_exports(folder, names):
     for name in names:
         path, there = folder / name, folder / f"{name} again"
         want = type(make(name, 3)).from_pretrained(path).state_dict()
@@ -97,9 +92,7 @@ def loads_and_exports(folder: pathlib.Path, names: list[str]) -> None:
 
 @pytest.mark.fresh  # a progress bar leaves a thread
 @pytest.mark.parametrize("names", [SHORT, pytest.param(LONG, marks=pytest.mark.long)])
-def test_what_transformers_writes_is_what_it_reads(
-    names: list[str], tmp_path: pathlib.Path
-) -> None:
+def test_what_transformers_writes_is_what_it_reads(names, tmp_path):
     """Files in which names, and shapes, differ from the model's, and one where nothing does."""
     differing = set()
     for name in names:
@@ -111,12 +104,12 @@ def test_what_transformers_writes_is_what_it_reads(
     run_ranks(loads_and_exports, 2, tmp_path, names, timeout=240.0)
 
 
-def opened(path: pathlib.Path, model: Any) -> Source:
+def opened(path, model):
     shapes = {name: entry.shape for entry in entries(model) for name in entry.names}
     return as_parameters(open_source(path), model, shapes)
 
 
-def test_parts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts(tmp_path, monkeypatch):
     """Any part is that of the whole, and only experts that are asked for are read."""
     for name in (MIXTRAL, "JambaForCausalLM", "ViTForImageClassification"):
         model = make(name, 3)
@@ -128,10 +121,10 @@ def test_parts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ends = ((0, size), (size // 3, 2 * size // 3), (size - 1, size), (size, size))
             for start, stop in ends:
                 assert torch.equal(source.part(key, start, stop), flat[start:stop]), (key, start)
-    read: list[str] = []
+    read = []
     mapped = SafetensorsFile.mapped
 
-    def recorded(self: Any, key: str) -> torch.Tensor:
+    def recorded(self, key):
         read.append(key)
         return mapped(self, key)
 
@@ -146,7 +139,7 @@ def test_parts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read) == 2 and all(".experts.1." in key for key in read), read
 
 
-def refused(folder: pathlib.Path) -> None:
+def refused(folder):
     model = bmt.BMTrainModelWrapper(make(QWEN, 4))
     before = model.state_dict()
     for name, reason in (
@@ -174,7 +167,7 @@ def refused(folder: pathlib.Path) -> None:
     same_state(model, want, "prefixed")
 
 
-def test_what_does_not_fit_is_refused(tmp_path: pathlib.Path) -> None:
+def test_what_does_not_fit_is_refused(tmp_path):
     """On every rank, and before anything is changed; names of the model's own are read as they
     are.
     """

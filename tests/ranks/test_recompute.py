@@ -2,12 +2,10 @@
 the meantime.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import weakref
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -34,14 +32,14 @@ class Layer(nn.Module):
     returned.
     """
 
-    def __init__(self, dropout: float = 0.1, in_place: bool = False) -> None:
+    def __init__(self, dropout=0.1, in_place=False):
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(DIM), nn.LayerNorm(DIM)])
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
         self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
         self.dropout, self.in_place = dropout, in_place
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, DIM // 2)).unbind(-3)
         q, k, v = (part.transpose(-2, -3) for part in qkv)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
@@ -52,23 +50,23 @@ class Layer(nn.Module):
         return x + F.dropout(self.down(hidden), self.dropout)
 
 
-def make_layers(count: int = NUM_LAYERS, **options: Any) -> nn.ModuleList:
+def make_layers(count=NUM_LAYERS, **options):
     torch.manual_seed(3)
     return nn.ModuleList([Layer(**options) for _ in range(count)])
 
 
-def inputs(rows: int) -> Tensor:
+def inputs(rows):
     generator = torch.Generator().manual_seed(rows)
     return torch.randn(rows, LENGTH, DIM, generator=generator).requires_grad_()
 
 
-def oddly(layer: Any, x: Tensor) -> Tensor:
+def oddly(layer, x):
     """Two calls, of an input that is not contiguous and of a part of what is in memory."""
     return layer(layer(x.transpose(0, 1))[1:])
 
 
 @on_ranks(2)
-def test_every_level_is_exact() -> None:
+def test_every_level_is_exact():
     """On ranks that differ in it, too. Dropout replays, also inside of attention, whose result is
     then not kept; what changed in place is computed again; a second backward pass and a second call
     find nothing that the first has left over.
@@ -85,13 +83,13 @@ def test_every_level_is_exact() -> None:
         compare(plain, blocks, f"{levels}, called twice", inputs(3), oddly)
 
 
-def boom(*_: object) -> None:
+def boom(*_):
     if in_backward():
         raise KeyError("boom")
 
 
 @on_ranks(2)
-def test_an_error_leaves_nothing_behind() -> None:
+def test_an_error_leaves_nothing_behind():
     """An input that is overwritten, wherever it is kept, and whether the next to ask for it is a
     forward or a backward pass; and a module that raises while it is computed again.
     """
@@ -138,7 +136,7 @@ def test_an_error_leaves_nothing_behind() -> None:
         compare(plain, blocks, f"{what}: after a recomputation that raised", inputs(2))
 
 
-def kept_bytes(blocks: nn.ModuleList, rows: int) -> int:
+def kept_bytes(blocks, rows):
     """What a forward pass of the blocks leaves in memory besides its input: allocations less
     deallocations.
     """
@@ -157,7 +155,7 @@ class Watching(Layer):
 
     seen: ClassVar[list[weakref.ref[Tensor]]] = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not in_backward():
             self.seen.append(weakref.ref(x))
         self.num_alive = sum(reference() is not None for reference in self.seen)
@@ -165,7 +163,7 @@ class Watching(Layer):
 
 
 @on_ranks(1)
-def test_every_level_keeps_what_it_says() -> None:
+def test_every_level_keeps_what_it_says():
     """In tensors as large as the input of a block; random states and sums over rows are smaller
     than one. While the last of six blocks of a list runs, its own input is there and the one before
     is on its way.
@@ -196,7 +194,7 @@ def test_every_level_keeps_what_it_says() -> None:
 
 
 @on_ranks(1)
-def test_memory_of_the_host_is_used_again() -> None:
+def test_memory_of_the_host_is_used_again():
     """Also by inputs that are a little longer, and with nothing left in it from those before."""
     plain = make_layers(dropout=0.0)
     blocks = blocks_of(plain, use_checkpoint=Level.OFFLOADED)

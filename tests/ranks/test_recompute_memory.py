@@ -2,8 +2,6 @@
 ranks, in pieces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from unittest import mock
@@ -11,7 +9,6 @@ from unittest import mock
 from tests.ranks.passes import on_ranks, run
 from tests.ranks.test_recompute import NUM_LAYERS, ROW, inputs
 from tests.ranks.test_recompute_plans import ALL, levels, make_planned, told
-from torch import nn
 
 import bmtrain as bmt
 from bmtrain.recompute.level import Level
@@ -22,19 +19,19 @@ ONE = ROWS * ROW  # bytes of the input of a block
 GIB = 2**30
 
 
-def steps(blocks: nn.ModuleList, count: int = 1) -> tuple[Level, ...]:
+def steps(blocks, count=1):
     """The plan of all ranks after some steps."""
     for _ in range(count):
         run(blocks, inputs(ROWS))
     return levels()
 
 
-def num_kept(plan: tuple[Level, ...]) -> int:
+def num_kept(plan):
     return sum(not level.is_whole() for level in plan)
 
 
 @on_ranks(2)
-def test_what_else_takes_memory_on_any_rank_changes_the_plan_of_all() -> None:
+def test_what_else_takes_memory_on_any_rank_changes_the_plan_of_all():
     """Something else takes memory, on the last rank only, gives it back, and takes all of it."""
     memory, last = told(100 * ONE), bmt.rank() == 1
     _, blocks = make_planned(dropout=0.0)
@@ -50,7 +47,7 @@ def test_what_else_takes_memory_on_any_rank_changes_the_plan_of_all() -> None:
 
 
 @on_ranks(2)
-def test_retries_of_the_allocator_on_any_rank_lower_the_plan_of_all() -> None:
+def test_retries_of_the_allocator_on_any_rank_lower_the_plan_of_all():
     """It has to give back cached memory again and again, on the first rank."""
     memory = told(66 * ONE)
     _, blocks = make_planned(dropout=0.0)
@@ -63,7 +60,7 @@ def test_retries_of_the_allocator_on_any_rank_lower_the_plan_of_all() -> None:
 
 
 @on_ranks(2)
-def test_plans_for_new_shapes_know_what_memory_has_become() -> None:
+def test_plans_for_new_shapes_know_what_memory_has_become():
     """Long after the first plan, memory breaks up on the last rank; then inputs grow."""
     memory = told(100 * ONE)
     _, blocks = make_planned(dropout=0.0)
@@ -76,7 +73,7 @@ def test_plans_for_new_shapes_know_what_memory_has_become() -> None:
 
 
 @on_ranks(1)
-def test_the_plan_says_what_the_loss_takes() -> None:
+def test_the_plan_says_what_the_loss_takes():
     """Something before the blocks takes 3 GiB for a moment, the loss 2 GiB, beside 1 GiB."""
     memory = told(100 * GIB)
     _, blocks = make_planned(dropout=0.0)
@@ -95,7 +92,7 @@ def test_the_plan_says_what_the_loss_takes() -> None:
 
 
 @on_ranks(1)
-def test_other_numbers_of_blocks() -> None:
+def test_other_numbers_of_blocks():
     """Fewer, skipped at random, are served by the plan of all; more are measured anew."""
     told(1000 * ONE)
     _, blocks = make_planned(dropout=0.0)
@@ -105,7 +102,7 @@ def test_other_numbers_of_blocks() -> None:
 
 
 @on_ranks(2)
-def test_the_host_takes_as_much_as_it_has_room_for() -> None:
+def test_the_host_takes_as_much_as_it_has_room_for():
     """Of the first blocks, whose inputs would stay for longest; on the rank that has least."""
     rooms = {0: 4 * ONE, 1: (2 + 2 * bmt.rank()) * ONE}
     for number, room in rooms.items():

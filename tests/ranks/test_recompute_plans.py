@@ -2,8 +2,6 @@
 plain PyTorch does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -44,25 +42,25 @@ class Told(Uncounted):
 
     used = retries = peak = num_tidied = 0
 
-    def shrink(self, limit: int) -> None:
+    def shrink(self, limit):
         """There is less from now on."""
         self._limit = limit
 
-    def allocated(self) -> int:
+    def allocated(self):
         return self.used
 
-    def take_peak(self) -> int:
+    def take_peak(self):
         peak, self.peak = max(self.peak, self.used), 0
         return peak
 
-    def num_retries(self) -> int:
+    def num_retries(self):
         return self.retries
 
-    def tidy(self) -> None:
+    def tidy(self):
         self.num_tidied += 1
 
 
-def told(limit: int) -> Told:
+def told(limit):
     """Memory of new planners."""
     current, memory = world.current(), Told(limit)
     current.services[memory_of] = memory
@@ -70,10 +68,10 @@ def told(limit: int) -> Told:
     return memory
 
 
-def levels() -> tuple[Level, ...]:
+def levels():
     """The present plan, which is that of all ranks."""
     current = world.current()
-    ranks: list[Any] = [()] * bmt.world_size()
+    ranks = [()] * bmt.world_size()
     axis = current.mesh.pp_zero if current.pipe_enabled else current.mesh.world
     own = current.service(Planners).of(axis).levels
     dist.all_gather_object(ranks, own)
@@ -81,15 +79,13 @@ def levels() -> tuple[Level, ...]:
     return own
 
 
-def make_planned(
-    zero_level: int = 3, dropout: float = 0.1, count: int = NUM_LAYERS
-) -> tuple[nn.ModuleList, Any]:
+def make_planned(zero_level=3, dropout=0.1, count=NUM_LAYERS):
     plain = make_layers(count, dropout=dropout)
     return plain, blocks_of(plain, use_checkpoint="auto", zero_level=zero_level)
 
 
 @on_ranks(2)
-def test_plans_follow_the_shape() -> None:
+def test_plans_follow_the_shape():
     """All is kept as long as it fits; larger inputs are measured again, smaller ones served by what
     is known; always exact. Rank 0 says the plan in one line.
     """
@@ -122,16 +118,16 @@ def test_plans_follow_the_shape() -> None:
 
 
 class Sines(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.sin(torch.sin(x * self.weight))
 
 
 @on_ranks(1)
-def test_a_plan_knows_the_last_dim() -> None:
+def test_a_plan_knows_the_last_dim():
     """Inputs that are larger in the last dim that is looked at are not served by the plan."""
     told(1000 * ROW)
     plain = nn.ModuleList([Sines(), Sines()])
@@ -145,7 +141,7 @@ def test_a_plan_knows_the_last_dim() -> None:
 
 
 @on_ranks(1)
-def test_what_is_kept_stays_below_the_limit() -> None:
+def test_what_is_kept_stays_below_the_limit():
     """As measured by the allocator, from the tightest limit that recomputation of everything meets,
     to no need for any.
     """
@@ -159,7 +155,7 @@ def test_what_is_kept_stays_below_the_limit() -> None:
 
 
 @on_ranks(1)
-def test_nothing_is_recomputed_where_memory_is_not_counted() -> None:
+def test_nothing_is_recomputed_where_memory_is_not_counted():
     """Lists and the wrapper pass the wish on."""
     plain, blocks = make_planned()
     compare(plain, blocks, "no limit", inputs(3))
@@ -174,7 +170,7 @@ def test_nothing_is_recomputed_where_memory_is_not_counted() -> None:
 
 
 @on_ranks(2)
-def test_ranks_with_different_rows_have_one_plan() -> None:
+def test_ranks_with_different_rows_have_one_plan():
     told(500 * ROW)
     _, blocks = make_planned()
     plans = []
@@ -185,7 +181,7 @@ def test_ranks_with_different_rows_have_one_plan() -> None:
 
 
 @on_ranks(2)
-def test_other_passes_do_no_harm() -> None:
+def test_other_passes_do_no_harm():
     """Evaluation, forward passes that nothing comes back through or that raise, gradients of
     several batches, and another model in turn, with inputs of one shape.
     """
@@ -217,7 +213,7 @@ def test_other_passes_do_no_harm() -> None:
 
 
 @on_ranks(2)
-def test_one_rank_may_look_at_tensors() -> None:
+def test_one_rank_may_look_at_tensors():
     """It measures nothing meanwhile, and takes its part in what all ranks agree on; the plan comes
     a little later. So it does after errors in backward.
     """
@@ -236,7 +232,7 @@ def test_one_rank_may_look_at_tensors() -> None:
 
 
 @on_ranks(2, init={"pipe_size": 2})
-def test_every_stage_plans_for_its_micro_batches() -> None:
+def test_every_stage_plans_for_its_micro_batches():
     """Two stages of two layers, two micro-batches: four calls a pass."""
     told(10000 * ROW)
     plain = make_layers(dropout=0.0)
@@ -251,18 +247,18 @@ def test_every_stage_plans_for_its_micro_batches() -> None:
 
 
 class SplitLayer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
         self.up = bmt.nn.ColumnParallelLinear(DIM, 4 * DIM)
         self.down = bmt.nn.RowParallelLinear(4 * DIM, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 @on_ranks(2, init={"tp_size": 2})
-def test_collectives_of_tensor_parallel_blocks() -> None:
+def test_collectives_of_tensor_parallel_blocks():
     """Recomputation and measuring take part in them on all ranks of a group alike; bitwise the same
     at every level.
     """
@@ -287,7 +283,7 @@ def test_collectives_of_tensor_parallel_blocks() -> None:
 
 
 @on_ranks(2)
-def test_blocks_in_blocks() -> None:
+def test_blocks_in_blocks():
     told(150 * ROW)
     layers = make_layers()
     plain = nn.ModuleList([nn.Sequential(*layers)])

@@ -15,7 +15,6 @@ import operator
 import random
 import types
 import warnings
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from bmtrain.recompute.level import Level
 DIM, NUM_LAYERS = 16, 2
 MODES = [(Level.CHEAP, 2), (Level.BLOCK, 3), (Level.OFFLOADED, 2)]
 SDP = torch.backends.cuda
-TOGGLES: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
+TOGGLES = [
     (SDP.flash_sdp_enabled, SDP.enable_flash_sdp),
     (SDP.mem_efficient_sdp_enabled, SDP.enable_mem_efficient_sdp),
     (SDP.math_sdp_enabled, SDP.enable_math_sdp),
@@ -40,7 +39,7 @@ TOGGLES: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
 ]
 
 
-def script(code: Any, *traced: Tensor) -> Any:
+def script(code, *traced):
     """What TorchScript makes of a function or a module; torch says that it is old."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -60,22 +59,21 @@ def drop_add(x: Tensor, rest: Tensor, p: float, training: bool) -> Tensor:
 class Base(nn.Module):
     """One linear map; what comes before and after it is the program's."""
 
-    def __init__(self, scripted: bool = False) -> None:
+    def __init__(self, scripted=False):
         super().__init__()
         self.linear, self.scale = nn.Linear(DIM, DIM), nn.Parameter(torch.ones(DIM))
         self.scripted, self.act = scripted, nn.Tanh()
         self.setup()
 
-    def setup(self) -> None:
+    def setup(self):
         """More state."""
 
-    def map(self, x: Tensor) -> Tensor:
+    def map(self, x):
         if self.scripted:
-            y: Tensor = drop_add(self.linear(rms(x, self.scale, 1e-6)), x, 0.3, self.training)
-            return y
+            return drop_add(self.linear(rms(x, self.scale, 1e-6)), x, 0.3, self.training)
         return torch.dropout(self.act(self.linear(x) * self.scale), 0.3, self.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.map(x)
 
 
@@ -100,7 +98,7 @@ class Stateful(Base):
     replaced: Tensor
     factor: Tensor
 
-    def setup(self) -> None:
+    def setup(self):
         self.sources: list[Any] = [
             random.Random(1),
             {"a": np.random.default_rng(3)},
@@ -112,10 +110,10 @@ class Stateful(Base):
         self.order, self.pair = collections.OrderedDict[int, int](), (torch.zeros(()), [0])
         for name in ("moving", "replaced", "factor"):
             self.register_buffer(name, torch.ones(()))
-        self.last: Tensor | None = None
+        self.last = None
         self.flag = 2.0
 
-    def drawn(self) -> float:
+    def drawn(self):
         first, second, third = self.sources
         ours = first.random() * second["a"].random() * third.normal()
         ours *= self.space.generator.random() * np.random.Generator(self.bits).random()
@@ -124,7 +122,7 @@ class Stateful(Base):
         whole *= GENERATOR.random()
         return float(10 * ours + whole + (np.random.rand() < 0.5))
 
-    def counted(self) -> float:
+    def counted(self):
         self.number += 1
         self.log.append(self.number)
         self.table["calls"] = self.table.get("calls", 0) + 1
@@ -137,12 +135,12 @@ class Stateful(Base):
         before = 0.0 if self.last is None else self.last.detach().mean().item()
         return before + CALLS[0] + sum(n * float(x) for n, x in enumerate(self.counts(), 1))
 
-    def counts(self) -> list[Any]:
+    def counts(self):
         held = [self.log, self.order, self.pair[1]]
         numbers = [self.number, self.space.number, self.table.get("calls", 0), *map(len, held)]
         return [*numbers, self.moving, self.replaced]
 
-    def around(self) -> float:
+    def around(self):
         """A number that says where all of torch's switches are."""
         bits = [
             *(read() for read, _ in TOGGLES),
@@ -155,7 +153,7 @@ class Stateful(Base):
         ]
         return sum(number for number, bit in enumerate(bits, 1) if bit)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         total = self.drawn() + self.counted() + self.around() * self.flag
         number = 1 + math.sin(total) / 2  # as different for any difference
         self.last = self.map(x * number * self.factor)
@@ -168,13 +166,13 @@ class Noticed(Base):
     what = "iterator"
     number = 0
 
-    def setup(self) -> None:
+    def setup(self):
         self.tally, self.last_seen, self.known = Tally(), collections.deque([0]), set[int]()
         self.texts, self.bytes, self.small = Texts(), bytearray(1), array.array("l", [0])
         self.array, self.tensor = np.zeros(2), torch.zeros(())
         self.steps = itertools.count(1) if self.what == "iterator" else None
 
-    def count(self) -> float:
+    def count(self):
         held = vars(self).get(self.what)
         match self.what:
             case "iterator":
@@ -196,7 +194,7 @@ class Noticed(Base):
         held[0] += 1  # type: ignore[index]
         return float(held[0])  # type: ignore[index]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.map(x * (1 + math.sin(self.count()) / 2))
 
 
@@ -215,9 +213,9 @@ COUNTED = [
 
 
 @contextlib.contextmanager
-def disturbed(layers: nn.ModuleList) -> Iterator[None]:
+def disturbed(layers):
     """What a program may do between forward and backward, and what it finds afterwards."""
-    parts: list[Any] = [*layers]
+    parts = [*layers]
     acts = [part.act for part in parts]
     layers.eval()
     for part in parts:
@@ -252,7 +250,7 @@ def disturbed(layers: nn.ModuleList) -> Iterator[None]:
 class Given(Base):
     """Draws from what it is given, changes it, and returns containers."""
 
-    def forward(self, x: Tensor, generator: Any, held: list[Any], *, seen: Any) -> Any:  # type: ignore[override]
+    def forward(self, x, generator, held, *, seen):  # type: ignore[override]
         if not self.scripted:
             seen["rows"].append(self.map(x) + seen["rows"][0])
         held[1] += 1
@@ -262,14 +260,13 @@ class Given(Base):
         return self.map(y), {"b": [y.sin(), x, None, len(held)]}
 
 
-def give(module: nn.Module, x: Tensor) -> Tensor:
-    held: list[Any] = [random.Random(3), 2]
+def give(module, x):
+    held = [random.Random(3), 2]
     seen = {"rows": [x]}
     y, rest = module(x, torch.Generator().manual_seed(3), held, seen=seen)
     assert (len(held), held[1]) == (3, 3)
     assert rest["b"][2:] == [None, 3]
-    z: Tensor = y + rest["b"][0].mul_(2) + rest["b"][1]
-    return z
+    return y + rest["b"][0].mul_(2) + rest["b"][1]
 
 
 class CompiledNorm(nn.Module):
@@ -278,33 +275,31 @@ class CompiledNorm(nn.Module):
     if TYPE_CHECKING:  # TorchScript does not understand it
         moving: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.number = nn.BatchNorm1d(DIM), 0
         self.register_buffer("moving", torch.zeros(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.number += 1
         self.moving += 1
-        y: Tensor = self.norm(x) * self.number * self.moving[0]
-        return y
+        return self.norm(x) * self.number * self.moving[0]
 
 
 class Compiled(Base):
-    def setup(self) -> None:
+    def setup(self):
         self.norm = script(CompiledNorm())
         traced = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU())
         self.traced = script(traced, torch.ones(2, DIM))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.traced(self.norm(self.map(x)))
-        return y
+    def forward(self, x):
+        return self.traced(self.norm(self.map(x)))
 
 
 class CheckpointInside(Base):
     reentrant = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + checkpoint(self.map, rms(x, self.scale, 1e-6), use_reentrant=self.reentrant)
 
 
@@ -313,21 +308,21 @@ class ReentrantInside(CheckpointInside):
 
 
 class Nested(Base):
-    def setup(self) -> None:
+    def setup(self):
         self.part: nn.Module = Base(self.scripted)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.map(self.part(x)) + x
 
 
-def under_autocast(module: nn.Module, x: Tensor) -> Tensor:
+def under_autocast(module, x):
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        y: Tensor = module(x)
+        y = module(x)
     return y.float()
 
 
 # Whether TorchScript runs in it; a checkpoint's argument is scripted anyway.
-PROGRAMS: list[tuple[type[Base], Call, bool]] = [
+PROGRAMS = [
     (Stateful, ask, False),
     (Stateful, ask, True),
     (Stateful, under_autocast, True),
@@ -344,12 +339,12 @@ PROGRAMS: list[tuple[type[Base], Call, bool]] = [
 COUNTS = operator.methodcaller("counts")
 
 
-def make(kind: type[Base], scripted: bool = False) -> nn.ModuleList:
+def make(kind, scripted=False):
     torch.manual_seed(1)
     return nn.ModuleList([kind(scripted) for _ in range(NUM_LAYERS)])
 
 
-def sharded(plain: nn.ModuleList, **options: Any) -> Any:
+def sharded(plain, **options):
     """Blocks, and blocks inside of them."""
     first: Any = plain[0]
     layers = make(type(first), first.scripted)[: len(plain)]
@@ -359,17 +354,17 @@ def sharded(plain: nn.ModuleList, **options: Any) -> Any:
     return nn.ModuleList([bmt.Block(layer, **options) for layer in layers])
 
 
-def reset() -> None:
+def reset():
     CALLS[0], Noticed.number = 0, 0
     GENERATOR.seed(7)
 
 
 @contextlib.contextmanager
-def told_of_keeping(kind: type[Base]) -> Iterator[list[str]]:
+def told_of_keeping(kind):
     """What is said of modules of a class that keep their activations, once each run has ended."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        messages: list[str] = []
+        messages = []
         yield messages
     messages += [str(x.message) for x in caught if f"{kind.__name__} keeps its" in str(x.message)]
 
@@ -414,7 +409,7 @@ def test_a_recomputation_finds_what_its_forward_pass_found(
 
 @pytest.mark.parametrize("what", COUNTED)
 @on_ranks(2)
-def test_what_is_not_put_back_is_kept(what: str) -> None:
+def test_what_is_not_put_back_is_kept(what):
     """A pass that changes it itself is not recomputed: the values of plain PyTorch, and one warning
     that names it.
     """
@@ -433,26 +428,26 @@ class Elsewhere(Base):
 
     tau = 1.0
 
-    def setup(self) -> None:
+    def setup(self):
         sigma = 1.0
 
-        def scale(new: float | None = None) -> float:
+        def scale(new=None):
             nonlocal sigma
             sigma = sigma if new is None else new
             return sigma
 
         self.scale_of = scale
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.map(x * TEMPERATURE * self.tau * self.scale_of() * LONG[0])
         return activation(y) * GAIN
 
 
 TEMPERATURE, LONG, GAIN = 1.0, [1.0] * 5000, nn.Parameter(torch.ones(()), requires_grad=False)
-activation: Callable[[Tensor], Tensor] = torch.tanh
+activation = torch.tanh
 
 
-ELSEWHERE: dict[str, Callable[[Any, float], object]] = {
+ELSEWHERE = {
     "'TEMPERATURE' among globals": lambda _, value: globals().update(TEMPERATURE=value),
     "'activation' among globals": lambda _, value: globals().update(
         activation=torch.tanh if value == 1 else torch.sin
@@ -464,7 +459,7 @@ ELSEWHERE: dict[str, Callable[[Any, float], object]] = {
 
 
 @on_ranks(2)
-def test_what_is_read_elsewhere_may_not_change_before_backward() -> None:
+def test_what_is_read_elsewhere_may_not_change_before_backward():
     """Refused on all ranks, by its name; the next step is that of plain PyTorch, with the new value
     too.
     """
@@ -485,11 +480,11 @@ def test_what_is_read_elsewhere_may_not_change_before_backward() -> None:
 
 
 @on_ranks(2)
-def test_a_list_at_the_top_of_a_program_is_put_back() -> None:
+def test_a_list_at_the_top_of_a_program_is_put_back():
     """However long it is."""
 
     @contextlib.contextmanager
-    def changed(_: nn.ModuleList) -> Iterator[None]:
+    def changed(_):
         LONG[0] = 3.0
         yield
         assert LONG[0] == 3.0
@@ -509,28 +504,27 @@ def test_a_list_at_the_top_of_a_program_is_put_back() -> None:
 
 
 @on_ranks(2)
-def test_hooks_of_the_program_reach_what_stays_until_backward() -> None:
+def test_hooks_of_the_program_reach_what_stays_until_backward():
     """Activations rounded to bf16 in between: those of a plain layer where the block keeps them, and
     its inputs where it does not; never parameters.
     """
-    rounded: list[int] = []
+    rounded = []
 
-    def pack(x: Tensor) -> Tensor:
+    def pack(x):
         rounded.append(x.numel())
         return x if x.is_leaf or not x.is_floating_point() else x.detach().bfloat16()
 
-    def unpack(x: Tensor) -> Tensor:
+    def unpack(x):
         return x.float() if x.dtype is torch.bfloat16 else x
 
-    def hooked(module: Any, x: Tensor) -> Tensor:
+    def hooked(module, x):
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            y: Tensor = module(x)
-        return y
+            return module(x)
 
-    def checkpointed(module: Any, x: Tensor) -> Tensor:
+    def checkpointed(module, x):
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             if isinstance(module, bmt.Block):
-                y: Tensor = module(x)
+                y = module(x)
             else:
                 y = checkpoint(module, x, use_reentrant=False)
         return y
@@ -549,22 +543,22 @@ class Reading(Base):
 
     shift: Tensor
 
-    def setup(self) -> None:
+    def setup(self):
         self.register_buffer("shift", torch.ones(()))
         self.held, self.large = [torch.ones(())], torch.ones(300, DIM)
 
-    def forward(self, x: Tensor, plus: Any, writes: bool = False) -> Tensor:  # type: ignore[override]
+    def forward(self, x, plus, writes=False):  # type: ignore[override]
         y = self.map(x + plus + self.shift + self.held[0] + self.large[0])
         if writes:
             plus.add_(1)
         return y
 
 
-def called(module: Any, x: Tensor) -> Tensor:
+def called(module, x):
     return module(x, torch.ones(DIM))
 
 
-WRITTEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+WRITTEN = {
     "argument 1": lambda block, plus: plus,
     "argument 'plus'": lambda block, plus: plus,
     "argument": lambda block, plus: plus.sub_(2),
@@ -575,7 +569,7 @@ WRITTEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @on_ranks(2)
-def test_what_has_changed_is_refused() -> None:
+def test_what_has_changed_is_refused():
     """A tensor that was given, written by the program or by the module, a buffer and what the
     module holds; the next step is that of plain PyTorch.
     """
@@ -596,7 +590,7 @@ def test_what_has_changed_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_what_a_block_keeps_may_not_change_before_backward() -> None:
+def test_what_a_block_keeps_may_not_change_before_backward():
     """Its input, written after forward, is refused as in plain PyTorch; the next step is right."""
     plain, leaf = make(Base)[:1], torch.randn(3, DIM, requires_grad=True)
     for zero_level, recompute in itertools.product((2, 3), (False, True)):

@@ -2,17 +2,13 @@
 ones are refused, before anything is changed.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
-import pathlib
-from collections.abc import Callable
 
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.pairs import Factory, Pair
+from tests.ranks.pairs import Pair
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_optim import SCHEDULES
 from torch.optim import lr_scheduler
@@ -22,17 +18,17 @@ from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.optim import OptimManager
 
 
-def restore(folder: pathlib.Path, pair: Pair) -> None:
+def restore(folder, pair):
     with bmt.CheckpointManager(folder) as checkpoints:
         assert checkpoints.restore(pair.model, pair.manager) is not None
 
 
-def save(folder: pathlib.Path, pair: Pair) -> None:
+def save(folder, pair):
     with bmt.CheckpointManager(folder) as checkpoints:
         checkpoints.save(3, pair.model, pair.manager)
 
 
-def other_schedules(folder: pathlib.Path) -> None:
+def other_schedules(folder):
     for name, schedule in SCHEDULES.items():
         pair = Pair(schedule=schedule).run(3)
         state = copy.deepcopy(pair.manager.state_dict(gather_opt=True))
@@ -41,7 +37,7 @@ def other_schedules(folder: pathlib.Path) -> None:
         end = models.cloned_state(pair.run(range(3, 5)).model)
         for other, others in SCHEDULES.items():
             new = Pair(schedule=others)
-            ways: list[Callable[[], object]] = [
+            ways = [
                 functools.partial(new.manager.load_state_dict, state),
                 functools.partial(restore, folder / name, new),
             ]
@@ -58,12 +54,12 @@ def other_schedules(folder: pathlib.Path) -> None:
                 new.train(2)
 
 
-def test_other_schedules(tmp_path: pathlib.Path) -> None:
+def test_other_schedules(tmp_path):
     """A refused state has changed nothing: training goes on as in one process."""
     run_ranks(other_schedules, 2, tmp_path)
 
 
-def cured() -> None:
+def cured():
     """As the errors say: another schedule from its start, or none."""
     for one, other in (("none", "ours"), ("ours", "none"), ("chain", "ours")):
         state = Pair(schedule=SCHEDULES[one]).run(3).manager.state_dict(gather_opt=True)
@@ -85,12 +81,12 @@ def cured() -> None:
     assert pair.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
 
 
-def test_the_remedies() -> None:
+def test_the_remedies():
     """Of refused schedules, and of those that need to be told a metric."""
     run_ranks(cured, 2)
 
 
-KINDS: list[Factory] = [
+KINDS = [
     lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
     lambda params: torch.optim.NAdam(params, lr=0.01),
     lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
@@ -98,7 +94,7 @@ KINDS: list[Factory] = [
 ]
 
 
-def other_optimizers() -> None:
+def other_optimizers():
     for kind in KINDS:
         other, new = Pair((kind,)).run(2), Pair()
         for gather in (False, True):
@@ -115,11 +111,11 @@ def other_optimizers() -> None:
     )
 
 
-def test_states_of_other_optimizers() -> None:
+def test_states_of_other_optimizers():
     run_ranks(other_optimizers, 2)
 
 
-def copied() -> None:
+def copied():
     """A copy of model and manager goes its own way, from the same state."""
     for schedule in SCHEDULES.values():
         pair = Pair(dtype=torch.float16, schedule=schedule, scale=64.0).run(4)
@@ -133,5 +129,5 @@ def copied() -> None:
         assert again.manager.optimizers[0] is again.optimizer is not pair.optimizer
 
 
-def test_copies_of_managers() -> None:
+def test_copies_of_managers():
     run_ranks(copied, 2)

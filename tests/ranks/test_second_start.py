@@ -2,8 +2,6 @@
 nothing that was compiled of other sources.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings
@@ -32,31 +30,29 @@ pytestmark = [
 class Layer(nn.Module):
     """Norms and products as those of a GPT, with its form of GELU between them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.LayerNorm(DIM), nn.RMSNorm(DIM)
         self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = self.up(self.first(x))
-        out: torch.Tensor = self.last(x + self.down(F.gelu(h, approximate="tanh")))
-        return out
+        return self.last(x + self.down(F.gelu(h, approximate="tanh")))
 
 
 class Head(nn.Module):
     """GELU apart from a product, and a loss without the logits of all rows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.project, self.loss = nn.Linear(DIM, CLASSES), bmt.loss.FusedLinearCrossEntropy()
 
-    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, targets):
         h = F.gelu(x, approximate="tanh")
-        loss: torch.Tensor = self.loss(h, self.project.weight, targets, self.project.bias)
-        return loss
+        return self.loss(h, self.project.weight, targets, self.project.bias)
 
 
-def use(folder: str) -> None:
+def use(folder):
     """Keep compiled code here, and put this library's functions in on a CPU too."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     os.environ["TRITON_CACHE_DIR"] = str(Path(folder, "triton"))
@@ -65,7 +61,7 @@ def use(folder: str) -> None:
     fusions.rewrite = everywhere
 
 
-def counts() -> dict[str, int]:
+def counts():
     """What torch has taken from its caches in this process, and what it has not."""
     found = torch._dynamo.utils.counters
     aot = {name: found["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss")}
@@ -76,7 +72,7 @@ def counts() -> dict[str, int]:
     }
 
 
-def train(folder: str) -> tuple[list[float], dict[str, int]]:
+def train(folder):
     """Losses of two steps of blocks at each level, in FP8, compiled on request, and what torch took
     from its caches.
     """
@@ -110,12 +106,12 @@ def train(folder: str) -> tuple[list[float], dict[str, int]]:
     return losses, counts()
 
 
-def compiles_once(folder: Path, device: str | None = "cpu") -> None:
+def compiles_once(folder, device="cpu"):
     """Start twice: each of five structures is traced and compiled once, forward and backward, by
     the first start; the second one loads them and computes the same, to the bit.
     """
 
-    def start() -> tuple[list[float], dict[str, int]]:
+    def start():
         (found,) = run_ranks(train, 1, str(folder), device=device, init=BY_DEFAULT, timeout=120)
         return found
 
@@ -128,13 +124,13 @@ def compiles_once(folder: Path, device: str | None = "cpu") -> None:
     assert losses[1] < losses[0]
 
 
-def code_in(folder: Path) -> set[Path]:
+def code_in(folder):
     """The files of machine code, those of Triton's kernels too."""
     return {path for path in folder.rglob("*") if path.suffix in {".cubin", ".so"}}
 
 
 @pytest.mark.long
-def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing(tmp_path):
     """Blocks at each level, in FP8, on request, and a loss without logits."""
     compiles_once(tmp_path)
 
@@ -142,24 +138,24 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
 class Scaled(nn.Module):
     """A parameter times what `scale` makes of the input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(DIM))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.weight * scale(x)
 
 
 FACTORS = [1.0]  # by which `scale` multiplies: another one stands for an edit of the function
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
-def scale(x: torch.Tensor) -> torch.Tensor:
+@torch._dynamo.allow_in_graph
+def scale(x):
     """A function that stands in graphs by its name."""
     return x * FACTORS[0]
 
 
-def edited(folder: str) -> None:
+def edited(folder):
     """Compile a block, and again after an edit of what it calls."""
     use(folder)
     for level in (Level.NOTHING, Level.BLOCK):
@@ -173,12 +169,12 @@ def edited(folder: str) -> None:
 
 
 @pytest.mark.long
-def test_an_edited_function_is_compiled_again(tmp_path: Path) -> None:
+def test_an_edited_function_is_compiled_again(tmp_path):
     """A function that is no operator, in the graph of a block or in its recomputed region."""
     run_ranks(edited, 1, str(tmp_path), init=BY_DEFAULT, timeout=120)
 
 
-def with_sources(folder: str) -> None:
+def with_sources(folder):
     """Compile a block, twice with the same sources and once with others."""
     use(folder)
     miss = NOTHING | {"miss": 1, "compiled": 2}
@@ -191,14 +187,14 @@ def with_sources(folder: str) -> None:
         assert counts() == expected
 
 
-def test_other_sources_are_compiled_again(tmp_path: Path) -> None:
+def test_other_sources_are_compiled_again(tmp_path):
     """What another version of this library has compiled is not used, even of the same graph."""
     run_ranks(with_sources, 1, str(tmp_path), init=BY_DEFAULT, timeout=120)
 
 
-def test_the_hash_is_of_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_is_of_every_source_file(tmp_path, monkeypatch):
     """It is another one for another text, and for another name."""
-    found: set[str] = set()
+    found = set()
     for name, text in (("a", "x"), ("a", "y"), ("b", "y")):
         folder = tmp_path / str(len(found))
         (folder / "compile").mkdir(parents=True)

@@ -2,12 +2,8 @@
 PyTorch: both APIs, both dtypes.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -19,32 +15,29 @@ from torch import nn
 
 import bmtrain as bmt
 
-State = dict[str, torch.Tensor]
 HALF, FLOAT = torch.float16, torch.float32
 long = pytest.mark.long
 
 
-def execute(text: str, **names: Any) -> dict[str, Any]:
+def execute(text, **names):
     """Run a program's text in which `names` are defined; what it has defined at its end."""
     namespace = {"__name__": "__main__", "torch": torch, "bmtrain": bmt, **names}
     exec(compile(text, "program", "exec"), namespace)
     return namespace
 
 
-def plain_module() -> nn.Module:
+def plain_module():
     """The quick start's original, with values in its `torch.empty`."""
     torch.manual_seed(4)
-    model: nn.Module = execute(
-        program("module_plain"), SomeTransformerBlock=stand_ins.SomeTransformerBlock
-    )["MyModule"]()
+    model = execute(program("module_plain"), SomeTransformerBlock=stand_ins.SomeTransformerBlock)[
+        "MyModule"
+    ]()
     with torch.no_grad():
-        model.param.normal_()  # type: ignore[operator]
+        model.param.normal_()
     return model
 
 
-def replaced_module(
-    init: str, fragment: str, layer: type[nn.Module], values: State
-) -> tuple[torch.Tensor, Any]:
+def replaced_module(init, fragment, layer, values):
     model = execute(program(init, fragment), SomeTransformerBlock=layer)["MyModule"]()
     model.load_state_dict(values)
     out = model()
@@ -64,9 +57,7 @@ ZERO_2 = program("init_zero_level").replace("zero_level=3", "zero_level=2")
     ],
     ids=["blocks", "list", "list, ZeRO-2"],
 )
-def test_replaced_modules_are_the_original(
-    init: str, fragment: str, layer: type[nn.Module]
-) -> None:
+def test_replaced_modules_are_the_original(init, fragment, layer):
     """Both replacements give the original's output and gradients, whatever parameters the layers
     have.
     """
@@ -86,12 +77,12 @@ class Plain:
     of fp16 weights in fp16.
     """
 
-    def __init__(self, model: nn.Module, scale: float, weight_decay: float = 0.0) -> None:
+    def __init__(self, model, scale, weight_decay=0.0):
         self.model, self.scale = model, scale
         self.masters = [param.detach().float().clone() for param in model.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, lr=0.0, weight_decay=weight_decay)
 
-    def step(self, losses: list[torch.Tensor], lr: float, max_norm: float) -> float:
+    def step(self, losses, lr, max_norm):
         """One step on the mean of the ranks' losses; the norm of the unscaled gradient.
 
         An overflow halves the scale instead.
@@ -115,9 +106,7 @@ class Plain:
         return norm
 
 
-def assert_same_changes(
-    got: list[torch.Tensor], want: list[torch.Tensor], before: list[torch.Tensor], tolerance: float
-) -> None:
+def assert_same_changes(got, want, before, tolerance):
     """Training has moved the weights by the same vectors."""
     ours, theirs, start = (
         torch.cat([x.detach().double().reshape(-1) for x in parts]) for parts in (got, want, before)
@@ -129,7 +118,7 @@ def assert_same_changes(
     )
 
 
-def masters_of(model: nn.Module, optimizer: bmt.optim.AdamOptimizer) -> list[torch.Tensor]:
+def masters_of(model, optimizer):
     """Exact whole weights, in the order of `model.parameters()`. Collective."""
     states = optimizer.state_dict(gather=True)["state"]
     whole = dict(model.state_dict())
@@ -143,10 +132,9 @@ README_PLACES = {
     "save checkpoint or print logs": "log.append((global_loss, float(grad_norm), lr_scheduler.current_lr))",
 }
 README_STEPS = 8
-Log = Sequence[tuple[float, ...]]
 
 
-def readme(loop: str) -> tuple[State, Log, list[torch.Tensor]]:
+def readme(loop):
     stand_ins.offer_cuda()
     text = program("gpt_model", "gpt_optimizer", loop, places=README_PLACES)
     end = execute(
@@ -158,7 +146,7 @@ def readme(loop: str) -> tuple[State, Log, list[torch.Tensor]]:
     return end["before"], end["log"], masters_of(end["model"], end["optimizer"])
 
 
-def plain_readme(before: State, world_size: int) -> tuple[Log, Plain]:
+def plain_readme(before, world_size):
     model = stand_ins.GPT(**stand_ins.README_SIZES, dtype=HALF, parts=stand_ins.PLAIN)
     model.load_state_dict(before)
     plain, log = Plain(model, 1024.0, weight_decay=1e-2), []
@@ -178,7 +166,7 @@ def plain_readme(before: State, world_size: int) -> tuple[Log, Plain]:
 @pytest.mark.parametrize(
     ("world_size", "loop"), [(2, "gpt_loop"), pytest.param(3, "gpt_loop_zh", marks=long)]
 )
-def test_readme_training_loop(world_size: int, loop: str) -> None:
+def test_readme_training_loop(world_size, loop):
     """Parts 2 to 4, fp16 and `backward()` without a loss included, train as plain PyTorch does."""
     results = run_ranks(readme, world_size, loop, join=False)
     before = results[0][0]
@@ -194,15 +182,13 @@ def test_readme_training_loop(world_size: int, loop: str) -> None:
 LINE = re.compile(r"^loss: (\S+) \| lr: (\S+), scale: +(\S+) \| grad_norm: (\S+) \|$", re.MULTILINE)
 
 
-def quick_start(
-    dtype: torch.dtype,
-) -> tuple[State, list[torch.Tensor], list[int], list[int], float]:
+def quick_start(dtype):
     stand_ins.offer_sklearn()
     text = program(
         "init", "torch.manual_seed(1)", "model, before = make_model()", "classifier_loop"
     )
 
-    def make_model() -> tuple[nn.Module, State]:
+    def make_model():
         model = stand_ins.Classifier(dtype)
         bmt.init_parameters(model.body)
         bmt.init_parameters(model.dense)
@@ -228,16 +214,14 @@ def quick_start(
 class Loader:
     """The batches of these numbers, again and again."""
 
-    def __init__(self, numbers: tuple[int, ...]) -> None:
+    def __init__(self, numbers):
         self.numbers = numbers
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(stand_ins.labelled(self.numbers, bmt.rank(), bmt.world_size()))
 
 
-def plain_quick_start(
-    before: State, dtype: torch.dtype, world_size: int
-) -> tuple[Log, Plain, list[int]]:
+def plain_quick_start(before, dtype, world_size):
     model = stand_ins.Classifier(dtype, stand_ins.PLAIN)
     model.load_state_dict(before)
     plain, log, num_steps = Plain(model, 65536.0 if dtype == HALF else 1.0), [], 0
@@ -267,9 +251,7 @@ def plain_quick_start(
 
 @long
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, HALF), (3, FLOAT)])
-def test_model_center_training_loop(
-    world_size: int, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_center_training_loop(world_size, dtype, capsys):
     """Step 4, 0.1.x's API, trains as plain PyTorch does, prints it on rank 0 alone, and evaluates
     all ranks' rows in order.
     """

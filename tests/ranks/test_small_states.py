@@ -2,12 +2,8 @@
 any kind of resume, and with weights that the program writes; refused where they would not be.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
-import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,8 +18,7 @@ from bmtrain.nn.parallel_linear import ColumnParallelLinear
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.shard.sharded import Sharded
 
-Options = dict[str, str]
-SMALL: dict[str, Options] = {
+SMALL = {
     "8bit": {"moments": "8bit"},
     "split": {"master_weights": "split"},
     "none": {"master_weights": "none"},
@@ -39,7 +34,7 @@ REFUSALS = (ParameterError, CheckpointError)
 class Net(nn.Module):
     """Parameters of all lengths, in two dtypes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         for place, size in enumerate(SIZES):
@@ -51,10 +46,10 @@ class Net(nn.Module):
 class Run:
     """A model, one of its parameters not sharded, and its optimizer."""
 
-    def __init__(self, options: Options, kind: Any = AdamOptimizer, copied: Any = None) -> None:
+    def __init__(self, options, kind=AdamOptimizer, copied=None):
         self.options, self.kind = options, kind
         if copied is None:
-            model: Any = bmt.BMTrainModelWrapper(Net())
+            model = bmt.BMTrainModelWrapper(Net())
             model.replicated = nn.Parameter(torch.linspace(-1, 1, 70).bfloat16())
             params = [param for _, param in sorted(model.named_parameters())]
             groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2]}]
@@ -63,7 +58,7 @@ class Run:
         self.manager = OptimManager()
         self.manager.add_optimizer(self.optimizer)
 
-    def train(self, *steps: int, factor: float = 1.0) -> Run:
+    def train(self, *steps, factor=1.0):
         """The loss is linear in the weights: its gradients, small whole numbers, are the same on
         any number of ranks.
         """
@@ -77,10 +72,10 @@ class Run:
             self.manager.step()
         return self
 
-    def copy(self) -> Run:
+    def copy(self):
         return Run(self.options, self.kind, copy.deepcopy((self.model, self.optimizer)))
 
-    def resume(self, weights: Any, state: Any, weights_first: bool = True) -> Run:
+    def resume(self, weights, state, weights_first=True):
         """A new run from a saved state, in place of this one."""
         new = Run(self.options, self.kind).train(9)
         if weights_first:
@@ -91,37 +86,37 @@ class Run:
         return new
 
     @property
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self):
         return models.cloned_state(self.model)
 
     @property
-    def found(self) -> tuple[dict[str, torch.Tensor], dict[int, dict[str, Any]]]:
+    def found(self):
         state = self.manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
         return self.weights, state
 
-    def fill(self, value: float) -> Run:
+    def fill(self, value):
         with torch.no_grad():
             for param in self.model.parameters():
                 param.fill_(value)
         return self
 
-    def check_near(self, value: float) -> None:
+    def check_near(self, value):
         for name, x in self.weights.items():
             assert (x.float() - value).abs().max() < 0.1, f"{self.options}: {name}"
 
-    def checkpoint(self, folder: pathlib.Path) -> Run:
+    def checkpoint(self, folder):
         with bmt.CheckpointManager(folder) as checkpoints:
             checkpoints.save(2, self.model, self.manager)
         return self
 
-    def restore(self, folder: pathlib.Path) -> Run:
+    def restore(self, folder):
         with bmt.CheckpointManager(folder) as checkpoints:
             restored = checkpoints.restore(self.model, self.manager)
         assert restored is not None and restored.step == 2
         return self
 
 
-def assert_equal(one: Any, other: Any) -> None:
+def assert_equal(one, other):
     models.assert_same_dicts(one[0], other[0], "weights", 0.0)
     assert one[1].keys() == other[1].keys()
     for index, state in one[1].items():
@@ -132,13 +127,13 @@ def assert_equal(one: Any, other: Any) -> None:
             )
 
 
-def kind_of(name: str) -> Any:
+def kind_of(name):
     return AdamOffloadOptimizer if "8bit" in name else AdamOptimizer
 
 
-def leave(folder: pathlib.Path, names: list[str]) -> dict[str, Any]:
+def leave(folder, names):
     """Four steps, with everything that can be kept after two of them."""
-    out: dict[str, Any] = {}
+    out = {}
     for name in names:
         run = Run(SMALL[name], kind_of(name)).train(0, 1)
         weights, whole = run.weights, run.manager.state_dict(gather_opt=True)
@@ -153,7 +148,7 @@ def leave(folder: pathlib.Path, names: list[str]) -> dict[str, Any]:
     return out
 
 
-def come_back(folder: pathlib.Path, kept: dict[str, Any]) -> None:
+def come_back(folder, kept):
     for name, (weights, whole, end) in kept.items():
         options = SMALL[name]
         run = Run(options, kind_of(name))
@@ -171,7 +166,7 @@ def come_back(folder: pathlib.Path, kept: dict[str, Any]) -> None:
     [["8bit and split", "none"], pytest.param(["8bit", "split", "8bit and none"], marks=long)],
     ids=str,
 )
-def test_resumed_at_any_number_of_ranks(names: list[str], tmp_path: pathlib.Path) -> None:
+def test_resumed_at_any_number_of_ranks(names, tmp_path):
     """Bit by bit, from a rank's own state, a copy, gathered states loaded before or after the
     weights, and a checkpoint of shards; a step that is skipped leaves nothing.
     """
@@ -179,7 +174,7 @@ def test_resumed_at_any_number_of_ranks(names: list[str], tmp_path: pathlib.Path
     run_ranks(come_back, 2, tmp_path, kept)
 
 
-def forms() -> None:
+def forms():
     got = {name: Run(options).train(*range(6)).found for name, options in FORMS.items()}
     weights, states = got["fp32"]
     for index, state in states.items():
@@ -206,23 +201,23 @@ def forms() -> None:
         assert size == expected * 64 * 64 / bmt.world_size()
 
 
-def test_forms_agree() -> None:
+def test_forms_agree():
     """Split masters are those of fp32 bit by bit; 8 bits are close; without masters, weights are
     theirs up to the rounding of each step. Bytes of state are as documented.
     """
     run_ranks(forms, 2)
 
 
-def saved_and_loaded(run: Run, folder: pathlib.Path, *, gather: bool) -> Run:
+def saved_and_loaded(run, folder, *, gather):
     return run.resume(run.weights, run.manager.state_dict(gather_opt=gather))
 
 
-def checkpointed(run: Run, folder: pathlib.Path) -> Run:
+def checkpointed(run, folder):
     run.checkpoint(folder)
     return Run(run.options).train(9).restore(folder)
 
 
-WAYS: tuple[Callable[[Run, pathlib.Path], Run], ...] = (
+WAYS: Any = (
     lambda run, _: run,
     lambda run, _: run.copy(),
     functools.partial(saved_and_loaded, gather=False),
@@ -231,7 +226,7 @@ WAYS: tuple[Callable[[Run, pathlib.Path], Run], ...] = (
 )
 
 
-def written(folder: pathlib.Path) -> None:
+def written(folder):
     for name, options in list(FORMS.items())[:4]:
         for number, way in enumerate(WAYS if name in ("fp32", "split") else WAYS[::3]):
             run, place = Run(options).train(0, 1), folder / f"{name} {number}"
@@ -253,14 +248,14 @@ def written(folder: pathlib.Path) -> None:
     run.fill(6.0).train(0).check_near(6.0)  # before the first step
 
 
-def test_weights_that_the_program_writes_count(tmp_path: pathlib.Path) -> None:
+def test_weights_that_the_program_writes_count(tmp_path):
     """Whether the run goes straight on, or by way of a copy or a file; remainders of other weights
     are refused, and as the error says the run goes on.
     """
     run_ranks(written, 2, tmp_path)
 
 
-def loads() -> None:
+def loads():
     """A state that was loaded, and weights that come before it, after it, or of elsewhere."""
     run = Run({}).train(0, 1, 2)
     weights, state = run.weights, run.manager.state_dict(gather_opt=True)
@@ -305,11 +300,11 @@ def loads() -> None:
         run.train(1)
 
 
-def test_loads_in_any_order() -> None:
+def test_loads_in_any_order():
     run_ranks(loads, 2)
 
 
-def other_forms(folder: pathlib.Path, count: int) -> None:
+def other_forms(folder, count):
     for place, (name, options) in enumerate(FORMS.items()):
         run = Run(options).train(0, 1, 2).checkpoint(folder / name)
         weights, state = run.weights, run.manager.state_dict(gather_opt=True)
@@ -342,7 +337,7 @@ def other_forms(folder: pathlib.Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(6, marks=long)])
-def test_states_of_other_forms(count: int, tmp_path: pathlib.Path) -> None:
+def test_states_of_other_forms(count, tmp_path):
     """A gathered state moves from any form to any; a checkpoint of shards is refused. A step
     updates states where they are.
     """
@@ -350,15 +345,15 @@ def test_states_of_other_forms(count: int, tmp_path: pathlib.Path) -> None:
 
 
 class Columns(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = ColumnParallelLinear(16, 24, dtype=torch.bfloat16)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.up(x)
 
 
-def columns() -> Run:
+def columns():
     torch.manual_seed(0)
     model = bmt.BMTrainModelWrapper(Columns())
     bmt.init_parameters(model)
@@ -366,25 +361,25 @@ def columns() -> Run:
     return Run(options, copied=(model, AdamOptimizer(model.parameters(), lr=1e-2, **options)))
 
 
-def columns_step(run: Run) -> Run:
+def columns_step(run):
     run.manager.zero_grad()
     run.manager.backward(run.model(torch.ones(2, 16, dtype=torch.bfloat16)).float().square().sum())
     run.manager.step()
     return run
 
 
-def save_parts(folder: pathlib.Path) -> list[Any]:
+def save_parts(folder):
     run = columns_step(columns()).checkpoint(folder)
     return [run.found, columns_step(run).found]
 
 
-def load_parts(folder: pathlib.Path, kept: list[Any]) -> None:
+def load_parts(folder, kept):
     run = columns().restore(folder)
     assert_equal(run.found, kept[0])
     assert_equal(columns_step(run).found, kept[1])
 
 
-def refuse_parts(folder: pathlib.Path) -> None:
+def refuse_parts(folder):
     run = columns()
     before = run.found
     with pytest.raises(CheckpointError, match="exp_avg_scales"):
@@ -392,7 +387,7 @@ def refuse_parts(folder: pathlib.Path) -> None:
     assert_equal(run.found, before)
 
 
-def test_tensor_parallel_blocks(tmp_path: pathlib.Path) -> None:
+def test_tensor_parallel_blocks(tmp_path):
     """Blocks are those of a rank's part: they come back at the same number of parts, and are
     refused at another.
     """
@@ -401,11 +396,11 @@ def test_tensor_parallel_blocks(tmp_path: pathlib.Path) -> None:
     run_ranks(refuse_parts, 2, tmp_path)
 
 
-def refused() -> None:
+def refused():
     """Each before anything is made."""
     params = [nn.Parameter(torch.ones(3))]
     known = "one of fp32, 8bit"
-    cases: tuple[tuple[torch.dtype, dict[str, Any], str], ...] = (
+    cases = (
         (torch.float32, {"moments": "4bit"}, known),
         (torch.float32, {"moments": 8}, known),
         (torch.float32, {"master_weights": None}, "one of fp32, split, none"),
@@ -427,5 +422,5 @@ def refused() -> None:
     torch.testing.assert_close(params[0].detach(), torch.full((3,), 0.9))
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     run_ranks(refused, 1)

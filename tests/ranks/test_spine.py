@@ -1,11 +1,8 @@
 """The spine: what one call of a block goes through by default, forward and backward."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import sys
-import types
 
 import torch
 from tests.ranks.runner import run_ranks
@@ -27,7 +24,7 @@ class Trace:
     deepest: int = 0
     _depth: int = 0
 
-    def __call__(self, frame: types.FrameType, event: str, arg: object) -> None:
+    def __call__(self, frame, event, arg):
         code = frame.f_code
         if not code.co_filename.startswith(SOURCE):
             return
@@ -38,32 +35,32 @@ class Trace:
         elif event == "return":
             self._depth -= 1
 
-    def __enter__(self) -> Trace:
+    def __enter__(self):
         sys.setprofile(self)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         sys.setprofile(None)
 
     @property
-    def files(self) -> set[str]:
+    def files(self):
         return {file for file, _ in self.functions}
 
-    def is_within(self, most: tuple[int, int, int]) -> bool:
+    def is_within(self, most):
         found = len(self.functions), len(self.files), self.deepest
         return all(one <= other for one, other in zip(found, most, strict=True))
 
 
 class FeedForward(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def follow_a_call() -> None:
+def follow_a_call():
     """With everything that two ranks do: gathers, reductions, comparisons, gradients."""
     world.current("a test").draws.same_rows = False  # as by default
     block, x = bmt.Block(FeedForward()), torch.ones(2, 8)
@@ -80,5 +77,5 @@ def follow_a_call() -> None:
         assert trace.is_within(most), f"{found} functions, files, depth; at most {most}"
 
 
-def test_a_call_of_a_block_can_be_followed() -> None:
+def test_a_call_of_a_block_can_be_followed():
     run_ranks(follow_a_call, 2)

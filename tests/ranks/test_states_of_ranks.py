@@ -1,9 +1,6 @@
 """Saved states that ranks were given differently: refused on all ranks, and nothing is changed."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,21 +17,20 @@ State = dict[str, Any]
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.head = nn.Linear(6, 700)  # of so many elements that places of it are compared
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x).tanh()
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Run:
-    def __init__(self) -> None:
+    def __init__(self):
         self.model: Any = bmt.BMTrainModelWrapper(Net())
         self.model.ordinary = nn.Parameter(torch.ones(3))
         self.manager = OptimManager(loss_scale=8.0, loss_scale_steps=2)
@@ -42,7 +38,7 @@ class Run:
         self.manager.add_optimizer(first, bmt.lr_scheduler.Linear(first, 0.01, 2, 10))
         self.manager.add_optimizer(torch.optim.Adafactor(self.model.head.parameters(), lr=0.01))
 
-    def train(self, steps: int) -> dict[str, torch.Tensor]:
+    def train(self, steps):
         for step in range(steps):
             self.manager.zero_grad()
             loss = self.model(torch.ones(2, 6) * step).square().mean() + self.model.ordinary.sum()
@@ -50,28 +46,28 @@ class Run:
             self.manager.step()
         return models.cloned_state(self.model)
 
-    def load(self, weights: State, state: State) -> None:
+    def load(self, weights, state):
         self.model.load_state_dict(weights)
         self.manager.load_state_dict(state)
 
 
-def add(x: torch.Tensor) -> None:
+def add(x):
     x.view(-1)[-1] += 1
 
 
-def first(state: State) -> Any:
+def first(state):
     return state["optimizers"][0]["state"]
 
 
-def second(state: State) -> Any:
+def second(state):
     return state["optimizers"][1]["state"]
 
 
-def settings(state: State) -> Any:
+def settings(state):
     return state["optimizers"][0]["param_groups"][0]
 
 
-CHANGES: dict[str, Callable[[State], object]] = {
+CHANGES = {
     "exp_avg": lambda state: add(first(state)[2]["exp_avg"]),
     "of an ordinary one": lambda state: add(first(state)[4]["exp_avg"]),
     "step": lambda state: first(state)[1].update(step=7),
@@ -88,7 +84,7 @@ CHANGES: dict[str, Callable[[State], object]] = {
 }
 
 
-def loaded() -> None:
+def loaded():
     run = Run()
     weights, state = run.train(3), run.manager.state_dict(gather_opt=True)
     straight = run.train(2)
@@ -117,5 +113,5 @@ def loaded() -> None:
     models.assert_same_dicts(run.train(2), straight, "from slices", 0.0)
 
 
-def test_states_that_differ_between_ranks() -> None:
+def test_states_that_differ_between_ranks():
     run_ranks(loaded, 3)

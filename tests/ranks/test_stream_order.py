@@ -2,12 +2,8 @@
 memory; without one they do not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +15,6 @@ from tests.ranks.stream_order import (
     EARLY_READ,
     EARLY_WRITE,
     UNORDERED_WRITES,
-    Order,
     SimulatedStreams,
     watching,
 )
@@ -35,24 +30,23 @@ from model_center.generation.resident import Resident
 
 DIM, ROWS, NUM_BLOCKS = 8, 3, 4  # one block more than a ring has buffers
 long = pytest.mark.long
-Races = list[tuple[str, str, str]]
 
 
-def read_elsewhere(streams: SimulatedStreams, orderly: bool) -> torch.Tensor:
+def read_elsewhere(streams, orderly):
     x = torch.zeros(4)
     with streams.gathering(streams.mark_compute() if orderly else None):
         x.clone()
     return x
 
 
-def write_elsewhere(streams: SimulatedStreams, orderly: bool) -> torch.Tensor:
+def write_elsewhere(streams, orderly):
     x = torch.empty(4)  # whoever had this memory before may still read it
     with streams.gathering(streams.mark_compute() if orderly else None):
         x.fill_(1.0)
     return x
 
 
-def read_and_overwrite(streams: SimulatedStreams, orderly: bool) -> torch.Tensor:
+def read_and_overwrite(streams, orderly):
     x = torch.zeros(4)
     with streams.reducing():
         x.clone()
@@ -61,7 +55,7 @@ def read_and_overwrite(streams: SimulatedStreams, orderly: bool) -> torch.Tensor
     return x.fill_(1.0)
 
 
-def read_and_free(streams: SimulatedStreams, orderly: bool) -> None:
+def read_and_free(streams, orderly):
     x = torch.zeros(4)
     with streams.reducing():
         x.clone()
@@ -71,7 +65,7 @@ def read_and_free(streams: SimulatedStreams, orderly: bool) -> None:
     torch.ones(4)
 
 
-def write_side_by_side(streams: SimulatedStreams, orderly: bool) -> torch.Tensor:
+def write_side_by_side(streams, orderly):
     x = torch.zeros(4)
     halves = x.chunk(2) if orderly else (x, x)
     streams.side_by_side([lambda: halves[0].fill_(1.0), lambda: halves[1].fill_(2.0)])
@@ -88,7 +82,7 @@ def write_side_by_side(streams: SimulatedStreams, orderly: bool) -> torch.Tensor
         (write_side_by_side, UNORDERED_WRITES),
     ],
 )
-def test_the_checker(program: Callable[[SimulatedStreams, bool], object], race: str) -> None:
+def test_the_checker(program, race):
     """It finds what is there, and nothing where streams wait or bytes are others."""
     for orderly, expected in ((True, set()), (False, {race})):
         with watching() as order:
@@ -98,7 +92,7 @@ def test_the_checker(program: Callable[[SimulatedStreams, bool], object], race: 
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = (
             nn.LayerNorm(DIM),
@@ -106,18 +100,18 @@ class Layer(nn.Module):
             nn.Linear(2 * DIM, DIM),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 @contextlib.contextmanager
-def checked() -> Iterator[Order]:
+def checked():
     """Small shards travel as big ones do, and of gradients some parts are copied from where they
     are, some joined before.
     """
-    numbers: list[tuple[int, int]] = []
+    numbers = []
 
-    def counting(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def counting(parts):
         found = joined(parts)
         numbers.append((len(parts), len(found)))
         return found
@@ -130,9 +124,7 @@ def checked() -> Iterator[Order]:
     assert not numbers or any(1 < after < before for before, after in numbers)
 
 
-def accumulate(
-    model: nn.Module, manager: bmt.optim.OptimManager, num_batches: int, *, reduce_each: bool
-) -> None:
+def accumulate(model, manager, num_batches, *, reduce_each):
     """Gradients of some batches, and the step."""
     manager.zero_grad()
     for number in range(num_batches):
@@ -142,7 +134,7 @@ def accumulate(
     manager.step()
 
 
-def end_early(blocks: Sequence[nn.Module]) -> None:
+def end_early(blocks):
     """Passes behind which something is under way that nobody will ask for: a gather, inputs that
     come back from the host.
     """
@@ -153,7 +145,7 @@ def end_early(blocks: Sequence[nn.Module]) -> None:
     torch.autograd.grad(blocks[3](blocks[2](middle)).sum(), middle)
 
 
-def train(zero_level: int, use_checkpoint: Level, num_batches: int) -> Order:
+def train(zero_level, use_checkpoint, num_batches):
     """Three steps, each with passes behind it that do not train; at the end the values are changed
     and read.
     """
@@ -179,9 +171,7 @@ def train(zero_level: int, use_checkpoint: Level, num_batches: int) -> Order:
     return order
 
 
-def races_in_training(
-    zero_level: int, use_checkpoint: Level, num_batches: int
-) -> tuple[Races, set[str]]:
+def races_in_training(zero_level, use_checkpoint, num_batches):
     """What was found, and the streams that something ran on."""
     order = train(zero_level, use_checkpoint, num_batches)
     return list(order.races), {
@@ -197,10 +187,7 @@ STREAMS = {
 
 LEVELS = [Level.NOTHING, Level.CHEAP, Level.BLOCK, Level.OFFLOADED]
 # transport, level of ZeRO, recomputation, micro-batches
-CASES: list[tuple[str, int, Level, int]] = [
-    ("copy_engine", 3, Level.OFFLOADED, 2),
-    ("collective", 2, Level.BLOCK, 1),
-]
+CASES = [("copy_engine", 3, Level.OFFLOADED, 2), ("collective", 2, Level.BLOCK, 1)]
 
 
 @pytest.mark.parametrize(
@@ -215,13 +202,13 @@ CASES: list[tuple[str, int, Level, int]] = [
     ],
     ids=str,
 )
-def test_training_is_ordered(case: tuple[str, int, Level, int]) -> None:
+def test_training_is_ordered(case):
     carrier, *rest = case
     found = run_ranks(races_in_training, 2, *rest, init={"transport": carrier})
     assert found == [([], STREAMS[carrier])] * 2
 
 
-def write(how: str, block: nn.Module, value: float) -> None:
+def write(how, block, value):
     """The same value everywhere in a block."""
     values = {"weight": torch.full((DIM, DIM), value), "bias": torch.full((DIM,), value)}
     if how == "load_state_dict":
@@ -232,7 +219,7 @@ def write(how: str, block: nn.Module, value: float) -> None:
         param.set_full(values[name])
 
 
-def races_of_writes(how: str, zero_level: int) -> tuple[Races, list[float]]:
+def races_of_writes(how, zero_level):
     """Two models take turns, and what is written is a later block of the second.
 
     Nothing but the write itself makes its gather wait: that of the first block has begun before, as
@@ -252,7 +239,7 @@ def races_of_writes(how: str, zero_level: int) -> tuple[Races, list[float]]:
     return list(order.races), found
 
 
-def races_of_holding(zero_level: int) -> tuple[Races, list[float]]:
+def races_of_holding(zero_level):
     """Whole weights are held again and again in the same memory; in between there is training, or
     values are written, or nothing is.
     """
@@ -261,7 +248,7 @@ def races_of_holding(zero_level: int) -> tuple[Races, list[float]]:
         torch.manual_seed(0)
         blocks = [bmt.Block(nn.Linear(DIM, DIM), zero_level=zero_level) for _ in range(4)]
         model, x = nn.Sequential(*blocks), torch.ones(1, DIM)
-        kept: list[object] = []
+        kept = []
         for turn in range(1, 7):
             resident = Resident.of(model)
             assert resident is not None
@@ -280,7 +267,7 @@ def races_of_holding(zero_level: int) -> tuple[Races, list[float]]:
     return list(order.races), found[1:]
 
 
-def others_are_ordered(zero_level: int) -> None:
+def others_are_ordered(zero_level):
     for races, errors in (
         races_of_holding(zero_level),
         *(races_of_writes(how, zero_level) for how in ("set_full", "load_state_dict")),
@@ -297,18 +284,17 @@ def others_are_ordered(zero_level: int) -> None:
         pytest.param("copy_engine", 2, marks=long),
     ],
 )
-def test_held_weights_and_writes_are_ordered(carrier: str, zero_level: int) -> None:
+def test_held_weights_and_writes_are_ordered(carrier, zero_level):
     run_ranks(others_are_ordered, 2, zero_level, init={"transport": carrier})
 
 
-def let_go_at_once(carrier: Transport) -> None:
+def let_go_at_once(carrier):
     """As `_make_room`, without waiting."""
     carrier._filling = None
     carrier._reductions.clear()
 
 
-Patch = tuple[type, str, Callable[..., Any]]
-WITHOUT: dict[str, Patch] = {
+WITHOUT = {
     "compute waits for events": (SimulatedStreams, "compute_waits", lambda self, event: None),
     "gathers wait for writes and for the last reader": (
         SimulatedStreams,
@@ -325,14 +311,14 @@ WITHOUT: dict[str, Patch] = {
 }
 
 
-def races_without(wait: str, run: Callable[..., tuple[Races, Any]], *args: Any) -> Races:
+def races_without(wait, run, *args):
     """The races that are found once something waits no longer."""
     with mock.patch.object(*WITHOUT[wait]):
         return run(*args)[0]
 
 
 WAITS = list(WITHOUT)
-MISSING: list[tuple[Any, ...]] = [
+MISSING = [
     *((wait, races_in_training, 3, Level.OFFLOADED, 1) for wait in WAITS),
     *((wait, races_of_holding, 3) for wait in WAITS[:2]),
 ]
@@ -351,5 +337,5 @@ MISSING: list[tuple[Any, ...]] = [
         ),
     ],
 )
-def test_a_wait_that_is_missing_is_found(carrier: str, case: tuple[Any, ...]) -> None:
+def test_a_wait_that_is_missing_is_found(carrier, case):
     assert all(run_ranks(races_without, 2, *case, init={"transport": carrier}))

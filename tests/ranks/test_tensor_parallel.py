@@ -2,12 +2,8 @@
 gradients, refusals.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +13,7 @@ from tests.ranks import models
 from tests.ranks.passes import on_ranks
 from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
-from torch import Tensor, nn
+from torch import nn
 
 import bmtrain as bmt
 from bmtrain.distributed import overlap, tensor_parallel
@@ -36,15 +32,9 @@ from bmtrain.runtime import world
 
 IN, OUT, VOCAB = 8, 12, 16
 
-Tensors = list[Tensor]
-Call = Callable[[Tensor], Tensor]
-Parameters = dict[str, Tensor]
-#: what the ranks of one tensor-parallel group make of what each passes and of the whole parameters
-Answer = Callable[[Tensors, Parameters], Tensors]
 
-
-def column(gather_input: bool, gather_output: bool, dim: int = 0) -> Answer:
-    def answer(inputs: Tensors, params: Parameters) -> Tensors:
+def column(gather_input, gather_output, dim=0):
+    def answer(inputs, params):
         size = len(inputs)
         given = [torch.cat(inputs, dim)] * size if gather_input else inputs
         parts = [F.linear(x, **params).chunk(size, -1)[rank] for rank, x in enumerate(given)]
@@ -53,8 +43,8 @@ def column(gather_input: bool, gather_output: bool, dim: int = 0) -> Answer:
     return answer
 
 
-def row(split_input: bool, all_reduce: bool) -> Answer:
-    def answer(inputs: Tensors, params: Parameters) -> Tensors:
+def row(split_input, all_reduce):
+    def answer(inputs, params):
         size = len(inputs)
         own = [x.chunk(size, -1)[rank] if split_input else x for rank, x in enumerate(inputs)]
         total = F.linear(torch.cat(own, -1), **params)
@@ -63,24 +53,24 @@ def row(split_input: bool, all_reduce: bool) -> Answer:
     return answer
 
 
-def lookup(inputs: Tensors, params: Parameters) -> Tensors:
+def lookup(inputs, params):
     return [F.embedding(ids, params["weight"]) for ids in inputs]
 
 
-def tp_size() -> int:
+def tp_size():
     return int(bmt.config["tp_size"])
 
 
-def seeded(*key: int) -> torch.Generator:
+def seeded(*key):
     return torch.Generator().manual_seed(hash(key) % 2**31)
 
 
-def factor(out: Tensor, rank: int) -> Tensor:
+def factor(out, rank):
     """What multiplies a rank's output in its loss: other numbers on every rank."""
     return torch.randn(out.shape, generator=seeded(7, rank), dtype=out.dtype).to(out.device)
 
 
-def whole_gradients(module: nn.Module) -> Parameters:
+def whole_gradients(module):
     """Every parameter's whole gradient, put together by the module's own state dict.
 
     The module's values are lost.
@@ -91,13 +81,7 @@ def whole_gradients(module: nn.Module) -> Parameters:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def check(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    answer: Answer,
-    what: str,
-    call: Callable[[Tensor], Tensor] | None = None,
-) -> None:
+def check(module, inputs, answer, what, call=None):
     """`module` on this rank's of all ranks' `inputs` gives what `answer` says, and the gradients of
     the sum of all losses.
     """
@@ -106,7 +90,7 @@ def check(
     # on the CPU, as the answer
     params = {name: value.clone().requires_grad_() for name, value in module.state_dict().items()}
     plain = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    outs: Tensors = []
+    outs = []
     for first in range(0, bmt.world_size(), tp_size()):
         outs += answer(plain[first : first + tp_size()], params)
     losses = [(out * factor(out, r)).sum() for r, out in enumerate(outs)]
@@ -121,7 +105,7 @@ def check(
     models.assert_same_dicts(whole_gradients(module), expected, f"{what}: gradients")
 
 
-def rows_of_all(*shape: int, alike: bool = False) -> Tensors:
+def rows_of_all(*shape, alike=False):
     """What every rank passes; `alike` within each tensor-parallel group."""
     return [
         torch.randn(shape, generator=seeded(3, r // tp_size() if alike else r))
@@ -129,7 +113,7 @@ def rows_of_all(*shape: int, alike: bool = False) -> Tensors:
     ]
 
 
-def started(module: nn.Module) -> nn.Module:
+def started(module):
     """With its first values, and biases that are not zero."""
     bmt.init_parameters(module)
     values = {
@@ -140,19 +124,16 @@ def started(module: nn.Module) -> nn.Module:
     return module
 
 
-def made(kind: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+def made(kind, *args, **kwargs):
     return started(kind(*args, **kwargs))
 
 
 # Chunks and shapes of rows; each set of flags meets every third one.
-SHAPES: list[tuple[int, tuple[int, ...]]] = [
-    *((1, (2,)), (2, (2,)), (4, (6,)), (3, (1, 3))),
-    *((2, (3, 1, 5)), (2, (5,)), (2, (0,))),
-]
+SHAPES = [*((1, (2,)), (2, (2,)), (4, (6,)), (3, (1, 3))), *((2, (3, 1, 5)), (2, (5,)), (2, (0,)))]
 FLAGS = list(itertools.product((False, True), repeat=3))
 
 
-def columns() -> None:
+def columns():
     for number, (gather_input, gather_output, bias) in enumerate(FLAGS):
         for chunks, shape in SHAPES[number % 3 :: 3]:
             module = made(
@@ -163,7 +144,7 @@ def columns() -> None:
             check(module, inputs, answer, f"{module} {shape} chunks {chunks}")
 
 
-def rows() -> None:
+def rows():
     size = tp_size()
     for number, (split_input, all_reduce, bias) in enumerate(FLAGS):
         for chunks, shape in SHAPES[number % 3 :: 3]:
@@ -173,7 +154,7 @@ def rows() -> None:
             check(module, inputs, row(split_input, all_reduce), f"{module} {shape} chunks {chunks}")
 
 
-def embeddings() -> None:
+def embeddings():
     for shape in ((6,), (2, 3), (), (0,), (2, 1, 3)):
         ids = [
             torch.randint(0, VOCAB, shape, generator=seeded(5, r)) for r in range(bmt.world_size())
@@ -190,7 +171,7 @@ def embeddings() -> None:
 
 
 @on_ranks(4, init={"tp_size": 2})
-def test_layers() -> None:
+def test_layers():
     """All flags, row shapes and chunk counts; a layer that is not split."""
     for program in (columns, rows, embeddings):
         program()
@@ -206,39 +187,39 @@ def test_layers() -> None:
 class Layer(nn.Module):
     """Column, then row: the shape of a feed-forward layer; and an ordinary norm before it."""
 
-    def __init__(self, up: type[nn.Module], down: type[nn.Module]) -> None:
+    def __init__(self, up, down):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(IN), up(IN, OUT), down(OUT, IN)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def layer(inputs: Tensors, params: Parameters) -> Tensors:
+def layer(inputs, params):
     plain = Layer(nn.Linear, nn.Linear)
     return [torch.func.functional_call(plain, params, (x,)) for x in inputs]
 
 
-def block_of(level: int, recompute: bool) -> bmt.Block:
+def block_of(level, recompute):
     split = Layer(ColumnParallelLinear, RowParallelLinear)
     block = bmt.Block(split, use_checkpoint=recompute, zero_level=level)
     started(block)
     return block
 
 
-def blocks() -> None:
+def blocks():
     for level, recompute in itertools.product((2, 3), (False, True)):
         block = block_of(level, recompute)
         check(block, rows_of_all(4, 3, IN), layer, f"ZeRO-{level}, recompute={recompute}")
 
 
 @on_ranks(4, init={"tp_size": 2})
-def test_blocks() -> None:
+def test_blocks():
     """Inside a Block: with ZeRO-3 the saved weights are found again in a buffer gathered anew."""
     blocks()
 
 
-def compiled(backend: str, level: int, recompute: bool) -> None:
+def compiled(backend, level, recompute):
     block = block_of(level, recompute)
     block.compile(backend=backend, fullgraph=True)
     for _ in range(2):  # a second call of compiled code
@@ -256,7 +237,7 @@ def compiled(backend: str, level: int, recompute: bool) -> None:
     ("level", "recompute"), [(3, True), pytest.param(2, False, marks=pytest.mark.long)]
 )
 @on_ranks(2, init={"tp_size": 2})
-def test_compiles_as_one_graph(level: int, recompute: bool) -> None:
+def test_compiles_as_one_graph(level, recompute):
     """No break at the operations, recomputation inside the graph, and the same numbers."""
     compiled("aot_eager", level, recompute)
 
@@ -265,7 +246,7 @@ UNWANTED = ("gather_rows", "scatter_rows", "all_reduce", "gather_linear", "check
 
 
 @on_ranks(2)
-def test_one_tensor_rank_is_plain() -> None:
+def test_one_tensor_rank_is_plain():
     """Without tensor parallelism the layers are the plain ones to the last bit, and the tensor axis
     is not used.
     """
@@ -287,7 +268,7 @@ def test_one_tensor_rank_is_plain() -> None:
             table(torch.tensor([0, VOCAB]))
 
 
-def first_values() -> list[Parameters]:
+def first_values():
     torch.manual_seed(4)
     out = []
     for kind in (ColumnParallelLinear, RowParallelLinear, Linear, VPEmbedding):
@@ -299,7 +280,7 @@ def first_values() -> list[Parameters]:
     return [*out, dict(module.state_dict())]
 
 
-def test_first_values_do_not_depend_on_the_split() -> None:
+def test_first_values_do_not_depend_on_the_split():
     """The same whole weights for any tp_size, in the range that torch's layers take."""
     plain = run_ranks(first_values, 1)[0]
     for values in run_ranks(first_values, 4, init={"tp_size": 2}):
@@ -314,7 +295,7 @@ def test_first_values_do_not_depend_on_the_split() -> None:
 
 
 @on_ranks(2, init={"tp_size": 2})
-def test_operations() -> None:
+def test_operations():
     """The operations by themselves, on plain tensors, as BMTrain programs call them; autocast;
     frozen weights and inputs without gradient.
     """
@@ -349,17 +330,17 @@ def test_operations() -> None:
 
 @pytest.mark.fresh
 @on_ranks(2, init={"tp_size": 2})
-def test_rows_travel_beside_multiplication() -> None:
+def test_rows_travel_beside_multiplication():
     """Own rows are multiplied before the first are awaited; a chunk is summed while the next is
     multiplied.
     """
-    log: list[str] = []
+    log = []
     current = world.current().service(overlap.Overlap)
 
-    def noting(module: Any, name: str, word: str) -> None:
+    def noting(module, name, word):
         original = getattr(module, name)
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def noted(*args, **kwargs):
             log.append(word)
             return original(*args, **kwargs)
 
@@ -386,12 +367,12 @@ def test_rows_travel_beside_multiplication() -> None:
     assert log == ["gather", "gather", "multiply", "wait", "multiply", "wait", "multiply", "wait"]
 
 
-def churning(num_rounds: int, rows: int, width: int) -> None:
+def churning(num_rounds, rows, width):
     """Nothing is read before it is there or overwritten while it travels: memory that is given back
     is spoiled at once.
     """
 
-    def spoil() -> None:
+    def spoil():
         for numel in (rows * width, tp_size() * rows * width, rows * width // 2):
             torch.full((numel,), torch.nan, device=bmt.device())
 
@@ -425,21 +406,21 @@ def churning(num_rounds: int, rows: int, width: int) -> None:
 
 
 @on_ranks(2, init={"tp_size": 2})
-def test_memory_is_held_while_it_travels() -> None:
+def test_memory_is_held_while_it_travels():
     """On a CPU only the arithmetic of the test; tests/gpu runs the same with rows enough for an
     overlap.
     """
     churning(2, 8, 16)
 
 
-def test_chunks_are_equal() -> None:
+def test_chunks_are_equal():
     wanted = {(12, 1): 1, (12, 2): 2, (12, 5): 4, (7, 4): 1, (7, 7): 7, (2, 8): 2, (0, 4): 1}
     for sizes, count in wanted.items():
         assert overlap.num_equal_chunks(*sizes) == count
 
 
 @on_ranks(2, init={"tp_size": 2}, timeout=20)
-def test_bad_layers_are_refused() -> None:
+def test_bad_layers_are_refused():
     for make, words in (
         (
             lambda: ColumnParallelLinear(4, 7),
@@ -456,7 +437,7 @@ def test_bad_layers_are_refused() -> None:
 
 
 @on_ranks(2, init={"tp_size": 2}, timeout=20)
-def test_bad_calls_are_refused_on_every_rank() -> None:
+def test_bad_calls_are_refused_on_every_rank():
     """With an error that names it, where the ranks differ and where all are wrong alike; the next
     pass is as the first.
     """
@@ -469,14 +450,14 @@ def test_bad_calls_are_refused_on_every_rank() -> None:
     every = made(RowParallelLinear, OUT, IN, split_input=True, all_reduce_output=True)
     x, h = torch.randn(4, IN), torch.randn(4, OUT // 2)
 
-    def again() -> list[Tensor]:
+    def again():
         leaf = x.clone().requires_grad_()
         y = out(into(leaf)) + table(torch.arange(4))
         y.square().sum().backward()
         return [y, grad_of(leaf)]
 
     first = again()
-    wrong: list[tuple[Callable[[], Any], str]] = [
+    wrong = [
         (lambda: into(x[: 4 - rank]), r"rank 0: .*\(4, 8\).*rank 1: .*\(3, 8\).*pad or cut"),
         (lambda: into(x.double() if rank else x), r"rank 0: .*float32.*rank 1: .*float64"),
         (lambda: into(x.clone().requires_grad_(bool(rank))), r"rank 1: .*float32 with gradient"),

@@ -2,8 +2,6 @@
 spread.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -17,7 +15,7 @@ import bmtrain as bmt
 CLASSES = 7
 
 
-def token_mean() -> None:
+def token_mean():
     """Uneven micro-batches, one of them empty; a step without any tokens gives zero, not NaN."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(bmt.world_size(), 3, 4, 5, generator=generator)
@@ -47,5 +45,5 @@ def token_mean() -> None:
     assert float(bmt.loss.TokenMean([torch.full((4,), -100)])(torch.zeros(()))) == 0.0
 
 
-def test_token_mean_is_that_of_the_concatenated_batch() -> None:
+def test_token_mean_is_that_of_the_concatenated_batch():
     run_ranks(token_mean, 3)

@@ -2,12 +2,7 @@
 it is tried.
 """
 
-from __future__ import annotations
-
-import pathlib
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import accelerate
 import pytest
@@ -22,21 +17,19 @@ from bmtrain.errors import ParameterError
 ROWS, STEPS, RATE = 12, 3, 0.05
 
 
-def make() -> nn.Module:
+def make():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def data() -> torch.utils.data.TensorDataset:
+def data():
     generator = torch.Generator().manual_seed(1)
     return torch.utils.data.TensorDataset(
         torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 3, generator=generator)
     )
 
 
-def train(
-    model: Any, optimizer: Any, batches: Any, backward: Callable[[torch.Tensor], object]
-) -> None:
+def train(model, optimizer, batches, backward):
     for _ in range(STEPS):
         for x, y in batches:
             optimizer.zero_grad()
@@ -47,13 +40,13 @@ def train(
 PLAIN = [data().tensors]
 
 
-def accelerator_here() -> Any:
+def accelerator_here():
     """An Accelerator of this process group."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     return accelerate.Accelerator(cpu=True)
 
 
-def with_accelerate() -> None:
+def with_accelerate():
     plain = make()
     reference = torch.optim.SGD(plain.parameters(), lr=RATE)
     train(plain, reference, PLAIN, torch.Tensor.backward)
@@ -79,14 +72,14 @@ def with_accelerate() -> None:
         train(late, optimizer, loader, accelerator.backward)
 
 
-def test_accelerate_prepares_optimizers_and_loaders() -> None:
+def test_accelerate_prepares_optimizers_and_loaders():
     """A sharded model stays as it is; optimizers of a model that was wrapped in
     DistributedDataParallel first train nothing.
     """
     run_ranks(with_accelerate, 2)
 
 
-def with_trainer(folder: str) -> None:
+def with_trainer(folder):
     import transformers  # here: it takes seconds
 
     accelerator_here()
@@ -107,6 +100,6 @@ def with_trainer(folder: str) -> None:
 
 
 @pytest.mark.long
-def test_the_trainer_of_transformers_is_refused(tmp_path: pathlib.Path) -> None:
+def test_the_trainer_of_transformers_is_refused(tmp_path):
     """It would put the model into DistributedDataParallel. Nothing has been changed then."""
     run_ranks(with_trainer, 2, str(tmp_path), timeout=200)

@@ -2,12 +2,9 @@
 PyTorch.
 """
 
-from __future__ import annotations
-
 import copy
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -30,7 +27,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def gpt2() -> Any:
+def gpt2():
     """Learned positions, embedding and head tied, Conv1D layers."""
     off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return hf.GPT2LMHeadModel(
@@ -38,7 +35,7 @@ def gpt2() -> Any:
     )
 
 
-def llama() -> Any:
+def llama():
     """Rotary positions from a buffer that is in no file, grouped keys, embedding and head apart."""
     config = hf.LlamaConfig(  # type: ignore[call-arg]  # every configuration takes attn_implementation
         hidden_size=16,
@@ -53,7 +50,7 @@ def llama() -> Any:
     return hf.LlamaForCausalLM(config)
 
 
-def bert() -> Any:
+def bert():
     """Pooler, two heads, embedding and decoder tied."""
     config = hf.BertConfig(
         hidden_size=16,
@@ -68,7 +65,7 @@ def bert() -> Any:
     return hf.BertForPreTraining(config)
 
 
-def t5() -> Any:
+def t5():
     """Two stacks of different layers that share an embedding; the first layer's position bias goes
     through all others.
     """
@@ -85,10 +82,10 @@ def t5() -> Any:
     return hf.T5ForConditionalGeneration(config)
 
 
-MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama, "bert": bert, "t5": t5}
+MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "t5": t5}
 
 
-def make(name: str) -> Any:
+def make(name):
     """Always the same values, and far enough from zero that every parameter matters."""
     torch.manual_seed(3)
     model = MODELS[name]()
@@ -98,7 +95,7 @@ def make(name: str) -> Any:
     return model.train()
 
 
-def batch(model: Any, step: int) -> dict[str, torch.Tensor]:
+def batch(model, step):
     """Inputs of a step for all ranks together, one row padded; as many targets in every row."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
@@ -110,7 +107,7 @@ def batch(model: Any, step: int) -> dict[str, torch.Tensor]:
     return out
 
 
-def own_rows(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def own_rows(inputs):
     """This rank's part."""
     rows = ROWS // bmt.world_size()
     return {
@@ -118,7 +115,7 @@ def own_rows(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_gradients(got: nn.Module, want: nn.Module, what: str) -> None:
+def assert_gradients(got, want, what):
     """Equal on the scale of the model's gradients: some are nothing but rounding, as that of a
     key's bias.
     """
@@ -135,7 +132,7 @@ def assert_gradients(got: nn.Module, want: nn.Module, what: str) -> None:
             )
 
 
-def train_both(what: str, plain: Any, model: Any, steps: range = range(2)) -> None:
+def train_both(what, plain, model, steps=range(2)):
     """Train `plain` on whole batches and the wrapped `model` on this rank's rows; they stay
     equal.
     """
@@ -162,7 +159,7 @@ def train_both(what: str, plain: Any, model: Any, steps: range = range(2)) -> No
     models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{what} after the last step")
 
 
-def training() -> None:
+def training():
     for name in MODELS:
         plain = make(name)
         model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
@@ -172,7 +169,7 @@ def training() -> None:
         train_both(name, plain, model)
 
 
-def checkpointing_flags() -> None:
+def checkpointing_flags():
     """transformers' own checkpointing inside of blocks that recompute themselves or not."""
     for name, reentrant, first in (
         ("llama", True, True),
@@ -209,7 +206,7 @@ def checkpointing_flags() -> None:
         assert all(isinstance(param, bmt.DistributedParameter) for param in model.parameters())
 
 
-def outputs() -> None:
+def outputs():
     """Hidden states and attentions, which transformers records with hooks on modules that it looks
     for by class.
     """
@@ -242,7 +239,7 @@ def outputs() -> None:
         assert_gradients(model, plain, f"{name}: gradients by way of hidden states")
 
 
-def generating() -> None:
+def generating():
     """Greedy search with a cache; ranks have prompts of their own, and some sequences end early."""
     for name in ("gpt2", "llama", "t5"):
         plain = make(name).eval()
@@ -263,7 +260,7 @@ def generating() -> None:
         assert all(module.training for module in model.modules())
 
 
-def pretrained(folder: str) -> None:
+def pretrained(folder):
     """save_pretrained on all ranks; from_pretrained, then wrapped."""
     for name in MODELS:
         path = pathlib.Path(folder, f"{name}-{bmt.world_size()}")
@@ -291,12 +288,12 @@ def pretrained(folder: str) -> None:
         model.save_pretrained(occupied / "folder")
 
 
-def contents(folder: pathlib.Path) -> dict[str, bytes]:
+def contents(folder):
     """The files of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def other_values(name: str) -> Any:
+def other_values(name):
     """The model of this name with values of its own."""
     model = make(name)
     with torch.no_grad():
@@ -305,7 +302,7 @@ def other_values(name: str) -> Any:
     return model
 
 
-def assert_same_answers(got: Any, want: Any, what: str) -> None:
+def assert_same_answers(got, want, what):
     got.eval(), want.eval()
     with torch.no_grad():
         a, b = (model(**batch(want, 5)) for model in (got, want))
@@ -315,12 +312,12 @@ def assert_same_answers(got: Any, want: Any, what: str) -> None:
 
 
 @pytest.mark.fresh  # a progress bar leaves a thread
-def test_files(tmp_path: pathlib.Path) -> None:
+def test_files(tmp_path):
     """What a wrapped model writes a plain one takes, and the other way round."""
     run_ranks(pretrained, 2, str(tmp_path))
 
 
-def from_meta() -> None:
+def from_meta():
     """Parameters come from a file; a buffer in no file is NaN until it gets its values, of which a
     warning tells.
     """
@@ -339,7 +336,7 @@ def from_meta() -> None:
     assert_same_answers(model, plain, "from meta")
 
 
-def bad_input() -> None:
+def bad_input():
     quantised = gpt2()
     layer = quantised.transformer.h[1].mlp.c_fc
     layer.weight = nn.Parameter(layer.weight.detach().char(), requires_grad=False)
@@ -378,7 +375,7 @@ def bad_input() -> None:
 
 
 @pytest.mark.parametrize("program", [from_meta, bad_input])
-def test_limits(program: Callable[[], None]) -> None:
+def test_limits(program):
     """Models from the meta device; errors that name the parameter, before anything is changed."""
     run_ranks(program, 2)
 
@@ -392,6 +389,6 @@ def test_limits(program: Callable[[], None]) -> None:
         (checkpointing_flags, 2),
     ],
 )
-def test_program(program: Callable[[], None], world_size: int) -> None:
+def test_program(program, world_size):
     """What the function of this name states, for each model."""
     run_ranks(program, world_size)

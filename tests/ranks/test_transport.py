@@ -2,16 +2,12 @@
 from run to run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,19 +28,19 @@ COPIES, COLLECTIVES = {"transport": "copy_engine"}, {"transport": "collective"}
 SMALL = mock.patch.object(transport, "SMALLEST_SHARED_BYTES", 0)
 
 
-def least_copied(num_bytes: int) -> Any:
+def least_copied(num_bytes):
     """Parts of at least so many bytes are copied from where they are, others joined before."""
     return mock.patch.object(exchange, "LEAST_COPIED", num_bytes)
 
 
-def train_in_modes() -> list[dict[str, torch.Tensor]]:
+def train_in_modes():
     """(level, recomputation, micro-batches, deferred)"""
     with SMALL, least_copied(256):
         modes = [(2, True, 1, False), (3, False, 2, True), (3, True, 2, False)]
         return [train(("adam", *mode)) for mode in modes]
 
 
-def test_training_gives_the_parameters_of_plain_pytorch() -> None:
+def test_training_gives_the_parameters_of_plain_pytorch():
     for rank in run_ranks(train_in_modes, 3, init=COPIES):
         for number, got in enumerate(rank):
             models.assert_same_dicts(got, answer(), f"mode {number}")
@@ -53,27 +49,25 @@ def test_training_gives_the_parameters_of_plain_pytorch() -> None:
 class Layer(torch.nn.Module):
     """Big enough to be shared between ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(400, 401)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x).tanh()[..., :400]
-        return y
+    def forward(self, x):
+        return self.linear(x).tanh()[..., :400]
 
 
-def layers(dtype: torch.dtype = torch.float32, **options: Any) -> torch.nn.Sequential:
+def layers(dtype=torch.float32, **options):
     torch.manual_seed(3)
     made = [Layer().to(dtype) for _ in range(3)]
     return torch.nn.Sequential(*[bmt.Block(x, use_checkpoint=False, **options) for x in made])
 
 
-def sum_of_ones(model: torch.nn.Module) -> torch.Tensor:
-    out: torch.Tensor = model(torch.ones(2, 400)).sum()
-    return out
+def sum_of_ones(model):
+    return model(torch.ones(2, 400)).sum()
 
 
-def gathered() -> list[torch.Tensor]:
+def gathered():
     found = []
     for block in layers(torch.bfloat16):
         storage, source = storage_of(block), source_of(block)
@@ -86,26 +80,26 @@ def gathered() -> list[torch.Tensor]:
     return found
 
 
-def test_gathers_are_bit_equal_to_collectives() -> None:
+def test_gathers_are_bit_equal_to_collectives():
     by_copies, by_collectives = (run_ranks(gathered, 3, init=x) for x in (COPIES, COLLECTIVES))
     torch.testing.assert_close(by_copies, by_collectives, rtol=0, atol=0)
     assert by_copies[0][0].float().max() > 1  # the other ranks' parts have come
 
 
-def backward_of(model: torch.nn.Module, seed: int, rank: int) -> None:
+def backward_of(model, seed, rank):
     torch.manual_seed(seed * 10 + rank)
     model.zero_grad()
     model(torch.randn(16, 400).bfloat16()).float().square().sum().backward()
 
 
-def gradients_of(reduce_dtype: torch.dtype | None) -> None:
+def gradients_of(reduce_dtype):
     """This rank's slices, twice, with other numbers in between, and what each rank has alone."""
     with least_copied(2**16):  # the weights are copied from where they are
         model, found = layers(torch.bfloat16, reduce_dtype=reduce_dtype), []
         for seed in (1, 2, 1):
             backward_of(model, seed, bmt.rank())
             found.append([gradient_memory(block).clone() for block in model])
-    totals: list[torch.Tensor] = [torch.zeros(401 * 401) for _ in model]
+    totals = [torch.zeros(401 * 401) for _ in model]
     for rank in range(bmt.world_size()):
         torch.manual_seed(3)
         plain = torch.nn.Sequential(*(Layer().bfloat16() for _ in model))
@@ -119,12 +113,12 @@ def gradients_of(reduce_dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_reductions_are_exact_sums_in_rank_order(reduce_dtype: torch.dtype | None) -> None:
+def test_reductions_are_exact_sums_in_rank_order(reduce_dtype):
     """bf16 or fp32 on the wire, one rounding: bit for bit what fp32 gives, from run to run."""
     run_ranks(gradients_of, 3, reduce_dtype, init=COPIES)
 
 
-def exchanges() -> list[Any]:
+def exchanges():
     """Memory for gradients: none without gradients; equal blocks share one, a block by itself has
     none, and a small one is left to collectives.
     """
@@ -133,7 +127,7 @@ def exchanges() -> list[Any]:
     sum_of_ones(frozen)
     with torch.no_grad():
         sum_of_ones(model)
-    found: list[Any] = [len(engine.transport._exchanges)]
+    found = [len(engine.transport._exchanges)]
     others = [bmt.Block(torch.nn.Linear(n, n), use_checkpoint=False) for n in (500, 4)]
     losses = [sum_of_ones(model), *[x(torch.ones(2, x.in_features)).sum() for x in others]]
     torch.stack(losses).sum().backward()
@@ -141,11 +135,11 @@ def exchanges() -> list[Any]:
     return [*found, len(engine.transport._exchanges), *sources]
 
 
-def test_who_is_shared() -> None:
+def test_who_is_shared():
     assert run_ranks(exchanges, 2, init=COPIES) == [[0, 1, True, True, False]] * 2
 
 
-def drop_models() -> float:
+def drop_models():
     for level in (2, 3):
         model = layers(zero_level=level)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -157,12 +151,12 @@ def drop_models() -> float:
     return float(sum_of_ones(layers()).detach())
 
 
-def test_models_dropped_on_one_rank_only() -> None:
+def test_models_dropped_on_one_rank_only():
     first, second = run_ranks(drop_models, 2, init=COPIES)
     assert first == second
 
 
-def evaluate_and_overwrite() -> list[float]:
+def evaluate_and_overwrite():
     """Forward passes without backward, with a slow reader, and weights overwritten right after."""
     model, found = layers(), []
     for number in range(5):
@@ -173,12 +167,12 @@ def evaluate_and_overwrite() -> list[float]:
     return found
 
 
-def test_shards_are_overwritten_after_all_have_read_them() -> None:
+def test_shards_are_overwritten_after_all_have_read_them():
     (alone,) = run_ranks(evaluate_and_overwrite, 1)
     assert run_ranks(evaluate_and_overwrite, 3, init=COPIES) == [alone] * 3
 
 
-def tensor_parallel_gather() -> bool:
+def tensor_parallel_gather():
     """Axes of their own for tensor-parallel parameters: their barriers are among their own
     ranks.
     """
@@ -191,20 +185,20 @@ def tensor_parallel_gather() -> bool:
         return bool(torch.isfinite(out).all()) and source_of(block).peers is not None
 
 
-def test_tensor_parallel_axes() -> None:
+def test_tensor_parallel_axes():
     assert run_ranks(tensor_parallel_gather, 4, init={**COPIES, "tp_size": 2}) == [True] * 4
 
 
 class NoPeers(FilePeers):
     """As where a driver refuses."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         if bmt.rank() == 1:
             raise RuntimeError("not supported here\nC++ stack")
 
 
-def be_refused() -> None:
+def be_refused():
     """On all ranks, whichever has the cause."""
     hosts = mock.patch.object(peers, "this_host", lambda: (f"host {bmt.rank()}", ""))
     for cause, told in (
@@ -218,18 +212,18 @@ def be_refused() -> None:
             layers()
 
 
-def test_what_cannot_be_had_is_refused() -> None:
+def test_what_cannot_be_had_is_refused():
     expected = "transport is 'carrier pigeon': expected one of auto, copy_engine, collective"
     with pytest.raises(ConfigurationError, match=expected):
         world.Defaults(transport="carrier pigeon")
     run_ranks(be_refused, 2, init=COPIES)
 
 
-def full_disk() -> Any:
+def full_disk():
     """Inside, rank 1 has no room for memory that ranks share."""
     make = peers._make_file
 
-    def full(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
+    def full(path, num_bytes):
         if bmt.rank() == 1:
             raise OSError(28, "No space left on device")
         return make(path, num_bytes)
@@ -237,7 +231,7 @@ def full_disk() -> Any:
     return mock.patch.object(peers, "_make_file", full)
 
 
-def fail_to_allocate() -> None:
+def fail_to_allocate():
     axis, groups = world.current().mesh.world, world.current().service(PeerGroups)
     group = groups.of(axis)
     assert isinstance(group, FilePeers)
@@ -264,11 +258,11 @@ def fail_to_allocate() -> None:
         assert torch.equal(gradient_memory(got), gradient_memory(want))
 
 
-def test_a_full_disk_on_one_rank_is_an_error_on_all() -> None:
+def test_a_full_disk_on_one_rank_is_an_error_on_all():
     run_ranks(fail_to_allocate, 2, init=COPIES)
 
 
-def bytes_of_shared_memory() -> list[int]:
+def bytes_of_shared_memory():
     """What the account says: nothing, with a model, with its gradients, without the model."""
     groups = world.current().service(PeerGroups)
     found = [groups.num_bytes]
@@ -284,7 +278,7 @@ def bytes_of_shared_memory() -> list[int]:
     return [num_bytes // shard for num_bytes in (*found, groups.num_bytes)]
 
 
-def test_shared_memory_is_counted_while_it_is_alive() -> None:
+def test_shared_memory_is_counted_while_it_is_alive():
     """In shards: three of a model, and one full gradient for all blocks, which stays."""
     assert run_ranks(bytes_of_shared_memory, 2, init=COPIES) == [[0, 3, 5, 2]] * 2
 
@@ -292,31 +286,29 @@ def test_shared_memory_is_counted_while_it_is_alive() -> None:
 class Driver:
     """Torch's symmetric memory on a GPU that is full after some pieces."""
 
-    def __init__(self, room: list[bool]) -> None:
+    def __init__(self, room):
         self._room = room  # for each attempt
-        self.group: tuple[str, int, int, Any] | None = None
+        self.group = None
 
-    def empty_strided_p2p(
-        self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def empty_strided_p2p(self, size, stride, dtype, device):
         if not self._room.pop(0):
             raise RuntimeError("CUDA driver error: out of memory")
         return torch.ones(size, dtype=dtype)
 
-    def set_group_info(self, group_name: str, rank: int, world_size: int, store: Any) -> None:
+    def set_group_info(self, group_name, rank, world_size, store):
         self.group = group_name, rank, world_size, store
 
-    def rendezvous(self, own: torch.Tensor, group_name: str) -> Driver:
+    def rendezvous(self, own, group_name):
         collectives.barrier(world.current().mesh.world)  # like that of torch, it waits for all
         self.own = own
         return self
 
-    def get_buffer(self, rank: int, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def get_buffer(self, rank, size, dtype):
         return self.own if rank == bmt.rank() else torch.zeros(size, dtype=dtype)
 
 
 @contextlib.contextmanager
-def device_peers(driver: Driver, version: str) -> Iterator[peers.DevicePeers]:
+def device_peers(driver, version):
     with (
         mock.patch.object(torch, "__version__", version),
         mock.patch.object(peers, "symmetric_memory", lambda: driver),
@@ -324,8 +316,8 @@ def device_peers(driver: Driver, version: str) -> Iterator[peers.DevicePeers]:
         yield peers.DevicePeers(world.current().mesh.world, bmt.device(), 1.0)
 
 
-def fill_a_gpu() -> list[Any]:
-    tries: list[torch.device] = []
+def fill_a_gpu():
+    tries = []
     room = [True, False, True, True, False, False, True] if bmt.rank() == 1 else [True] * 5
     with (
         device_peers(Driver(room), "2.11.0+fake") as group,
@@ -333,7 +325,7 @@ def fill_a_gpu() -> list[Any]:
     ):
         kept = [group.allocate(numel, torch.bfloat16) for numel in (3, 2**20)]
         assert all(torch.equal(own, torch.zeros_like(own)) for own, _ in kept)
-        found: list[Any] = [group.num_bytes / 2**21, len(tries)]
+        found = [group.num_bytes / 2**21, len(tries)]
         with pytest.raises(torch.OutOfMemoryError) as caught:
             group.allocate(3, torch.bfloat16)
         kept.pop()
@@ -341,14 +333,14 @@ def fill_a_gpu() -> list[Any]:
     return [*found, str(caught.value), group.num_bytes / 2**21, len(tries), len(room)]
 
 
-def test_a_full_gpu_gives_up_torchs_cache_and_then_says_so_on_all_ranks() -> None:
+def test_a_full_gpu_gives_up_torchs_cache_and_then_says_so_on_all_ranks():
     first, second = run_ranks(fill_a_gpu, 2)
     told = "RuntimeError: CUDA driver error: out of memory"
     assert first == [3.0, 0, f"{told} (on rank 1)", 1.0, 0, 0]
     assert second == [3.0, 1, told, 1.0, 2, 0]
 
 
-def introduce() -> None:
+def introduce():
     """Older versions of torch are told of the group and its store."""
     for version in ("2.8.0", "2.10.1+cu128", "2.11.0", "2.13.0+cpu"):
         driver = Driver([True])
@@ -363,11 +355,11 @@ def introduce() -> None:
             assert told == [f"{own} from 0 of 2", f"{own} from 1 of 2"]
 
 
-def test_older_versions_of_torch_are_told_of_the_group() -> None:
+def test_older_versions_of_torch_are_told_of_the_group():
     run_ranks(introduce, 2)
 
 
-def look_for_peers(obstacles: list[peers.Obstacle]) -> list[str]:
+def look_for_peers(obstacles):
     """Ask for the peers of an axis as on GPUs, once with each of the obstacles: what rank 0 is
     told.
     """
@@ -391,9 +383,7 @@ WHAT = "NCCL carries shards and gradients where copies between GPUs cannot: "
 
 
 @pytest.mark.parametrize("wanted", ["auto", "collective"])
-def test_who_could_do_something_about_slow_transport_is_warned_once(
-    wanted: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_could_do_something_about_slow_transport_is_warned_once(wanted, capsys):
     """What nobody can do anything about is a line in the log."""
     given, init = [peers.Obstacle("no way", "build one")] * 3, {"transport": wanted}
     told, others = run_ranks(look_for_peers, 2, given, init=init)
@@ -409,7 +399,7 @@ def test_who_could_do_something_about_slow_transport_is_warned_once(
 
 ONE_HOST = [("a", "x")] * 2
 # hosts and containers of the ranks, their GPUs, whether those reach each other; what is found
-OBSTACLES: list[tuple[list[tuple[str, str]], list[int], bool, str, bool]] = [
+OBSTACLES = [
     (ONE_HOST, [0, 1], True, "", False),
     ([("a", "x"), ("b", "y")], [0, 0], True, "2 ranks are on 2 hosts", False),
     ([("a", ""), ("b", "")], [0, 0], True, "2 ranks are on 2 hosts", False),
@@ -419,10 +409,10 @@ OBSTACLES: list[tuple[list[tuple[str, str]], list[int], bool, str, bool]] = [
 ]
 
 
-def obstacles() -> None:
+def obstacles():
     for hosts, places, is_open, what, is_curable in OBSTACLES:
 
-        def can_access(device: Any, peer: Any, is_open: bool = is_open) -> bool:
+        def can_access(device, peer, is_open=is_open):
             return is_open or device.index != 1
 
         with (
@@ -436,5 +426,5 @@ def obstacles() -> None:
             assert what in found.what and bool(found.remedy) is is_curable
 
 
-def test_obstacles() -> None:
+def test_obstacles():
     run_ranks(obstacles, 2)

@@ -1,11 +1,7 @@
 """Wrapped small models run as one compiled graph: values of plain PyTorch, on all ranks or none."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +22,11 @@ COMPILED = {"compile": True}
 class Lowering(models.Counting):
     """A backend that traces forward and backward as torch's does; on a rank that is named it fails."""
 
-    def __init__(self, fails_on: int = -1) -> None:
+    def __init__(self, fails_on=-1):
         super().__init__()
         self.fails_on = fails_on
 
-    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Callable[..., object]:
+    def __call__(self, graph, inputs, **options):
         super().__call__(graph, inputs)
         if bmt.rank() == self.fails_on:
             raise RuntimeError("this processor is unknown")
@@ -38,11 +34,11 @@ class Lowering(models.Counting):
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.map = nn.LayerNorm(8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.map(self.norm(x)))
 
 
@@ -51,7 +47,7 @@ class Net(nn.Module):
 
     seen: Tensor
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.tokens = nn.Embedding(11, 8)
         self.layers = nn.ModuleList([Layer() for _ in range(2)])
@@ -61,7 +57,7 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.temperature = 1.0
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids, labels):
         x = self.dropout(self.tokens(ids))
         if self.training:
             self.seen += 1
@@ -70,7 +66,7 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).view(-1, 11) / self.temperature, labels.reshape(-1))
 
 
-def wrapped(plain: nn.Module, fails_on: int = -1) -> tuple[Any, Lowering]:
+def wrapped(plain, fails_on=-1):
     """A wrapped copy, and what compiles it."""
     torch._dynamo.reset()
     own = Lowering(fails_on)
@@ -78,19 +74,18 @@ def wrapped(plain: nn.Module, fails_on: int = -1) -> tuple[Any, Lowering]:
     return bmt.BMTrainModelWrapper(copy.deepcopy(plain)), own
 
 
-def stage_of(model: Any) -> Stage:
-    stage: Stage = model.__dict__["_whole_model"]._stage
-    return stage
+def stage_of(model):
+    return model.__dict__["_whole_model"]._stage
 
 
-def batch(number: int, length: int = 5) -> tuple[Tensor, Tensor]:
+def batch(number, length=5):
     """Rows of all ranks, two each."""
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(0, 11, (2 * bmt.world_size(), length + 1), generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def check(model: Any, plain: nn.Module, number: int, length: int = 5) -> None:
+def check(model, plain, number, length=5):
     """One more pass adds the gradients of plain PyTorch, and leaves its buffers."""
     ids, labels = batch(number, length)
     own = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
@@ -111,7 +106,7 @@ def check(model: Any, plain: nn.Module, number: int, length: int = 5) -> None:
 
 
 @on_ranks(2, init=COMPILED)
-def test_a_small_model_is_one_graph_and_exact() -> None:
+def test_a_small_model_is_one_graph_and_exact():
     """Accumulation, other lengths, evaluation between, several passes before backward, an attribute
     that the program changes, a frozen parameter, a copy of the model.
     """
@@ -145,7 +140,7 @@ def test_a_small_model_is_one_graph_and_exact() -> None:
 
 @pytest.mark.parametrize("what", ["fails", "hook", "memory", "written"])
 @on_ranks(2, init=COMPILED)
-def test_all_ranks_run_whole_or_none(what: str) -> None:
+def test_all_ranks_run_whole_or_none(what):
     """What one rank cannot do none does; buffers and random numbers are as if it was not tried."""
     torch.manual_seed(0)
     plain = Net()
@@ -178,11 +173,11 @@ def test_all_ranks_run_whole_or_none(what: str) -> None:
 class Recurrent(Net):
     """With a layer whose block does not compile."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rnn = nn.LSTM(8, 8, batch_first=True)
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids, labels):
         x, _ = self.rnn(self.tokens(ids))
         for layer in self.layers:
             x = layer(x)
@@ -190,7 +185,7 @@ class Recurrent(Net):
 
 
 @on_ranks(2, init=COMPILED)
-def test_a_block_that_does_not_compile_keeps_all_apart() -> None:
+def test_a_block_that_does_not_compile_keeps_all_apart():
     torch.manual_seed(0)
     plain = Recurrent()
     model, _ = wrapped(plain)
@@ -200,7 +195,7 @@ def test_a_block_that_does_not_compile_keeps_all_apart() -> None:
 
 
 @on_ranks(2, init=COMPILED)
-def test_dropout_is_that_of_the_rank() -> None:
+def test_dropout_is_that_of_the_rank():
     """Other masks on other ranks, the generator as one draw later on all of them."""
     torch.manual_seed(0)
     plain = Net(dropout=0.5)

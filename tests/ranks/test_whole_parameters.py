@@ -2,12 +2,9 @@
 of plain PyTorch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -26,34 +23,33 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(DIM, DIM + 3), nn.Linear(DIM + 3, DIM)
         self.scale = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.scale * self.b(torch.tanh(self.a(x)))
 
 
-def plain() -> Any:
+def plain():
     torch.manual_seed(1)
     return nn.Sequential(Layer(), nn.LayerNorm(DIM), Layer())
 
 
-def in_blocks(model: Any) -> Any:
+def in_blocks(model):
     options: list[dict[str, Any]] = [{}, {"zero_level": 2}, {"use_checkpoint": False}]
     return nn.Sequential(*[bmt.Block(x, **options[n % 3]) for n, x in enumerate(model)])
 
 
-Shard = Callable[[Any], Any]
-SHARDED: Sequence[Shard] = (in_blocks, bmt.BMTrainModelWrapper)
+SHARDED = (in_blocks, bmt.BMTrainModelWrapper)
 
 
-def batch() -> torch.Tensor:
+def batch():
     return torch.randn(5, DIM, generator=torch.Generator().manual_seed(3))
 
 
-def whole(x: Any) -> torch.Tensor:
+def whole(x):
     values = bmt.gather_result(x.detach()) if isinstance(x, Slices) else x.detach()
     return values.clone().cpu()
 
@@ -66,37 +62,36 @@ class Run:
         matrix: the first parameter of two dims.
     """
 
-    def __init__(self, shard: Shard | None = None) -> None:
+    def __init__(self, shard=None):
         self.is_plain = shard is None
         self.ranks = 1 if shard is None else bmt.world_size()
         self._shard = shard
         self.use(plain())
 
-    def use(self, model: Any) -> None:
+    def use(self, model):
         """Another model, which is not sharded yet."""
         self.model = model if self._shard is None else self._shard(model)
-        self.params: list[Any] = list(self.model.parameters())
-        self.matrix: Any = next(p for p in self.params if p.dim() == 2)
+        self.params = list(self.model.parameters())
+        self.matrix = next(p for p in self.params if p.dim() == 2)
 
-    def out(self) -> torch.Tensor:
-        out: torch.Tensor = self.model(batch())
-        return out
+    def out(self):
+        return self.model(batch())
 
-    def loss(self, more: Any = 0.0) -> torch.Tensor:
+    def loss(self, more=0.0):
         """The loss whose sum over ranks is one process's."""
         return (self.out().square().mean() + more) / self.ranks
 
-    def back(self, more: Any = 0.0) -> None:
+    def back(self, more=0.0):
         self.loss(more).backward()
 
-    def state(self, name: str = "") -> Tensors:
+    def state(self, name=""):
         return {name + key: whole(value) for key, value in self.model.state_dict().items()}
 
-    def grads(self) -> Tensors:
+    def grads(self):
         named = self.model.named_parameters()
         return {f"grad {name}": whole(p.grad) for name, p in named if p.grad is not None}
 
-    def steps(self, optimizer: torch.optim.Optimizer, number: int = 1) -> Tensors:
+    def steps(self, optimizer, number=1):
         for _ in range(number):
             optimizer.zero_grad()
             self.back()
@@ -104,16 +99,7 @@ class Run:
         return self.state()
 
 
-Program = Callable[[Run], Tensors]
-
-
-def compare(
-    program: Program,
-    ways: Iterable[Shard] = SHARDED,
-    tolerance: float = 1e-9,
-    *,
-    may_refuse: bool = False,
-) -> int:
+def compare(program, ways=SHARDED, tolerance=1e-9, *, may_refuse=False):
     """With one process; how many of these ways to shard have refused it."""
     expected, num_refused = program(Run()), 0
     assert expected
@@ -140,7 +126,7 @@ def compare(
 
 
 @contextlib.contextmanager
-def doubles() -> Iterator[None]:
+def doubles():
     """Tensors are made in fp64 inside."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -150,10 +136,7 @@ def doubles() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-Params = Iterable[torch.Tensor]
-
-
-def groups(params: Params) -> list[dict[str, Any]]:
+def groups(params):
     params = list(params)
     return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.5},
@@ -162,7 +145,7 @@ def groups(params: Params) -> list[dict[str, Any]]:
 
 
 optim = torch.optim
-OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "Adadelta": lambda p: optim.Adadelta(p, lr=0.1),
     "Adagrad": lambda p: optim.Adagrad(p, lr=1e-2),
     "Adafactor": lambda p: optim.Adafactor(p, lr=1e-2),
@@ -183,11 +166,11 @@ OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
 }
 
 
-def train(run: Run, name: str) -> Tensors:
+def train(run, name):
     """With an L2 and an orthogonality term, and clipped."""
     optimizer = OPTIMIZERS[name](run.params)
 
-    def closure() -> float:
+    def closure():
         optimizer.zero_grad()
         penalty = torch.zeros(())
         # Rprop goes by signs of gradients, some of which are rounding errors of zero there.
@@ -210,24 +193,24 @@ def train(run: Run, name: str) -> Tensors:
 SOME = ("Adafactor", "Adam", "AdamW foreach", "AdamW fused", "Muon", "SGD", "SGD foreach")
 
 
-def optimizers(names: Iterable[str]) -> None:
+def optimizers(names):
     with doubles():
         for number, name in enumerate(names):
             if hasattr(optim, name.split()[0]):  # torch 2.8 has no Muon
                 tolerance = 2e-3 if name == "Muon" else 1e-6  # its iteration is in bf16
-                compare(lambda run, name=name: train(run, name), [SHARDED[number % 2]], tolerance)  # type: ignore[misc]
+                compare(lambda run, name=name: train(run, name), [SHARDED[number % 2]], tolerance)
 
 
-def some_optimizers() -> None:
+def some_optimizers():
     optimizers(SOME)
 
 
-def other_optimizers() -> None:
+def other_optimizers():
     optimizers(name for name in OPTIMIZERS if name not in SOME)
 
 
-def clipped(run: Run) -> Tensors:
-    out: Tensors = {}
+def clipped(run):
+    out = {}
     for order in (1.0, 2.0, 3.0, float("inf")):
         run.back()
         out[f"norm {order}"] = nn.utils.clip_grad_norm_(run.params, 0.01, order)
@@ -237,7 +220,7 @@ def clipped(run: Run) -> Tensors:
     return {**out, **run.grads()}
 
 
-def scaled(run: Run) -> Tensors:
+def scaled(run):
     optimizer = optim.SGD(run.params, lr=0.1)
     scaler = torch.amp.GradScaler(bmt.device().type, init_scale=8.0, growth_interval=2)
     for step in range(4):
@@ -253,10 +236,10 @@ def scaled(run: Run) -> Tensors:
     return {**run.state(), "scale": torch.tensor(scaler.get_scale())}
 
 
-def about() -> None:
+def about():
     """What needs no other rank."""
 
-    def facts(model: nn.Module) -> list[Any]:
+    def facts(model):
         return [
             (name, p.shape, p.dim(), p.numel(), p.dtype, p.ndim, p.size(), p.stride())
             for name, p in model.named_parameters()
@@ -276,7 +259,7 @@ def about() -> None:
         ]
 
 
-def views(run: Run) -> list[torch.Tensor]:
+def views(run):
     """Of a parameter and its gradient, and all values of the state dict."""
     run.back()
     of = (run.matrix, run.matrix.data, run.matrix.detach(), grad_of(run.matrix))
@@ -284,10 +267,10 @@ def views(run: Run) -> list[torch.Tensor]:
     return [*of, *itertools.chain(*cut), *run.model.state_dict().values()]
 
 
-def hooked(run: Run) -> Tensors:
-    seen: Tensors = {}
+def hooked(run):
+    seen = {}
 
-    def note(grad: Any) -> None:
+    def note(grad):
         seen[f"seen {len(seen)}"] = whole(grad)
 
     run.params[0].register_hook(lambda grad: grad * 2)
@@ -301,11 +284,11 @@ def hooked(run: Run) -> Tensors:
     return {**run.grads(), **seen}
 
 
-def stepped_in_backward(run: Run) -> Tensors:
+def stepped_in_backward(run):
     """The optimizer's step in the hook, as torch's tutorial has it."""
     optimizers = {p: optim.SGD([p], lr=0.1, momentum=0.9) for p in run.params}
 
-    def step(p: Any) -> None:
+    def step(p):
         optimizers[p].step()
         optimizers[p].zero_grad()
 
@@ -316,7 +299,7 @@ def stepped_in_backward(run: Run) -> Tensors:
     return run.state()
 
 
-def written(run: Run) -> Tensors:
+def written(run):
     torch.manual_seed(5)
     linear, norm, last = run.model[0].a, run.model[1], run.model[2]
     with torch.no_grad():
@@ -339,7 +322,7 @@ def written(run: Run) -> Tensors:
     return {**run.state(), **run.grads()}
 
 
-def refused_writes() -> None:
+def refused_writes():
     """What is refused has changed nothing; the next pass is right."""
     for shard in SHARDED:
         run, plain_run = Run(shard), Run()
@@ -371,7 +354,7 @@ def refused_writes() -> None:
         assert torch.equal(whole(weight), whole(weight.grad))
 
 
-def averaged(run: Run) -> Tensors:
+def averaged(run):
     """By torch's class, and by values of state dicts."""
     average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer, twin = optim.SGD(run.params, lr=0.5), copy.deepcopy(run.model)
@@ -389,7 +372,7 @@ def averaged(run: Run) -> Tensors:
     return found
 
 
-def copied(run: Run) -> Tensors:
+def copied(run):
     """Model and optimizer together; hooks stay, attributes go along."""
     run.matrix.mark = "kept"
     make = optim.AdamW if run.is_plain else bmt.optim.AdamOptimizer
@@ -404,7 +387,7 @@ def copied(run: Run) -> Tensors:
     return {**out, **twin.grads(), **{f"own {name}": x for name, x in run.steps(optimizer).items()}}
 
 
-def for_some_inputs(run: Run) -> Tensors:
+def for_some_inputs(run):
     run.back()
     some, before = [run.params[0], run.params[-1]], run.grads()
     loss = run.loss()
@@ -416,7 +399,7 @@ def for_some_inputs(run: Run) -> Tensors:
     return {**run.grads(), "first": whole(first), "second": whole(second)}
 
 
-def set_by_hand(run: Run) -> Tensors:
+def set_by_hand(run):
     for p in run.params:
         p.grad = torch.ones(p.shape)
     run.back()
@@ -431,26 +414,26 @@ class Double(torch.autograd.Function):
     """It keeps the weight itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x, w):
         ctx.x, ctx.w = x, w
         return x @ w * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx, grad):
         return grad @ ctx.w.t() * 2, ctx.x.t() @ grad * 2
 
 
 class Custom(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.randn(DIM, DIM) / 3)
         self.number = nn.Parameter(torch.arange(3), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.tanh(Double.apply(x, self.w)) + self.number.sum()
 
 
-def custom_functions(run: Run) -> Tensors:
+def custom_functions(run):
     torch.manual_seed(2)
     run.use(nn.Sequential(*[Custom() for _ in range(4)]))
     for _ in range(2):
@@ -460,8 +443,8 @@ def custom_functions(run: Run) -> Tensors:
     return {**run.grads(), **run.state()}
 
 
-def embedded(run: Run) -> Tensors:
-    out: Tensors = {}
+def embedded(run):
+    out = {}
     for options in (
         {},
         {"sparse": True},
@@ -470,13 +453,13 @@ def embedded(run: Run) -> Tensors:
         {"max_norm": 0.5, "norm_type": 1.0},
     ):
         torch.manual_seed(2)
-        table: Any = nn.Embedding(11, DIM, **options)
+        table = nn.Embedding(11, DIM, **options)
         head = nn.Linear(DIM, 11, bias=False)
         if "sparse" in options:  # there before the model is sharded
             table(torch.tensor([1, 4, 4])).square().sum().backward()
         else:
             head.weight = table.weight
-        model: Any = nn.Sequential(table, head)
+        model = nn.Sequential(table, head)
         run.model = model if run.is_plain else bmt.BMTrainModelWrapper(model)
         optimizer = optim.SGD(run.model.parameters(), lr=0.5)
         for _ in range(3):
@@ -488,7 +471,7 @@ def embedded(run: Run) -> Tensors:
     return out
 
 
-def known_before(run: Run) -> Tensors:
+def known_before(run):
     """Attributes, hooks, gradients and lists are of parameters that are sharded afterwards."""
     model = plain()
     model[0].a.weight.mark = "kept"
@@ -506,7 +489,7 @@ def known_before(run: Run) -> Tensors:
     return {**out, **run.state()}
 
 
-def refused_models() -> None:
+def refused_models():
     for shard in SHARDED:
         model = plain()
         (model(batch()).square().sum() * (bmt.rank() + 1)).backward()
@@ -528,13 +511,13 @@ def refused_models() -> None:
 
 
 class Adapted(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for name, shape in {"weight": (3, 5), "a": (3, 2), "b": (2, 5)}.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape), name != "weight"))
 
 
-def merged(run: Run) -> Tensors:
+def merged(run):
     """Values with a graph, written in place into what is frozen, as adapters are merged."""
     torch.manual_seed(3)
     adapted: Any = Adapted()
@@ -572,7 +555,7 @@ COMPARED = [
 ]
 
 
-def compare_all() -> None:
+def compare_all():
     with doubles():
         for program in COMPARED:
             compare(program)
@@ -585,6 +568,6 @@ PROGRAMS = [compare_all, some_optimizers, other_optimizers, about, refused_write
     "program",
     [pytest.param(x, marks=pytest.mark.long) if x is other_optimizers else x for x in PROGRAMS],
 )
-def test_program(program: Callable[[], None]) -> None:
+def test_program(program):
     """What the function of this name states."""
     run_ranks(program, 3 if program in (about, refused_writes) else 2, timeout=200)

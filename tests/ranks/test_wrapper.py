@@ -2,11 +2,8 @@
 modules.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +19,12 @@ from bmtrain.errors import AddressError, ParameterError
 
 
 class Encoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
         self.scale = nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x)) * self.scale
         return x
@@ -40,7 +37,7 @@ class Plain(nn.Module):
 
     shift: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
         first, second = Encoder(), Encoder()
@@ -54,7 +51,7 @@ class Plain(nn.Module):
         self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
         self.register_buffer("shift", torch.randn(6))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens) + self.shift * self.frozen
         for encoder in self.encoders:
             x = encoder(x)
@@ -62,7 +59,7 @@ class Plain(nn.Module):
         return self.heads[0](x).square().mean() + scores.square().mean()
 
 
-def check_gradients(plain: nn.Module, model: nn.Module, x: torch.Tensor) -> None:
+def check_gradients(plain, model, x):
     """Value and gradients of a pass, which adds to those before."""
     want, got = plain(x).square().sum(), model(x).square().sum()
     models.assert_same(got.detach(), want.detach(), "value")
@@ -72,12 +69,12 @@ def check_gradients(plain: nn.Module, model: nn.Module, x: torch.Tensor) -> None
     models.assert_same_dicts(found, models.plain_gradients(plain), "gradients")
 
 
-def facts(model: nn.Module) -> list[Any]:
+def facts(model):
     named = [(name, param.requires_grad) for name, param in model.named_parameters()]
     return [*named, *model.state_dict()]
 
 
-def wrapping() -> None:
+def wrapping():
     torch.manual_seed(1)
     plain = Plain()
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
@@ -93,12 +90,12 @@ def wrapping() -> None:
     assert torch.equal(state["heads.0.weight"], state["embedding.weight"])
 
 
-def several() -> nn.Module:
+def several():
     modules = [nn.Linear(7, 5), nn.LayerNorm(5), nn.MultiheadAttention(4, 2), nn.Embedding(3, 2)]
     return nn.Sequential(*modules)
 
 
-def initialised() -> list[torch.Tensor]:
+def initialised():
     """By init_method, on meta, and of plain modules: what constructors draw from the same seed,
     though the random state differs between ranks before.
     """
@@ -111,7 +108,7 @@ def initialised() -> list[torch.Tensor]:
     bmt.init_parameters(holder)
     torch.manual_seed(5)
     with torch.device("meta"):
-        meta: Any = several()
+        meta = several()
     meta[0] = bmt.Block(meta[0])
     model = bmt.BMTrainModelWrapper(meta)
     bmt.init_parameters(model)
@@ -128,12 +125,12 @@ def initialised() -> list[torch.Tensor]:
     return found
 
 
-def test_the_same_initial_values_at_any_world_size() -> None:
+def test_the_same_initial_values_at_any_world_size():
     (alone,), found = run_ranks(initialised, 1), run_ranks(initialised, 3)
     torch.testing.assert_close(found, [alone] * 3, rtol=0, atol=0)
 
 
-def gathering() -> None:
+def gathering():
     for shape in ((7, 3), (1,), (), (2,), (5, 1, 3)):
         torch.manual_seed(2)
         value = torch.randn(shape)
@@ -156,7 +153,7 @@ def gathering() -> None:
 class Layer(bmt.DistributedModule):
     """As BMTrain's README writes layers."""
 
-    def __init__(self, rows: int, columns: int) -> None:
+    def __init__(self, rows, columns):
         super().__init__()
         new = bmt.DistributedParameter
         init = nn.init.xavier_normal_
@@ -164,11 +161,11 @@ class Layer(bmt.DistributedModule):
         self.bias = new(torch.zeros(rows), group="biases")
         self.other = new(torch.zeros(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return F.linear(x, self.weight, self.bias)
 
 
-def modules() -> None:
+def modules():
     first = Layer(5, 3)
     model = nn.Sequential(first, bmt.CheckpointBlock(Layer(2, 5)))
     bmt.init_parameters(model)
@@ -193,7 +190,7 @@ class Mixed:
     """What another library mixes into a module's class."""
 
 
-def parametrized_afterwards() -> None:
+def parametrized_afterwards():
     """Inside of a block and outside; then taken off again. Other classes are refused."""
     torch.manual_seed(1)
     plain: Any = nn.Sequential(Encoder(), nn.Linear(6, 3))
@@ -223,11 +220,11 @@ def parametrized_afterwards() -> None:
     "program",
     [wrapping, gathering, modules, pytest.param(parametrized_afterwards, marks=pytest.mark.fresh)],
 )
-def test_program(program: Callable[[], None]) -> None:
+def test_program(program):
     """What the function of this name states, against plain PyTorch."""
     run_ranks(program, 3)
 
 
-def test_wrapping_on_one_rank() -> None:
+def test_wrapping_on_one_rank():
     for program in (wrapping, gathering):
         run_ranks(program, 1)

@@ -2,12 +2,7 @@
 rank wrote.
 """
 
-from __future__ import annotations
-
-import pathlib
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -19,31 +14,30 @@ import bmtrain as bmt
 from bmtrain.errors import ParameterError, StaleParameterError
 
 DIM = 256
-Found = list[float]
 
 
-def come_late() -> None:
+def come_late():
     if bmt.rank() == 1:
         time.sleep(0.05)
 
 
-def make(num: int, level: int = 3) -> Any:
+def make(num, level=3):
     blocks = [bmt.Block(torch.nn.Linear(DIM, DIM), zero_level=level) for _ in range(num)]
     return torch.nn.Sequential(*blocks)
 
 
-def means(blocks: Any) -> Iterator[float]:
+def means(blocks):
     """What each block makes of ones: DIM + 1 times what all its parameters are."""
     for block in blocks:
         yield float(block(torch.ones(2, DIM)).mean()) / (DIM + 1)
 
 
-def states(value: float) -> dict[str, torch.Tensor]:
+def states(value):
     weight, bias = torch.full((DIM, DIM), value), torch.full((DIM,), value)
     return {f"{n}.{name}": x for n in (0, 1) for name, x in (("weight", weight), ("bias", bias))}
 
 
-def set_one_by_one(level: int, folder: pathlib.Path) -> None:
+def set_one_by_one(level, folder):
     """Three times over: by then the order of gathers is known, and the next one is begun early."""
     blocks = make(4, level)
     for turn in range(3):
@@ -55,7 +49,7 @@ def set_one_by_one(level: int, folder: pathlib.Path) -> None:
                 assert bool((param.gather() == value).all())
 
 
-def load_after_another_has_run(level: int, folder: pathlib.Path) -> None:
+def load_after_another_has_run(level, folder):
     first, x = make(3, level), torch.ones(2, DIM)
     with torch.no_grad():
         for second in (make(2, level), None):
@@ -66,7 +60,7 @@ def load_after_another_has_run(level: int, folder: pathlib.Path) -> None:
             assert [*means(own)] == [1.0] * 2
 
 
-def follow_the_student(level: int, folder: pathlib.Path) -> None:
+def follow_the_student(level, folder):
     """A teacher is written after the student's forward pass and before its own, as with momentum
     encoders.
     """
@@ -81,7 +75,7 @@ def follow_the_student(level: int, folder: pathlib.Path) -> None:
         y.sum().backward()
 
 
-def write_between_two_models(level: int, folder: pathlib.Path) -> None:
+def write_between_two_models(level, folder):
     """From the second turn on the first gather of the second is begun early: those of a gather that
     has begun before they were written are old ones.
     """
@@ -103,7 +97,7 @@ def write_between_two_models(level: int, folder: pathlib.Path) -> None:
             assert [*means(second)] == [turn] * 2
 
 
-def write_slices_behind_a_gather(level: int, folder: pathlib.Path) -> None:
+def write_slices_behind_a_gather(level, folder):
     """What goes past the parameter is seen by version, once its gather has begun: values would be
     old ones, and no rank may begin a gather that others do not, so the program is told.
     """
@@ -131,7 +125,7 @@ PROGRAMS = [
 ]
 
 
-def write_all(level: int, folder: pathlib.Path) -> None:
+def write_all(level, folder):
     for program in PROGRAMS:
         program(level, folder)
 
@@ -139,13 +133,11 @@ def write_all(level: int, folder: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("level", "transport"), [(2, "copy_engine"), (3, "copy_engine"), (3, "collective")]
 )
-def test_the_next_gather_has_what_was_written(
-    level: int, transport: str, tmp_path: pathlib.Path
-) -> None:
+def test_the_next_gather_has_what_was_written(level, transport, tmp_path):
     run_ranks(write_all, 2, level, tmp_path, init={"transport": transport})
 
 
-def replace_data() -> None:
+def replace_data():
     wrapped = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(DIM, DIM)))
     for model in (make(1), wrapped):
         for param in model.parameters():
@@ -167,11 +159,11 @@ def replace_data() -> None:
         )
 
 
-def test_replacing_the_data_of_a_parameter() -> None:
+def test_replacing_the_data_of_a_parameter():
     run_ranks(replace_data, 2)
 
 
-def look_into_a_stage() -> float:
+def look_into_a_stage():
     embed, head = make(2)
     stages = bmt.PipelineTransformerBlockList(list(make(2)))
     with torch.no_grad():
@@ -180,6 +172,6 @@ def look_into_a_stage() -> float:
         return float(embed(head(y)).sum())
 
 
-def test_looking_at_a_pipelined_parameter_between_gathers_of_all_ranks() -> None:
+def test_looking_at_a_pipelined_parameter_between_gathers_of_all_ranks():
     init = {"transport": "copy_engine", "pipe_size": 2}
     assert len(set(run_ranks(look_into_a_stage, 4, init=init))) == 1

@@ -1,7 +1,5 @@
 """Checksums that show writes past torch into gathered parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,9 +7,7 @@ from bmtrain.block import binding
 
 
 @pytest.mark.parametrize("most", [1, 6, 2**22])
-def test_sums_of_rows_in_parts_are_those_of_the_whole(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_rows_in_parts_are_those_of_the_whole(most, monkeypatch):
     monkeypatch.setattr(binding, "_MOST_SUMMED", most)
     for shape in ((), (7,), (5, 3), (2, 3, 4), (0, 3), (3, 0)):
         for dtype, numbers in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):

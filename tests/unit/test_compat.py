@@ -1,7 +1,5 @@
 """BMTrain's import paths and the small things behind them, without ranks."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
@@ -32,7 +30,7 @@ NAMES = {
 }
 
 
-def test_old_paths_have_the_old_names() -> None:
+def test_old_paths_have_the_old_names():
     """They are the public ones where there is a public one of that name; every module says where its
     things live, and is an attribute of the package, as in BMTrain, where importing the package imports
     it; functions of the same names hide some, as they do there.
@@ -81,7 +79,7 @@ bmt.synchronize(); wait_loader(); bmt.wait_loader()
         pytest.param("from bmtrain.init import topology", marks=pytest.mark.long),
     ],
 )
-def test_a_function_and_a_module_of_one_name(first: str) -> None:
+def test_a_function_and_a_module_of_one_name(first):
     """Whatever is imported first, in a process of its own."""
     command = [sys.executable, "-W", "error", "-c", FRESH.format(first=first)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -108,7 +106,7 @@ utils.load_nccl_pypi()
 
 
 @pytest.mark.parametrize("use", USES.strip().splitlines())
-def test_what_has_no_meaning_says_so_when_it_is_used(use: str) -> None:
+def test_what_has_no_meaning_says_so_when_it_is_used(use):
     """Programs may ask for it all the same."""
     words = r"bmtrain\.\S+ is a part of BMTrain that has no meaning here: \S.*\."
     with pytest.raises(RemovedError, match=words):
@@ -119,14 +117,14 @@ def test_what_has_no_meaning_says_so_when_it_is_used(use: str) -> None:
     assert "gather" in (gone.__doc__ or "")
 
 
-def test_arguments_are_in_the_order_of_1_0_1() -> None:
+def test_arguments_are_in_the_order_of_1_0_1():
     parameters = inspect.signature(bmt.init_distributed).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == ["init_method", "seed", "pipe_size", "num_micro_batches", "tp_size"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_has_inf_nan(dtype: torch.dtype) -> None:
+def test_has_inf_nan(dtype):
     has_inf_nan = bmt.loss._function.has_inf_nan
     for bad in (torch.inf, -torch.inf, torch.nan):
         out, x = torch.zeros(1, dtype=torch.uint8)[0], torch.randn(3, 5).to(dtype).t()
@@ -142,7 +140,7 @@ def test_has_inf_nan(dtype: torch.dtype) -> None:
         has_inf_nan(torch.ones(1, dtype=torch.int32), out)
 
 
-def test_small_helpers() -> None:
+def test_small_helpers():
     utils, debug = bmt.utils, importlib.import_module("bmtrain.debug")
     assert [utils.round_up(x, 4) for x in (0, 1, 4, 5)] == [0, 4, 4, 8]
     check = utils.check_torch_version
@@ -162,7 +160,7 @@ def test_small_helpers() -> None:
     assert debug.get("list") is None
 
 
-def test_config_is_written_in_a_run_only() -> None:
+def test_config_is_written_in_a_run_only():
     with pytest.raises(NotInitializedError, match="save_param_to_cpu"):
         bmt.config["save_param_to_cpu"] = False
     with pytest.raises(ConfigurationError, match="init_distributed"):

@@ -2,8 +2,6 @@
 what it refuses.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -33,12 +31,12 @@ OPTIONS = list(itertools.product(("mean", "sum", "none"), (None, WEIGHTS), (0.0,
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch):
     """Several chunks of rows, the last one shorter."""
     monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 5 * CLASSES + 1)
 
 
-def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def batch(dtype):
     """Logits that need a gradient, and targets of which some are ignored (-100)."""
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(ROWS, CLASSES, generator=generator) * 3).to(dtype).requires_grad_()
@@ -48,7 +46,7 @@ def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_equals_torch(dtype: torch.dtype) -> None:
+def test_equals_torch(dtype):
     for reduction, weight, smoothing in OPTIONS:
         logits, target = batch(dtype)
         options: Any = {"reduction": reduction, "label_smoothing": smoothing}
@@ -68,7 +66,7 @@ def test_equals_torch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("ignore_index", [-100, 3, -1])
 @pytest.mark.parametrize("bad", [1.0, torch.inf, torch.nan])
-def test_ignored_rows_may_hold_anything(ignore_index: int, bad: float) -> None:
+def test_ignored_rows_may_hold_anything(ignore_index, bad):
     """They have no loss and no gradient; the others have."""
     logits, target = batch(torch.float32)
     target[::5] = ignore_index
@@ -76,7 +74,7 @@ def test_ignored_rows_may_hold_anything(ignore_index: int, bad: float) -> None:
         logits[0] = bad
     ignored = target == ignore_index
     for smoothing in (0.0, 0.1):
-        options: Any = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+        options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
         rows = FusedCrossEntropy(reduction="none", **options)(logits, target)
         assert not rows[ignored].any() and rows[~ignored].all()
         logits.grad = None
@@ -88,11 +86,11 @@ def test_ignored_rows_may_hold_anything(ignore_index: int, bad: float) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_targets_without_weight(reduction: str) -> None:
+def test_targets_without_weight(reduction):
     """As in torch: without a valid target the mean is NaN, which says so, and the gradient zero, which
     changes nothing. Classes of weight 0 are a mistake of the program: NaN both.
     """
-    options: Any = {"reduction": reduction}
+    options = {"reduction": reduction}
     for rows, smoothing in itertools.product((ROWS, 0), (0.0, 0.1)):
         logits = torch.randn(rows, CLASSES, requires_grad=True)
         options["label_smoothing"] = smoothing
@@ -108,7 +106,7 @@ def test_targets_without_weight(reduction: str) -> None:
             assert loss.isnan() and grad_of(logits).isnan().all()
 
 
-def test_extreme_logits() -> None:
+def test_extreme_logits():
     """Large ones do not overflow; masked classes have probability zero."""
     rows = [[6e4, -6e4, 0.0], [-6e4, -6e4, -6e4]]
     logits = torch.tensor(rows, dtype=torch.float16, requires_grad=True)
@@ -123,7 +121,7 @@ def test_extreme_logits() -> None:
     assert_close(grad_of(logits), expected)
 
 
-def test_views_autocast_and_the_compiler_change_nothing() -> None:
+def test_views_autocast_and_the_compiler_change_nothing():
     """The compiler makes one graph; its pieces are torch's, so the tracing backend is enough."""
     logits, target = torch.randn(2 * ROWS, 2 * CLASSES)[::2, ::2], batch(torch.float32)[1]
     expected = F.cross_entropy(logits, target)
@@ -143,11 +141,11 @@ def test_views_autocast_and_the_compiler_change_nothing() -> None:
 class Allocations(TorchDispatchMode):
     """Sizes and dtypes of all tensors that operators return on new memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: set[tuple[int, torch.dtype]] = set()
+        self.seen = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
         given, made = (
             [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -160,7 +158,7 @@ class Allocations(TorchDispatchMode):
         return results
 
 
-def test_half_precision_logits_are_never_copied_whole() -> None:
+def test_half_precision_logits_are_never_copied_whole():
     """Of (rows, V) there is the gradient alone, in the dtype of the logits; all else is a chunk or a
     vector.
     """
@@ -172,7 +170,7 @@ def test_half_precision_logits_are_never_copied_whole() -> None:
     assert max(in_fp32) <= 5 * CLASSES + 1
 
 
-def test_class_weights_move_with_the_module() -> None:
+def test_class_weights_move_with_the_module():
     loss = FusedCrossEntropy(WEIGHTS).to("meta")
     assert loss.weight is not None and loss.weight.device.type == "meta"
     assert "reduction='mean'" in repr(loss)
@@ -194,7 +192,7 @@ LOGITS, torch.tensor([0, -7, 5, 2]) => row 1|got -7|2 of 4
 """
 
 
-def test_bad_inputs_and_arguments_are_named() -> None:
+def test_bad_inputs_and_arguments_are_named():
     for line in BAD.strip().splitlines():
         given, named = line.split(" => ")
         logits, target, *weight = eval(given, globals())

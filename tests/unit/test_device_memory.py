@@ -1,9 +1,6 @@
 """The account of a GPU's memory, with numbers in the place of the GPU's."""
 
-from __future__ import annotations
-
 import types
-from typing import Any
 
 import pytest
 import torch
@@ -22,18 +19,18 @@ class Gpu:
     All in GiB.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.allocated, self.highest, self.reserved, self.peers = 0, 0, 0, 0
 
-    def hold(self, *sizes: int) -> None:
+    def hold(self, *sizes):
         for self.allocated in sizes:
             self.highest = max(self.highest, self.allocated)
             self.reserved = max(self.reserved, self.allocated)
 
-    def reset(self, _: Any) -> None:
+    def reset(self, _):
         self.highest = self.allocated
 
-    def empty(self) -> None:
+    def empty(self):
         self.reserved = self.allocated
 
 
@@ -42,20 +39,20 @@ class Run:
 
     device, rank, world_size = torch.device("cuda", 0), 0, 2
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu):
         class Peers:
             num_bytes = property(lambda self: gpu.peers * GIB)
 
-        self._made: dict[object, Any] = {PeerGroups: Peers()}
+        self._made = {PeerGroups: Peers()}
 
-    def service(self, factory: Any) -> Any:
+    def service(self, factory):
         if factory not in self._made:
             self._made[factory] = factory(self)
         return self._made[factory]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def gpu(monkeypatch):
     made = Gpu()
     for name, function in {
         "memory_allocated": lambda device: made.allocated * GIB,
@@ -70,13 +67,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return made
 
 
-def account(limit: int | None = None) -> CudaMemory:
-    current: Any = world.current()
+def account(limit=None):
+    current = world.current()
     given = None if limit is None else limit * GIB
     return CudaMemory(current.service(DeviceMemory), current.device, given)
 
 
-def test_memory_that_ranks_map_counts(gpu: Gpu) -> None:
+def test_memory_that_ranks_map_counts(gpu):
     """As held and in peaks; and a limit bounds it together with the rest. The limit of the device does
     not depend on where tensors are.
     """
@@ -92,7 +89,7 @@ def test_memory_that_ranks_map_counts(gpu: Gpu) -> None:
         assert unlimited.limit() == (100 - 10 - 3) * GIB
 
 
-def test_what_the_cache_takes_beyond_the_peak_of_tensors_is_out_of_the_limit(gpu: Gpu) -> None:
+def test_what_the_cache_takes_beyond_the_peak_of_tensors_is_out_of_the_limit(gpu):
     """Measured from the last time that the cache was emptied."""
     memory = account()
     whole = memory.limit()
@@ -109,7 +106,7 @@ def test_what_the_cache_takes_beyond_the_peak_of_tensors_is_out_of_the_limit(gpu
     assert memory.limit() == whole
 
 
-def test_peaks_do_not_disturb_each_other(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peaks_do_not_disturb_each_other(gpu, capsys):
     """What is measured for planning, and what the user asks to see."""
     gpu.hold(40, 1)
     memory, peak = account(), bmt.utils.peak_memory

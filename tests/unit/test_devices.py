@@ -1,10 +1,7 @@
 """Which GPU a rank gets, on machines that are made up."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +13,10 @@ from bmtrain.runtime.launchers import TORCHRUN, Launch
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def machine(monkeypatch):
     """A function that says how many GPUs every process sees."""
 
-    def shows(count: int) -> None:
+    def shows(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
@@ -27,7 +24,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return shows
 
 
-def test_a_rank_gets_its_own_gpu(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gets_its_own_gpu(machine, monkeypatch):
     machine(2)
     for wanted, found in {
         None: "cuda:1",
@@ -52,13 +49,13 @@ def test_a_rank_gets_its_own_gpu(machine: Any, monkeypatch: pytest.MonkeyPatch) 
     assert world._pick_device(3, None) == torch.device("cpu")
 
 
-def test_ranks_of_a_host_settle(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_host_settle(machine, monkeypatch):
     """The owner of an adopted group chooses, if it has: the current GPUs of a host's ranks are different
     then. Else a GPU is shown to each or to all: one each is well, one for all is an error on all ranks.
     """
     rank_of = threading.local()
 
-    def settle(current: Any, names: str, local_rank: bool, hosts: str = "hhh") -> list[Any]:
+    def settle(current, names, local_rank, hosts="hhh"):
         """Device, or error, of each rank; `names` has a letter for each rank: its GPU's name, and
         `hosts` its host's.
         """
@@ -67,7 +64,7 @@ def test_ranks_of_a_host_settle(machine: Any, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(world, "_gpu_name", lambda chosen: names[rank_of.value])
         monkeypatch.setattr(world, "this_host", lambda: (hosts[rank_of.value], ""))
 
-        def of(rank: int) -> Any:
+        def of(rank):
             rank_of.value = rank
             launch = Launch(rank=rank, size=3, local_rank=rank if local_rank else None)
             try:
@@ -88,13 +85,13 @@ def test_ranks_of_a_host_settle(machine: Any, monkeypatch: pytest.MonkeyPatch) -
         assert all(error.startswith(f"ranks {pair}") for error in found)
 
 
-def test_ranks_tell_each_other_their_hosts(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_tell_each_other_their_hosts(machine, monkeypatch):
     """Local ranks and sizes, where the launcher does not say them."""
     machine(0)
     rank_of, store = threading.local(), dist.HashStore()  # type: ignore[attr-defined]
     monkeypatch.setattr(world, "this_host", lambda: ("abaa"[rank_of.value], ""))
 
-    def of(rank: int) -> tuple[int, int]:
+    def of(rank):
         rank_of.value = rank
         return world._settle(Launch(rank=rank, size=4), store, None, False)[0]
 

@@ -1,7 +1,5 @@
 """What a program that depends on this distribution gets: types, commands, one base of all errors."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os
@@ -66,7 +64,7 @@ WRONG: str = bmt.rank()
 '''
 
 
-def test_all_errors_have_one_base() -> None:
+def test_all_errors_have_one_base():
     """Those of both packages; each is an error of Python's of its kind too."""
     for module in map(importlib.import_module, ("bmtrain.errors", "model_center.errors")):
         found = [x for _, x in inspect.getmembers(module, inspect.isclass)]
@@ -77,7 +75,7 @@ def test_all_errors_have_one_base() -> None:
             assert issubclass(error, BMTrainError) and others[0] is not Exception, error
 
 
-def test_commands_and_version() -> None:
+def test_commands_and_version():
     """Both commands can be called; the version is one that installers order above 1.x."""
     scripts = PROJECT.partition("[project.scripts]")[2].partition("\n[")[0]
     found = re.findall(r'^(\w+) = "([\w.]+):(\w+)"$', scripts, re.M)
@@ -88,7 +86,7 @@ def test_commands_and_version() -> None:
 
 
 @pytest.mark.long
-def test_a_program_of_its_own_is_checked_by_both_checkers(tmp_path: Path) -> None:
+def test_a_program_of_its_own_is_checked_by_both_checkers(tmp_path):
     """In an environment that finds the packages as installed ones, by their py.typed: strictly by
     mypy and by pyright. Both find the one mistake in the last line, and no other.
     """

@@ -1,14 +1,12 @@
 """How a full gradient is parted between ranks before it is copied."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from bmtrain.distributed import exchange
 
 
-def parts_of(*sizes: int) -> list[torch.Tensor]:
+def parts_of(*sizes):
     """Flat tensors that count on, each in memory of its own."""
     return [part.clone() for part in torch.arange(float(sum(sizes))).split(sizes)]
 
@@ -16,7 +14,7 @@ def parts_of(*sizes: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "sizes", [(12,), (1,) * 12, (5, 7), (4, 4, 4), (0, 11, 0, 1), (3, 0, 0, 9)]
 )
-def test_shares_are_equal_and_in_order(sizes: tuple[int, ...]) -> None:
+def test_shares_are_equal_and_in_order(sizes):
     parts = parts_of(*sizes)
     memory = {part.untyped_storage().data_ptr() for part in parts}
     for count in (1, 2, 3, 4, 12):
@@ -28,7 +26,7 @@ def test_shares_are_equal_and_in_order(sizes: tuple[int, ...]) -> None:
     assert exchange.cut(parts_of(0, 0), 3) == [[], [], []]
 
 
-def test_small_neighbours_are_joined_and_large_parts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_neighbours_are_joined_and_large_parts_stay(monkeypatch):
     monkeypatch.setattr(exchange, "LEAST_COPIED", 16)  # four elements
     parts = parts_of(1, 2, 9, 3, 8, 4, 1, 0, 1)
     found = exchange.joined(parts)

@@ -1,14 +1,11 @@
 """Linear maps in eight bits, as the formula says, and as near to plain ones as eight bits allow."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.tensors import grad_of
-from torch import Tensor
 
 from bmtrain.compile.fp8 import Fp8Mode, linear
 from bmtrain.kernels import fp8
@@ -18,11 +15,11 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def values(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+def values(*shape, seed=0, scale=1.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def straight(x: Tensor, kind: torch.dtype) -> Tensor:
+def straight(x, kind):
     """The numbers that the codes of `x` stand for, by the formula in fp64."""
     limit = torch.finfo(kind).max
     unit = (x.double().abs().max() / limit).float().double()
@@ -30,9 +27,7 @@ def straight(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 @KINDS
-def test_quantise_takes_the_largest_to_the_largest_code(
-    kind: torch.dtype, limit: float, bits: int
-) -> None:
+def test_quantise_takes_the_largest_to_the_largest_code(kind, limit, bits):
     for scale in (1e-20, 1e-3, 1.0, 1e6):
         x = values(33, 48, scale=scale)
         codes, unit = fp8.quantise(x, kind)
@@ -50,7 +45,7 @@ def test_quantise_takes_the_largest_to_the_largest_code(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_is_the_formula(dtype: torch.dtype) -> None:
+def test_linear_is_the_formula(dtype):
     """Values and all gradients: products of what the codes stand for, straight through the rounding."""
     for rows, has_bias in itertools.product(((16,), (3, 7), ()), (True, False)):
         given = [values(*rows, 32), values(48, 32, seed=1, scale=0.1), values(48, seed=2)]
@@ -75,7 +70,7 @@ def test_linear_is_the_formula(dtype: torch.dtype) -> None:
             assert error < (1e-5 if dtype == torch.float32 else 5e-3), error
 
 
-def test_linear_is_near_the_plain_one() -> None:
+def test_linear_is_near_the_plain_one():
     """Modules of any class, under the mode."""
     layer, x = torch.nn.Linear(128, 64), values(256, 128).requires_grad_()
     grad, found = values(256, 64, seed=2), []
@@ -90,7 +85,7 @@ def test_linear_is_near_the_plain_one() -> None:
         assert F.cosine_similarity(mine.flatten(), plain.flatten(), dim=0) > 0.995
 
 
-def test_other_sizes_are_left_to_torch() -> None:
+def test_other_sizes_are_left_to_torch():
     for rows, columns, outputs in ((5, 24, 32), (5, 32, 24), (0, 32, 32)):
         x, weight = values(rows, columns), values(outputs, columns)
         assert torch.equal(linear(x, weight), F.linear(x, weight))
@@ -98,7 +93,7 @@ def test_other_sizes_are_left_to_torch() -> None:
     assert not torch.equal(linear(x, weight), F.linear(x, weight))
 
 
-def test_autocast_decides_the_result() -> None:
+def test_autocast_decides_the_result():
     x, weight = values(8, 32).requires_grad_(), values(16, 32).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         out = linear(x, weight)
@@ -107,12 +102,12 @@ def test_autocast_decides_the_result() -> None:
     assert grad_of(x).dtype == grad_of(weight).dtype == torch.float32
 
 
-def test_eight_bits_are_kept() -> None:
+def test_eight_bits_are_kept():
     """Of the input; the weight is kept as it is, not as a copy."""
-    kept: list[Tensor] = []
+    kept = []
     x, weight = (values(size, 32).bfloat16().requires_grad_() for size in (64, 16))
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         kept.append(tensor)
         return tensor
 

@@ -2,16 +2,13 @@
 where.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -27,13 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 class PreNorm(nn.Module):
     """As the layers of a GPT: three maps of one norm, two residual sums."""
 
-    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
+    def __init__(self, norm=nn.LayerNorm):
         super().__init__()
         self.first, self.second = norm(N), norm(N)
         self.maps = nn.ModuleList(nn.Linear(N, N) for _ in range(3))
         self.out, self.up, self.down = nn.Linear(N, N), nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.first(x)
         a, b, c = (part(h) for part in self.maps)
         x = x + self.out(torch.sigmoid(a) * torch.tanh(b) + c)
@@ -43,26 +40,26 @@ class PreNorm(nn.Module):
 class Other(nn.Module):
     """A module of what a function makes of its linear map and its norm."""
 
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, function):
         super().__init__()
         self.linear, self.norm, self.function = nn.Linear(N, N), nn.LayerNorm(N), function
         self.bare, self.square = nn.Linear(N, N, bias=False), nn.LayerNorm((8, N))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.function(self, x)
 
 
-def post_norm(m: Other, x: Tensor) -> Tensor:
+def post_norm(m, x):
     """As the layers of a BERT, with GELU in its exact form."""
     return m.norm(x + F.gelu(m.linear(x)))
 
 
-def uneven(m: Other, x: Tensor) -> Tensor:
+def uneven(m, x):
     """What is normalised has two terms, of which one goes on beside the norm."""
     return m.bare(m.norm(m.linear(x) + x)) + x
 
 
-def shared(m: Other, x: Tensor) -> Tensor:
+def shared(m, x):
     """GELU of what is needed otherwise too, and of a map without bias; a norm of two dimensions and one
     without weights.
     """
@@ -70,13 +67,13 @@ def shared(m: Other, x: Tensor) -> Tensor:
     return h * F.gelu(h, approximate="tanh") + F.gelu(m.bare(x), approximate="tanh")
 
 
-def early(m: Other, x: Tensor) -> Tensor:
+def early(m, x):
     """What is normalised makes the weight of its norm too."""
     total = x + m.linear(x)
     return F.layer_norm(total, (N,), m.norm.weight + total.mean((0, 1)), m.norm.bias)
 
 
-def measuring(m: Other, x: Tensor) -> Tensor:
+def measuring(m, x):
     """GELU of a product that the program wants no gradients of."""
     with torch.no_grad():
         product = m.linear(x)
@@ -90,7 +87,7 @@ class Noted(NamedTuple):
     norms: list[Any]
     gradients: list[Any]
 
-    def sums(self) -> list[Any]:
+    def sums(self):
         """Of each gradient: terms of gradient and input, whether there is a mean and a residual, and
         which column sums joined.
         """
@@ -101,11 +98,11 @@ class Noted(NamedTuple):
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+def joined(monkeypatch):
     """Of all graphs of a test."""
     found, join = Noted([], []), joining.join
 
-    def noting(graph: torch.fx.Graph) -> None:
+    def noting(graph):
         join(graph)
         for calls, name in ((found.norms, "norm"), (found.gradients, "norm_backward")):
             target = getattr(torch.ops.bmtrain, name).default
@@ -120,11 +117,11 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
         yield found
 
 
-def without_code(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
+def without_code(graph, inputs, **_):
     """Inductor's graphs of forward and backward, run as they are."""
 
-    def run(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
-        def boxed(args: list[Any]) -> Any:
+    def run(graph, inputs, **_):
+        def boxed(args):
             return graph.forward(*args)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
@@ -136,11 +133,11 @@ def without_code(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
 class Everywhere:
     """The backend of compiled blocks, which puts these functions in on a CPU too; `names` are theirs."""
 
-    def __init__(self, lower: backend.Lower = without_code) -> None:
-        self.names: list[str] = []
+    def __init__(self, lower=without_code):
+        self.names = []
         self.lower = lower
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    def __call__(self, graph, inputs, **options):
         parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
         for part in parts:
             fusions.rewrite(part, lambda _: True)
@@ -153,7 +150,7 @@ class Everywhere:
         return self.lower(graph, inputs, **options)
 
 
-def passed(run: Any, module: nn.Module, x: Tensor, *rest: Any) -> list[Tensor]:
+def passed(run, module, x, *rest):
     """The output, and the gradients of x and of parameters."""
     x = x.detach().requires_grad_()
     out = run(x, *rest)
@@ -163,9 +160,7 @@ def passed(run: Any, module: nn.Module, x: Tensor, *rest: Any) -> list[Tensor]:
     return [out.detach(), *used]
 
 
-def check_against_plain(
-    run: Any, module: nn.Module, x: Tensor, *rest: Any, dtype: torch.dtype | None = None
-) -> None:
+def check_against_plain(run, module, x, *rest, dtype=None):
     """Values and gradients of `run` are those of plain PyTorch in fp64, up to four times what it is off
     in the dtype of `x`; `dtype` is that of the output.
     """
@@ -179,16 +174,14 @@ def check_against_plain(
         assert error <= 4 * allowed + 1e-6 * float(true.norm())  # sums in another order
 
 
-def equal_to_plain(
-    module: nn.Module, x: Tensor, lower: backend.Lower = backend.inductor
-) -> list[str]:
+def equal_to_plain(module, x, lower=backend.inductor):
     """What was put in, of what computes as plain PyTorch does."""
     to = Everywhere(lower)
     check_against_plain(torch.compile(module, backend=to), module, x)
     return sorted(to.names)
 
 
-def wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def wide_rows(monkeypatch):
     """As if rows were too long for the compiler, and for column sums beside them."""
     monkeypatch.setattr(fusions, "NARROW", N - 1)
     monkeypatch.setattr(joining, "WIDE", N - 1)
@@ -204,13 +197,7 @@ def wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (nn.RMSNorm, torch.bfloat16, True),
     ],
 )
-def test_layer_of_a_gpt(
-    joined: Noted,
-    norm: type[nn.Module],
-    dtype: torch.dtype,
-    wide: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layer_of_a_gpt(joined, norm, dtype, wide, monkeypatch):
     """The second norm of wide rows gets the residual and what is added to it; its backward pass gets
     their sum.
     """
@@ -233,9 +220,7 @@ def test_layer_of_a_gpt(
 @pytest.mark.compiler
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_code(
-    joined: Noted, norm: type[nn.Module], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code(joined, norm, dtype, monkeypatch):
     for number in range(2):
         torch._dynamo.reset()
         assert len(equal_to_plain(PreNorm(norm).to(dtype), X.to(dtype))) == 3
@@ -243,9 +228,7 @@ def test_compiled_code(
         wide_rows(monkeypatch)
 
 
-def test_what_wide_norms_add_up_is_computed_again(
-    joined: Noted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_wide_norms_add_up_is_computed_again(joined, monkeypatch):
     """With recomputation nothing is kept but inputs."""
     wide_rows(monkeypatch)
     torch.manual_seed(0)
@@ -255,7 +238,7 @@ def test_what_wide_norms_add_up_is_computed_again(
     )
     known = {p.data_ptr() for p in module.parameters()}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         if tensor.data_ptr() not in known:
             sizes.append(tensor.numel())
         return tensor
@@ -266,7 +249,7 @@ def test_what_wide_norms_add_up_is_computed_again(
     assert sizes == [X.numel()] and joined.gradients
 
 
-def test_sums_that_have_other_readers(joined: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_have_other_readers(joined, monkeypatch):
     """Gradients of a norm that are needed twice; a sum that is needed before its norm."""
     torch.manual_seed(0)
     for layer in (post_norm, uneven):
@@ -278,7 +261,7 @@ def test_sums_that_have_other_readers(joined: Noted, monkeypatch: pytest.MonkeyP
     assert equal_to_plain(Other(early), X, without_code) == ["layer_norm"]
 
 
-def test_what_does_not_fit_is_left_to_the_compiler(joined: Noted) -> None:
+def test_what_does_not_fit_is_left_to_the_compiler(joined):
     torch.manual_seed(0)
     assert equal_to_plain(Other(shared), X, without_code) == ["gelu", "gelu"]
     assert equal_to_plain(PreNorm().requires_grad_(False), X, without_code) == ["gelu"]
@@ -289,7 +272,7 @@ def test_what_does_not_fit_is_left_to_the_compiler(joined: Noted) -> None:
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.1, True), (0.1, False), (0.0, True)])
-def test_beside_dropout_only_formulas_change(p: float, training: bool) -> None:
+def test_beside_dropout_only_formulas_change(p, training):
     torch._dynamo.reset()
     lower = Everywhere(lambda graph, _: graph.forward)
     module = nn.Sequential(PreNorm(), nn.Dropout(p)).train(training)
@@ -299,7 +282,7 @@ def test_beside_dropout_only_formulas_change(p: float, training: bool) -> None:
     assert lower.names == names
 
 
-def test_autocast_is_left_to_the_compiler(joined: Noted) -> None:
+def test_autocast_is_left_to_the_compiler(joined):
     torch.manual_seed(0)
     module, lower = PreNorm(), Everywhere()
     with torch.autocast("cpu", torch.bfloat16):
@@ -311,7 +294,7 @@ def test_autocast_is_left_to_the_compiler(joined: Noted) -> None:
     assert lower.names == ["layer_norm", "layer_norm", "gelu"]
 
 
-def test_other_sizes(joined: Noted) -> None:
+def test_other_sizes(joined):
     """From the second on they are variables."""
     torch.manual_seed(0)
     module, lower = PreNorm(), Everywhere()
@@ -323,11 +306,11 @@ def test_other_sizes(joined: Noted) -> None:
     assert len(lower.names) == 6 and len(joined.gradients) == 4
 
 
-def test_nothing_changes_on_a_cpu() -> None:
+def test_nothing_changes_on_a_cpu():
     torch._dynamo.reset()
-    seen: list[Any] = []
+    seen = []
 
-    def lower(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def lower(graph, inputs):
         fusions.rewrite(graph)
         seen.extend(node.target for node in graph.graph.nodes)
         return graph.forward

@@ -2,18 +2,14 @@
 left to the compiler.
 """
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.unit.test_fusions import check_against_plain, passed, without_code
 from tests.unit.test_linear_cross_entropy import num_products, profiled
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bmtrain.compile import backend, heads
@@ -23,11 +19,10 @@ BATCH, LENGTH, DIM, CLASSES, CHUNK_ROWS = 6, 16, 8, 64, 20
 # torch's compiler of itself
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 FUNCTIONS = (heads.cross_entropy_of_linear, heads.recomputed_cross_entropy_of_linear)
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_chunks(monkeypatch):
     """Five chunks, the last one shorter; programs of other tests do not count as compiled."""
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", CHUNK_ROWS)
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
@@ -39,7 +34,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def in_fp32(logits: Tensor, targets: Tensor) -> Tensor:
+def in_fp32(logits, targets):
     """As programs write it."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -47,21 +42,20 @@ def in_fp32(logits: Tensor, targets: Tensor) -> Tensor:
 class Head(nn.Module):
     """A norm, a map to logits and their loss: (batch, length, dim), targets (batch, length)."""
 
-    def __init__(self, loss: Loss = in_fp32, bias: bool = False) -> None:
+    def __init__(self, loss=in_fp32, bias=False):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES, bias=bias)
         self.loss = loss
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, x, targets):
         return self.loss(self.linear(self.norm(x)), targets)
 
 
 class Recomputed(Head):
     """Keeps its arguments only."""
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        out: Tensor = checkpoint(super().forward, x, targets, use_reentrant=False)
-        return out
+    def forward(self, x, targets):
+        return checkpoint(super().forward, x, targets, use_reentrant=False)
 
 
 both_kinds = pytest.mark.parametrize("kind", [Head, Recomputed])
@@ -70,11 +64,11 @@ both_kinds = pytest.mark.parametrize("kind", [Head, Recomputed])
 class Rewritten:
     """The backend of compiled blocks, which replaces heads on a CPU too, and how many it has."""
 
-    def __init__(self, lower: backend.Lower = without_code) -> None:
+    def __init__(self, lower=without_code):
         self.lower = backend.AtOnce(backend.Seeded(lower))
         self.count = 0
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    def __call__(self, graph, inputs, **options):
         parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
         for part in parts:
             heads.rewrite(part, lambda _: True, is_recomputed=part is not graph)
@@ -83,11 +77,11 @@ class Rewritten:
         return self.lower(graph, inputs, **options)
 
 
-def compiled(module: nn.Module, lower: Any, dynamic: bool = False) -> Any:
+def compiled(module, lower, dynamic=False):
     return torch.compile(module, backend=lower, fullgraph=True, dynamic=dynamic)
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def inputs(dtype=torch.float32):
     """Hidden states, and targets of which some are ignored."""
     torch.manual_seed(1)
     targets = torch.randint(0, CLASSES, (BATCH, LENGTH))
@@ -95,7 +89,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return 2 * torch.randn(BATCH, LENGTH, DIM).to(dtype), targets
 
 
-def count(module: nn.Module, rows: slice | None = None) -> int:
+def count(module, rows=None):
     """How many heads are replaced; of some rows only, as one sequence, or of all."""
     lower, (x, targets) = Rewritten(lambda graph, inputs: graph.forward), inputs()
     if rows is not None:
@@ -104,12 +98,7 @@ def count(module: nn.Module, rows: slice | None = None) -> int:
     return lower.count
 
 
-def count_equal_to_plain(
-    module: nn.Module,
-    dtype: torch.dtype = torch.float32,
-    loss_dtype: torch.dtype | None = None,
-    lower: backend.Lower = without_code,
-) -> int:
+def count_equal_to_plain(module, dtype=torch.float32, loss_dtype=None, lower=without_code):
     """How many heads were replaced, where loss and gradients are those of plain PyTorch."""
     torch.manual_seed(0)
     for param in module.parameters():
@@ -120,14 +109,14 @@ def count_equal_to_plain(
     return to.count
 
 
-def converted(logits: Tensor, targets: Tensor) -> Tensor:
+def converted(logits, targets):
     """Other words for the same, and a sum."""
     rows = torch.flatten(logits, 0, 1).contiguous().to(torch.float32)
     return F.cross_entropy(rows, targets.view(-1), reduction="sum", label_smoothing=0.1)
 
 
 @both_kinds
-def test_loss_in_fp32(kind: type[Head]) -> None:
+def test_loss_in_fp32(kind):
     for dtype, bias, loss in (
         (torch.bfloat16, True, in_fp32),
         (torch.float16, False, converted),
@@ -141,13 +130,13 @@ def test_loss_in_fp32(kind: type[Head]) -> None:
 @pytest.mark.compiler
 @both_kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_code(kind: type[Head], dtype: torch.dtype) -> None:
+def test_compiled_code(kind, dtype):
     lower = backend.inductor
     for bias, loss in ((False, in_fp32), (True, converted)):
         assert count_equal_to_plain(kind(loss, bias), dtype, torch.float32, lower) == 1
 
 
-OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
+OPTIONS = [
     (torch.bfloat16, {}),
     (torch.float32, {"ignore_index": 3}),
     (torch.bfloat16, {"reduction": "sum"}),
@@ -157,10 +146,10 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
 
 @both_kinds
 @pytest.mark.parametrize(("dtype", "options"), OPTIONS)
-def test_options(kind: type[Head], dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_options(kind, dtype, options):
     """The loss has the dtype of the logits where the program does not convert them."""
 
-    def shown(logits: Tensor, targets: Tensor) -> Tensor:
+    def shown(logits, targets):
         known = targets.where(targets >= 0, 3)  # ignored or not, as the options say
         given = {name: x.to(logits.dtype) if name == "weight" else x for name, x in options.items()}
         return F.cross_entropy(logits.view(-1, CLASSES), known.reshape(-1), **given)
@@ -169,7 +158,7 @@ def test_options(kind: type[Head], dtype: torch.dtype, options: dict[str, Any]) 
 
 
 @both_kinds
-def test_frozen_weights_and_no_target(kind: type[Head]) -> None:
+def test_frozen_weights_and_no_target(kind):
     """The gradient of the hidden states alone; without a target the loss is NaN, with gradients of
     zero, as torch's.
     """
@@ -183,7 +172,7 @@ def test_frozen_weights_and_no_target(kind: type[Head]) -> None:
         assert loss.isnan() and not any(grad.any() for grad in grads)
 
 
-def test_backward_twice() -> None:
+def test_backward_twice():
     module, (x, targets) = Head(), inputs()
     loss, weight = compiled(module, Rewritten())(x, targets), module.linear.weight
     first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
@@ -191,7 +180,7 @@ def test_backward_twice() -> None:
 
 
 @pytest.mark.parametrize(("kind", "per_chunk"), [(Head, 3), (Recomputed, 4)])
-def test_never_all_logits(kind: type[Head], per_chunk: int) -> None:
+def test_never_all_logits(kind, per_chunk):
     """No memory is asked for that is as large as the logits: a chunk's are the largest.
 
     A recomputed head computes the logits twice, as the plain one does, and nothing else.
@@ -224,18 +213,18 @@ F.cross_entropy(logits.flatten(0, 1), F.one_hot(targets.relu(), CLASSES).to(logi
 
 
 @pytest.mark.parametrize("loss", OTHER_LOSSES.strip().splitlines())
-def test_what_is_another_loss_is_left_to_the_compiler(loss: str) -> None:
+def test_what_is_another_loss_is_left_to_the_compiler(loss):
     assert count(Head(eval(f"lambda logits, targets: {loss}", globals()))) == 0
 
 
 class Measured(Head):
     """The loss of logits that have no gradients, or have lost them."""
 
-    def __init__(self, is_lost: bool) -> None:
+    def __init__(self, is_lost):
         super().__init__()
         self.is_lost = is_lost
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, x, targets):
         hidden = self.norm(x)
         with torch.set_grad_enabled(self.is_lost):
             logits = self.linear(hidden)
@@ -246,11 +235,11 @@ class Measured(Head):
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_gradients_are_where_the_program_wants_them(is_lost: bool) -> None:
+def test_gradients_are_where_the_program_wants_them(is_lost):
     assert count_equal_to_plain(Measured(is_lost)) == 0
 
 
-def write_item(hidden: Tensor) -> None:
+def write_item(hidden):
     hidden[0] = 1.0
 
 
@@ -268,12 +257,12 @@ torch.ops.aten.clamp_.default(hidden, -0.5, 0.5)
 class Written(Head):
     """Hidden states are written before the loss is computed, in one of many ways."""
 
-    def __init__(self, write: Callable[[Tensor], object]) -> None:
+    def __init__(self, write):
         super().__init__()
         self.linear.requires_grad_(False)  # else plain backward needs what was written
         self.write = write
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, x, targets):
         hidden = self.norm(x)
         logits = self.linear(hidden)
         self.write(hidden)
@@ -281,7 +270,7 @@ class Written(Head):
 
 
 @pytest.mark.parametrize("write", WRITES.strip().splitlines())
-def test_hidden_states_that_are_written_before_the_loss(write: str) -> None:
+def test_hidden_states_that_are_written_before_the_loss(write):
     assert (
         count_equal_to_plain(
             Written(eval(f"lambda hidden: {write}", {**globals(), "operator": operator}))
@@ -290,10 +279,10 @@ def test_hidden_states_that_are_written_before_the_loss(write: str) -> None:
     )
 
 
-def test_targets_that_are_written_before_the_loss() -> None:
+def test_targets_that_are_written_before_the_loss():
     """They are made between logits and loss; that is no matter."""
 
-    def relabelled(logits: Tensor, targets: Tensor) -> Tensor:
+    def relabelled(logits, targets):
         known = targets.clone()
         known[known < 3] = -100
         return in_fp32(logits, known)
@@ -301,7 +290,7 @@ def test_targets_that_are_written_before_the_loss() -> None:
     assert count_equal_to_plain(Head(relabelled)) == 1
 
 
-def test_what_gains_nothing_is_left_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gains_nothing_is_left_to_the_compiler(monkeypatch):
     """One chunk; and gradients larger than logits: in fp32 and beside one row of logits, those of the
     weight, the bias and hidden states. Autocast has products of its own.
     """
@@ -320,7 +309,7 @@ def test_what_gains_nothing_is_left_to_the_compiler(monkeypatch: pytest.MonkeyPa
 
 
 @both_kinds
-def test_varying_sizes(kind: type[Head]) -> None:
+def test_varying_sizes(kind):
     """One program for all of them, from five chunks to one."""
     torch.manual_seed(0)
     module, lower = kind(), Rewritten()

@@ -1,7 +1,5 @@
 """What launchers' variables mean, case by case."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -19,11 +17,11 @@ from bmtrain.runtime.launchers import (
 )
 
 
-def torchrun(rank: int, size: int) -> str:
+def torchrun(rank, size):
     return f"RANK={rank} WORLD_SIZE={size}"
 
 
-def srun(rank: int, size: int) -> str:
+def srun(rank, size):
     """A task of a step on hosts of two tasks each."""
     return (
         f"SLURM_JOB_ID=4711 SLURM_STEP_ID=3 SLURM_PROCID={rank} SLURM_LOCALID={rank % 2} "
@@ -33,7 +31,7 @@ def srun(rank: int, size: int) -> str:
     )
 
 
-def openmpi(rank: int, size: int, local: int, here: int) -> str:
+def openmpi(rank, size, local, here):
     name = "OMPI_COMM_WORLD"
     of_host = f"{name}_LOCAL_RANK={local} {name}_LOCAL_SIZE={here}"
     return f"{name}_RANK={rank} {name}_SIZE={size} {of_host}"
@@ -42,9 +40,9 @@ def openmpi(rank: int, size: int, local: int, here: int) -> str:
 LAUNCHERS: dict[str, Any] = {"torchrun": torchrun, "srun": srun, "openmpi": openmpi}
 
 
-def read(text: str) -> dict[str, str]:
+def read(text):
     """An environment of words: NAME=value, NAME= to leave it out, or a launcher's with its numbers."""
-    found: dict[str, str] = {}
+    found = {}
     for word in text.split():
         kind, colon, numbers = word.partition(":")
         if colon and kind in LAUNCHERS:
@@ -55,7 +53,7 @@ def read(text: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def rows(table: str) -> list[tuple[str, ...]]:
+def rows(table):
     return [tuple(map(str.strip, line.split("|"))) for line in table.strip().splitlines()]
 
 
@@ -93,7 +91,7 @@ PET_NNODES=1 PET_NPROC_PER_NODE=gpu SKYPILOT_NUM_NODES=1 | 0 1 None None env://
 
 
 @pytest.mark.parametrize(("words", "expected"), rows(PLACES))
-def test_a_place_is_read(words: str, expected: str) -> None:
+def test_a_place_is_read(words, expected):
     environment = read(words)
     found = read_launch(environment)
     place = (found.rank, found.size, found.local_rank, found.local_size)
@@ -138,7 +136,7 @@ srun:2,4 MASTER_PORT=70000 | 1 to 65535
 
 
 @pytest.mark.parametrize(("words", "said"), [*rows(REFUSED), *rows(NOWHERE)])
-def test_what_is_refused(words: str, said: str) -> None:
+def test_what_is_refused(words, said):
     environment = read(words)
     if (words, said) in rows(REFUSED):
         with pytest.raises(ConfigurationError, match=said):
@@ -149,13 +147,13 @@ def test_what_is_refused(words: str, said: str) -> None:
         meeting_place(found, environment)
 
 
-def test_a_torchrun_of_its_own_in_each_task_is_told() -> None:
+def test_a_torchrun_of_its_own_in_each_task_is_told():
     own = "torchrun:0,8 TORCHELASTIC_RUN_ID=x GROUP_WORLD_SIZE=1"
     assert "--nnodes 2" in read_launch(read(f"srun:1,2 {own}")).warning
     assert not read_launch(read(f"srun:0,1 {own}")).warning
 
 
-def test_lists_of_hosts() -> None:
+def test_lists_of_hosts():
     texts = "a a,b gpu[03-05,9],login gpu[7] rack[1-2]node[3-4] n[1,3]-ib.cluster.org,n7"
     hosts = "a a gpu03 gpu7 rack1node3 n1-ib.cluster.org"
     assert " ".join(map(first_host, texts.split())) == hosts
@@ -164,7 +162,7 @@ def test_lists_of_hosts() -> None:
             first_host(text)
 
 
-def test_jobs_beside_each_other_meet_apart() -> None:
+def test_jobs_beside_each_other_meet_apart():
     """No two of 900 jobs that follow each other, with the steps of each."""
     environment, places = read("srun:0,2"), set()
     for job in range(1, 901):
@@ -174,7 +172,7 @@ def test_jobs_beside_each_other_meet_apart() -> None:
     assert len(places) == 900 * 16
 
 
-def test_the_hint_of_a_local_rank() -> None:
+def test_the_hint_of_a_local_rank():
     for words, rank in (
         ("", 0),
         ("srun:1,4", 1),
@@ -184,7 +182,7 @@ def test_the_hint_of_a_local_rank() -> None:
         assert local_rank_hint(read(words)) == rank
 
 
-def test_a_place_that_is_taken_overrides_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_is_taken_overrides_launchers(monkeypatch):
     for name, value in read("srun:1,4 openmpi:1,4,1,4 PET_NNODES=2").items():
         monkeypatch.setenv(name, value)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

@@ -1,7 +1,5 @@
 """Where parameters lie in flat buffers and shards: integers only."""
 
-from __future__ import annotations
-
 import pytest
 
 from bmtrain.shard.layout import ALIGNMENT, Layout, round_up
@@ -11,7 +9,7 @@ SHAPES += [("prime", (101,)), ("one", (1, 1))]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7, 8])
-def test_shards_cover_every_element_once(num_shards: int) -> None:
+def test_shards_cover_every_element_once(num_shards):
     """Slots start at aligned places, in order, without overlap; shards are equal and aligned. Over all
     shards the pieces of each slot are its elements in order, none twice, at their place in the buffer.
     """
@@ -21,7 +19,7 @@ def test_shards_cover_every_element_once(num_shards: int) -> None:
     for index, slot in enumerate(layout.slots):
         assert slot.offset >= end and slot.offset % ALIGNMENT == 0
         end = slot.end
-        covered: list[int] = []
+        covered = []
         for shard in range(num_shards):
             piece = layout.piece(index, shard)
             assert 0 <= piece.begin <= piece.end <= layout.shard_numel
@@ -34,7 +32,7 @@ def test_shards_cover_every_element_once(num_shards: int) -> None:
     assert layout.shard_numel % ALIGNMENT == 0
 
 
-def test_padding_is_small() -> None:
+def test_padding_is_small():
     """Below one percent for GPT-2's layer over 8 ranks; nothing to place takes no memory."""
     shapes = [(768,), (2304, 768), (768, 768), (3072, 768), (768, 3072), (3072,)]
     layout = Layout.build([(str(shape), shape) for shape in shapes], 8)

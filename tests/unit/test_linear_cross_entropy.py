@@ -2,18 +2,14 @@
 it refuses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.tensors import grad_of
-from torch import Tensor
 from torch.testing import assert_close
 
 from bmtrain.errors import ConfigurationError
@@ -29,19 +25,16 @@ TOLERANCE = {
     torch.float64: 1e-12,
 }
 WEIGHTS = torch.linspace(0.0, 2.0, CLASSES).roll(7)
-Tensors = list[Tensor]
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch):
     """Several chunks, the last one shorter."""
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", CHUNK_ROWS)
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
 
 
-def inputs(
-    dtype: torch.dtype = torch.float32, rows: int = ROWS, bias: bool = True, classes: int = CLASSES
-) -> tuple[Tensors, Tensor]:
+def inputs(dtype=torch.float32, rows=ROWS, bias=True, classes=CLASSES) -> tuple[Any, Any]:
     """Hidden states, weight and bias, which want gradients, and targets of which some are ignored."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(rows, DIM), (classes, DIM), *([(classes,)] if bias else [])]
@@ -54,18 +47,11 @@ def inputs(
     return head, target
 
 
-def called(loss: Any, head: Tensors, target: Tensor) -> Tensor:
+def called(loss, head, target):
     return loss(*head[:2], target, *head[2:])
 
 
-def check_against_torch(
-    loss: FusedLinearCrossEntropy,
-    head: Tensors,
-    target: Tensor,
-    tolerance: float | None = None,
-    scale: float = 1.0,
-    least: float = 0.0,
-) -> None:
+def check_against_torch(loss, head, target, tolerance=None, scale=1.0, least=0.0):
     """Value and gradients are torch's in fp64, for the logits as the dtype of the head has them."""
     dtype = head[0].dtype
     leaves = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in head]
@@ -93,7 +79,7 @@ def check_against_torch(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_equals_torch(dtype: torch.dtype) -> None:
+def test_equals_torch(dtype):
     for reduction, weight, smoothing, bias in itertools.product(
         ("mean", "sum", "none"), (None, WEIGHTS), (0.0, 0.1, 1.0), (False, True)
     ):
@@ -104,7 +90,7 @@ def test_equals_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_frozen_parts_get_no_gradient(reduction: str) -> None:
+def test_frozen_parts_get_no_gradient(reduction):
     for wanted in list(itertools.product((False, True), repeat=3))[1:]:
         head, target = inputs()
         for tensor, want_grad in zip(head, wanted, strict=True):
@@ -113,7 +99,7 @@ def test_frozen_parts_get_no_gradient(reduction: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_any_number_of_rows_and_classes(reduction: str) -> None:
+def test_any_number_of_rows_and_classes(reduction):
     """Also of classes that products are not made for, to which others are added on the way."""
     loss = FusedLinearCrossEntropy(reduction=reduction, label_smoothing=0.1)
     for classes in (1, 8, 64, 65):
@@ -124,7 +110,7 @@ def test_any_number_of_rows_and_classes(reduction: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_valid_target_has_no_gradient(reduction: str) -> None:
+def test_no_valid_target_has_no_gradient(reduction):
     """Nor no row at all."""
     loss = FusedLinearCrossEntropy(WEIGHTS, reduction=reduction, label_smoothing=0.1)
     for rows in (ROWS, 0):
@@ -136,7 +122,7 @@ def test_no_valid_target_has_no_gradient(reduction: str) -> None:
         assert not any(grad_of(tensor).any() for tensor in head)
 
 
-def test_ignored_rows_may_be_infinite() -> None:
+def test_ignored_rows_may_be_infinite():
     head, target = inputs(bias=False)
     FusedLinearCrossEntropy()(*head, target).backward()
     clean, head[1].grad = head[1].grad, None
@@ -148,9 +134,9 @@ def test_ignored_rows_may_be_infinite() -> None:
 
 
 @contextlib.contextmanager
-def profiled() -> Iterator[list[Any]]:
+def profiled():
     """Every operator that ran inside, those within opaque operations too; filled in at the end."""
-    events: list[Any] = []
+    events = []
     only_cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(
         activities=only_cpu, profile_memory=True, acc_events=True
@@ -159,18 +145,18 @@ def profiled() -> Iterator[list[Any]]:
     events.extend(profile.events())
 
 
-def num_products(events: list[Any]) -> int:
+def num_products(events):
     """Of matrices, by their operators."""
     return sum(event.name in ("aten::mm", "aten::addmm") for event in events)
 
 
-def test_never_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_all_logits(monkeypatch):
     """No memory is asked for that is larger than a chunk's logits in rows of whole vectors. Chunks grow
     as long as their logits stay small.
     """
     row = linear_cross_entropy.ALIGNMENT * 4
 
-    def largest(reduction: str) -> int:
+    def largest(reduction):
         head, target = inputs(rows=400)
         with profiled() as events:
             called(FusedLinearCrossEntropy(reduction=reduction), head, target).sum().backward()
@@ -182,7 +168,7 @@ def test_never_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest("sum") == 200 * row
 
 
-def test_computes_what_is_wanted() -> None:
+def test_computes_what_is_wanted():
     """Products per chunk: the logits, and one for each of hidden and weight that want a gradient."""
     cases = [((), 1), ((0,), 2), ((1,), 2), ((2,), 1), ((0, 1, 2), 3)]
     for (wanted, products), has_grad in itertools.product(cases, (True, False)):
@@ -194,14 +180,14 @@ def test_computes_what_is_wanted() -> None:
         assert num_products(events) == 4 * (products if has_grad else 1)
 
 
-def test_gradients_are_added_up_in_fp32() -> None:
+def test_gradients_are_added_up_in_fp32():
     """Of many chunks in bf16: what is small beside the sum so far would be lost."""
     head, target = inputs(torch.bfloat16, rows=3000, bias=False)
     head[0].requires_grad_(False)
     check_against_torch(FusedLinearCrossEntropy(reduction="sum"), head, target, 2**-8, -1.0)
 
 
-def test_fp16_keeps_small_gradients_for_the_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_keeps_small_gradients_for_the_loss_scale(monkeypatch):
     """Those of the logits of a mean over many rows are less than fp16 can tell apart, and so are those
     of classes that are never a target; the loss scale is known in backward only.
     """
@@ -221,7 +207,7 @@ def test_fp16_keeps_small_gradients_for_the_loss_scale(monkeypatch: pytest.Monke
     assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < 0.05
 
 
-def test_backward_twice_over_a_kept_graph() -> None:
+def test_backward_twice_over_a_kept_graph():
     """In the same bits; derivatives of the gradient are refused."""
     head, target = inputs(torch.bfloat16)
     loss = called(FusedLinearCrossEntropy(), head, target)
@@ -237,7 +223,7 @@ def test_backward_twice_over_a_kept_graph() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_autocast_is_that_of_linear(reduction: str) -> None:
+def test_autocast_is_that_of_linear(reduction):
     """Products in bf16, the loss in fp32, gradients in the dtypes of the parameters; fp64 stays fp64."""
     head, target = inputs()
     loss = FusedLinearCrossEntropy(reduction=reduction)
@@ -253,7 +239,7 @@ def test_autocast_is_that_of_linear(reduction: str) -> None:
         assert torch.equal(grad_of(tensor), grad_of(other).float())
 
 
-def test_compiles_whole() -> None:
+def test_compiles_whole():
     """One graph around operations that the compiler does not look into, and that tell it the truth:
     schemas, fake results, no aliases. Also where a part is frozen.
     """
@@ -297,7 +283,7 @@ HIDDEN, WEIGHT, TARGET + 5 => row 0|got 5|0 to 4|4 of 4|vocabulary
 """
 
 
-def test_bad_inputs_and_arguments_are_named() -> None:
+def test_bad_inputs_and_arguments_are_named():
     for line in BAD.strip().splitlines():
         given, named = line.split(" => ")
         with pytest.raises(ConfigurationError) as caught:

@@ -1,9 +1,6 @@
 """The rule by which the loss scale moves."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.optim.loss_scale import LossScale
 
 
-def test_shrinks_and_grows_within_bounds() -> None:
+def test_shrinks_and_grows_within_bounds():
     """Divided at each overflow, multiplied after enough good steps in a row, never out of its bounds."""
     scale = LossScale(16, factor=4, growth_steps=2, minimum=2, maximum=32)
     seen = []
@@ -37,7 +34,7 @@ def test_shrinks_and_grows_within_bounds() -> None:
     assert LossScale(0.5, minimum=2.0).value == 2
 
 
-def test_state_goes_on() -> None:
+def test_state_goes_on():
     """Value and the count of good steps, of which those before an overflow do not count."""
     scale, other = LossScale(8, growth_steps=3), LossScale(1, growth_steps=3)
     for event in (scale.grow, scale.grow, scale.shrink, scale.grow, scale.grow):
@@ -52,16 +49,14 @@ def test_state_goes_on() -> None:
 @pytest.mark.parametrize(
     ("number", "value", "good_steps"), [(1e300, 8, 2), (math.inf, 4, 0), (math.nan, 4, 0)]
 )
-def test_a_verdict_is_awaited_once_and_by_whoever_asks(
-    number: float, value: float, good_steps: int
-) -> None:
+def test_a_verdict_is_awaited_once_and_by_whoever_asks(number, value, good_steps):
     """The step is taken back before the scale moves, and only if it was bad. What is loaded comes after
     the verdict.
     """
     for ask in (LossScale.wait, lambda scale: scale.value, LossScale.state_dict):
         scale, seen = LossScale(8, growth_steps=3), list[int]()
 
-        def look(scale: LossScale = scale, seen: list[int] = seen) -> None:
+        def look(scale=scale, seen=seen):
             seen.append(scale.good_steps)
 
         arriving = HostCopy([torch.tensor(number, dtype=torch.float64)])
@@ -79,7 +74,7 @@ def test_a_verdict_is_awaited_once_and_by_whoever_asks(
         assert scale.state_dict() == {"value": 32, "good_steps": 5}
 
 
-WRONG: list[dict[str, Any]] = [
+WRONG = [
     *({"value": value} for value in (0, math.inf, math.nan)),
     {"value": 1, "factor": 1},
     {"value": 1, "growth_steps": 0},
@@ -89,7 +84,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_wrong_settings(wrong: dict[str, Any]) -> None:
+def test_wrong_settings(wrong):
     """Say what was expected."""
     with pytest.raises(ConfigurationError, match="expected"):
         LossScale(**wrong)

@@ -1,7 +1,5 @@
 """Schedules against their formulas written out, over any torch optimizer."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,7 +10,7 @@ from bmtrain.lr_scheduler import Cosine, Exponential, Linear, Noam, NoDecay, War
 
 S, W, E = 0.3, 4, 12
 # iteration -> learning rate, worked out by hand from the definitions
-TABLES: dict[type[WarmupLRScheduler], dict[int, float]] = {
+TABLES = {
     Noam: {0: 0.0, 1: 0.3 / 8, 3: 0.9 / 8, 4: 0.15, 9: 0.1, 16: 0.075, 100: 0.03},
     NoDecay: {0: 0.0, 1: 0.075, 3: 0.225, 4: 0.3, 12: 0.3, 1000: 0.3},
     Linear: {0: 0.0, 1: 0.075, 4: 0.3, 6: 0.225, 8: 0.15, 12: 0.0, 13: 0.0, 99: 0.0},
@@ -22,17 +20,17 @@ TABLES: dict[type[WarmupLRScheduler], dict[int, float]] = {
 all_schedules = pytest.mark.parametrize("schedule", TABLES)
 
 
-def optimizer() -> torch.optim.Optimizer:
+def optimizer():
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": 7.0} for _ in range(2)]
     return torch.optim.SGD(groups, lr=9.0)
 
 
-def rates(target: torch.optim.Optimizer) -> list[float]:
+def rates(target):
     return [group["lr"] for group in target.param_groups]
 
 
 @all_schedules
-def test_formula(schedule: type[WarmupLRScheduler]) -> None:
+def test_formula(schedule):
     """By construction and by steps; without a warm-up from the top."""
     for iteration, expected in TABLES[schedule].items():
         target = optimizer()
@@ -54,7 +52,7 @@ def test_formula(schedule: type[WarmupLRScheduler]) -> None:
 
 
 @pytest.mark.parametrize("schedule", [Noam, NoDecay, Exponential])
-def test_no_end(schedule: type[WarmupLRScheduler]) -> None:
+def test_no_end(schedule):
     ending = schedule(optimizer(), S, W, E, 500)
     for end in (-1, None, -2):
         endless = schedule(optimizer(), S, W, end, 500)
@@ -63,7 +61,7 @@ def test_no_end(schedule: type[WarmupLRScheduler]) -> None:
 
 
 @all_schedules
-def test_resume(schedule: type[WarmupLRScheduler]) -> None:
+def test_resume(schedule):
     """A state that is refused changes nothing."""
     saved = schedule(optimizer(), S, W, E)
     for _ in range(7):
@@ -82,7 +80,7 @@ def test_resume(schedule: type[WarmupLRScheduler]) -> None:
         assert rates(target) == [saved.current_lr] * 2 == [resumed.current_lr] * 2
 
 
-def test_gamma_is_saved_and_may_be_absent() -> None:
+def test_gamma_is_saved_and_may_be_absent():
     saved = Exponential(optimizer(), S, W, E, gamma=0.5)
     resumed = Exponential(optimizer(), S, W, E, gamma=0.9)
     for other in (saved, NoDecay(optimizer(), S, W, E)):
@@ -90,19 +88,19 @@ def test_gamma_is_saved_and_may_be_absent() -> None:
         assert resumed.gamma == 0.5
 
 
-def test_a_learning_rate_kept_in_a_tensor_stays_that_tensor() -> None:
+def test_a_learning_rate_kept_in_a_tensor_stays_that_tensor():
     lr = torch.tensor(1.0)
     target = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], lr=lr)
     NoDecay(target, 0.25, 0, -1)
-    assert rates(target)[0] is lr and lr.item() == 0.25  # type: ignore[comparison-overlap]
+    assert rates(target)[0] is lr and lr.item() == 0.25
 
 
-def test_own_schedule_overrides_both_parts() -> None:
+def test_own_schedule_overrides_both_parts():
     class Stairs(WarmupLRScheduler):
-        def get_lr_warmup(self, num_iter: int) -> float:
+        def get_lr_warmup(self, num_iter):
             return 1.0
 
-        def get_lr_decay(self, num_iter: int) -> float:
+        def get_lr_decay(self, num_iter):
             return 2.0 + num_iter
 
     scheduler = Stairs(optimizer(), 0.0, 2, -1)
@@ -131,7 +129,7 @@ Noam(optimizer(), S, 0, 9).load_state_dict({"num_iter": 3}) => state_dict|num_it
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_what_makes_no_schedule_is_refused(line: str) -> None:
+def test_what_makes_no_schedule_is_refused(line):
     call, words = line.split(" => ")
     with pytest.raises(ConfigurationError) as caught:
         eval(call, globals())

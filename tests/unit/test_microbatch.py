@@ -1,7 +1,5 @@
 """Cutting layers into stages: contiguous, the first stages have one more."""
 
-from __future__ import annotations
-
 import pytest
 
 from bmtrain.errors import ConfigurationError
@@ -9,7 +7,7 @@ from bmtrain.parallel.microbatch import rows_per_micro_batch, stage_layers
 
 
 @pytest.mark.parametrize("num_stages", range(1, 6))
-def test_stage_layers(num_stages: int) -> None:
+def test_stage_layers(num_stages):
     for num_layers in range(1, 14):
         if num_layers < num_stages:
             with pytest.raises(ConfigurationError, match="at least one layer a stage"):
@@ -21,7 +19,7 @@ def test_stage_layers(num_stages: int) -> None:
         assert [len(stage) for stage in layers] == [least + (x < more) for x in range(num_stages)]
 
 
-def test_rows_per_micro_batch() -> None:
+def test_rows_per_micro_batch():
     assert rows_per_micro_batch(3, 4, 6) == 2
     with pytest.raises(ConfigurationError, match="cannot be cut into 5 micro-batches"):
         rows_per_micro_batch(3, 4, 5)

@@ -1,14 +1,12 @@
 """What else is installed beside pytest does not end the tests."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess
 import sys
 
 
-def test_pytest_benchmark_is_left_out(tmp_path: pathlib.Path) -> None:
+def test_pytest_benchmark_is_left_out(tmp_path):
     """Its warning beside pytest-xdist, where warnings are errors, ended `make test-gpu ARGS="-n 8"`
     before the first test. A stand-in for it is installed here.
     """
@@ -25,7 +23,7 @@ def test_pytest_benchmark_is_left_out(tmp_path: pathlib.Path) -> None:
     root = pathlib.Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
+    def run(*options):
         command = [
             sys.executable,
             "-m",

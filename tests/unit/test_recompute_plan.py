@@ -1,28 +1,26 @@
 """The plan of recomputation: pure arithmetic, against tables and against trying everything."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
-from bmtrain.recompute.plan import Option, Options, Step, choose, describe, need, seconds
+from bmtrain.recompute.plan import Option, Step, choose, describe, need, seconds
 
 
-def step_of(blocks: list[Options], turn: int = 30) -> Step:
+def step_of(blocks, turn=30):
     """A step at option 2 in which the loss needs `turn` bytes beyond the inputs of the blocks."""
     kept = list(itertools.accumulate((options[2].kept for options in blocks), initial=0))
     backward = [(place, kept[place] + options[2].peak) for place, options in enumerate(blocks)]
     return Step(2, (*kept[1:-1], kept[-1] + turn), tuple(reversed(backward)))
 
 
-def test_equal_blocks() -> None:
+def test_equal_blocks():
     """Cheap things are computed again everywhere before anything dear is, and that only as often as it
     takes. What is kept is kept by the last blocks.
     """
     # everything kept, cheap things computed again, the whole block, the whole block with its input on
     # the host
     block = Option(15, 20, 3.0), Option(10, 20, 3.05), Option(1, 20, 4.0), Option(0, 22, 4.01)
-    blocks: list[Options] = [block] * 10
+    blocks = [block] * 10
     for room, counts in {
         180: [10, 0, 0, 0],  # 150 kept and 30 at the turn
         179: [9, 1, 0, 0],
@@ -39,7 +37,7 @@ def test_equal_blocks() -> None:
         assert choice == sorted(choice, reverse=True)
 
 
-def test_peaks_elsewhere_than_at_the_turn() -> None:
+def test_peaks_elsewhere_than_at_the_turn():
     """The backward pass of the first block may need what the last ones have freed by then; what the
     first to be freed keeps is in nobody's way, wherever it stands in the forward pass; and memory may
     be freed in forward: gradients that are cleared, for example.
@@ -58,11 +56,11 @@ def test_peaks_elsewhere_than_at_the_turn() -> None:
     assert choose([block] * 3, step, 110) == [0, 1, 1]
 
 
-def test_never_more_than_the_room_and_at_most_one_change_from_the_best() -> None:
+def test_never_more_than_the_room_and_at_most_one_change_from_the_best():
     """Against every possible plan, for blocks of all kinds."""
     draw = random.Random(3)
     for _ in range(150):
-        blocks: list[Options] = []
+        blocks = []
         for _ in range(draw.randint(1, 5)):
             kept = sorted((draw.randint(0, 30) for _ in range(3)), reverse=True)
             times = sorted(draw.random() for _ in range(3))
@@ -80,7 +78,7 @@ def test_never_more_than_the_room_and_at_most_one_change_from_the_best() -> None
         assert seconds(blocks, choice) <= min(seconds(blocks, plan) for plan in fitting) + largest
 
 
-def test_an_option_that_is_no_faster_is_never_chosen() -> None:
+def test_an_option_that_is_no_faster_is_never_chosen():
     """Recomputing cheap things may even save time: then nothing else is kept, whatever the room."""
     block = Option(15, 20, 3.0), Option(10, 20, 2.9), Option(1, 20, 4.0)
     assert choose([block] * 4, step_of([block] * 4), 1000) == [1] * 4

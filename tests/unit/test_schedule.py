@@ -1,19 +1,17 @@
 """The learned order of gathers; letters stand for residences."""
 
-from __future__ import annotations
-
 from bmtrain.shard.engine import Schedule
 from bmtrain.shard.label import Phase
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
-def run(schedule: Schedule[str], order: str, phase: Phase = FORWARD) -> str:
+def run(schedule, order, phase=FORWARD):
     """What is prefetched at each gather of a pass; a dash for nothing."""
     return "".join(schedule.observe(item, phase) or "-" for item in order)
 
 
-def test_the_second_pass_knows_what_comes_next() -> None:
+def test_the_second_pass_knows_what_comes_next():
     """Forward is learned in one pass; the last item is followed by nothing: parameters may change in
     between, so nothing is gathered ahead across passes.
     """
@@ -27,7 +25,7 @@ def test_the_second_pass_knows_what_comes_next() -> None:
     assert run(schedule, "c", BACKWARD) == "-"
 
 
-def test_backward_is_forward_reversed_until_it_is_known() -> None:
+def test_backward_is_forward_reversed_until_it_is_known():
     """The first backward is prefetched already; an order of its own replaces the guess."""
     schedule = Schedule[str]()
     run(schedule, "abc")
@@ -38,7 +36,7 @@ def test_backward_is_forward_reversed_until_it_is_known() -> None:
         assert run(schedule, "bca", BACKWARD)[0] == found
 
 
-def test_a_plan_serves_the_first_pass() -> None:
+def test_a_plan_serves_the_first_pass():
     """Lists of blocks tell their order beforehand. What is interrupted has no successor."""
     schedule = Schedule[str]()
     schedule.plan("abc")

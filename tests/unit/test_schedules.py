@@ -1,7 +1,5 @@
 """Steps of schedules that are taken back: as if they had never been, whatever the schedule keeps."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 
@@ -16,10 +14,10 @@ from bmtrain.optim.schedules import step_schedules
 class Table:
     """Rates looked up in a table; it counts its calls, and holds what must not be copied."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls, self.rates, self.model = 0, [1 / (1 + step) for step in range(40)], Heavy()
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step):
         self.calls += 1
         return self.rates[step] + self.calls / 1000
 
@@ -27,7 +25,7 @@ class Table:
 class Heavy:
     """A model, say."""
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo):
         raise AssertionError("a schedule is no reason to copy a model")
 
     __copy__ = __deepcopy__
@@ -36,11 +34,11 @@ class Heavy:
 class Historian:
     """A schedule that writes into what it keeps, in places of all kinds."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer):
         self.optimizer, self.number, self.seen = optimizer, 0, set[int]()
         self.kept: Any = [[], ([], {"deep": [[]]}), deque(maxlen=3), torch.zeros(2)]
 
-    def step(self) -> None:
+    def step(self):
         self.number += 1
         few, (nested, deep), queue, tensor = self.kept
         for place in (few, nested, deep["deep"][0], queue):
@@ -50,10 +48,10 @@ class Historian:
         for group in self.optimizer.param_groups:
             group["lr"] = 0.1 / (1 + self.number)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"kept": self.kept, "number": self.number, "seen": self.seen}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         vars(self).update(state)
 
 
@@ -68,7 +66,7 @@ Historian(optimizer)
 """.strip().splitlines()
 
 
-def make(schedule: str) -> tuple[torch.optim.Optimizer, Any]:
+def make(schedule):
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.02}]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
@@ -77,7 +75,7 @@ def make(schedule: str) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, made
 
 
-def numbers(optimizer: torch.optim.Optimizer, schedule: Any) -> str:
+def numbers(optimizer, schedule):
     held = [*optimizer.param_groups, schedule.state_dict()]
     skipped = ("params", "lr_lambdas")
     return repr([{name: x for name, x in each.items() if name not in skipped} for each in held])
@@ -86,7 +84,7 @@ def numbers(optimizer: torch.optim.Optimizer, schedule: Any) -> str:
 # a sequence of schedules of torch 2.8 uses it itself
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_taken_back_leaves_nothing(name: str) -> None:
+def test_what_is_taken_back_leaves_nothing(name):
     """A schedule that takes every step twice, once to be taken back, against one that does not."""
     (plain_optimizer, plain), (optimizer, schedule) = make(name), make(name)
     for _ in range(9):
@@ -97,7 +95,7 @@ def test_what_is_taken_back_leaves_nothing(name: str) -> None:
         assert numbers(optimizer, schedule) == numbers(plain_optimizer, plain)
 
 
-def test_kinds_stay_and_functions_go_back_too() -> None:
+def test_kinds_stay_and_functions_go_back_too():
     """What the program has written in between stays."""
     optimizer, schedule = make(SCHEDULES[0])
     table = schedule.lr_lambdas[0]

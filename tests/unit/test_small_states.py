@@ -1,7 +1,5 @@
 """What optimizer states are kept in: random bits, blocks of 8 bits, remainders; the update itself."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -19,21 +17,21 @@ COUNT = 1 << 18
 INF, NAN = math.inf, math.nan
 
 
-def bits(seed: int, start: int = 0, count: int = COUNT) -> torch.Tensor:
+def bits(seed, start=0, count=COUNT):
     return random_bits(seed, start, count, torch.device("cpu"))
 
 
-def blocks(values: torch.Tensor, dtype: torch.dtype) -> Blocks:
+def blocks(values, dtype):
     found = Blocks.zeros(values.numel(), dtype, zeros_on("cpu"))
     found.fill(values)
     return found
 
 
-def randn(size: int, seed: int = 0) -> torch.Tensor:
+def randn(size, seed=0):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def test_random_bits_belong_to_places() -> None:
+def test_random_bits_belong_to_places():
     """However the places are cut, and beyond 32 bits."""
     seed = seed_of(key_of(3), 7)
     whole = bits(seed, 100, 1000)
@@ -44,7 +42,7 @@ def test_random_bits_belong_to_places() -> None:
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16])
-def test_codes_are_close(default: torch.dtype) -> None:
+def test_codes_are_close(default):
     """The largest of a block is exact; others are off by half a code at most. Values that have a code
     keep it. The default dtype of the program does not matter.
     """
@@ -72,7 +70,7 @@ def test_codes_are_close(default: torch.dtype) -> None:
         assert numel == 0 or off[square.codes > 1].abs().max() <= 0.5001 / 255
 
 
-def test_squares_do_not_become_zero() -> None:
+def test_squares_do_not_become_zero():
     """Else Adam would divide by epsilon alone. What is zero stays so."""
     values = torch.full((64,), 1e-30)
     values[0], values[1] = 1.0, 0.0
@@ -82,7 +80,7 @@ def test_squares_do_not_become_zero() -> None:
         assert torch.equal(blocks(torch.zeros(64), dtype).values(), torch.zeros(64))
 
 
-def test_squares_fall_with_their_gradients() -> None:
+def test_squares_fall_with_their_gradients():
     """A thousand steps of gradients that have become small beside a large one: the nearest code would
     never change.
     """
@@ -101,7 +99,7 @@ def test_squares_fall_with_their_gradients() -> None:
     assert by_distance.values()[small].mean() > 0.99
 
 
-def test_remainders_are_exact() -> None:
+def test_remainders_are_exact():
     """Every fp32 number comes back bit by bit, from a weight that is nearest to it: of every exponent,
     halfway between two bf16 numbers, zeros, infinities.
     """
@@ -126,7 +124,7 @@ def test_remainders_are_exact() -> None:
     assert (again != masters[finite]).float().mean() < 0.2
 
 
-def test_weights_of_elsewhere_are_exact() -> None:
+def test_weights_of_elsewhere_are_exact():
     """A weight that is not next to its master has no remainder, and is noticed. Remainders of other
     weights make no NaN.
     """
@@ -144,7 +142,7 @@ def test_weights_of_elsewhere_are_exact() -> None:
     assert torch.equal(joined(zeros, torch.tensor([-5, -5]).short()), torch.zeros(2))
 
 
-def test_stochastic_rounding() -> None:
+def test_stochastic_rounding():
     """Up with the probability of the distance; bf16 numbers stay; NaN and infinity too."""
     weight = torch.empty(COUNT, dtype=torch.bfloat16)
     for value in (1.0 + 0.3 * 2.0**-7, -1.0 - 0.3 * 2.0**-7):
@@ -162,7 +160,7 @@ def test_stochastic_rounding() -> None:
 
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("kind", ["exact", "fp32", "split", "none"])
-def test_update_is_torchs(kind: str, quantised: bool) -> None:
+def test_update_is_torchs(kind, quantised):
     """Fifty steps beside torch.optim.AdamW in fp32: masters are equal where nothing is rounded, else
     close to what the rounding makes of them.
     """

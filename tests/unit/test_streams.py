@@ -2,10 +2,7 @@
 needed.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,43 +15,43 @@ Tasks = frozenset[str]
 class Stream:
     """One stream: its past is all that comes for certain before what is put there next."""
 
-    def __init__(self, *_: object, priority: int = 0) -> None:
-        self.past: Tasks = frozenset()
+    def __init__(self, *_, priority=0):
+        self.past = frozenset()
 
-    def record_event(self) -> Tasks:
+    def record_event(self):
         return self.past
 
-    def wait_event(self, event: Tasks) -> None:
+    def wait_event(self, event):
         self.past |= event
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other):
         self.past |= other.past
 
 
 class Device:
     """Streams in which each task knows all tasks that come before it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.current, self.before = Stream(), dict[str, Tasks]()
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream):
         outer, self.current = self.current, stream
         try:
             yield
         finally:
             self.current = outer
 
-    def tasks(self, name: str, count: int) -> list[Callable[[], None]]:
-        def issue(number: int) -> None:
+    def tasks(self, name, count):
+        def issue(number):
             self.before[f"{name} {number}"] = self.current.past
             self.current.past |= {f"{name} {number}"}
 
-        return [lambda number=number: issue(number) for number in range(count)]  # type: ignore[misc]
+        return [lambda number=number: issue(number) for number in range(count)]
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch):
     made = Device()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", made.stream)
@@ -62,7 +59,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-def test_gathers_and_reductions_do_not_wait_for_each_other(device: Device) -> None:
+def test_gathers_and_reductions_do_not_wait_for_each_other(device):
     """Nor do the copies of one of them; each direction in itself is in order. Reductions come after
     what was computed.
     """
@@ -85,7 +82,7 @@ def test_gathers_and_reductions_do_not_wait_for_each_other(device: Device) -> No
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_any_number_of_jobs(device: Device, count: int) -> None:
+def test_any_number_of_jobs(device, count):
     """More of them the second time, and fewer the third."""
     streams = Streams(torch.device("cuda", 0))
     for turn, now in enumerate((count, count + 4, count)):

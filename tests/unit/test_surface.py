@@ -1,7 +1,5 @@
 """What programs may import from BMTrain and ModelCenter, and what of it is not here, and why."""
 
-from __future__ import annotations
-
 import importlib
 import pathlib
 
@@ -63,14 +61,14 @@ model_center.model.t5 BaseModel Decoder Encoder Linear RelativePositionEmbedding
 }
 
 
-def surface() -> dict[str, list[str]]:
+def surface():
     """By module: its names."""
     text = pathlib.Path(__file__).with_name("surface.txt").read_text(encoding="utf-8")
     lines = (line.partition(":") for line in text.splitlines()[1:])
     return {path: names.split() for path, _, names in lines}
 
 
-def test_what_is_not_here_is_listed() -> None:
+def test_what_is_not_here_is_listed():
     """Neither more nor less."""
     missing = {
         f"{path}.{name}"

@@ -1,7 +1,5 @@
 """What is said to be missing for torch.compile on a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys
@@ -12,7 +10,7 @@ import torch
 from bmtrain.runtime import process, world
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(monkeypatch):
     """Nothing where all is there."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert process.missing_for_gpu() == "the package triton"
@@ -32,9 +30,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (True, "cuda", False, True),
     ],
 )
-def test_blocks_compile_where_they_can(
-    monkeypatch: pytest.MonkeyPatch, wanted: bool | None, kind: str, found: bool, answer: bool
-) -> None:
+def test_blocks_compile_where_they_can(monkeypatch, wanted, kind, found, answer):
     """Only what nobody has decided depends on the tools, and is told of them."""
     missing = None if found else "a C compiler (cc)"
     monkeypatch.setattr(process, "missing_for_gpu", lambda compilers: missing)
@@ -44,8 +40,8 @@ def test_blocks_compile_where_they_can(
         assert world._compiles(wanted, torch.device(kind)) is answer
 
 
-def test_the_environment_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
+def test_the_environment_names_the_compiler(monkeypatch):
+    asked = []
     monkeypatch.setattr(process, "missing_for_gpu", asked.append)
     monkeypatch.setenv("CC", "my-cc")
     world._compiles(None, torch.device("cuda"))

@@ -1,9 +1,6 @@
 """Ranks on the axes of the mesh, against BMTrain's formulas."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 
@@ -15,11 +12,11 @@ from bmtrain.runtime.topology import Topology
     ("world", "pipe", "tp"),
     [(1, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (8, 2, 2), (12, 3, 2), (16, 2, 4)],
 )
-def test_formulas(world: int, pipe: int, tp: int) -> None:
+def test_formulas(world, pipe, tp):
     """The layout of ranks that the specification gives. Every rank is in one group of every kind;
     groups of a kind are equal in size and the same seen from every rank; ids are places in them.
     """
-    sizes: Any = {"world_size": world, "pipe_size": pipe, "tp_size": tp}
+    sizes = {"world_size": world, "pipe_size": pipe, "tp_size": tp}
     places = [Topology(rank=rank, **sizes) for rank in range(world)]
     for rank, place in enumerate(places):
         assert place.stages == pipe
@@ -46,7 +43,7 @@ def test_formulas(world: int, pipe: int, tp: int) -> None:
             assert {getattr(places[rank], f"{kind}_idx") for rank in group} == {index}
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     """The message has all three numbers."""
     for world, pipe, tp in ((3, 2, 1), (4, 1, 3), (4, 3, 2)):
         words = rf"{world} ranks.*pipe_size={pipe} x tp_size={tp}"

@@ -1,7 +1,5 @@
 """The helpers of training scripts."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -11,7 +9,7 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.utils import AverageRecorder, print_block, print_dict
 
 
-def test_average_is_a_weighted_mean_of_what_was_recorded() -> None:
+def test_average_is_a_weighted_mean_of_what_was_recorded():
     """A start value counts only before the first record."""
     recorder, seen = AverageRecorder(alpha=0.5, start_value=100), [100.0]
     assert recorder.value == 100
@@ -30,12 +28,12 @@ def test_average_is_a_weighted_mean_of_what_was_recorded() -> None:
 
 
 @pytest.mark.parametrize("alpha", [1.0, -0.1, float("nan")])
-def test_alpha_outside_its_range_is_refused(alpha: float) -> None:
+def test_alpha_outside_its_range_is_refused(alpha):
     with pytest.raises(ConfigurationError, match=r"alpha: got .*, expected 0 <= alpha < 1"):
         AverageRecorder(alpha=alpha)
 
 
-def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printing(capsys):
     print_block("Model", "two\nlines [not markup]")
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "Model" in lines[0] and lines[1:3] == ["two", "lines [not markup]"]

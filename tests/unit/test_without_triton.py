@@ -1,7 +1,5 @@
 """What runs on a CPU does not need Triton, which many machines do not have."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -30,7 +28,7 @@ print("trained")
 """
 
 
-def test_training_on_a_cpu() -> None:
+def test_training_on_a_cpu():
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
