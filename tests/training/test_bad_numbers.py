@@ -156,6 +156,8 @@ def test_the_cause_is_named(tmp_path: Path) -> None:
         assert re.search(named(fault, 1, rows), error), error
         assert error.count("rank ") == 1, f"one rank is to blame: {error}"
         assert max(path.name for path in (tmp_path / fault).glob("step-*")) == "step-00000006"
+        left = "failed after step 7: run the same command with --resume to resume from step 6."
+        assert [left in " ".join(one[number][1].split()) for one in outcomes] == [True, False]
         records = read_metrics(tmp_path / fault / "metrics.jsonl")
         assert [record["step"] for record in records if "skipped" in record] == [5, 6, 7]
 

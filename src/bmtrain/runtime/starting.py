@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from bmtrain.runtime import world
+from bmtrain.runtime.process import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PATIENCE_S = 30.0  # from the first rank's failure to the others' end
@@ -41,10 +44,13 @@ def start(words: Sequence[str], size: int) -> int:
     with _passed_on(ranks):
         for rank in range(size):
             environment = world.environment_of(rank, size, port)
-            # A session of its own: Ctrl-C of the terminal comes once, from here.
-            ranks.append(
-                subprocess.Popen([sys.executable, *words], env=environment, start_new_session=True)
-            )
+            with _ignored():
+                # A session of its own: Ctrl-C of the terminal comes once, from here.
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, *words], env=environment, start_new_session=True
+                    )
+                )
         status, end = 0, float("inf")
         while None in (found := [rank.poll() for rank in ranks]):
             failed = next(filter(None, found), 0)
@@ -64,10 +70,35 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 @contextmanager
+def _ignored() -> Iterator[None]:
+    """A rank that is started inside ignores Ctrl-C until `init_distributed`.
+
+    Else each would print where in its imports it was. Only where this process can see that.
+    """
+    is_seen = pathlib.Path("/proc/self/status").exists()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_seen else None
+    try:
+        yield
+    finally:
+        if is_seen:
+            signal.signal(signal.SIGINT, handler)
+
+
+def _ignores(rank: subprocess.Popen[bytes]) -> bool:
+    """Whether a rank ignores Ctrl-C."""
+    status = pathlib.Path(f"/proc/{rank.pid}/status")
+    found = re.search(r"^SigIgn:\s*(\w+)", status.read_text() if status.exists() else "", re.M)
+    return found is not None and bool(int(found[1], 16) & 1 << (signal.SIGINT - 1))
+
+
+@contextmanager
 def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Signals of this process reach the ranks."""
 
     def pass_on(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and any(map(_ignores, ranks)):
+            say("interrupted before the run has begun.\n")
+            number = signal.SIGTERM
         _send(ranks, number)
 
     earlier = {number: signal.signal(number, pass_on) for number in SIGNALS}

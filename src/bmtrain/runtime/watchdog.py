@@ -86,6 +86,7 @@ class Report:
     Attributes:
         idle: seconds since its last progress.
         is_waiting: whether it waits for others or for its device.
+        is_off: whether it does what may take long; see `off`.
         place: in the user's program.
         lines: its collectives.
         stacks: of its threads.
@@ -95,6 +96,7 @@ class Report:
     rank: int
     idle: float
     is_waiting: bool
+    is_off: bool
     place: str
     lines: tuple[Line, ...]
     stacks: str = ""
@@ -283,6 +285,13 @@ class Watchdog:
                 found[rank] = state
         return dict(found)
 
+    def is_first(self, deed: str) -> bool:
+        """Whether no other rank has asked this before, as far as is known."""
+        store, found = self._store, list[int]()
+        if store is not None and not self.store_is_gone:
+            self._patiently(lambda: found.append(store.add(f"first {deed}", 1)))
+        return not self.store_is_gone if not found else found[0] == 1
+
     def _patiently(self, deed: Callable[[], object]) -> None:
         """Do what needs the store, unless that takes long or fails: its host may be gone."""
 
@@ -390,7 +399,7 @@ class Watchdog:
         late = {
             other: _doing(self._looks.get(other), before.get(other))
             for other, one in sorted(reports.items())
-            if not one.is_waiting and one.idle > ASK_S[0] and not self._off
+            if not (one.is_waiting or one.is_off) and one.idle > ASK_S[0]
         }
         stopped = [one for one in silent if one in self._looks and self._looks[one].state == "T"]
         is_loading = self.num_steps == 0 and _COMPUTES in late.values()
@@ -408,8 +417,8 @@ class Watchdog:
                 + "".join(f"rank {other} {_state(*self._processes[other])}.\n" for other in silent)
                 + f"If that is work, all is well: nothing is ended {end}.\n"
             )
-        all_wait = len(waiting) == self._place.size
-        return all_wait and self._asked == len(ASK_S) and not self._off
+        is_hung = all(one.is_waiting and not one.is_off for one in reports.values())
+        return is_hung and not silent and self._asked == len(ASK_S)
 
     def _listen(self) -> None:
         """Wait for a word of another rank's watchdog."""
@@ -449,6 +458,7 @@ class Watchdog:
             rank=self._place.rank,
             idle=time.monotonic() - self._since,
             is_waiting=self._is_waiting(),
+            is_off=self._off > 0,
             place=process.place(self._thread),
             lines=tuple(self.collectives()),
         )
@@ -510,12 +520,14 @@ class Watchdog:
         missing = [rank for rank in range(self._place.size) if rank not in reports]
         silent = {rank: _state(*self._processes[rank]) for rank in missing}
         silent |= self.whereabouts(missing) if missing else {}
+        text = "".join(f"rank {rank} {what}.\n" for rank, what in sorted(silent.items()))
+        text += _as_text(reports)
         say(
             f"[rank {self._place.rank}] the run stands still: nothing has gone on for {limit:.0f} "
-            f"s. {outcome}\n"
-            + "".join(f"rank {rank} {what}.\n" for rank, what in sorted(silent.items()))
-            + _as_text(reports)
+            f"s. {outcome}\n{text}"
         )
+        if not self._place.is_guest:
+            self.say_last(f"has ended the run, which stood still: {text.splitlines()[0]}")
 
 
 @dataclasses.dataclass(frozen=True)

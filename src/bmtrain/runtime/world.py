@@ -12,6 +12,7 @@ import datetime
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -62,6 +63,8 @@ _DTYPE = Rule(
 )
 _SWITCH = Rule("True or False", lambda x: isinstance(x, bool))
 _BYTES = Rule("a whole number of bytes, or None", lambda x: x is None or COUNT.holds(x))
+_OURS = "bmtrain-"  # how the names of runs begin that `starting` starts
+_INTERRUPTED = "was interrupted by Ctrl-C"
 _ANY_GPU = torch.device("cuda")
 
 
@@ -258,7 +261,7 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
     threads = str(max((os.cpu_count() or 1) // size, 1))
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "1"}
-    run = {TORCHRUN: f"bmtrain-{os.getpid()}-{port}"}
+    run = {TORCHRUN: f"{_OURS}{os.getpid()}-{port}"}
     return {"OMP_NUM_THREADS": threads, **kept, **_place(rank, size), **meeting, **run}
 
 
@@ -327,6 +330,10 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             f"a run of {_PROCESS.world.world_size} rank(s) is open in this process: call "
             "bmtrain.shutdown() on all ranks first, or use the run (bmtrain.is_initialized())."
         )
+    is_main = threading.current_thread() is threading.main_thread()
+    is_ours = os.environ.get(TORCHRUN, "").startswith(_OURS)
+    if is_main and is_ours and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # see `starting.start`
     is_adopted, is_torchrun = dist.is_initialized(), TORCHRUN in os.environ
     launcher = None
     if is_torchrun and not is_adopted:
@@ -360,7 +367,6 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         with _joining(launch, url, timeout):
             store = _meet(launch, url, timeout, is_adopted)
             (local_rank, local_size), chosen = _settle(launch, store, device, is_adopted)
-            is_main = threading.current_thread() is threading.main_thread()
             place = Place(
                 launch.rank,
                 launch.size,
@@ -709,17 +715,24 @@ def _leave_loudly(
     else:
         gone = world.watchdog.whereabouts({*range(world.world_size)} - {world.rank})
         others = "".join(f" rank {number} {why}." for number, why in sorted(gone.items()))
-    if issubclass(kind, KeyboardInterrupt):
+    is_interrupt = issubclass(kind, KeyboardInterrupt)
+    if is_interrupt:
         call = process.calls_of_program(traceback.extract_tb(trace))[-1]
-        say(f"[rank {world.rank}] interrupted at {call.filename}:{call.lineno} in {call.name}.\n")
+        # Ctrl-C reaches all ranks: one of them says so
+        if world.watchdog.is_first(_INTERRUPTED):
+            say(
+                f"[rank {world.rank}] interrupted at {call.filename}:{call.lineno} in "
+                f"{call.name}.\n"
+            )
     else:
         say(
             f"[rank {world.rank}] this rank failed; the run ends.{others} {summary}\n"
             + "".join(trace_lines)
         )
-    world.watchdog.take_store_down(f"has failed: {summary.splitlines()[0]}")
+    words = _INTERRUPTED if is_interrupt else f"has failed: {summary.splitlines()[0]}"
+    world.watchdog.take_store_down(words)
     code = Exit.PARTED if issubclass(kind, RanksDivergedError) else Exit.FAILED
-    os._exit(Exit.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else code)
+    os._exit(Exit.INTERRUPTED if is_interrupt else code)
 
 
 def num_cores() -> int:

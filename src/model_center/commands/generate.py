@@ -18,6 +18,7 @@ from model_center.commands.configuration import model_in
 from model_center.errors import ConfigError, InputError
 from model_center.generation.session import Session
 from model_center.generation.text import TextGenerator
+from model_center.tokenizer.chat_template import rendered
 from model_center.training.adapters import add_adapters
 from model_center.training.quantization import quantize
 from model_center.training.setup import DTYPES, default_dtype
@@ -122,7 +123,7 @@ class TheirGenerator:
         tokenizer = self._subject.tokenizer
         if not tokenizer.chat_template:
             raise InputError("the tokenizer has no chat template: use generate.")
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = rendered(tokenizer, messages, add_generation_prompt=True)
         return self._behind(tokenizer.encode(text, add_special_tokens=False))
 
     def _behind(self, ids: Sequence[int]) -> Iterator[str]:
