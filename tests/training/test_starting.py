@@ -32,8 +32,8 @@ def stop(*_):
     print("asked", flush=True)
     sys.exit(5)
 signal.signal(signal.SIGTERM, stop)
-rank, ready = world.launched_rank(), pathlib.Path(__file__).with_name("ready")
-print(sys.argv[1:], rank, world.launched_size(), flush=True)
+rank, ready = world.launched().rank, pathlib.Path(__file__).with_name("ready")
+print(sys.argv[1:], rank, world.launched().size, flush=True)
 if rank == 0:
     ready.touch()
 elif "fail" in sys.argv:

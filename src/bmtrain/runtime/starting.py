@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from bmtrain.runtime import world
 from bmtrain.runtime.process import say
 
+Handler = Callable[[int, Any], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PATIENCE_S = 30.0  # from the first rank's failure to the others' end
 LOOK_S = 0.1
@@ -25,7 +26,7 @@ LOOK_S = 0.1
 
 def num_to_start() -> int:
     """How many ranks a program is for that no launcher has started; 1 if one has."""
-    return 1 if world.is_launched() else max(torch.accelerator.device_count(), 1)
+    return 1 if world.launched().launcher else max(torch.accelerator.device_count(), 1)
 
 
 def start(words: Sequence[str], size: int) -> int:
@@ -41,16 +42,17 @@ def start(words: Sequence[str], size: int) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks: list[subprocess.Popen[bytes]] = []
-    with _passed_on(ranks):
+    with _passed_on(ranks) as handler:
+        # A rank inherits that it ignores Ctrl-C, until `init_distributed`: else each would print
+        # where in its imports it was. `_ignores` sees that on Linux only.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if sys.platform == "linux" else handler)
         for rank in range(size):
             environment = world.environment_of(rank, size, port)
-            with _ignored():
-                # A session of its own: Ctrl-C of the terminal comes once, from here.
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, *words], env=environment, start_new_session=True
-                    )
-                )
+            # A session of its own: Ctrl-C of the terminal comes once, from here.
+            ranks.append(
+                subprocess.Popen([sys.executable, *words], env=environment, start_new_session=True)
+            )
+        signal.signal(signal.SIGINT, handler)
         status, end = 0, float("inf")
         while None in (found := [rank.poll() for rank in ranks]):
             failed = next(filter(None, found), 0)
@@ -69,21 +71,6 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
         rank.send_signal(number)  # which does nothing to one that has ended
 
 
-@contextmanager
-def _ignored() -> Iterator[None]:
-    """A rank that is started inside ignores Ctrl-C until `init_distributed`.
-
-    Else each would print where in its imports it was. Only where this process can see that.
-    """
-    is_seen = pathlib.Path("/proc/self/status").exists()
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_seen else None
-    try:
-        yield
-    finally:
-        if is_seen:
-            signal.signal(signal.SIGINT, handler)
-
-
 def _ignores(rank: subprocess.Popen[bytes]) -> bool:
     """Whether a rank ignores Ctrl-C."""
     status = pathlib.Path(f"/proc/{rank.pid}/status")
@@ -92,8 +79,8 @@ def _ignores(rank: subprocess.Popen[bytes]) -> bool:
 
 
 @contextmanager
-def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Signals of this process reach the ranks."""
+def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[Handler]:
+    """Signals of this process reach the ranks, by the handler."""
 
     def pass_on(number: int, frame: Any) -> None:
         if number == signal.SIGINT and any(map(_ignores, ranks)):
@@ -103,7 +90,7 @@ def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
     earlier = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
-        yield
+        yield pass_on
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

@@ -76,7 +76,7 @@ class Line:
     ranks: tuple[int, ...]
     number: int
     digest: int
-    last: tuple[str, ...]
+    last: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Report:
     is_waiting: bool
     is_off: bool
     place: str
-    lines: tuple[Line, ...]
+    lines: Sequence[Line]
     stacks: str = ""
     extra: str = ""
 
@@ -106,10 +106,7 @@ class Report:
     def loaded(cls, text: str | bytes) -> Report:
         """From the JSON of `dataclasses.asdict`."""
         fields = json.loads(text)
-        lines = tuple(
-            Line(tuple(line["ranks"]), line["number"], line["digest"], tuple(line["last"]))
-            for line in fields.pop("lines")
-        )
+        lines = [Line(**{**line, "ranks": tuple(line["ranks"])}) for line in fields.pop("lines")]
         return cls(**fields, lines=lines)
 
 
@@ -354,9 +351,8 @@ class Watchdog:
 
     def _is_due(self, seconds: float) -> bool:
         """Whether this rank asks now: one that does not wait later, unless another has."""
-        if self._is_waiting():
-            return self._idle > seconds
-        return self._idle > seconds * _LATER and not self._was_asked
+        waits = self._is_waiting()
+        return self._idle > seconds * (1 if waits else _LATER) and (waits or not self._was_asked)
 
     def _one_hangs(self, store: Store, limit: float) -> bool:
         """Ask the other ranks where they are; from the second time on say who does not wait.
@@ -378,12 +374,7 @@ class Watchdog:
                     is_anothers.set()
                     return
                 self._post(question, others)
-                end = time.monotonic() + ANSWER_S
-                while len(reports) <= len(others) and time.monotonic() < end:
-                    for other in others:
-                        if other not in reports and mine.check([f"{question} {other}"]):
-                            reports[other] = Report.loaded(mine.get(f"{question} {other}"))
-                    time.sleep(0.05)
+                self._collect(mine, question, reports)
 
         # a store that does not answer is that of a process that is stopped
         asking = self._start(ask, "ask")
@@ -419,6 +410,15 @@ class Watchdog:
             )
         is_hung = all(one.is_waiting and not one.is_off for one in reports.values())
         return is_hung and not silent and self._asked == len(ASK_S)
+
+    def _collect(self, store: Store, key: str, reports: dict[int, Report]) -> None:
+        """Add the other ranks' reports, as far as they leave them under the key in ANSWER_S."""
+        end = time.monotonic() + ANSWER_S
+        while len(reports) < self._place.size and time.monotonic() < end:
+            for rank in set(range(self._place.size)) - reports.keys():
+                if store.check([f"{key} {rank}"]):
+                    reports[rank] = Report.loaded(store.get(f"{key} {rank}"))
+            time.sleep(0.05)
 
     def _listen(self) -> None:
         """Wait for a word of another rank's watchdog."""
@@ -460,7 +460,7 @@ class Watchdog:
             is_waiting=self._is_waiting(),
             is_off=self._off > 0,
             place=process.place(self._thread),
-            lines=tuple(self.collectives()),
+            lines=self.collectives(),
         )
 
     def _end(self, limit: float) -> None:
@@ -489,14 +489,10 @@ class Watchdog:
             if store is not None:
                 store = store.clone()
                 store.set(f"part {own.rank}", json.dumps(dataclasses.asdict(own)))
-                end = time.monotonic() + ANSWER_S
-                while len(reports) < self._place.size and time.monotonic() < end:
-                    for rank in set(range(self._place.size)) - reports.keys():
-                        if store.check([f"part {rank}"]):
-                            reports[rank] = Report.loaded(store.get(f"part {rank}"))
-                    time.sleep(0.05)
+                self._collect(store, "part", reports)
                 if own.rank != min(reports):
-                    while not store.check(["told"]) and time.monotonic() < end + ANSWER_S:
+                    end = time.monotonic() + ANSWER_S
+                    while not store.check(["told"]) and time.monotonic() < end:
                         time.sleep(0.05)
                     if store.check(["told"]):
                         return

@@ -34,7 +34,7 @@ from bmtrain.errors import (
     RanksDivergedError,
 )
 from bmtrain.runtime import process
-from bmtrain.runtime.arguments import COUNT, Rule, check
+from bmtrain.runtime.arguments import COUNT, POSITIVE, SIZE, Rule, check, optional
 from bmtrain.runtime.launchers import (
     FOREIGN,
     TORCHRUN,
@@ -46,7 +46,7 @@ from bmtrain.runtime.launchers import (
     read_launch,
     tcp_url,
 )
-from bmtrain.runtime.meeting import Groups, Meetings, Store, adopt, tell_all
+from bmtrain.runtime.meeting import Groups, Store, adopt, meet, tell_all
 from bmtrain.runtime.mesh import Mesh, build_mesh
 from bmtrain.runtime.process import Exit, Launcher, say, this_host
 from bmtrain.runtime.seeding import Draws, seed_everything
@@ -58,11 +58,9 @@ Service = TypeVar("Service")
 TRANSPORTS = ("auto", "copy_engine", "collective")
 _TRANSPORT = Rule(f"one of {', '.join(TRANSPORTS)}", TRANSPORTS.__contains__)
 _DTYPE = Rule(
-    "a floating point torch.dtype or None",
-    lambda x: x is None or (isinstance(x, torch.dtype) and x.is_floating_point),
+    "a floating point torch.dtype", lambda x: isinstance(x, torch.dtype) and x.is_floating_point
 )
 _SWITCH = Rule("True or False", lambda x: isinstance(x, bool))
-_BYTES = Rule("a whole number of bytes, or None", lambda x: x is None or COUNT.holds(x))
 _OURS = "bmtrain-"  # how the names of runs begin that `starting` starts
 _INTERRUPTED = "was interrupted by Ctrl-C"
 _ANY_GPU = torch.device("cuda")
@@ -118,11 +116,11 @@ class Defaults:
         check(
             "init_distributed",
             transport=(self.transport, _TRANSPORT),
-            reduce_dtype=(self.reduce_dtype, _DTYPE),
-            accumulate_dtype=(self.accumulate_dtype, _DTYPE),
+            reduce_dtype=(self.reduce_dtype, optional(_DTYPE)),
+            accumulate_dtype=(self.accumulate_dtype, optional(_DTYPE)),
             compile=(self.compile, _SWITCH),
             fp8=(self.fp8, _SWITCH),
-            memory_limit=(self.memory_limit, _BYTES),
+            memory_limit=(self.memory_limit, optional(COUNT)),
         )
 
 
@@ -176,7 +174,7 @@ class _Process:
     def __init__(self) -> None:
         self.world: World | None = None
         self.registered = self.hooked = False
-        self.meetings = Meetings()
+        self.stores: dict[str, Store] = {}
 
 
 _PROCESS = _Process()
@@ -223,19 +221,9 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
     return current("unwatched").watchdog.off()
 
 
-def launched_size() -> int:
-    """The world size set by the launcher; 1 without a launcher."""
-    return read_launch(os.environ).size
-
-
-def launched_rank() -> int:
-    """The rank set by the launcher; 0 without a launcher."""
-    return read_launch(os.environ).rank
-
-
-def is_launched() -> bool:
-    """Whether a launcher has started this process, alone or as one of several."""
-    return bool(read_launch(os.environ).launcher)
+def launched() -> Launch:
+    """What the launcher says of this process; a world of one without a launcher."""
+    return read_launch(os.environ)
 
 
 def take_place(rank: int, size: int) -> None:
@@ -339,7 +327,17 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     if is_torchrun and not is_adopted:
         launcher = Launcher(number(os.environ, "RANK") if "RANK" in os.environ else 0)
     try:
-        _check_times(timeout, watchdog)
+        most = Rule(
+            f"a number of seconds up to timeout ({timeout!r}), after which the ranks wait no "
+            'longer anyway, "auto", or None for no watchdog',
+            lambda x: x in ("auto", None) or (POSITIVE.holds(x) and x <= timeout),
+        )
+        check(
+            "init_distributed",
+            timeout=(timeout, POSITIVE),
+            watchdog=(watchdog, most),
+            num_micro_batches=(num_micro_batches, optional(SIZE)),
+        )
         launch = _adopted_launch(init_method) if is_adopted else read_launch(os.environ)
         defaults = Defaults(
             zero_level=zero_level,
@@ -355,11 +353,6 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         topology = Topology(
             rank=launch.rank, world_size=launch.size, pipe_size=max(pipe_size, 1), tp_size=tp_size
         )
-        if num_micro_batches is not None and num_micro_batches < 1:
-            raise ConfigurationError(
-                f"num_micro_batches is {num_micro_batches}: expected at least 1, or None for as "
-                "many as stages."
-            )
         _check_device(device)
         url = init_method
         if url == "env://" and not is_adopted:
@@ -564,18 +557,6 @@ def _current_gpu() -> int | None:
     return torch.cuda.current_device() if bound is None else bound.index
 
 
-def _check_times(timeout: float, watchdog: float | Literal["auto"] | None) -> None:
-    if type(timeout) not in (int, float) or not 0 < timeout < float("inf"):
-        raise ConfigurationError(f"timeout is {timeout!r}: expected a positive number of seconds.")
-    if watchdog in ("auto", None):
-        return
-    if type(watchdog) not in (int, float) or not 0 < cast(float, watchdog) <= timeout:
-        raise ConfigurationError(
-            f"watchdog is {watchdog!r}: expected a number of seconds up to timeout ({timeout:g}), "
-            'after which the ranks wait no longer anyway, "auto", or None for no watchdog.'
-        )
-
-
 def _check_meeting_place(init_method: str, size: int) -> None:
     """ConfigurationError unless `init_method` says where the ranks meet."""
     if init_method != "env://":
@@ -629,7 +610,8 @@ def _meet(launch: Launch, url: str, timeout: float, is_adopted: bool) -> Store:
     _check_meeting_place(url, launch.size)
     if url == "env://":
         url = tcp_url(os.environ["MASTER_ADDR"], check_port(os.environ))
-    return _PROCESS.meetings.meet(
+    return meet(
+        _PROCESS.stores,
         url,
         launch.rank,
         launch.size,

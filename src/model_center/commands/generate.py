@@ -138,7 +138,7 @@ class TheirGenerator:
 
 def opened(args: argparse.Namespace, session: Session) -> TextGenerator | TheirGenerator:
     """The generator of the model and flags; the run is joined where torchrun has started it."""
-    if world.launched_size() > 1:
+    if world.launched().size > 1:
         bmt.init_distributed()
     args.dtype = args.dtype or default_dtype()
     args.model_config, adapters = model_in(args.model_config)

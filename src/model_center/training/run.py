@@ -207,7 +207,7 @@ class Run:
             raise SystemExit(Exit.REQUEUE)
         return isinstance(error, Stopped)
 
-    def _resuming(self, step: int) -> str:
+    def _resuming(self, step: int | str) -> str:
         again = "" if self.args.resume else " with --resume"
         return f"run the same command{again} to resume from step {step}."
 
@@ -218,7 +218,10 @@ class Run:
         except CheckpointError:  # the error that ends the run is told
             return
         if left:
-            self.log.say(f"failed after step {self.step}: {self._resuming(left[-1])}")
+            step = str(left[-1])
+            if self._saved is not None and self._saved > left[-1]:
+                step += f", or {self._saved} if its checkpoint was still written"
+            self.log.say(f"failed after step {self.step}: {self._resuming(step)}")
 
     def epochs(self) -> Iterator[int]:
         """Numbers of the passes that are left, from 0 on, the one at hand first."""
