@@ -246,8 +246,11 @@ class CheckpointManager:
 
         def collect() -> tuple[Image, dict[str, str], bytes]:
             parts, ties = model_parts(model, only)
-            rest: dict[str, Any] = {"random": random_states(device), "optim_manager": None}
-            rest["state"] = state and dict(state)
+            rest: dict[str, Any] = {
+                "random": random_states(device),
+                "state": state and dict(state),
+                "optim_manager": None,
+            }
             if optim_manager is not None:
                 more, kept = optimizer_parts(optim_manager)
                 rest["optim_manager"] = {**kept, "names": names_of(model, optim_manager)}

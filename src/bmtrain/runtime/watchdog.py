@@ -287,7 +287,7 @@ class Watchdog:
         store, found = self._store, list[int]()
         if store is not None and not self.store_is_gone:
             self._patiently(lambda: found.append(store.add(f"first {deed}", 1)))
-        return not self.store_is_gone if not found else found[0] == 1
+        return found == [1] or not (found or self.store_is_gone)
 
     def _patiently(self, deed: Callable[[], object]) -> None:
         """Do what needs the store, unless that takes long or fails: its host may be gone."""
