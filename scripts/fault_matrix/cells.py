@@ -446,6 +446,8 @@ _ABSENT = (
     r"\[rank (\d+)\] this rank failed; the run ends\.(?! rank \d)(?! bmtrain\.errors)",
 )
 _BLAMES = (
+    # the first line of the watchdog's report: what others say is of the end that it brings
+    (r"stands still: nothing has gone on for \d+ s\. It ends with exit code 81\. rank (\d+)",),
     (r"\(on rank (\d+)\)", r"In the last one: rank (\d+):"),
     _ABSENT,
     (r"rank (\d+) did number",),

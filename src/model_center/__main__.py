@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _ranks_to_start(args: argparse.Namespace) -> int:
     """Of a training: as the flag says, or one for each GPU; 1 where a launcher has started this."""
-    return 1 if world.is_launched() else args.ranks or num_to_start()
+    return 1 if world.launched().launcher else args.ranks or num_to_start()
 
 
 if __name__ == "__main__":

@@ -238,6 +238,11 @@ def _add_file_flags(add: Callable[..., object]) -> None:
         "seconds for the last step and its checkpoint after a signal (default: under torchrun 25)"
     )
     add("--stop-patience", None, within, type=seconds)
+    longest = "seconds that ranks wait for each other: to join, and in any collective"
+    add("--timeout", 1800.0, longest, type=seconds)
+    hung = "seconds without progress after which the run ends, from the first step on; auto ends "
+    hung += "what cannot resume after 35 s, all else after about --timeout"
+    add("--watchdog", "auto", hung, type=seconds_or_auto)
     newest = "go on from the newest checkpoint in --save, if there is one"
     add("--resume", False, newest, action="store_true")
     add("--inspect-iters", 1000, "steps between tables of weights and gradients", type=positive)
@@ -281,6 +286,11 @@ def seconds(text: str) -> float:
     if value == 0:
         raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
     return value
+
+
+def seconds_or_auto(text: str) -> float | str:
+    """A positive number, or "auto"."""
+    return text if text == "auto" else seconds(text)
 
 
 def _whole(text: str, least: int) -> int:

@@ -334,7 +334,7 @@ def test_a_conversation_that_the_template_refuses_is_shown(tmp_path: Path) -> No
     )
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
     with refused(
-        r"a\.jsonl, line 1: the chat template .* refuses a conversation: no system here "
+        r"a\.jsonl, line 1: the chat template .* refuses a conversation: no system here\. "
         r".*'role': 'system'"
     ):
         items_from(tmp_path, {"messages": messages}, reader=strict)

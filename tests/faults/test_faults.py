@@ -135,13 +135,16 @@ def slow_but_alive() -> None:
     training.step(4)
 
 
+ALL = -1  # ranks
+
+
 def hangs_by_default(fault: str, culprit: int, number: int) -> None:
     """Without a limit of the program's; the times after which ranks ask are shortened."""
     watchdog.ASK_S = (1.0, 2.5, 30.0)
     bmt.init_distributed(device="cpu")
     training = program.Training()
     for step in range(3):
-        if step == number and bmt.rank() == culprit:
+        if step == number and culprit in {bmt.rank(), ALL}:
             print(f"fault at {time.monotonic()}", flush=True)
             (program.FAULTS | {"work": work, "loop": loop})[fault]()
         training.step(step)
@@ -162,6 +165,7 @@ def loop() -> None:
     [
         ("sigstop", 1, 1),
         ("work", 1, 0),
+        ("work", ALL, 0),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
@@ -170,13 +174,16 @@ def loop() -> None:
                 ("lock", 0, 1),
                 ("loop", 0, 1),
                 ("loop", 1, 2),
+                ("loop", ALL, 1),
+                ("loop", ALL, 0),
             ]
         ),
     ],
 )
 def test_who_hangs_is_named_by_default(fault: str, culprit: int, step: int, tmp_path: Path) -> None:
     """From the beginning on. A rank that answers nobody and does nothing ends the run; of one that
-    is at work it is said where, once, and the run goes on.
+    is at work it is said where, once, and the run goes on; of all of them, too, unless they
+    compute before the first step.
     """
     left = run(hangs_by_default, fault, culprit, step, folder=tmp_path, hosted=True)
     said = "".join(left.printed)
@@ -186,7 +193,12 @@ def test_who_hangs_is_named_by_default(fault: str, culprit: int, step: int, tmp_
         assert said.count("stands still") == 1
         return
     assert left.codes == [0, 0], said
-    words = f"rank {culprit} has not come: it answers, and is at .*in {fault}: "
+    does = "computes" if fault == "loop" else "uses no CPU"
+    if culprit == ALL:
+        found = re.findall(f"rank (.) {does}, and is at .*in {fault}: ", said)
+        assert found == ([] if (fault, step) == ("loop", 0) else ["0", "1"]), said
+        return
+    words = f"rank {culprit} has not come: it answers, {does}, and is at .*in {fault}: "
     assert re.search(words, said) and said.count("has not come") == 1, said
 
 

@@ -592,7 +592,7 @@ def test_bad_arguments(tmp_path):
     """Refused at the call, with what to do; nothing is written, and the manager works on."""
     wrong: list[dict[str, Any]] = [{"keep": 0}, {"keep": "2"}, {"keep_every": -1}, {"keep": True}]
     for options in wrong:
-        with pytest.raises(ConfigurationError, match="positive whole number"):
+        with pytest.raises(ConfigurationError, match="a whole number above 0"):
             bmt.CheckpointManager(tmp_path, **options)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot use"):

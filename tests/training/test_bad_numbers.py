@@ -156,6 +156,9 @@ def test_the_cause_is_named(tmp_path: Path) -> None:
         assert re.search(named(fault, 1, rows), error), error
         assert error.count("rank ") == 1, f"one rank is to blame: {error}"
         assert max(path.name for path in (tmp_path / fault).glob("step-*")) == "step-00000006"
+        left = r"failed after step 7: run the same command with --resume to resume from step (4, or )?6"
+        said = [re.search(left, " ".join(one[number][1].split())) for one in outcomes]
+        assert said[0] is not None and said[1] is None, "rank 0 says what is left"
         records = read_metrics(tmp_path / fault / "metrics.jsonl")
         assert [record["step"] for record in records if "skipped" in record] == [5, 6, 7]
 

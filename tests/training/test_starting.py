@@ -32,8 +32,8 @@ def stop(*_):
     print("asked", flush=True)
     sys.exit(5)
 signal.signal(signal.SIGTERM, stop)
-rank, ready = world.launched_rank(), pathlib.Path(__file__).with_name("ready")
-print(sys.argv[1:], rank, world.launched_size(), flush=True)
+rank, ready = world.launched().rank, pathlib.Path(__file__).with_name("ready")
+print(sys.argv[1:], rank, world.launched().size, flush=True)
 if rank == 0:
     ready.touch()
 elif "fail" in sys.argv:
@@ -46,19 +46,23 @@ if "done" not in sys.argv:
 
 
 @pytest.mark.parametrize(
-    ("word", "status", "asked"), [("done", 0, 0), ("fail", 75, 1), ("stop", 5, 2)]
+    ("word", "status", "asked"),
+    [("done", 0, 0), ("fail", 75, 1), ("SIGTERM", 5, 2), ("SIGINT", 5, 2)],
 )
 def test_ranks_without_a_launcher(word: str, status: int, asked: int, tmp_path: Path) -> None:
-    """Each knows its place. The code of the first that fails is passed on, and so are signals."""
+    """Each knows its place. The code of the first that fails is passed on, and so are signals.
+
+    Ranks do not print where Ctrl-C has met them before the run has begun.
+    """
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     started = subprocess.Popen([*RUN, str(program), word], stdout=subprocess.PIPE, text=True)
     assert started.stdout is not None
     lines = [started.stdout.readline() for _ in range(2)]
     assert sorted(lines) == [f"['{word}'] {rank} 2\n" for rank in range(2)]
-    if word == "stop":
+    if word.startswith("SIG"):
         time.sleep(0.2)
-        started.send_signal(signal.SIGTERM)
+        started.send_signal(signal.Signals[word])
     rest, _ = started.communicate(timeout=60)
     assert started.returncode == status and rest.count("asked") == asked
 

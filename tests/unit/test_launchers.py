@@ -190,6 +190,6 @@ def test_a_place_that_is_taken_overrides_launchers(monkeypatch):
     for name in FOREIGN:
         monkeypatch.setenv(name, os.environ.get(name, "5"))
     world.take_place(1, 2)
-    assert (world.launched_rank(), world.launched_size()) == (1, 2)
+    assert (world.launched().rank, world.launched().size) == (1, 2)
     with pytest.raises(ConfigurationError, match="rank 2 of 2"):
         Launch(launcher="x", rank=2, size=2)

@@ -37,11 +37,10 @@ def _check(args: argparse.Namespace) -> int:
     folder: pathlib.Path = args.folder
     try:
         found = [folder] if is_there(folder / NAME) else complete(folder)
+        if not found:
+            raise CheckpointError(f"{folder} holds no checkpoint with a manifest")
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    if not found:
-        print(f"error: {folder} holds no checkpoint with a manifest", file=sys.stderr)
         return BAD_INPUT
     status = WHOLE
     for path in found:

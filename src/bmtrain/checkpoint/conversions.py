@@ -63,35 +63,23 @@ class Group:
         }
 
 
-@dataclasses.dataclass
-class Conversion:
-    """What becomes of the tensors of a file.
-
-    Attributes:
-        renamed: the model's name of a tensor that is used as it is, to the file's.
-        groups: by the first name of their results.
-        unused: names in the file that are nothing of the model's.
-    """
-
-    renamed: dict[str, str] = dataclasses.field(default_factory=dict)
-    groups: dict[str, Group] = dataclasses.field(default_factory=dict)
-    unused: list[str] = dataclasses.field(default_factory=list)
-
-
 class Converted(Source):
     """A file of transformers under the names of the model's parameters.
 
     What is only renamed, or a slice of a stack of experts, is read alone; of other conversions all
     that goes into them is read.
+
+    Args:
+        stored: the file's name of each tensor that is used as it is, by the model's; those that
+            the model does not have under their own, for the messages about them.
+        groups: of all others.
     """
 
-    def __init__(self, source: Source, conversion: Conversion) -> None:
-        self._source = source
-        # Those that the model does not have keep their names, for the messages about them.
-        self._stored = {**{name: name for name in conversion.unused}, **conversion.renamed}
+    def __init__(self, source: Source, stored: Mapping[str, str], groups: Sequence[Group]) -> None:
+        self._source, self._stored = source, stored
         headers = {name: source.headers[stored] for name, stored in self._stored.items()}
         self._groups: dict[str, Group] = {}
-        for group in conversion.groups.values():
+        for group in groups:
             for name, made in _try(group, source, self._empty).items():
                 self._groups[name] = group
                 headers[name] = Header(tuple(made.shape), made.dtype)
@@ -192,22 +180,23 @@ def as_parameters(
     is_fitting = all(shapes.get(name) == header.shape for name, header in source.headers.items())
     if is_fitting or not isinstance(model, modeling.PreTrainedModel):
         return source
-    conversion = _conversion(source, model, shapes, tables, loading)
-    if not conversion.groups and all(ours == name for ours, name in conversion.renamed.items()):
+    stored, groups = _conversion(source, model, shapes, tables, loading)
+    if not groups and all(ours == name for ours, name in stored.items()):
         return source
-    return Converted(source, conversion)
+    return Converted(source, stored, groups)
 
 
 def _conversion(
     source: Source, model: Any, shapes: Mapping[str, tuple[int, ...]], tables: Any, loading: Any
-) -> Conversion:
-    """Find for each tensor of the file what transformers makes of it."""
+) -> tuple[dict[str, str], list[Group]]:
+    """Find for each tensor of the file what transformers makes of it: arguments of `Converted`."""
     transforms = tables.get_model_conversion_mapping(model)
     renamings = [item for item in transforms if isinstance(item, loading.WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, loading.WeightConverter)]
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
     known = dict.fromkeys(shapes, True)
-    out = Conversion()
+    unused: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     # The order in which transformers goes through a file: experts by number.
     for name in sorted(source.headers, key=loading.dot_natural_key):
@@ -216,19 +205,20 @@ def _conversion(
         )
         if ours not in shapes and name in shapes:
             ours, pattern = name, None
-        if ours not in shapes or ours in out.renamed or (pattern is None and ours in collected):
-            out.unused.append(name)
+        if ours not in shapes or ours in renamed or (pattern is None and ours in collected):
+            unused[name] = name
         elif pattern is None:
-            out.renamed[ours] = name
+            renamed[ours] = name
         else:
             _, names = collected.setdefault(
                 ours, (by_pattern[pattern], collections.defaultdict(list))
             )
             names[pattern].append(name)
-    for ours, (converter, names) in collected.items():
-        is_stack = _is_stack(converter, names, shapes[ours], loading)
-        out.groups[ours] = Group(converter, ours, names, model, is_stack)
-    return out
+    groups = [
+        Group(converter, ours, names, model, _is_stack(converter, names, shapes[ours], loading))
+        for ours, (converter, names) in collected.items()
+    ]
+    return {**unused, **renamed}, groups
 
 
 def _is_stack(

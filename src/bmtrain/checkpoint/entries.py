@@ -47,7 +47,7 @@ def entries(model: torch.nn.Module) -> list[Entry]:
     """Every parameter and persistent buffer in state dict order, each tied tensor once."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in _named(model):
+    for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     return [Entry(tuple(found), tensors[key]) for key, found in names.items()]
@@ -70,12 +70,8 @@ def selected(found: Sequence[Entry], only: Collection[str] | None) -> list[Entry
     return [entry for entry in found if entry.name in only]
 
 
-def names_in_order(model: torch.nn.Module) -> list[str]:
+def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every name in state dict order, all names of a tied tensor included."""
-    return [name for name, _ in _named(model)]
-
-
-def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = path + "." if path else ""
         for name, param in module._parameters.items():

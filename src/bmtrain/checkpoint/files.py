@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ import re
 import stat
 import warnings
 import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +34,15 @@ def unreadable(path: pathlib.Path, reason: str) -> str:
     return f"cannot load {path}: {reason}."
 
 
+@contextlib.contextmanager
+def reading(path: pathlib.Path) -> Iterator[None]:
+    """What the system refuses inside is a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
+
+
 def check_file(path: pathlib.Path) -> int:
     """The size of a regular file, in bytes; a named pipe would be waited for, a device read on.
 
@@ -39,11 +50,10 @@ def check_file(path: pathlib.Path) -> int:
         DamagedError: if there is none.
         CheckpointError: if that cannot be told.
     """
-    try:
+    if not is_there(path):
+        raise DamagedError(unreadable(path, "No such file or directory"))
+    with reading(path):
         found = path.stat()
-    except OSError as error:
-        kind = DamagedError if isinstance(error, FileNotFoundError) else CheckpointError
-        raise kind(unreadable(path, error.strerror or str(error))) from error
     if not stat.S_ISREG(found.st_mode):
         what = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
         raise DamagedError(unreadable(path, f"it is {what}, expected a regular file"))
@@ -56,12 +66,11 @@ def is_there(path: pathlib.Path) -> bool:
     Raises:
         CheckpointError: if that cannot be told.
     """
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
+    with reading(path):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
     return True
 
 
@@ -99,12 +108,11 @@ def read_text(path: pathlib.Path, largest: int = LARGEST_TEXT) -> str:
     size = check_file(path)
     if size > largest:
         raise DamagedError(unreadable(path, f"it has {size} bytes, expected {largest} at most"))
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
-    except UnicodeDecodeError as error:
-        raise DamagedError(unreadable(path, f"it is no text ({error})")) from error
+    with reading(path):
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DamagedError(unreadable(path, f"it is no text ({error})")) from error
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
@@ -130,15 +138,12 @@ def read_into(memory: memoryview, path: pathlib.Path, offset: int) -> None:
         DamagedError: if the file ends before.
         CheckpointError: if it cannot be read.
     """
-    try:
-        with path.open("rb", buffering=0) as file:
-            while memory:
-                count = os.preadv(file.fileno(), [memory], offset)
-                if count == 0:
-                    raise DamagedError(unreadable(path, "it became shorter while it was read"))
-                memory, offset = memory[count:], offset + count
-    except OSError as error:
-        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
+    with reading(path), path.open("rb", buffering=0) as file:
+        while memory:
+            count = os.preadv(file.fileno(), [memory], offset)
+            if count == 0:
+                raise DamagedError(unreadable(path, "it became shorter while it was read"))
+            memory, offset = memory[count:], offset + count
 
 
 def read_torch(path: pathlib.Path, *, mmap: bool = True) -> Any:
@@ -188,8 +193,9 @@ def read_torch(path: pathlib.Path, *, mmap: bool = True) -> Any:
             what = "its list of tensors cannot be read" if detail is None else detail[1].strip()
             reason = f"it is damaged ({what})"
         raise CheckpointError(unreadable(path, reason)) from error
-    except OSError as error:
-        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
+    except OSError:
+        with reading(path):
+            raise
     except Exception as error:  # damaged files end in errors of any kind
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         # torch's advice is to load what it cannot read without care

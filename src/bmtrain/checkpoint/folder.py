@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 
-from bmtrain.checkpoint.files import is_there, unreadable
+from bmtrain.checkpoint.files import is_there, reading
 from bmtrain.checkpoint.shards import NAME, read_manifest
 from bmtrain.checkpoint.writer import flush_to_disk
 from bmtrain.errors import CheckpointError
@@ -108,12 +108,8 @@ def complete(
         CheckpointError: if the folder cannot be read: it must not pass for one without checkpoints.
     """
     found: dict[int, pathlib.Path] = {}
-    try:
-        paths = list(folder.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(unreadable(folder, error.strerror or str(error))) from error
+    with reading(folder):
+        paths = list(folder.iterdir()) if is_there(folder) else []
     for path in paths:
         step = step_of(path)
         if step is not None and (before is None or step < before) and is_there(path / name):

@@ -7,7 +7,7 @@ import difflib
 import math
 import os
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,18 +37,10 @@ class LoadResult(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy:
-    """One tensor of the model and the name of its values in the file."""
-
-    entry: Entry
-    name: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
-    """The copies that a load will make, and the names that do not match."""
+    """What a load will copy, by its name in the file, and the names that do not match."""
 
-    copies: Sequence[Copy]
+    copies: Mapping[str, Entry]
     missing: list[str]
     unexpected: list[str]
 
@@ -107,8 +99,8 @@ def _check_same_everywhere(plan: Plan, source: Source, axis: Axis) -> None:
     differ, as each machine may have a copy of its own; then some values of each tensor are
     compared. Collective.
     """
-    headers = [(copy.name, source.headers[copy.name]) for copy in plan.copies]
-    names = [copy.entry.name for copy in plan.copies]
+    headers = [(name, source.headers[name]) for name in plan.copies]
+    names = [entry.name for entry in plan.copies.values()]
     where = os.path.abspath(source.path)
     is_elsewhere = told_apart(where, axis, "the place of a file") is not None
     values = attempt(lambda: _sampled(plan, source) if is_elsewhere else 0, axis)
@@ -126,10 +118,10 @@ def _check_same_everywhere(plan: Plan, source: Source, axis: Axis) -> None:
 def _sampled(plan: Plan, source: Source) -> int:
     """A checksum of some values in the middle of each tensor."""
     checksum = 0
-    for copy in plan.copies:
-        numel = math.prod(source.headers[copy.name].shape)
+    for name in plan.copies:
+        numel = math.prod(source.headers[name].shape)
         first = max(numel // 2 - SAMPLED // 2, 0)
-        values = source.part(copy.name, first, min(first + SAMPLED, numel)).contiguous()
+        values = source.part(name, first, min(first + SAMPLED, numel)).contiguous()
         checksum = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), checksum)
     return checksum
 
@@ -141,17 +133,17 @@ def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan
         CheckpointError: listing every mismatch.
     """
     available = source.headers.keys()
-    copies: list[Copy] = []
+    copies: dict[str, Entry] = {}
     missing: list[str] = []
     for entry in targets:
         found = [name for name in entry.names if name in available]
         if found:
-            copies.append(Copy(entry, found[-1]))  # the last tied name wins, as in torch
+            copies[found[-1]] = entry  # the last tied name wins, as in torch
         else:
             missing += entry.names
     wanted = {name for entry in targets for name in entry.names}
     unexpected = [name for name in (*available, *source.others) if name not in wanted]
-    problems = [text for copy in copies if (text := _mismatch(copy, source))]
+    problems = [text for copy in copies.items() if (text := _mismatch(*copy, source))]
     for name in missing:
         if name in source.others:
             problems.append(f"{name!r} is a {source.others[name]} in the file, expected a tensor")
@@ -169,9 +161,9 @@ def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan
     return Plan(copies, missing, unexpected)
 
 
-def _mismatch(copy: Copy, source: Source) -> str:
+def _mismatch(name: str, entry: Entry, source: Source) -> str:
     """The reason why this tensor cannot be copied; empty if it can."""
-    entry, header = copy.entry, source.headers[copy.name]
+    header = source.headers[name]
     if entry.shape != header.shape:
         flat = ""
         if len(header.shape) == 1 < len(entry.shape):
@@ -179,18 +171,18 @@ def _mismatch(copy: Copy, source: Source) -> str:
                 "; a flat slice as one rank holds it is no whole tensor, which bmtrain.save writes"
             )
         return (
-            f"{copy.name!r} has shape {entry.shape} in the model and {header.shape} in "
-            f"{source.file_of(copy.name)}{flat}"
+            f"{name!r} has shape {entry.shape} in the model and {header.shape} in "
+            f"{source.file_of(name)}{flat}"
         )
     if entry.tensor.is_meta:
         return (
-            f"{copy.name!r} is on the meta device in the model: shard it or call "
+            f"{name!r} is on the meta device in the model: shard it or call "
             "to_empty(device=bmtrain.device())"
         )
     if header.dtype.is_complex and not entry.tensor.dtype.is_complex:
         return (
-            f"{copy.name!r} is {entry.tensor.dtype} in the model and {header.dtype} in "
-            f"{source.file_of(copy.name)}"
+            f"{name!r} is {entry.tensor.dtype} in the model and {header.dtype} in "
+            f"{source.file_of(name)}"
         )
     return ""
 
@@ -217,8 +209,8 @@ def fill(plan: Plan, source: Source) -> None:
     ranks raise.
     """
     reads: list[Read | None] = []
-    for copy in plan.copies:
-        tensor, name = copy.entry.tensor, copy.name
+    for name, entry in plan.copies.items():
+        tensor = entry.tensor
         if isinstance(tensor, DistributedParameter):
             reads.append(read_of(tensor.local, tensor.cut, source, name))
         elif (values := tensor.detach()).is_contiguous():
@@ -226,9 +218,9 @@ def fill(plan: Plan, source: Source) -> None:
         else:
             values.copy_(source.whole(name))
     read_all([read for read in reads if read is not None], source)
-    for copy in plan.copies:
-        if isinstance(copy.entry.tensor, DistributedParameter):
-            copy.entry.tensor.mark_set()
+    for entry in plan.copies.values():
+        if isinstance(entry.tensor, DistributedParameter):
+            entry.tensor.mark_set()
 
 
 def read_of(values: torch.Tensor, cut: Cut, source: Source, name: str) -> Read | None:
@@ -257,17 +249,13 @@ def _warn(plan: Plan, source: Source) -> None:
             f"{source.path}: all names begin with {source.prefix!r} and none is the "
             "model's; they were read without it."
         )
-    lost = [
-        copy
-        for copy in plan.copies
-        if _loses(source.headers[copy.name].dtype, copy.entry.tensor.dtype)
-    ]
+    dtypes = [(name, source.headers[name].dtype, x.tensor.dtype) for name, x in plan.copies.items()]
+    lost = [one for one in dtypes if _loses(*one[1:])]
     if lost:
-        first = lost[0]
+        name, stored, own = lost[0]
         log.warn(
             f"{source.path}: {len(lost)} of {len(plan.copies)} tensors lost precision on the way "
-            f"into the model, {first.name!r} for example from "
-            f"{source.headers[first.name].dtype} to {first.entry.tensor.dtype}."
+            f"into the model, {name!r} for example from {stored} to {own}."
         )
 
 

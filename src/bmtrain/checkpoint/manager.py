@@ -21,6 +21,7 @@ from bmtrain.checkpoint.shards import (
     MODEL,
     NAME,
     OPTIMIZER,
+    SIZES,
     Manifest,
     ShardedCheckpoint,
     check_block,
@@ -42,10 +43,10 @@ from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt, told_apart
 from bmtrain.distributed.collectives import Board
 from bmtrain.distributed.ledger import Ledger
-from bmtrain.errors import CheckpointError, ConfigurationError, DamagedError
+from bmtrain.errors import CheckpointError, DamagedError
 from bmtrain.optim.manager import OptimManager
 from bmtrain.runtime import log, world
-from bmtrain.runtime.arguments import COUNT, check
+from bmtrain.runtime.arguments import COUNT, SIZE, check, optional
 from bmtrain.runtime.process import say
 from bmtrain.runtime.seeding import random_states, set_random_states
 from bmtrain.runtime.world import World
@@ -111,9 +112,7 @@ class CheckpointManager:
         keep_every: int | None = None,
         background: bool = True,
     ) -> None:
-        for name, value in (("keep", keep), ("keep_every", keep_every)):
-            if value is not None and not (type(value) is int and value > 0):
-                raise ConfigurationError(f"{name} is {value!r}: expected a positive whole number.")
+        check("CheckpointManager", keep=(keep, SIZE), keep_every=(keep_every, optional(SIZE)))
         self._world = world.current("CheckpointManager")
         self.folder, self.keep, self.keep_every = pathlib.Path(folder), keep, keep_every
         self.background = background
@@ -247,13 +246,14 @@ class CheckpointManager:
 
         def collect() -> tuple[Image, dict[str, str], bytes]:
             parts, ties = model_parts(model, only)
-            rest: dict[str, Any] = {"random": random_states(device), "state": None}
-            rest["optim_manager"] = None
-            if state is not None:
-                rest["state"] = dict(state)
+            rest: dict[str, Any] = {
+                "random": random_states(device),
+                "state": state and dict(state),
+                "optim_manager": None,
+            }
             if optim_manager is not None:
-                more, rest["optim_manager"] = optimizer_parts(optim_manager)
-                rest["optim_manager"]["names"] = names_of(model, optim_manager)
+                more, kept = optimizer_parts(optim_manager)
+                rest["optim_manager"] = {**kept, "names": names_of(model, optim_manager)}
                 parts += more
             return Image(parts), ties, as_bytes(rest)
 
@@ -417,28 +417,19 @@ class CheckpointManager:
         damage = None if path is None else self._damage(path)
         if damage is not None:
             raise DamagedError(f"{damage} Nothing was changed.")
-        restored = _restore(found, model, optim_manager)
+        restored = restore_from(found, model, optim_manager)
         self._set_aside()
         return restored
 
 
-def facts_of(path: pathlib.Path) -> dict[str, Any]:
-    """The program's facts in a checkpoint."""
-    return read_manifest(path).facts
-
-
-def load_rest(path: pathlib.Path, optim_manager: OptimManager | None) -> Restored:
-    """Put back all of a checkpoint but the model. Collective.
-
-    Raises:
-        CheckpointError: on every rank, if it does not fit the optimizers.
-    """
-    return _restore(path, None, optim_manager)
-
-
-def _restore(
+def restore_from(
     path: pathlib.Path, model: torch.nn.Module | None, manager: OptimManager | None
 ) -> Restored:
+    """Put back what a whole checkpoint holds, or all but the model. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if it does not fit the model or the optimizers.
+    """
     current = world.current("CheckpointManager")
     axis = current.mesh.world
     manifest = attempt(lambda: read_manifest(path), axis)
@@ -487,12 +478,7 @@ def _restore(
 
 def _sizes(current: World) -> dict[str, int]:
     """The sizes of a run: at others, what each rank has for itself is of no use."""
-    topology = current.mesh.topology
-    return {
-        "world_size": current.world_size,
-        "tp_size": topology.tp_size,
-        "pipe_size": topology.pipe_size,
-    }
+    return {name: vars(current.mesh.topology)[name] for name in SIZES}
 
 
 def _read(path: pathlib.Path, manifest: Manifest) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from bmtrain.checkpoint.entries import Entry, entries, names_in_order, selected
+from bmtrain.checkpoint.entries import Entry, entries, named_tensors, selected
 from bmtrain.checkpoint.writer import Writer, Writing, write_file
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
@@ -140,4 +140,4 @@ def collect(
         found.update(dict.fromkeys(entry.names, copy))
 
     visit(model, take if keep else None, only=only)
-    return {name: found[name] for name in names_in_order(model) if name in found}
+    return {name: found[name] for name, _ in named_tensors(model) if name in found}

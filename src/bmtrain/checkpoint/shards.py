@@ -27,26 +27,11 @@ FORMAT = 1
 BLOCK = 2**26  # bytes of a file under one checksum
 NUM_THREADS = 4  # that compute checksums: each does 3 to 4 GB/s, a disk fewer
 _LARGEST = 2**31  # bytes of a manifest: more is no manifest
+SIZES = ("world_size", "tp_size", "pipe_size")  # of the run that wrote a checkpoint
 MODEL, OPTIMIZER = "model", "optimizer"
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.complex128,
-        torch.complex64,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_NAMES = """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex128 complex64
+int64 int32 int16 int8 uint8 bool"""
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +197,7 @@ def parse(text: str, *, is_part: bool = False) -> Manifest:
     ties = {section: dict(known) for section, known in dict(content["ties"]).items()}
     if any(kept not in tensors[section] for section in ties for kept in ties[section].values()):
         raise ValueError("a second name of a tensor that it does not hold")
-    world = {name: int(content[name]) for name in ("world_size", "tp_size", "pipe_size")}
+    world = {name: int(content[name]) for name in SIZES}
     return Manifest(int(content["step"]), world, dict(content["facts"]), files, tensors, ties)
 
 
@@ -312,10 +297,6 @@ class ShardedCheckpoint(Source):
         headers = {name: Header(one.shape, one.dtype) for name, one in self._tensors.items()}
         self._checked: set[tuple[str, int]] = set()
         super().__init__(folder, headers, {})
-
-    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        size = (stop - start) * self._tensors[name].dtype.itemsize
-        return self.read(name, start, stop, torch.empty(size, dtype=torch.uint8, device="cpu"))
 
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         facts = self._tensors[name]

@@ -38,9 +38,13 @@ class Source(ABC):
         """The file that holds `name`."""
         return self.path
 
-    @abstractmethod
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-D, on the CPU, in the file's dtype."""
+        """Elements [start, stop) of the flattened tensor, 1-D, on the CPU, in the file's dtype.
+
+        A source has this or `read` of its own.
+        """
+        size = (stop - start) * self.headers[name].dtype.itemsize
+        return self.read(name, start, stop, torch.empty(size, dtype=torch.uint8, device="cpu"))
 
     @abstractmethod
     def mapped(self, name: str) -> torch.Tensor:

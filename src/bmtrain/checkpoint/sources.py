@@ -19,10 +19,11 @@ from bmtrain.checkpoint.files import (
     read_into,
     read_object,
     read_torch,
+    reading,
     unreadable,
 )
+from bmtrain.checkpoint.shards import DTYPES, ShardedCheckpoint
 from bmtrain.checkpoint.shards import NAME as MANIFEST
-from bmtrain.checkpoint.shards import ShardedCheckpoint
 from bmtrain.checkpoint.source import Header, Source
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import log, world
@@ -37,17 +38,10 @@ HUGGING_FACE = (
 MODEL_CENTER = "pytorch_model.pt"
 
 # The dtype names of the safetensors format.
+_TYPES = """F64 float64 F32 float32 F16 float16 BF16 bfloat16
+I64 int64 I32 int32 I16 int16 I8 int8 U8 uint8 BOOL bool"""
 SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    name: DTYPES[ours] for name, ours in zip(_TYPES.split()[::2], _TYPES.split()[1::2], strict=True)
 }
 
 
@@ -111,10 +105,6 @@ class SafetensorsFile(Source):
             name: kept for name, kept in ties.items() if kept in headers and name not in headers
         }
         super().__init__(path, {name: headers[kept] for name, kept in self._stored.items()}, {})
-
-    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        size = (stop - start) * self.headers[name].dtype.itemsize
-        return self.read(name, start, stop, torch.empty(size, dtype=torch.uint8, device="cpu"))
 
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         dtype = self.headers[name].dtype
@@ -238,10 +228,8 @@ def open_source(file: str | os.PathLike[str]) -> Source:
 def open_file(path: pathlib.Path) -> Source:
     """Open one file; its suffix selects the format."""
     check_file(path)
-    try:
+    with reading(path):
         return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
-    except OSError as error:
-        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
 
 
 def _open_indexed(path: pathlib.Path, index: pathlib.Path) -> Source:

@@ -138,7 +138,13 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    flush_folder(path.parent, str(path))
+    try:  # the rename is an entry in the folder
+        flush_to_disk(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} was written and has taken its place, but its folder could not be flushed to "
+            f"disk ({error.strerror or error}): a power failure could undo that. Save again."
+        ) from error
 
 
 class _File(io.FileIO):
@@ -183,24 +189,6 @@ def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, torch.Tens
     content = {name: tensors[name] for name in first.values()}
     safetensors.torch.save_file(content, temporary, metadata)
     flush_to_disk(temporary)  # for the reason given in _write_torch
-
-
-def flush_folder(folder: pathlib.Path, what: str) -> None:
-    """Wait until a rename in a folder is on the disk: it is an entry in the folder.
-
-    Args:
-        what: the name that a file has taken.
-
-    Raises:
-        CheckpointError: if that cannot be, though the file is in its place.
-    """
-    try:
-        flush_to_disk(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"{what} was written and has taken its place, but its folder could not be flushed to "
-            f"disk ({error.strerror or error}): a power failure could undo that. Save again."
-        ) from error
 
 
 def flush_to_disk(path: pathlib.Path) -> None:

@@ -37,10 +37,14 @@ _DIGEST_BITS = 32
 _NUMBER_BITS = 20  # 52 bits in all: a double, in which figures travel, holds them exactly
 _TAG = 7 << 20  # tag of comparison messages, out of the way of a user's and a pipeline's
 _CURE = (
-    "Every rank must call the same blocks, and do the same with parameters and "
-    "optimizers, in the same order and as often: what "
-    "only one rank needs is computed on all. Nothing that was gathered since is used; "
-    "the run cannot go on, start it anew."
+    "Nothing that was gathered since is used. See what {} has printed, and start the run again: it "
+    "resumes from its last checkpoint if it keeps any."
+)
+_CURE_OF_CALLS = (
+    "The ranks of this run did different things: every rank must call the same blocks, and do the "
+    "same with parameters and optimizers, in the same order and as often; what only one rank needs "
+    "is computed on all. Nothing that was gathered since is used; the run cannot go on, start it "
+    "anew."
 )
 # Substrings of Gloo's errors when another rank has exited or does not arrive.
 _LOST = (
@@ -373,14 +377,12 @@ def _describe(
     if number > first + 1:
         known = next(iter(stories.values())).at(number - 1) or known
     lines: dict[str, list[int]] = {}
-    for rank in axis.ranks:
+    for rank in sorted(axis.ranks, key=stories.__contains__):  # the cause first
         deed = _deeds(stories.get(rank), number, waited, gone.get(rank))
         lines.setdefault(deed, []).append(rank)
     deeds = "; ".join(f"{named(ranks)} {text}" for text, ranks in lines.items())
-    return (
-        f"the ranks of this run did different things. After number {number - 1} ({known}), "
-        f"which all did, {deeds}. {_CURE}"
-    )
+    cure = _CURE.format(named(sorted(gone))) if gone else _CURE_OF_CALLS
+    return f"{deeds}. The last that all ranks did is number {number - 1}: {known}. {cure}"
 
 
 def _deeds(story: _Story | None, number: int, waited: float | None, gone: str | None) -> str:

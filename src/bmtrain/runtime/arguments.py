@@ -64,6 +64,11 @@ WHOLE = Rule(
 FLAG = Rule("True or False", lambda value: isinstance(value, bool | int) and value in (0, 1))
 
 
+def optional(rule: Rule) -> Rule:
+    """The rule, or None."""
+    return Rule(f"{rule.expected}, or None", lambda value: value is None or rule.holds(value))
+
+
 def check(
     owner: str, kind: type[Exception] = ConfigurationError, /, **given: tuple[Any, Rule]
 ) -> None:

@@ -87,30 +87,31 @@ class _Streams:
 
 
 def _values(current: World) -> dict[str, Any]:
-    streams = current.service(_Streams)
+    streams, mesh, defaults = current.service(_Streams), current.mesh, current.defaults
+    topology = mesh.topology
     return {
         "rank": current.rank,
         "local_rank": current.local_rank,
         "world_size": current.world_size,
         "local_size": current.local_size,
         "initialized": True,
-        "pipe_size": current.mesh.topology.pipe_size,
+        "pipe_size": topology.pipe_size,
         "pipe_enabled": current.pipe_enabled,
-        "tp_size": current.mesh.topology.tp_size,
-        "tp_rank": current.mesh.tp.index,
-        "tp_zero_rank": current.mesh.tp_zero.index,
-        "tp_zero_size": current.mesh.tp_zero.size,
-        "zero_rank": current.mesh.world.index,
-        "zero_size": current.mesh.world.size,
+        "tp_size": topology.tp_size,
+        "tp_rank": mesh.tp.index,
+        "tp_zero_rank": mesh.tp_zero.index,
+        "tp_zero_size": mesh.tp_zero.size,
+        "zero_rank": mesh.world.index,
+        "zero_size": mesh.world.size,
         "micros": current.num_micro_batches,
-        "topology": current.mesh.topology,
-        "comm": current.mesh.world,
-        "zero_comm": current.mesh.world,
-        "tp_comm": current.mesh.tp,
-        "tp_zero_comm": current.mesh.tp_zero,
-        "pipe_comm": current.mesh.pipe,
-        "pp_zero_comm": current.mesh.pp_zero,
-        "pp_tp_zero_comm": current.mesh.pp_tp_zero,
+        "topology": topology,
+        "comm": mesh.world,
+        "zero_comm": mesh.world,
+        "tp_comm": mesh.tp,
+        "tp_zero_comm": mesh.tp_zero,
+        "pipe_comm": mesh.pipe,
+        "pp_zero_comm": mesh.pp_zero,
+        "pp_tp_zero_comm": mesh.pp_tp_zero,
         "calc_stream": (
             None if current.device.type == "cpu" else torch.cuda.current_stream(current.device)
         ),
@@ -119,19 +120,19 @@ def _values(current: World) -> dict[str, Any]:
         "pp_comm_stream": streams.pipeline,
         "barrier_stream": streams.barrier,
         "load_event": streams.event,
-        "zero_level": current.defaults.zero_level,
+        "zero_level": defaults.zero_level,
         "num_micro_batches": current.num_micro_batches,
-        "loss_scale_factor": current.defaults.loss_scale_factor,
-        "loss_scale_steps": current.defaults.loss_scale_steps,
+        "loss_scale_factor": defaults.loss_scale_factor,
+        "loss_scale_steps": defaults.loss_scale_steps,
         "save_param_to_cpu": current.service(_Saving).to_cpu,
     }
 
 
-_NONE = """comm, zero_comm, tp_comm, tp_zero_comm, pipe_comm, pp_zero_comm, pp_tp_zero_comm,
-calc_stream, load_stream, tp_comm_stream, pp_comm_stream, barrier_stream, load_event"""
+_NONE = """comm zero_comm tp_comm tp_zero_comm pipe_comm pp_zero_comm pp_tp_zero_comm
+calc_stream load_stream tp_comm_stream pp_comm_stream barrier_stream load_event"""
 # All keys, with the values of a single process before `init_distributed`.
 _BEFORE: dict[str, Any] = {
-    **dict.fromkeys(_NONE.replace("\n", " ").split(", ")),
+    **dict.fromkeys(_NONE.split()),
     **dict.fromkeys(("rank", "local_rank", "tp_rank", "tp_zero_rank", "zero_rank"), 0),
     **dict.fromkeys(("world_size", "local_size", "pipe_size", "tp_size", "tp_zero_size"), 1),
     **dict.fromkeys(("zero_size", "micros", "num_micro_batches"), 1),

@@ -30,49 +30,41 @@ _IN_VAIN = "in vain: "
 FOREVER = datetime.timedelta(days=365)
 
 
-class Meetings:
-    """The stores of this process.
+def meet(
+    stores: dict[str, Store],
+    url: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    job: str = "",
+    *,
+    is_hosted: bool = True,
+    is_local: bool = False,
+) -> Store:
+    """A store that the ranks of this run share, and no other run. Collective.
 
-    They are kept until it ends: the other ranks may still read what rank 0 hosts, and a second run
-    meets at the same place.
+    Args:
+        stores: of this process, which are kept until it ends: the other ranks may still read what
+            rank 0 hosts, and a second run meets at the same place.
+        url: of the rendezvous, as for torch.distributed.
+        timeout: seconds to wait for the others, and that the store waits for a key.
+        job: what the launcher calls the job. Ranks of another one that come to the same place wait
+            there in vain, instead of joining this run.
+        is_hosted: whether rank 0 hosts the store, and not torchrun.
+        is_local: whether all ranks are on this host: nobody else can reach what rank 0 hosts then,
+            where the address is a loopback one.
+
+    Raises:
+        RuntimeError, ValueError, OSError: if they do not come in time, saying why.
     """
-
-    def __init__(self) -> None:
-        self._stores: dict[tuple[str, int, int], Store] = {}
-
-    def meet(
-        self,
-        url: str,
-        rank: int,
-        size: int,
-        timeout: float,
-        job: str = "",
-        *,
-        is_hosted: bool = True,
-        is_local: bool = False,
-    ) -> Store:
-        """A store that the ranks of this run share, and no other run. Collective.
-
-        Args:
-            url: of the rendezvous, as for torch.distributed.
-            timeout: seconds to wait for the others, and that the store waits for a key.
-            job: what the launcher calls the job. Ranks of another one that come to the same place
-                wait there in vain, instead of joining this run.
-            is_hosted: whether rank 0 hosts the store, and not torchrun.
-            is_local: whether all ranks are on this host: nobody else can reach what rank 0 hosts
-                then, where the address is a loopback one.
-
-        Raises:
-            RuntimeError, ValueError, OSError: if they do not come in time, saying why.
-        """
-        limit, end = datetime.timedelta(seconds=timeout), time.monotonic() + timeout
-        key = (url, rank, size)
-        if key not in self._stores:
-            opened = functools.partial(_opened, url, rank, size, limit, is_hosted, is_local)
-            self._stores[key] = _in_time(opened, url, end)
-        store = self._stores[key]
-        store.set_timeout(limit)
-        return _own_room(room(store, f"job {job}") if job else store, rank, size, end)
+    limit, end = datetime.timedelta(seconds=timeout), time.monotonic() + timeout
+    key = f"{url} {rank} {size}"
+    if key not in stores:
+        opened = functools.partial(_opened, url, rank, size, limit, is_hosted, is_local)
+        stores[key] = _in_time(opened, url, end)
+    stores[key].set_timeout(limit)
+    found = room(stores[key], f"job {job}") if job else stores[key]
+    return _own_room(found, rank, size, end)
 
 
 def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bmtrain.errors import ConfigurationError
 
+_GROUPS = ("pipe", "zero", "tp_zero", "tp")
+
 
 class Topology:
     """Coordinates of `rank` in a world of `pipe_size` stages by `tp_size` tensor-parallel ranks.
@@ -46,22 +48,18 @@ class Topology:
 
     def get_group_id(self, name: str) -> int:
         """Index of this rank's group among those of the kind `name` (pipe, zero, tp_zero, tp)."""
-        return self._ids(name)[0]
+        return self._number(name, "idx")
 
     def get_group_rank(self, name: str) -> int:
         """This rank's position in its group of the kind `name` (pipe, zero, tp_zero, tp)."""
-        return self._ids(name)[1]
+        return self.stage_id if name == "pipe" else self._number(name, "id")
 
-    def _ids(self, name: str) -> tuple[int, int]:
-        known = {
-            "pipe": (self.pipe_idx, self.stage_id),
-            "zero": (self.zero_idx, self.zero_id),
-            "tp_zero": (self.tp_zero_idx, self.tp_zero_id),
-            "tp": (self.tp_idx, self.tp_id),
-        }
-        if name not in known:
-            raise ConfigurationError(f"unknown group {name!r}: expected one of {', '.join(known)}.")
-        return known[name]
+    def _number(self, name: str, kind: str) -> int:
+        if name not in _GROUPS:
+            raise ConfigurationError(
+                f"unknown group {name!r}: expected one of {', '.join(_GROUPS)}."
+            )
+        return int(vars(self)[f"{name}_{kind}"])
 
     def partition(self, kind: str) -> list[tuple[int, ...]]:
         """All groups of a kind, as tuples of ranks; every rank is in exactly one.
@@ -76,13 +74,6 @@ class Topology:
                 pipe_size=self.pipe_size,
                 tp_size=self.tp_size,
             )
-            index = {
-                "world": 0,
-                "pipe": place.pipe_idx,
-                "tp": place.tp_idx,
-                "tp_zero": place.tp_zero_idx,
-                "pp_zero": place.pp_zero_idx,
-                "pp_tp_zero": place.pp_tp_zero_idx,
-            }[kind]
+            index = 0 if kind == "world" else vars(place)[f"{kind}_idx"]
             groups.setdefault(index, []).append(rank)
         return [tuple(ranks) for _, ranks in sorted(groups.items())]

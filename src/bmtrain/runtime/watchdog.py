@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
 import socket
@@ -22,6 +23,7 @@ from bmtrain.torch_internals import flight_record
 
 # without progress, after which a rank that waits asks the others where they are, and again
 ASK_S = (20.0, 35.0, 600.0)
+_LATER = 1.25  # times these, if it does not wait
 SHARE = 0.9  # of the time limit of NCCL's collectives, which end the run with less to say
 AFTER_S = 10.0  # time to raise RanksDivergedError, where collectives that time out can
 ANSWER_S = 5.0  # how long ranks may take to say where they are
@@ -32,6 +34,7 @@ _HEARD_S = 1.0  # how long the store stays for those who have not heard
 _LOOKS = 20  # per limit
 _STORE_ENDS, _ASK, _LEAVE = "the store ends: ", "ask ", "leave"
 _BUSY_TICKS = 50  # of 10 ms: what a process takes between two looks that does anything
+_COMPUTES = "computes"
 _MOST_STACKS = 20_000  # characters of a rank's stacks that travel
 _STATES = {
     "T": "is stopped (SIGSTOP)",
@@ -73,7 +76,7 @@ class Line:
     ranks: tuple[int, ...]
     number: int
     digest: int
-    last: tuple[str, ...]
+    last: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Report:
     Attributes:
         idle: seconds since its last progress.
         is_waiting: whether it waits for others or for its device.
+        is_off: whether it does what may take long; see `off`.
         place: in the user's program.
         lines: its collectives.
         stacks: of its threads.
@@ -92,8 +96,9 @@ class Report:
     rank: int
     idle: float
     is_waiting: bool
+    is_off: bool
     place: str
-    lines: tuple[Line, ...]
+    lines: Sequence[Line]
     stacks: str = ""
     extra: str = ""
 
@@ -101,10 +106,7 @@ class Report:
     def loaded(cls, text: str | bytes) -> Report:
         """From the JSON of `dataclasses.asdict`."""
         fields = json.loads(text)
-        lines = tuple(
-            Line(tuple(line["ranks"]), line["number"], line["digest"], tuple(line["last"]))
-            for line in fields.pop("lines")
-        )
+        lines = [Line(**{**line, "ranks": tuple(line["ranks"])}) for line in fields.pop("lines")]
         return cls(**fields, lines=lines)
 
 
@@ -122,11 +124,13 @@ class Watchdog:
     """Notices that a run stands still. One per rank, from `init_distributed` to `shutdown`.
 
     What goes on is progress: collectives that are entered in the ledger, and optimizer steps.
-    A rank that waits for others asks them after ASK_S where they are, and says who has not come,
-    and where that one is. One that answers may be at work, and nothing is ended. One of the same
-    host that answers nobody, and is stopped or uses no CPU, as two looks say, ends the run: within
-    a minute, before the first step too. If after the last of ASK_S all of them wait, none of them
-    works, and the run ends.
+    After ASK_S without any a rank asks the others where they are, one that waits for others first,
+    and says who does not wait, where that one is, and whether it computes. One that answers may be
+    at work, and nothing is ended. One of the same host that answers nobody while another waits, and
+    is stopped or uses no CPU, as two looks say, ends the run: within a minute, before the first
+    step too. If after the last of ASK_S all of them wait, none of them works, and the run ends.
+    Before the first step, while no rank waits and one computes, nothing is said: a program loads
+    and prepares there.
 
     A rank without progress for the limit raises the alarm: all ranks say what they wait in, where
     they are in the program and the stacks of their threads; the lowest that answers prints it all
@@ -174,8 +178,8 @@ class Watchdog:
         self._host_words: str | None = None
         # the one that trains, which is not the main one in a worker of others
         self._thread = threading.current_thread()
-        self._asked, self._is_asking = 0, False  # while nothing goes on
-        self._looks: dict[int, tuple[str, int] | None] = {}  # at those that did not answer
+        self._asked, self._was_asked = 0, False  # while nothing goes on
+        self._looks: dict[int, _Look] = {}  # at the ranks of this host, when it asked last
 
     def start(self, processes: Sequence[tuple[str, int]], *, is_on: bool) -> None:
         """Begin to watch and, with other ranks, to listen to them.
@@ -278,6 +282,13 @@ class Watchdog:
                 found[rank] = state
         return dict(found)
 
+    def is_first(self, deed: str) -> bool:
+        """Whether no other rank has asked this before, as far as is known."""
+        store, found = self._store, list[int]()
+        if store is not None and not self.store_is_gone:
+            self._patiently(lambda: found.append(store.add(f"first {deed}", 1)))
+        return found == [1] or not (found or self.store_is_gone)
+
     def _patiently(self, deed: Callable[[], object]) -> None:
         """Do what needs the store, unless that takes long or fails: its host may be gone."""
 
@@ -325,12 +336,11 @@ class Watchdog:
                 self._since += now - before - pause
             if self.progress != self._seen:
                 self._seen, self._since = self.progress, now
-                self._asked, self._is_asking, self._looks = 0, False, {}
+                self._asked, self._was_asked, self._looks = 0, False, {}
             self._idle = now - self._since
             limit = self._limit()
             is_over, times = self._idle > limit, ASK_S[self._asked :]
-            is_due = not is_over and bool(times) and self._idle > times[0] and self._is_waiting()
-            if is_due and self._store is not None:
+            if self._store is not None and not is_over and times and self._is_due(times[0]):
                 is_over, limit = self._one_hangs(self._store, limit), self._idle
                 now = time.monotonic()
             if is_over and self._seen == self.progress:
@@ -339,12 +349,18 @@ class Watchdog:
                 self._end(limit)
                 return
 
-    def _one_hangs(self, store: Store, limit: float) -> bool:
-        """Ask the other ranks where they are; the second time say who keeps this one waiting.
+    def _is_due(self, seconds: float) -> bool:
+        """Whether this rank asks now: one that does not wait later, unless another has."""
+        waits = self._is_waiting()
+        return self._idle > seconds * (1 if waits else _LATER) and (waits or not self._was_asked)
 
-        One of those that wait does so. Returns whether another cannot come.
+    def _one_hangs(self, store: Store, limit: float) -> bool:
+        """Ask the other ranks where they are; from the second time on say who does not wait.
+
+        The rank that comes first does so. Returns whether another cannot come.
         """
         self._asked += 1
+        before, self._looks = self._looks, _looks(self._processes)
         own = self._report()
         reports, rank = {own.rank: own}, own.rank
         question = f"{_ASK}{rank} {self._seen} {self._asked}"
@@ -354,48 +370,55 @@ class Watchdog:
         def ask() -> None:
             with contextlib.suppress(RuntimeError):
                 mine = store.clone()
-                if not self._is_asking and mine.add(f"asked at {self._seen}", 1) > 1:
+                if mine.add(f"asked at {self._seen} {self._asked}", 1) > 1:
                     is_anothers.set()
                     return
                 self._post(question, others)
-                end = time.monotonic() + ANSWER_S
-                while len(reports) <= len(others) and time.monotonic() < end:
-                    for other in others:
-                        if other not in reports and mine.check([f"{question} {other}"]):
-                            reports[other] = Report.loaded(mine.get(f"{question} {other}"))
-                    time.sleep(0.05)
+                self._collect(mine, question, reports)
 
         # a store that does not answer is that of a process that is stopped
         asking = self._start(ask, "ask")
         asking.join(ANSWER_S + 2 * _WORDS_S)
-        if is_anothers.is_set():
-            self._asked = len(ASK_S)
+        if is_anothers.is_set() or self._asked == 1:
             return False
-        self._is_asking = True
         silent = [other for other in others if other not in reports]
         if asking.is_alive() and rank:
             silent = [0]
-        before = self._looks
-        self._looks = {other: _look(*self._processes[other]) for other in silent}
-        if self._asked == 1:
-            return False
-        late = [
-            f"rank {other} has not come: it answers, and is at {one.place}.\n"
+        waiting = [other for other, one in sorted(reports.items()) if one.is_waiting]
+        if waiting and any(_is_still(self._looks.get(one), before.get(one)) for one in silent):
+            return True
+        late = {
+            other: _doing(self._looks.get(other), before.get(other))
             for other, one in sorted(reports.items())
-            if not one.is_waiting and one.idle > ASK_S[0] and not self._off
-        ]
-        late += [f"rank {other} {_state(*self._processes[other])}.\n" for other in silent]
-        for other, look in self._looks.items():
-            first = before.get(other)
-            if look and first and look[0] in "ST" and look[1] - first[1] < _BUSY_TICKS:
-                return True
-        if late:
+            if not (one.is_waiting or one.is_off) and one.idle > ASK_S[0]
+        }
+        stopped = [one for one in silent if one in self._looks and self._looks[one].state == "T"]
+        is_loading = self.num_steps == 0 and _COMPUTES in late.values()
+        if (late and not is_loading) or stopped or (waiting and (late or silent)):
+            has = "has not come: it answers, " if waiting else ""
+            at = f", and {named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for others"
+            end = f"before {limit:.0f} s without progress" if limit < math.inf else "for it"
             say(
-                f"[rank {rank}] nothing has gone on for {self._idle:.0f} s, and this rank waits "
-                f"for others at {own.place}.\n{''.join(late)}If that is work, all is well: "
-                f"nothing is ended before {limit:.0f} s without progress.\n"
+                f"[rank {rank}] nothing has gone on for {self._idle:.0f} s"
+                + (f"{at} at {reports[waiting[0]].place}.\n" if waiting else ".\n")
+                + "".join(
+                    f"rank {other} {has}{doing}, and is at {reports[other].place}.\n"
+                    for other, doing in late.items()
+                )
+                + "".join(f"rank {other} {_state(*self._processes[other])}.\n" for other in silent)
+                + f"If that is work, all is well: nothing is ended {end}.\n"
             )
-        return not late and self._asked == len(ASK_S) and not self._off
+        is_hung = all(one.is_waiting and not one.is_off for one in reports.values())
+        return is_hung and not silent and self._asked == len(ASK_S)
+
+    def _collect(self, store: Store, key: str, reports: dict[int, Report]) -> None:
+        """Add the other ranks' reports, as far as they leave them under the key in ANSWER_S."""
+        end = time.monotonic() + ANSWER_S
+        while len(reports) < self._place.size and time.monotonic() < end:
+            for rank in set(range(self._place.size)) - reports.keys():
+                if store.check([f"{key} {rank}"]):
+                    reports[rank] = Report.loaded(store.get(f"{key} {rank}"))
+            time.sleep(0.05)
 
     def _listen(self) -> None:
         """Wait for a word of another rank's watchdog."""
@@ -407,6 +430,7 @@ class Watchdog:
                 store.wait([f"to {rank} {number}"], FOREVER)
                 word = store.get(f"to {rank} {number}").decode()
                 if word.startswith(_ASK):
+                    self._was_asked = True
                     store.set(f"{word} {rank}", json.dumps(dataclasses.asdict(self._report())))
                     continue
             except RuntimeError:
@@ -434,8 +458,9 @@ class Watchdog:
             rank=self._place.rank,
             idle=time.monotonic() - self._since,
             is_waiting=self._is_waiting(),
+            is_off=self._off > 0,
             place=process.place(self._thread),
-            lines=tuple(self.collectives()),
+            lines=self.collectives(),
         )
 
     def _end(self, limit: float) -> None:
@@ -464,14 +489,10 @@ class Watchdog:
             if store is not None:
                 store = store.clone()
                 store.set(f"part {own.rank}", json.dumps(dataclasses.asdict(own)))
-                end = time.monotonic() + ANSWER_S
-                while len(reports) < self._place.size and time.monotonic() < end:
-                    for rank in set(range(self._place.size)) - reports.keys():
-                        if store.check([f"part {rank}"]):
-                            reports[rank] = Report.loaded(store.get(f"part {rank}"))
-                    time.sleep(0.05)
+                self._collect(store, "part", reports)
                 if own.rank != min(reports):
-                    while not store.check(["told"]) and time.monotonic() < end + ANSWER_S:
+                    end = time.monotonic() + ANSWER_S
+                    while not store.check(["told"]) and time.monotonic() < end:
                         time.sleep(0.05)
                     if store.check(["told"]):
                         return
@@ -495,30 +516,72 @@ class Watchdog:
         missing = [rank for rank in range(self._place.size) if rank not in reports]
         silent = {rank: _state(*self._processes[rank]) for rank in missing}
         silent |= self.whereabouts(missing) if missing else {}
+        text = "".join(f"rank {rank} {what}.\n" for rank, what in sorted(silent.items()))
+        text += _as_text(reports)
         say(
             f"[rank {self._place.rank}] the run stands still: nothing has gone on for {limit:.0f} "
-            f"s. {outcome}\n"
-            + "".join(f"rank {rank} {what}.\n" for rank, what in sorted(silent.items()))
-            + _as_text(reports)
+            f"s. {outcome}\n{text}"
         )
+        if not self._place.is_guest:
+            self.say_last(f"has ended the run, which stood still: {text.splitlines()[0]}")
 
 
-def _look(host: str, number: int) -> tuple[str, int] | None:
-    """The state of a process of this host, a letter, and its time on CPUs; None if unknown."""
-    if host == socket.gethostname():
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """What the system shows of a process.
+
+    Attributes:
+        state: a letter, as in _STATES.
+        ticks: of 10 ms, its time on CPUs.
+        all_ticks: with that of the processes that it has started.
+    """
+
+    state: str
+    ticks: int
+    all_ticks: int
+
+
+def _looks(processes: Sequence[tuple[str, int]]) -> dict[int, _Look]:
+    """At the ranks of this host, where the system shows any."""
+    found: dict[int, tuple[str, int, int]] = {}  # of a process: state, parent, ticks
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            text = pathlib.Path(f"/proc/{number}/stat").read_text(errors="replace")
             # the name before them may hold blanks and brackets
-            fields = text.rpartition(")")[2].split()
-            return fields[0], int(fields[11]) + int(fields[12])
-    return None
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+            ticks = int(fields[11]) + int(fields[12])
+            found[int(path.parent.name)] = fields[0], int(fields[1]), ticks
+    sums = {number: ticks for number, (_, _, ticks) in found.items()}
+    for _, above, ticks in found.values():
+        number = above
+        while number in found:
+            sums[number] += ticks
+            number = found[number][1]
+    return {
+        rank: _Look(found[number][0], found[number][2], sums[number])
+        for rank, (host, number) in enumerate(processes)
+        if host == socket.gethostname() and number in found
+    }
+
+
+def _is_still(now: _Look | None, before: _Look | None) -> bool:
+    """Whether a process is stopped, or has waited between two looks and done nothing else."""
+    if now is None or before is None:
+        return False
+    return now.state in "ST" and now.ticks - before.ticks < _BUSY_TICKS
+
+
+def _doing(now: _Look | None, before: _Look | None) -> str:
+    """Of a rank that answers."""
+    if now is None or before is None:
+        return "does not wait"
+    return _COMPUTES if now.all_ticks - before.all_ticks >= _BUSY_TICKS else "uses no CPU"
 
 
 def _state(host: str, number: int) -> str:
     """What this process can tell of another; the form continues "rank 1 "."""
-    look = _look(host, number)
+    look = _looks([(host, number)]).get(0)
     if look is not None:
-        says = _STATES.get(look[0], "runs, but Python does not: a call into C holds its lock")
+        says = _STATES.get(look.state, "runs, but Python does not: a call into C holds its lock")
     elif host == socket.gethostname() and pathlib.Path("/proc/self/stat").exists():
         says = "has ended"
     else:

@@ -12,6 +12,7 @@ import datetime
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -33,7 +34,7 @@ from bmtrain.errors import (
     RanksDivergedError,
 )
 from bmtrain.runtime import process
-from bmtrain.runtime.arguments import COUNT, Rule, check
+from bmtrain.runtime.arguments import COUNT, POSITIVE, SIZE, Rule, check, optional
 from bmtrain.runtime.launchers import (
     FOREIGN,
     TORCHRUN,
@@ -45,7 +46,7 @@ from bmtrain.runtime.launchers import (
     read_launch,
     tcp_url,
 )
-from bmtrain.runtime.meeting import Groups, Meetings, Store, adopt, tell_all
+from bmtrain.runtime.meeting import Groups, Store, adopt, meet, tell_all
 from bmtrain.runtime.mesh import Mesh, build_mesh
 from bmtrain.runtime.process import Exit, Launcher, say, this_host
 from bmtrain.runtime.seeding import Draws, seed_everything
@@ -57,11 +58,11 @@ Service = TypeVar("Service")
 TRANSPORTS = ("auto", "copy_engine", "collective")
 _TRANSPORT = Rule(f"one of {', '.join(TRANSPORTS)}", TRANSPORTS.__contains__)
 _DTYPE = Rule(
-    "a floating point torch.dtype or None",
-    lambda x: x is None or (isinstance(x, torch.dtype) and x.is_floating_point),
+    "a floating point torch.dtype", lambda x: isinstance(x, torch.dtype) and x.is_floating_point
 )
 _SWITCH = Rule("True or False", lambda x: isinstance(x, bool))
-_BYTES = Rule("a whole number of bytes, or None", lambda x: x is None or COUNT.holds(x))
+_OURS = "bmtrain-"  # how the names of runs begin that `starting` starts
+_INTERRUPTED = "was interrupted by Ctrl-C"
 _ANY_GPU = torch.device("cuda")
 
 
@@ -115,11 +116,11 @@ class Defaults:
         check(
             "init_distributed",
             transport=(self.transport, _TRANSPORT),
-            reduce_dtype=(self.reduce_dtype, _DTYPE),
-            accumulate_dtype=(self.accumulate_dtype, _DTYPE),
+            reduce_dtype=(self.reduce_dtype, optional(_DTYPE)),
+            accumulate_dtype=(self.accumulate_dtype, optional(_DTYPE)),
             compile=(self.compile, _SWITCH),
             fp8=(self.fp8, _SWITCH),
-            memory_limit=(self.memory_limit, _BYTES),
+            memory_limit=(self.memory_limit, optional(COUNT)),
         )
 
 
@@ -173,7 +174,7 @@ class _Process:
     def __init__(self) -> None:
         self.world: World | None = None
         self.registered = self.hooked = False
-        self.meetings = Meetings()
+        self.stores: dict[str, Store] = {}
 
 
 _PROCESS = _Process()
@@ -220,19 +221,9 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
     return current("unwatched").watchdog.off()
 
 
-def launched_size() -> int:
-    """The world size set by the launcher; 1 without a launcher."""
-    return read_launch(os.environ).size
-
-
-def launched_rank() -> int:
-    """The rank set by the launcher; 0 without a launcher."""
-    return read_launch(os.environ).rank
-
-
-def is_launched() -> bool:
-    """Whether a launcher has started this process, alone or as one of several."""
-    return bool(read_launch(os.environ).launcher)
+def launched() -> Launch:
+    """What the launcher says of this process; a world of one without a launcher."""
+    return read_launch(os.environ)
 
 
 def take_place(rank: int, size: int) -> None:
@@ -258,7 +249,7 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
     threads = str(max((os.cpu_count() or 1) // size, 1))
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "1"}
-    run = {TORCHRUN: f"bmtrain-{os.getpid()}-{port}"}
+    run = {TORCHRUN: f"{_OURS}{os.getpid()}-{port}"}
     return {"OMP_NUM_THREADS": threads, **kept, **_place(rank, size), **meeting, **run}
 
 
@@ -327,12 +318,26 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             f"a run of {_PROCESS.world.world_size} rank(s) is open in this process: call "
             "bmtrain.shutdown() on all ranks first, or use the run (bmtrain.is_initialized())."
         )
+    is_main = threading.current_thread() is threading.main_thread()
+    is_ours = os.environ.get(TORCHRUN, "").startswith(_OURS)
+    if is_main and is_ours and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # see `starting.start`
     is_adopted, is_torchrun = dist.is_initialized(), TORCHRUN in os.environ
     launcher = None
     if is_torchrun and not is_adopted:
         launcher = Launcher(number(os.environ, "RANK") if "RANK" in os.environ else 0)
     try:
-        _check_times(timeout, watchdog)
+        most = Rule(
+            f"a number of seconds up to timeout ({timeout!r}), after which the ranks wait no "
+            'longer anyway, "auto", or None for no watchdog',
+            lambda x: x in ("auto", None) or (POSITIVE.holds(x) and x <= timeout),
+        )
+        check(
+            "init_distributed",
+            timeout=(timeout, POSITIVE),
+            watchdog=(watchdog, most),
+            num_micro_batches=(num_micro_batches, optional(SIZE)),
+        )
         launch = _adopted_launch(init_method) if is_adopted else read_launch(os.environ)
         defaults = Defaults(
             zero_level=zero_level,
@@ -348,11 +353,6 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         topology = Topology(
             rank=launch.rank, world_size=launch.size, pipe_size=max(pipe_size, 1), tp_size=tp_size
         )
-        if num_micro_batches is not None and num_micro_batches < 1:
-            raise ConfigurationError(
-                f"num_micro_batches is {num_micro_batches}: expected at least 1, or None for as "
-                "many as stages."
-            )
         _check_device(device)
         url = init_method
         if url == "env://" and not is_adopted:
@@ -360,7 +360,6 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         with _joining(launch, url, timeout):
             store = _meet(launch, url, timeout, is_adopted)
             (local_rank, local_size), chosen = _settle(launch, store, device, is_adopted)
-            is_main = threading.current_thread() is threading.main_thread()
             place = Place(
                 launch.rank,
                 launch.size,
@@ -558,18 +557,6 @@ def _current_gpu() -> int | None:
     return torch.cuda.current_device() if bound is None else bound.index
 
 
-def _check_times(timeout: float, watchdog: float | Literal["auto"] | None) -> None:
-    if type(timeout) not in (int, float) or not 0 < timeout < float("inf"):
-        raise ConfigurationError(f"timeout is {timeout!r}: expected a positive number of seconds.")
-    if watchdog in ("auto", None):
-        return
-    if type(watchdog) not in (int, float) or not 0 < cast(float, watchdog) <= timeout:
-        raise ConfigurationError(
-            f"watchdog is {watchdog!r}: expected a number of seconds up to timeout ({timeout:g}), "
-            'after which the ranks wait no longer anyway, "auto", or None for no watchdog.'
-        )
-
-
 def _check_meeting_place(init_method: str, size: int) -> None:
     """ConfigurationError unless `init_method` says where the ranks meet."""
     if init_method != "env://":
@@ -623,7 +610,8 @@ def _meet(launch: Launch, url: str, timeout: float, is_adopted: bool) -> Store:
     _check_meeting_place(url, launch.size)
     if url == "env://":
         url = tcp_url(os.environ["MASTER_ADDR"], check_port(os.environ))
-    return _PROCESS.meetings.meet(
+    return meet(
+        _PROCESS.stores,
         url,
         launch.rank,
         launch.size,
@@ -709,17 +697,24 @@ def _leave_loudly(
     else:
         gone = world.watchdog.whereabouts({*range(world.world_size)} - {world.rank})
         others = "".join(f" rank {number} {why}." for number, why in sorted(gone.items()))
-    if issubclass(kind, KeyboardInterrupt):
+    is_interrupt = issubclass(kind, KeyboardInterrupt)
+    if is_interrupt:
         call = process.calls_of_program(traceback.extract_tb(trace))[-1]
-        say(f"[rank {world.rank}] interrupted at {call.filename}:{call.lineno} in {call.name}.\n")
+        # Ctrl-C reaches all ranks: one of them says so
+        if world.watchdog.is_first(_INTERRUPTED):
+            say(
+                f"[rank {world.rank}] interrupted at {call.filename}:{call.lineno} in "
+                f"{call.name}.\n"
+            )
     else:
         say(
             f"[rank {world.rank}] this rank failed; the run ends.{others} {summary}\n"
             + "".join(trace_lines)
         )
-    world.watchdog.take_store_down(f"has failed: {summary.splitlines()[0]}")
+    words = _INTERRUPTED if is_interrupt else f"has failed: {summary.splitlines()[0]}"
+    world.watchdog.take_store_down(words)
     code = Exit.PARTED if issubclass(kind, RanksDivergedError) else Exit.FAILED
-    os._exit(Exit.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else code)
+    os._exit(Exit.INTERRUPTED if is_interrupt else code)
 
 
 def num_cores() -> int:

@@ -208,7 +208,7 @@ class Verify:
                 "another program."
             )
         program.check_source(source)
-        launched = world.launched_size()
+        launched = world.launched().size
         settings = Settings(
             ranks=launched if launched > 1 else ranks,
             steps=steps,
@@ -255,7 +255,7 @@ def _in_this_launch(source: Source, settings: Settings) -> compare.Report:
     Errors are not caught: the rank that raises exits, and torchrun then ends the others, which
     would otherwise hang in a collective.
     """
-    is_first = world.launched_rank() == 0
+    is_first = world.launched().rank == 0
     reference = reference_of(source, settings) if is_first else None
     world.init_distributed(
         seed=settings.seed, device=settings.device, timeout=settings.timeout, **settings.init

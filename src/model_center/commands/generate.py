@@ -18,6 +18,7 @@ from model_center.commands.configuration import model_in
 from model_center.errors import ConfigError, InputError
 from model_center.generation.session import Session
 from model_center.generation.text import TextGenerator
+from model_center.tokenizer.chat_template import rendered
 from model_center.training.adapters import add_adapters
 from model_center.training.quantization import quantize
 from model_center.training.setup import DTYPES, default_dtype
@@ -122,7 +123,7 @@ class TheirGenerator:
         tokenizer = self._subject.tokenizer
         if not tokenizer.chat_template:
             raise InputError("the tokenizer has no chat template: use generate.")
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = rendered(tokenizer, messages, add_generation_prompt=True)
         return self._behind(tokenizer.encode(text, add_special_tokens=False))
 
     def _behind(self, ids: Sequence[int]) -> Iterator[str]:
@@ -137,7 +138,7 @@ class TheirGenerator:
 
 def opened(args: argparse.Namespace, session: Session) -> TextGenerator | TheirGenerator:
     """The generator of the model and flags; the run is joined where torchrun has started it."""
-    if world.launched_size() > 1:
+    if world.launched().size > 1:
         bmt.init_distributed()
     args.dtype = args.dtype or default_dtype()
     args.model_config, adapters = model_in(args.model_config)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from model_center.dataset.conversations import Message, is_learnt
 from model_center.dataset.task_dataset import Tokenizer
 from model_center.errors import DataError
+from model_center.tokenizer.chat_template import rendered
 
 Span = tuple[int, int]
 # Unicode's private use: one of them is in no text at hand
@@ -55,9 +56,7 @@ class Writer:
         options: dict[str, Any] = {} if self.tools is None else {"tools": self.tools}
         if not self.tokenizer.chat_template:
             options["chat_template"] = PLAIN
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=answer, **options
-        )
+        return rendered(self.tokenizer, messages, add_generation_prompt=answer, **options)
 
     def text_and_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The conversation as text, and the (start, stop) of its answers with what ends them.
@@ -69,6 +68,7 @@ class Writer:
 
         Raises:
             DataError: if an answer cannot be found in the text.
+            InputError: if the template refuses the conversation, or takes too much.
         """
         text = self.text(messages)
         places = [place for place, message in enumerate(messages) if is_learnt(message)]
@@ -125,7 +125,9 @@ class Writer:
         begin, rest = other.partition(mark)[0], other.rpartition(mark)[2]
         start, stop = len(begin), len(text) - len(rest)
         if not (start <= stop and text.startswith(begin) and text.endswith(rest)):
-            raise DataError("it writes other messages otherwise when an answer is another.")
+            raise DataError(
+                "the chat template writes other messages otherwise when an answer is another."
+            )
         last = self.text([*messages[:place], marked])
         last = last[: len(last) - self._unasked(messages, place, before, last, mark)]
         end = last.rpartition(mark)[2].rstrip()

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from model_center.dataset.chat import ChatTokenizer, Span, Writer
 from model_center.dataset.conversations import Parsed, parse
 from model_center.dataset.rows import Row, Source
-from model_center.errors import DataError
+from model_center.errors import DataError, InputError
 
 IDS, LEARNT, ROWS, FACTS = "ids.bin", "learnt.bin", "rows.bin", "index.json"
 VERSION = 1  # of what is in the files
@@ -258,11 +258,9 @@ class Encoder:
             return text, [(len(bos), len(text))]
         try:
             return Writer(self.tokenizer, parsed.tools).text_and_answers(parsed.messages)
-        # a template raises what its author likes: that roles must alternate, for example
-        except Exception as error:
+        except (InputError, DataError) as error:
             raise DataError(
-                f"{row.place}: the chat template of {type(self.tokenizer).__name__} refuses a "
-                f"conversation: {error} (it is {reprlib.repr(parsed.messages)})."
+                f"{row.place}: {error} The conversation is {reprlib.repr(parsed.messages)}."
             ) from error
 
 

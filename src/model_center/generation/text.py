@@ -17,6 +17,7 @@ from model_center.generation.prepare import Prompts
 from model_center.generation.search import Search, StreamedSearch, Task
 from model_center.generation.session import Session
 from model_center.model.base import BaseModel
+from model_center.tokenizer.chat_template import rendered
 
 NUM_CONTEXT = 4  # tokens of the prompt after which the first new one is decoded
 
@@ -193,7 +194,8 @@ def templated(tokenizer: Any, conversations: Sequence[Sequence[Message]]) -> Row
     """The tokens of each conversation, up to where the next message begins.
 
     Raises:
-        InputError: for a tokenizer without a chat template, or what is no list of conversations.
+        InputError: for a tokenizer without a chat template, what is no list of conversations, and
+            what the template refuses.
     """
     if not tokenizer.chat_template:
         raise InputError(
@@ -206,10 +208,7 @@ def templated(tokenizer: Any, conversations: Sequence[Sequence[Message]]) -> Row
         for message in conversation
     ):
         raise InputError("conversations must be lists of messages {'role': ..., 'content': ...}.")
-    texts = [
-        tokenizer.apply_chat_template(list(one), tokenize=False, add_generation_prompt=True)
-        for one in conversations
-    ]
+    texts = [rendered(tokenizer, one, add_generation_prompt=True) for one in conversations]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 

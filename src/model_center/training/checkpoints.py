@@ -14,6 +14,7 @@ import torch
 
 import bmtrain as bmt
 from bmtrain.checkpoint import Writing
+from bmtrain.checkpoint.folder import step_of, usable
 from bmtrain.distributed.agreement import attempt, everyone
 from model_center.training import old_checkpoints
 from model_center.training.base_weights import BaseWeights
@@ -48,6 +49,10 @@ class Checkpoints:
         found = self._manager.latest(before)
         old = attempt(lambda: old_checkpoints.latest(self.folder, before), everyone())
         return max((path for path in (found, old) if path is not None), default=None)
+
+    def usable(self) -> list[int]:
+        """The steps of those whose files are there, in order, as this rank sees them."""
+        return [step for path in usable(self.folder) if (step := step_of(path)) is not None]
 
     def clear(self) -> None:
         """Delete all checkpoints here. Collective."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import bmtrain as bmt
-from bmtrain.checkpoint.manager import facts_of, load_rest
+from bmtrain.checkpoint.manager import restore_from
+from bmtrain.checkpoint.shards import read_manifest
 from model_center.errors import ResumeError
 from model_center.training import old_checkpoints
 
@@ -23,7 +24,7 @@ def read_facts(checkpoint: pathlib.Path) -> dict[str, Any]:
     """
     if old_checkpoints.is_old(checkpoint):
         return old_checkpoints.read_facts(checkpoint)
-    return facts_of(checkpoint)
+    return read_manifest(checkpoint).facts
 
 
 def model_path(checkpoint: pathlib.Path) -> pathlib.Path:
@@ -70,5 +71,5 @@ def load_state(
     """
     if old_checkpoints.is_old(checkpoint):
         return old_checkpoints.load_state(checkpoint, optim_manager), None
-    restored = load_rest(checkpoint, optim_manager)
+    restored = restore_from(checkpoint, None, optim_manager)
     return restored.facts["progress"], restored.state

@@ -16,6 +16,7 @@ import torch
 import bmtrain as bmt
 from bmtrain.checkpoint.entries import entries
 from bmtrain.distributed.agreement import attempt, everyone
+from bmtrain.errors import CheckpointError
 from bmtrain.runtime.process import Exit
 from model_center.dataset.loader import DistributedDataLoader
 from model_center.errors import ConfigError, DivergenceError, ResumeError
@@ -188,21 +189,15 @@ class Run:
             else:
                 self.checkpoints.abandon()
         is_requeue = isinstance(error, Stopped) and self._stop.is_requeue()
+        if isinstance(error, Exception) and not isinstance(error, Stopped):
+            self._say_what_is_left()
         self.log.__exit__(*raised)
         if isinstance(error, Replayed):
             self._stop.restore()
             return True
         if isinstance(error, Stopped):
-            self.log.say(
-                f"stopped after step {self.step}: "
-                + (
-                    "run the same command"
-                    + ("" if self.args.resume else " with --resume")
-                    + f" to resume from step {self.step}."
-                    if self.checkpoints
-                    else "nothing was kept."
-                )
-            )
+            left = self._resuming(self.step) if self.checkpoints else "nothing was kept."
+            self.log.say(f"stopped after step {self.step}: {left}")
         if error is None:
             self.log.say(f"finished after step {self.step}.")
         # last, because a rank without its launcher ends here
@@ -211,6 +206,22 @@ class Run:
             bmt.synchronize()  # the first rank to go has the launcher end the others
             raise SystemExit(Exit.REQUEUE)
         return isinstance(error, Stopped)
+
+    def _resuming(self, step: int | str) -> str:
+        again = "" if self.args.resume else " with --resume"
+        return f"run the same command{again} to resume from step {step}."
+
+    def _say_what_is_left(self) -> None:
+        """From where a run that an error ends can be resumed, as this rank alone sees it."""
+        try:
+            left = self.checkpoints.usable() if self.checkpoints is not None else []
+        except CheckpointError:  # the error that ends the run is told
+            return
+        if left:
+            step = str(left[-1])
+            if self._saved is not None and self._saved > left[-1]:
+                step += f", or {self._saved} if its checkpoint was still written"
+            self.log.say(f"failed after step {self.step}: {self._resuming(step)}")
 
     def epochs(self) -> Iterator[int]:
         """Numbers of the passes that are left, from 0 on, the one at hand first."""

@@ -21,8 +21,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def setup(args: argparse.Namespace) -> None:
-    """Join the run and seed it: `bmtrain.init_distributed` by the flags `seed` and `zero_level`."""
-    bmt.init_distributed(seed=args.seed, zero_level=args.zero_level)
+    """Join the run and seed it: `bmtrain.init_distributed` by the flags of these names."""
+    bmt.init_distributed(
+        seed=args.seed, zero_level=args.zero_level, timeout=args.timeout, watchdog=args.watchdog
+    )
 
 
 def default_dtype() -> str:
