@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from scripts.interop import backbones
 from scripts.interop.comparing import Batch, Case, Program, Side
 
-ROWS, LENGTH, STEPS, VOCAB = 4, 6, 5, 40
+ROWS, LENGTH, STEPS, VOCAB = 4, 6, 3, 40
 
 TYPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora": (opendelta.LoraModel, {"lora_r": 2}),

@@ -33,7 +33,7 @@ from openprompt.utils.calibrate import calibrate
 from scripts.interop import backbones
 from scripts.interop.comparing import Batch, Case, Program, Side
 
-ROWS, STEPS = 4, 5
+ROWS, STEPS = 4, 3
 CLASSES = ["bad", "good"]
 WORDS = [["bad", "poor"], ["good", "fine", "great"]]
 TEXT = '{"placeholder": "text_a"} {"placeholder": "text_b"} it is {"mask"} .'

@@ -44,16 +44,14 @@ class AnyBlock(type):
     """The metaclass of `CheckpointBlock`: calling it makes a Block, each Block is an instance."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return (
-            Block(*args, **kwargs) if cls is CheckpointBlock else super().__call__(*args, **kwargs)
-        )
+        if cls is CheckpointBlock:
+            return Block(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return (
-            isinstance(instance, Block)
-            if cls is CheckpointBlock
-            else super().__instancecheck__(instance)
-        )
+        if cls is CheckpointBlock:
+            return isinstance(instance, Block)
+        return super().__instancecheck__(instance)
 
 
 class CheckpointBlock(Block, metaclass=AnyBlock):
