@@ -323,9 +323,9 @@ def prune() -> None:
     """The two larger of four neighbours stay, as BMCook chooses and keeps them: it asks for the
     type of blocks, whose storages it would cut, and takes other modules by their weights.
     """
-    from bmtrain.block_layer import CheckpointBlock  # type: ignore[import-not-found]
+    from bmtrain.block_layer import CheckpointBlock
 
-    model = cpm_model()
+    model: Any = cpm_model()
     plain = PlainModel(model)
     assert all(isinstance(layer, CheckpointBlock) for layer in model.layers)
     assert not any(type(layer) == CheckpointBlock for layer in model.modules())  # noqa: E721
@@ -336,10 +336,11 @@ def prune() -> None:
     for pruned, optimizer in zip((model, plain), optimizers, strict=True):
         masks = []
         for module in pruned.modules():
-            if isinstance(getattr(module, "weight", None), nn.Parameter):
-                fours = module.weight.data.view(-1, 4).abs()
+            weight: Any = getattr(module, "weight", None)
+            if weight is not None:
+                fours = weight.data.view(-1, 4).abs()
                 mask = torch.zeros_like(fours).scatter_(1, fours.topk(2, 1).indices, 1.0)
-                masks.append((module.weight, mask.view(module.weight.shape)))
+                masks.append((weight, mask.view(weight.shape)))
         assert len(masks) == 2 * LAYERS + 1
 
         def step(masks: Any = masks, old: Any = optimizer.step) -> None:
