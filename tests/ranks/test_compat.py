@@ -316,8 +316,55 @@ def distil():
         models.assert_same_dicts(student.state_dict(), plain.state_dict(), "after training")
 
 
-def test_a_program_of_bmcook():
-    run_ranks(distil, 2)
+def prune() -> None:
+    """The two larger of four neighbours stay, as BMCook chooses and keeps them: it asks for the
+    type of blocks, whose storages it would cut, and takes other modules by their weights.
+    """
+    from bmtrain.block_layer import CheckpointBlock
+
+    model: Any = cpm_model()
+    plain = PlainModel(model)
+    assert all(isinstance(layer, CheckpointBlock) for layer in model.layers)
+    assert not any(type(layer) == CheckpointBlock for layer in model.modules())  # noqa: E721
+    assert type(CheckpointBlock(nn.Linear(2, 2))) is bmt.Block
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (model, plain)]
+    manager = bmt.optim.OptimManager(loss_scale=8)
+    manager.add_optimizer(optimizers[0])
+    for pruned, optimizer in zip((model, plain), optimizers, strict=True):
+        masks = []
+        for module in pruned.modules():
+            weight: Any = getattr(module, "weight", None)
+            if weight is not None:
+                fours = weight.data.view(-1, 4).abs()
+                mask = torch.zeros_like(fours).scatter_(1, fours.topk(2, 1).indices, 1.0)
+                masks.append((weight, mask.view(weight.shape)))
+        assert len(masks) == 2 * LAYERS + 1
+
+        def step(masks: Any = masks, old: Any = optimizer.step) -> None:
+            for weight, mask in masks:
+                weight.grad.mul_(mask)
+            old()
+            with torch.no_grad():
+                for weight, mask in masks:
+                    weight.mul_(mask)
+
+        optimizer.step = step  # type: ignore[method-assign, assignment]
+    for number in range(2):
+        ids, targets = data(number)
+        manager.zero_grad()
+        manager.backward(cross_entropy(model(own(ids)), own(targets)))
+        manager.step()
+        optimizers[1].zero_grad()
+        cross_entropy(plain(ids), targets).backward()
+        optimizers[1].step()
+    state = model.state_dict()
+    models.assert_same_dicts(state, plain.state_dict(), "after pruning")
+    assert all(value.count_nonzero() * 2 == value.numel() for value in state.values())
+
+
+@pytest.mark.parametrize("program", [distil, prune])
+def test_a_program_of_bmcook(program: Callable[[], None]) -> None:
+    run_ranks(program, 2)
 
 
 class CutAttention(bmt.DistributedModule):

@@ -23,9 +23,9 @@ benchmark.reduce_scatter  benchmark             reduce_scatter
 benchmark.send_recv       benchmark             send_recv
 benchmark.shape           compat.functions      SHAPES
 benchmark.utils           benchmark.communication format_size
-block_layer               block.block           Block CheckpointBlock
+block_layer               block.block           Block
 block_layer               block.stack           TransformerBlockList
-block_layer               compat.functions      OpAllGather=OpGather
+block_layer               compat.functions      OpAllGather=OpGather CheckpointBlock
 block_layer               utils                 round_up tp_split_tensor
 debug                     compat.functions      DEBUG_VARS clear=debug_clear set=debug_set
 debug                     compat.functions      get=debug_get append=debug_append

@@ -37,6 +37,31 @@ class Removed(type):
         raise RemovedError(f"{cls.__qualname__}.{name}", cls.remedy)
 
 
+# bmtrain.block_layer
+
+
+class AnyBlock(type):
+    """The metaclass of `CheckpointBlock`: calling it makes a Block, each Block is an instance."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointBlock:
+            return Block(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if cls is CheckpointBlock:
+            return isinstance(instance, Block)
+        return super().__instancecheck__(instance)
+
+
+class CheckpointBlock(Block, metaclass=AnyBlock):
+    """`Block` by its path of BMTrain 0.1 and 0.2; no block has it as its very type.
+
+    Programs that ask for the type, as BMCook's pruning, go on to BMTrain's flat storages, which are
+    not here; what they do with other modules, parameter by parameter, is right for blocks too.
+    """
+
+
 # bmtrain.debug: a global dict of values that model code stores for debugging. The library itself
 # does not use it.
 
