@@ -230,7 +230,7 @@ def _step(
     count = torch.tensor(
         float(sum(int((one != -100).sum()) for one in wanted)), device=bmt.device()
     )
-    total = round(float(bmt.sum_loss(count.double())) * bmt.world_size())
+    total = max(round(float(bmt.sum_loss(count.double())) * bmt.world_size()), 1)
     found.learnt += total
     found.conversations += len(pieces)
     axis = everyone()
@@ -254,10 +254,8 @@ def _step(
         found.deviation = max(found.deviation, deviation)
         if piece.expected is None:
             found.unknown.append(piece.place)
-        for words in [
-            *(piece.expected.lost[:1] if piece.expected else []),
-            *filter(None, [text, other]),
-        ]:
+        lost = piece.expected.lost[:1] if piece.expected else []
+        for words in [*lost, *filter(None, [text or other])]:
             found.findings.append(Finding(f"step {number}, {piece.place}", words))
 
 
@@ -349,7 +347,7 @@ def _alone(
     """Hidden states (length, width) of a sample by itself, and the gradient of its loss by them."""
     with _captured(subject.trunk) as seen:
         logits = subject.logits(ids[None])[0].float()
-    loss = F.cross_entropy(logits, targets, reduction="sum") / max(total, 1)
+    loss = F.cross_entropy(logits, targets, reduction="sum") / total
     (gradient,) = torch.autograd.grad(loss, seen[-1])
     return seen[-1][0].detach(), gradient[0]
 
