@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from tests.data_sets.test_instructions import END, LOOP, QWEN3, turns
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import DATA, tiny
@@ -200,7 +202,7 @@ def test_each_planted_fault_is_found(kind: str, names: list[str], tmp_path: Path
 
 def commanded(path: str, data: str) -> tuple[str, str]:
     """On a rank: what `certify` and the first lines of `train` say."""
-    words = ["--model-config", path, "--data", data, "--max-length", "64", "--batch-size", "2"]
+    words = ["--model-config", path, "--data", data, "--max-length", "64", "--dtype", "fp32"]
     said = []
     for command in (["certify", *words], ["train", *words, "--train-iters", "1"]):
         world.shutdown()
@@ -219,6 +221,12 @@ def test_the_commands_say_what_differs(tmp_path: Path) -> None:
     ((certificate, start),) = run_ranks(commanded, 1, str(path), str(data))
     assert "no difference: each learnt token weighs the same" in certificate
     assert "warning" not in start
+    memory = re.search(r"weights (\S+) GiB, gradients (\S+) GiB, optimizer (\S+) GiB", start)
+    assert memory is not None
+    weights, gradients, states = map(float, memory.groups())
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert weights == gradients == pytest.approx(4 * model.num_parameters() / 2**30, rel=0.05)
+    assert states == pytest.approx(2 * weights, rel=0.01)
     config = json.loads((path / "tokenizer_config.json").read_text())
     config["chat_template"] = NO_SYSTEM
     (path / "tokenizer_config.json").write_text(json.dumps(config))
