@@ -50,7 +50,10 @@ def expected_of(row: Row, tokenizer: ChatTokenizer) -> Expected:
         DataError: for a row that is none of these, or that the template does not write with other
             contents, so that nothing can be said of it.
     """
-    parsed = parse(row.content)
+    try:
+        parsed = parse(row.content)
+    except (KeyError, ValueError) as error:
+        raise DataError(f"{row.place}: {error}") from error
     if parsed.text is not None:
         bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
         text, lost = bos + parsed.text + eos, [] if eos else ["nothing ends a text"]
