@@ -30,6 +30,10 @@ COMMANDS = {
         "a language model, on conversations or texts; whole or by LoRA",
         "model_center.commands.train",
     ),
+    "certify": (
+        "what a training would learn, token by token, beside what it should",
+        "model_center.commands.certify",
+    ),
     "generate": ("texts that a model continues", "model_center.commands.generate"),
     "chat": ("a conversation with a model", "model_center.commands.chat"),
     "merge": ("adapters and their model made one model", "model_center.commands.merge"),
@@ -74,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parsers[chosen].set_defaults(run=command.run)
             arguments = words_of(arguments, parsers[chosen])
         args = parser.parse_args(arguments)
-        ranks = _ranks_to_start(args) if chosen == "train" else 1
+        ranks = _ranks_to_start(args) if chosen in {"train", "certify"} else 1
         if ranks > 1:
             return start(["-m", "model_center", *arguments], ranks)
         args.run(args)

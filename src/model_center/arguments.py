@@ -245,6 +245,8 @@ def _add_file_flags(add: Callable[..., object]) -> None:
     add("--watchdog", "auto", hung, type=seconds_or_auto)
     newest = "go on from the newest checkpoint in --save, if there is one"
     add("--resume", False, newest, action="store_true")
+    others = "with --resume: go on, with weights and optimizer, on other rows than before"
+    add("--continue-with-other-data", False, others, action="store_true")
     add("--inspect-iters", 1000, "steps between tables of weights and gradients", type=positive)
     lines = "steps between lines where the output is no terminal"
     add("--log-iters", 10, lines, type=positive)

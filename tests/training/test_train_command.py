@@ -163,6 +163,41 @@ def test_small_states_of_adam(folder: Path, tmp_path: Path) -> None:
     assert len({tuple(curve) for curve in curves[:3]}) == 3 and curves[3] == curves[0]
 
 
+def go_on_with_other_data(model: str, folder: str) -> None:
+    """On a rank: two steps, and two more on other rows: refused, and asked for."""
+
+    def train(number: int, words: str) -> None:
+        data = Path(folder, f"{number}.jsonl")
+        rows = [{"prompt": f"{n}?", "response": f"{number} " * (n + 1)} for n in range(6 + number)]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        world.shutdown()
+        chosen = ["--model-config", model, "--data", str(data), "--save", f"{folder}/run"]
+        run_program(COMMAND, [*chosen, *TINY.split(), "--max-length", "48", *words.split()])
+
+    train(0, "--batch-size 1 --train-iters 2 --resume")
+    with pytest.raises(ResumeError, match=r"dataset was .*--continue-with-other-data takes"):
+        train(1, "--batch-size 1 --resume")
+    train(1, "--batch-size 1 --epochs 2 --resume --continue-with-other-data")
+    train(1, "--batch-size 1 --epochs 2 --resume")  # it has ended
+
+
+def test_a_run_on_other_data(folder: Path, tmp_path: Path) -> None:
+    """Steps are counted on, the rows begin anew; the record says how many tokens were learnt."""
+    model = tiny("gpt2", folder)
+    run_ranks(go_on_with_other_data, 1, str(model), str(tmp_path), join=False)
+    tokenizer: Any = GPT2Tokenizer.from_pretrained(model)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    packed = PackedSamples(InstructionDataset(tmp_path / "1.jsonl", tokenizer, 48), 48)
+    assert [one["step"] for one in records] == [*range(1, 2 * len(packed) + 3)]
+    assert [one["epoch"] for one in records] == [0, 0, *[0] * len(packed), *[1] * len(packed)]
+    items = [packed[number] for number in range(len(packed))]
+    learnt = sum(int((item["targets"] != -100).sum()) for item in items)
+    assert records[-1]["tokens_learnt"] - records[1]["tokens_learnt"] == 2 * learnt
+    tokens = sum(len(item["input_ids"]) for item in items)
+    assert records[-1]["tokens"] - records[1]["tokens"] == 2 * tokens
+    assert all(0 < one["unpadded_tokens_per_second"] <= one["tokens_per_second"] for one in records)
+
+
 @pytest.mark.long
 def test_each_measurement_survives_a_resume(folder: Path, tmp_path: Path) -> None:
     """That of the last step of a run that goes on, and one that a kill after the checkpoint has

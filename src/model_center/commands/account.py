@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import bmtrain as bmt
+from bmtrain.plan import Settings
+from bmtrain.plan.outline import groups_of
+from bmtrain.plan.step import shard_of
 from model_center.dataset.mixture import Part
 from model_center.dataset.packing import PackedSamples
 from model_center.dataset.padding import Item
@@ -61,6 +64,7 @@ def account(
         f"model: {type(subject.model).__name__}, {sum(number for number, _ in counts):,} "
         f"parameters, {trained:,} trained"
     )
+    yield _memory(subject, args)
     size = args.batch_size * bmt.world_size() * args.gradient_accumulation
     steps = min(args.epochs * -(-len(packed) // size), args.train_iters)
     where = (
@@ -74,6 +78,26 @@ def account(
     )
     first = samples[packed.rows[0][0]]
     yield f"the first row, what is learnt in {OPEN} {CLOSE}:\n{shown(first, subject.tokenizer)}"
+
+
+def _memory(subject: Subject, args: argparse.Namespace) -> str:
+    """What one process holds all the time, whatever the rows are."""
+    optimizer = "offload" if args.optimizer == "adam-offload" else "adam"
+    forms = {"moments": args.moments, "master_weights": args.master_weights}
+    settings = Settings(dtype=args.dtype, optimizer=optimizer, **forms)
+    groups = groups_of(subject.model.named_parameters())
+    shards = [shard_of(group, bmt.world_size(), settings) for group in groups]
+    weights = sum(  # those in 4 bits are whole on every rank
+        one.full_bytes if args.load_in_4bit and not one.trained else one.num_bytes for one in shards
+    )
+    gradients = sum(one.num_bytes for one in shards if one.trained)
+    states = sum(one.state_bytes for one in shards)
+    sizes = [f"{size / 2**30:.3g} GiB" for size in (weights, gradients, states)]
+    where = " in host memory" if optimizer == "offload" else ""
+    return (
+        f"memory of a process: weights {sizes[0]}, gradients {sizes[1]}, optimizer {sizes[2]}"
+        f"{where}; activations come on top, see python -m model_center plan"
+    )
 
 
 def shown(item: Item, tokenizer: Any) -> str:

@@ -13,7 +13,10 @@ from model_center.optional import package
 from model_center.training.files import write_whole
 
 FILE = "run.yaml"
-UNSAID = ("run", "config", "look", "local_rank", "ranks", "dataset_name", "resume", "replay_step")
+UNSAID = (
+    *("run", "config", "look", "local_rank", "ranks", "dataset_name", "resume", "replay_step"),
+    "continue_with_other_data",
+)
 
 
 def words_of(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -34,10 +34,12 @@ from model_center.dataset.packing import PackedSamples
 from model_center.errors import ConfigError, DataError
 from model_center.training import Run, make_loader, setup
 from model_center.training.adapters import ALL
+from model_center.training.certificate import first_rows
 from model_center.training.listener import OnStep
 from model_center.training.setup import default_dtype
 from model_center.training.subject import Subject, subject_of
 
+CERTIFIED = 16  # rows of each data set that are looked at before a run
 PROGRESS = (
     TextColumn("{task.description}"),
     BarColumn(),
@@ -139,15 +141,20 @@ def train(arguments: Sequence[str], on_step: OnStep | None = None) -> None:
     run(parser.parse_args(words_of(arguments, parser)), on_step)
 
 
-def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
-    """Train as the arguments say; the result is in --save.
+class Prepared(NamedTuple):
+    """What a run begins with."""
 
-    Args:
-        args: the arguments.
-        on_step: is handed the figures of each step; see `Listener`.
+    subject: Subject
+    learnt: list[Part]
+    measured: list[Part]
+    packed: PackedSamples
+
+
+def prepare(args: argparse.Namespace) -> Prepared | None:
+    """The model and the rows as the flags say; None where they were only to be looked at.
 
     Raises:
-        ConfigError, DataError, IdentifierError, WeightsError: before the first step.
+        ConfigError, DataError, IdentifierError, WeightsError: for what cannot be trained.
     """
     problem = problem_of(args, ("--model-config", "--data"))
     if problem is not None:
@@ -173,7 +180,7 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
         samples = Mixture(learnt)
         for number in range(min(args.look, len(samples))):
             _say(f"row {number + 1}\n{shown(samples[number], subject.tokenizer)}\n")
-        return
+        return None
     args.dataset_name = _name_of(learnt, args)
     subject.load(args)
     if subject.num_positions is not None and args.max_length > subject.num_positions:
@@ -181,10 +188,28 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
             f"--max-length {args.max_length}: the model has {subject.num_positions} positions."
         )
     packed = _packed(learnt, args, subject)
-    rows = make_loader(packed, args, shuffle=True)
     subject.adapt(args)
+    return Prepared(subject, learnt, measured, packed)
+
+
+def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
+    """Train as the arguments say; the result is in --save.
+
+    Args:
+        args: the arguments.
+        on_step: is handed the figures of each step; see `Listener`.
+
+    Raises:
+        ConfigError, DataError, IdentifierError, WeightsError: before the first step.
+    """
+    prepared = prepare(args)
+    if prepared is None:
+        return
+    subject, learnt, measured, packed = prepared
+    rows = make_loader(packed, args, shuffle=True)
     for line in account(learnt, packed, subject, args):
         _say(line)
+    _warn(learnt)
     judge = Judge(subject, measured, args) if measured else None
     flops = subject.flops(args.max_length)
     folder = pathlib.Path(args.save) if args.save else None
@@ -200,13 +225,23 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
             judge.report(training)  # the run before has saved that step, and came no further
         for _ in training.epochs():
             for batches in training.steps():
-                mean = bmt.loss.TokenMean(batch["targets"] for batch in batches)
-                training.update(mean(subject.loss_sum(batch)) for batch in batches)
+                training.update(subject.losses(batches))
                 if judge is not None and every and training.step % every == 0:
                     judge.report(training)
             if judge is not None and not every:
                 judge.report(training)
         subject.save(args)
+
+
+def _warn(learnt: Sequence[Part]) -> None:
+    """Say once if the first rows are not learnt as their text says."""
+    if bmt.rank() == 0:
+        looked, found = first_rows({id(p.samples): p.samples for p in learnt}.values(), CERTIFIED)
+        for place, text in found[:1]:
+            _say(
+                f"warning: {len(found)} of the first {looked} rows are not learnt as they say. "
+                f"{place}: {text}. All of it: python -m model_center certify"
+            )
 
 
 def _keep(args: argparse.Namespace, folder: pathlib.Path | None) -> None:

@@ -45,6 +45,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
     `packing.PackedSamples`.
 
     Attributes:
+        source: of the rows.
         tokens: of all rows, whole.
         num_rows: rows of the data.
         lengths, num_learnt: int64 (samples,), tokens of each and those that are learnt.
@@ -84,7 +85,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
                 "expected a fast tokenizer."
             )
         data = source(path)
-        self.tokenizer = tokenizer
+        self.source, self.tokenizer = data, tokenizer
         self.max_length = max_length
         self.passed_over = data.passed_over
         self.tokens = tokens_of(data, tokenizer, cache, workers=workers, report=report)
@@ -130,6 +131,11 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
     def samples_of(self, row: int) -> range:
         """The numbers of the samples of a row: none of one that was dropped, several of a text."""
         return range(int(self._firsts[row]), int(self._firsts[row + 1]))
+
+    def row_and_start(self, index: int) -> tuple[int, int]:
+        """The row that sample `index` is of, and the place of its first token in that."""
+        row = int(np.searchsorted(self._firsts, index, "right")) - 1
+        return row, int(self._starts[index] - self.tokens.starts[row])
 
     def is_text(self, index: int) -> bool:
         """Whether sample `index` is one of a text."""

@@ -53,14 +53,18 @@ class Mixture(torch.utils.data.Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         """Sample `index`."""
-        index = range(len(self))[index]
-        part = int(np.searchsorted(self._ends, index, "right"))
-        return self._parts[part][int(self._numbers[index])]
+        samples, number = self.origin(range(len(self))[index])
+        return samples[number]
 
     def is_text(self, index: int) -> bool:
         """Whether sample `index` is one of a text."""
+        samples, number = self.origin(index)
+        return samples.is_text(number)
+
+    def origin(self, index: int) -> tuple[InstructionDataset, int]:
+        """The data set that sample `index` is of, and its number there."""
         part = int(np.searchsorted(self._ends, index, "right"))
-        return self._parts[part].is_text(int(self._numbers[index]))
+        return self._parts[part], int(self._numbers[index])
 
 
 def weighted(part: Part, weight: float, *key: int) -> Part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,3 +46,15 @@ def num_tokens(batch: Any) -> int:
     return max(
         (leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), default=0
     )
+
+
+def tokens_counted(batches: Sequence[Any]) -> torch.Tensor | None:
+    """Tokens without padding, and those of them that are learnt, fp64 (2,) on the batches' device;
+    None for batches without `input_length` and `targets`.
+    """
+    counts = [
+        torch.stack([batch["input_length"].sum(), (batch["targets"] != -100).sum()]).double()
+        for batch in batches
+        if isinstance(batch, Mapping) and {"input_length", "targets"} <= batch.keys()
+    ]
+    return torch.stack(counts).sum(0) if counts else None

@@ -25,6 +25,9 @@ FIELDS = {
     "lr": ("1", "learning rate of the first group of parameters in this step"),
     "loss_scale": ("1", "what the loss was multiplied by; 1 for nothing"),
     "tokens_per_second": ("tokens/s", "of all ranks together, padding included"),
+    "unpadded_tokens_per_second": ("tokens/s", "of all ranks together, without padding"),
+    "tokens": ("tokens", "up to this step, of all ranks, without padding"),
+    "tokens_learnt": ("tokens", "those of them that the loss is of"),
     "memory": ("bytes", "peak so far of rank 0's GPU; on a CPU of its process"),
     "seconds": ("s", "from the beginning of the step to its end"),
     "mfu": ("1", "share of the devices' peak FLOP/s that the model's products take, 0 to 1"),
@@ -34,7 +37,9 @@ FIELDS = {
     "epoch": ("1", "number of the pass over the data, from 0 on"),
 }
 # what two runs that learn the same need not share
-MEASURED = frozenset({"time", "tokens_per_second", "memory", "seconds", "mfu"})
+MEASURED = frozenset(
+    {"time", "tokens_per_second", "unpadded_tokens_per_second", "memory", "seconds", "mfu"}
+)
 
 
 class MetricsFile:

@@ -21,7 +21,7 @@ from bmtrain.runtime.process import Exit
 from model_center.dataset.loader import DistributedDataLoader
 from model_center.errors import ConfigError, DivergenceError, ResumeError
 from model_center.training.base_weights import BaseWeights
-from model_center.training.batches import num_tokens
+from model_center.training.batches import num_tokens, tokens_counted
 from model_center.training.checkpoints import Checkpoints
 from model_center.training.curves import asked_curves
 from model_center.training.flops import FlopsMeter, peak_flops
@@ -48,13 +48,16 @@ class Replayed(Stopped):
 class Figures:
     """What all ranks say of a step: means of losses and of tokens, the norm of the gradients.
 
-    `wish` is above 0 if a rank was asked to stop.
+    `wish` is above 0 if a rank was asked to stop; `seen` are tokens without padding, `learnt` those
+    that the loss is of.
     """
 
     loss: float
     grad_norm: float
     tokens: float
     wish: float
+    seen: float
+    learnt: float
 
 
 class Run:
@@ -148,6 +151,9 @@ class Run:
         self._origin: int = args.start_step
         self.is_recorded = False
         self._tokens, self._clock = 0, time.perf_counter()
+        self._counts: torch.Tensor | None = None  # of the step at hand, see `tokens_counted`
+        self._epoch = 0  # the pass at hand
+        self._seen = [0, 0]  # tokens up to this step, and those learnt, of all ranks
         newest = self._latest()
         checkpoint = attempt(lambda: self._to_go_on_from(newest), everyone(), ResumeError)
         if checkpoint is not None:
@@ -230,9 +236,10 @@ class Run:
 
     def steps(self) -> Iterator[list[Any]]:
         """For each step that is left of this pass, its micro-batches."""
-        self._clock = time.perf_counter()
+        self._clock, self._epoch = time.perf_counter(), self.loader.epoch
         for batches in self._kept.steps():
             self._tokens = sum(map(num_tokens, batches))
+            self._counts = tokens_counted(batches)
             yield batches
             if self.step >= self.args.train_iters and not self._kept.is_asked_for:
                 return
@@ -323,12 +330,12 @@ class Run:
         checkpoint = self._latest()
         if checkpoint is None:
             return None
-        done, origin, recorded = self.step, self._origin, self.is_recorded
+        done, origin, recorded, seen = self.step, self._origin, self.is_recorded, self._seen
         place, spikes = self.loader.state_dict(), self.spikes.state_dict()
         self._go_to(checkpoint)
         before = self.step
         self._restore(checkpoint)
-        self.step, self._origin, self.is_recorded = done, origin, recorded
+        self.step, self._origin, self.is_recorded, self._seen = done, origin, recorded, seen
         self.loader.load_state_dict(place)
         self.spikes.load_state_dict(spikes)
         self._kept.moved()
@@ -406,10 +413,11 @@ class Run:
 
     def _figures(self, total: torch.Tensor, grad_norm: torch.Tensor) -> Figures:
         """What all ranks say of the step at hand. Waits for the device."""
-        own = (total, grad_norm, float(self._tokens), float(self._stop.asked))
+        counts = (0.0, 0.0) if self._counts is None else self._counts
+        own = (total, grad_norm, float(self._tokens), float(self._stop.asked), *counts)
         # One message, and one moment of waiting for the device, for all of it.
         together = bmt.sum_loss(
-            torch.stack([torch.as_tensor(value, device=total.device) for value in own])
+            torch.stack([torch.as_tensor(value, device=total.device).float() for value in own])
         )
         return Figures(*together.tolist())
 
@@ -418,6 +426,9 @@ class Run:
         now = time.perf_counter()
         seconds = now - self._clock
         rate = figures.tokens / seconds
+        is_counted = self._counts is not None
+        own = [round(count * bmt.world_size()) for count in (figures.seen, figures.learnt)]
+        self._seen = [before + count for before, count in zip(self._seen, own, strict=True)]
         report = StepReport(
             step=self.step,
             loss=figures.loss,
@@ -429,6 +440,10 @@ class Run:
             seconds=seconds,
             mfu=self._mfu(rate, figures.tokens),
             skipped=True if skipped else None,
+            epoch=self._epoch,
+            unpadded_tokens_per_second=own[0] / seconds if is_counted else None,
+            tokens=self._seen[0] if is_counted else None,
+            tokens_learnt=self._seen[1] if is_counted else None,
         )
         self._clock = now
         self.log.step(report)
@@ -452,16 +467,30 @@ class Run:
             raise ResumeError(
                 f"{checkpoint} is there: go on from it by --resume, or give another --save."
             )
+        made_with = self.made_with
+        if self.args.continue_with_other_data:
+            made_with = {**made_with, "dataset": read_facts(checkpoint)["made_with"].get("dataset")}
         check_same_run(
-            checkpoint, self.made_with, "give the same arguments to go on, or another --save"
+            checkpoint,
+            made_with,
+            "give the same arguments to go on, or another --save; --continue-with-other-data takes "
+            "a dataset that differs on purpose",
         )
         return checkpoint
 
+    def _has_other_data(self, checkpoint: pathlib.Path) -> bool:
+        before = read_facts(checkpoint)["made_with"].get("dataset")
+        return bool(before != self.made_with["dataset"])
+
     def _go_to(self, checkpoint: pathlib.Path) -> None:
-        """The model, and the place in the data."""
+        """The model, and the place in the data: of other data their beginning."""
         if self.base is not None:
             self.base.load(checkpoint)
         progress = read_facts(checkpoint)["progress"]
+        self._seen = list(progress.get("tokens", [0, 0]))
+        if self._has_other_data(checkpoint):
+            self.step = self._origin = progress["step"]
+            return
         self.loader.load_state_dict(progress["loader"])
         self.step, self._origin, self.is_recorded = (
             progress["step"],
@@ -479,7 +508,7 @@ class Run:
         """
         planned = self.scheduler.state_dict()
         _, own = load_state(checkpoint, self.manager)
-        if own is not None:
+        if own is not None and not self._has_other_data(checkpoint):
             self.loader.load_state_dict(own["loader"])
         self.scheduler.load_state_dict({**planned, "num_iter": self.scheduler.num_iter})
 
@@ -501,6 +530,8 @@ class Run:
         where = f"{bmt.world_size()} process(es) on {bmt.device().type}"
         rows = self.args.batch_size * self.args.gradient_accumulation * bmt.world_size()
         begin = f"going on from {checkpoint}" if checkpoint is not None else "starting anew"
+        if checkpoint is not None and self._has_other_data(checkpoint):
+            begin += " with other data, from their beginning"
         return (
             f"{type(self.model).__name__}, {self.args.dtype}, ZeRO-{self.args.zero_level} over "
             f"{where}; up to step {self.total_steps} of {rows} rows; {begin}; checkpoints: "
@@ -517,6 +548,7 @@ class Run:
             "origin": self._origin,
             "steps_per_epoch": self._steps_per_epoch(),
             "recorded": self.is_recorded,
+            "tokens": self._seen,
             "spikes": self.spikes.state_dict(),
             "loader": self.loader.state_dict(),
         }

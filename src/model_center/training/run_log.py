@@ -58,6 +58,10 @@ class StepReport:
         seconds: from the beginning of the step to its end; None where it was not measured.
         mfu: model FLOPs utilisation, 0 to 1; None where it is not known.
         skipped: True for a step that was skipped, else None.
+        epoch: the pass over the data, from 0 on.
+        unpadded_tokens_per_second: as `tokens_per_second`, of tokens that are no padding.
+        tokens, tokens_learnt: up to this step without padding, and those that the loss is of; None
+            for batches that do not say.
     """
 
     step: int
@@ -70,6 +74,10 @@ class StepReport:
     seconds: float | None = None
     mfu: float | None = None
     skipped: bool | None = None
+    epoch: int | None = None
+    unpadded_tokens_per_second: float | None = None
+    tokens: int | None = None
+    tokens_learnt: int | None = None
 
 
 class RunLog:
@@ -223,6 +231,8 @@ def _parts(report: StepReport) -> list[str]:
         f"grad norm {report.grad_norm:.2f}",
         f"{report.tokens_per_second:,.0f} tokens/s",
     ]
+    if report.unpadded_tokens_per_second is not None:
+        parts[-1] += f" ({report.unpadded_tokens_per_second:,.0f} without padding)"
     if report.mfu is not None:
         parts.append(f"MFU {report.mfu:.1%}")
     if report.seconds is not None:

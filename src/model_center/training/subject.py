@@ -10,7 +10,7 @@ import argparse
 import inspect
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class Subject(abc.ABC):
 
     Attributes:
         model: what is trained.
+        trunk: the part of it whose `last_hidden_state` its head reads.
         tokenizer: whose chat template conversations are written by.
         vocab_size: ids that the model knows.
         num_positions: of the longest sequence that it can compute; None for any.
@@ -74,6 +75,7 @@ class Subject(abc.ABC):
     """
 
     model: torch.nn.Module
+    trunk: torch.nn.Module
     tokenizer: Any
     vocab_size: int
     num_positions: int | None = None
@@ -86,6 +88,10 @@ class Subject(abc.ABC):
     @abc.abstractmethod
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (learnt, vocabulary) where rows have targets, and these (learnt,)."""
+
+    @abc.abstractmethod
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits (1, length, vocabulary) of one sample (1, length), with nothing beside it."""
 
     @abc.abstractmethod
     def adapt(self, args: argparse.Namespace) -> None:
@@ -107,6 +113,11 @@ class Subject(abc.ABC):
         """The cross-entropy of all targets of rows, summed."""
         return bmt.loss.FusedCrossEntropy(reduction="sum")(*self.scores(batch))
 
+    def losses(self, batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
+        """The share of each micro-batch in the mean loss per token of a step. Collective."""
+        mean = bmt.loss.TokenMean(batch["targets"] for batch in batches)
+        return (mean(self.loss_sum(batch)) for batch in batches)
+
 
 class OwnSubject(Subject):
     """A decoder of this package."""
@@ -123,6 +134,7 @@ class OwnSubject(Subject):
     def load(self, args: argparse.Namespace) -> None:
         """As in Subject."""
         self.model = (untrained if args.from_scratch else pretrained)(self._kind, args)
+        self.trunk = self.model
         self.num_positions = self.model.num_positions
 
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,6 +147,11 @@ class OwnSubject(Subject):
         )
         learnt = batch["targets"] != -100
         return self.model.logits(out.last_hidden_state[learnt]), batch["targets"][learnt]
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """As in Subject."""
+        found: torch.Tensor = self.model(ids).logits
+        return found
 
     def adapt(self, args: argparse.Namespace) -> None:
         """As in Subject."""
@@ -209,6 +226,7 @@ class TheirSubject(Subject):
                 model = self._auto.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
             model.tie_weights()
         self._keep_exact(model)
+        self.trunk = model.base_model
         model = bmt.BMTrainModelWrapper(model, use_checkpoint=args.use_checkpoint)
         if not args.from_scratch or args.load:
             bmt.load(model, args.load or resolve(args.model_config, "model"))
@@ -281,6 +299,10 @@ class TheirSubject(Subject):
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
         out: torch.Tensor = self.model(**inputs).logits
         return out
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """As in Subject."""
+        return self._logits({"input_ids": ids})
 
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """As in Subject."""

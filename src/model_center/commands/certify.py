@@ -1,0 +1,67 @@
+"""`python -m model_center certify`: what a training would learn, beside what it should."""
+
+from __future__ import annotations
+
+import argparse
+
+import bmtrain as bmt
+from model_center.arguments import positive
+from model_center.commands import train
+from model_center.errors import ConfigError
+from model_center.training.certificate import Certificate, certify
+
+SHOWN = 10  # differences
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `run`: those of `train`, and `--steps`."""
+    train.add_arguments(parser)
+    parser.description = (
+        "Take steps of a training as it would take them (template, packing, loss mask, ranks, "
+        "accumulation), and compare the weight of each token in the loss, its position and what it "
+        "sees with the same conversations one by one. Computed in fp32 without dropout; nothing is "
+        "trained. The exit status is 1 if anything differs. Flags are those of train."
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=2, metavar="K", help="that are taken (default: 2)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the certificate; the exit status says whether anything differs.
+
+    Raises:
+        ConfigError, DataError, IdentifierError, WeightsError: as `train`.
+    """
+    if args.load_in_4bit:
+        raise ConfigError("certify computes in fp32: leave --load-in-4bit out.")
+    args.dtype = "fp32"
+    prepared = train.prepare(args)
+    if prepared is None:
+        return
+    found = certify(prepared.subject, prepared.packed, args, args.steps)
+    if bmt.rank() == 0:
+        print("\n".join(lines(found)), flush=True)
+    raise SystemExit(1 if found.findings else 0)
+
+
+def lines(found: Certificate) -> list[str]:
+    """What was compared and what differs, in words."""
+    said = [
+        f"compared: {found.steps} steps on {bmt.world_size()} ranks, {found.conversations:,} "
+        f"samples, {found.tokens:,} tokens, {found.learnt:,} learnt"
+    ]
+    if found.unknown:
+        said.append(
+            f"nothing can be said of {len(found.unknown)} samples, the first {found.unknown[0]}: "
+            "the template refuses other contents in their place"
+        )
+    if not found.findings:
+        said.append(
+            "no difference: each learnt token weighs the same in its step (up to "
+            f"{found.deviation:.0e}), has the position and sees what it sees alone"
+        )
+    else:
+        said.append(f"{len(found.findings)} differences, the first of each sample:")
+        said += [f"  {place}: {text}" for place, text in found.findings[:SHOWN]]
+    return said

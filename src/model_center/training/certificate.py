@@ -1,0 +1,435 @@
+"""What a run learns, beside what it should learn.
+
+Steps are computed as the run computes them, and then each conversation alone. The gradient of a
+step's loss by a token's last hidden state tells its weight and what it is taught to be followed by;
+the hidden state itself its position and what it has seen; and what it may not see is found by
+changing that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import bmtrain as bmt
+from bmtrain.distributed.agreement import attempt, everyone, largest
+from bmtrain.distributed.collectives import gather_objects
+from model_center.dataset.expected import Expected, difference, expected_of
+from model_center.dataset.instructions import InstructionDataset
+from model_center.dataset.mixture import Mixture
+from model_center.dataset.packing import PackedSamples
+from model_center.dataset.padding import Item
+from model_center.dataset.rows import kind_of
+from model_center.errors import DataError
+from model_center.training.batches import grouped, make_loader
+from model_center.training.subject import Batch, Subject
+
+ROUNDING = 2e-3  # of fp32 through a model, of a hidden state's or gradient's size
+# Files that are read as a whole: a short look leaves large ones alone.
+WHOLE, LARGE = (".json", ".txt", ".md"), 2**26
+
+
+class Finding(NamedTuple):
+    """What is not as it should be: where, and what of it."""
+
+    place: str
+    text: str
+
+
+@dataclasses.dataclass
+class Certificate:
+    """What was compared, of all ranks.
+
+    Attributes:
+        steps, conversations, tokens, learnt: how many.
+        findings: what differs, the first of each conversation.
+        unknown: rows of which nothing could be said: their template writes no other contents.
+        deviation: the largest of a weight that was taken for right, relative to it.
+    """
+
+    steps: int = 0
+    conversations: int = 0
+    tokens: int = 0
+    learnt: int = 0
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    unknown: list[str] = dataclasses.field(default_factory=list)
+    deviation: float = 0.0
+
+    def add(self, other: Certificate) -> None:
+        """What another rank has compared of the same steps."""
+        self.conversations += other.conversations
+        self.tokens += other.tokens
+        self.findings += other.findings
+        self.unknown += other.unknown
+        self.deviation = max(self.deviation, other.deviation)
+
+
+class _Piece(NamedTuple):
+    """A sample in a micro-batch.
+
+    Attributes:
+        place: of its row in the data.
+        batch, row: where it is: the number of the micro-batch in its step, and of the row there.
+        columns: of the row that hold it.
+        expected: of its row in the data; None where nothing can be said.
+        start: of its first token in that.
+        is_text: whether its last token is learnt, too.
+    """
+
+    place: str
+    batch: int
+    row: int
+    columns: slice
+    expected: Expected | None
+    start: int
+    is_text: bool
+
+    def of(self, batches: Sequence[Batch], name: str) -> torch.Tensor:
+        return batches[self.batch][name][self.row, self.columns]
+
+
+class _Numbered(torch.utils.data.Dataset[Item]):
+    """Packed rows that know their numbers."""
+
+    def __init__(self, packed: PackedSamples) -> None:
+        self._packed, self.collate = packed, packed.collate
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __getitem__(self, index: int) -> Item:
+        return {**self._packed[index], "number": torch.tensor(index)}
+
+
+def certify(
+    subject: Subject, packed: PackedSamples, args: argparse.Namespace, num_steps: int
+) -> Certificate:
+    """Compare the first steps of a run with what they should be. Collective.
+
+    Args:
+        subject: loaded, in fp32.
+        packed: the rows that the run learns from.
+        args: of the run, whose batches are taken.
+        num_steps: at most.
+
+    Raises:
+        DataError: for data that cannot be read.
+    """
+    loader = make_loader(_Numbered(packed), args, shuffle=True)
+    steps = list(itertools.islice(grouped(loader, args.gradient_accumulation), num_steps))
+    rows = attempt(lambda: _rows_of(steps, packed), everyone(), DataError)
+    found = Certificate(steps=len(steps))
+    was_training = subject.model.training
+    subject.model.eval()  # dropout would differ from token to token
+    for number, batches in enumerate(steps, start=1):
+        _step(subject, batches, _pieces(batches, packed, rows), number, found)
+    subject.model.train(was_training)
+    axis = everyone()
+    if axis is not None:
+        first, *others = gather_objects(found, axis, "certificates")
+        for other in others:
+            first.add(other)
+        found = first
+    return found
+
+
+def first_rows(parts: Iterable[InstructionDataset], num_rows: int) -> tuple[int, list[Finding]]:
+    """The short form: how many rows of the beginning of each data set were looked at, and the first
+    difference of each.
+    """
+    looked, findings = 0, []
+    for samples in parts:
+        first = next(iter(samples.source.files), None)
+        if first is not None and kind_of(first) in WHOLE and first.stat().st_size > LARGE:
+            continue
+        for number, row in enumerate(itertools.islice(samples.source.rows(), num_rows)):
+            try:
+                expected = expected_of(row, samples.tokenizer)
+            except DataError:
+                continue
+            looked += 1
+            words = list(expected.lost)
+            for index in samples.samples_of(number):
+                words += _difference(samples[index], expected, samples, index)
+            findings += [Finding(row.place, word) for word in words[:1]]
+    return looked, findings
+
+
+def _difference(
+    item: Item, expected: Expected, samples: InstructionDataset, index: int
+) -> list[str]:
+    start, is_text = samples.row_and_start(index)[1], samples.is_text(index)
+    found = difference(item, expected, start, goes_on=is_text, tokenizer=samples.tokenizer)
+    return [] if found is None else [found]
+
+
+Rows = dict[tuple[int, int], tuple[str, Expected | None]]  # place, and what is expected
+
+
+def _rows_of(steps: Sequence[Sequence[Batch]], packed: PackedSamples) -> Rows:
+    """What is expected of each row of the data that is in the steps, by data set and number."""
+    wanted: dict[int, tuple[InstructionDataset, set[int]]] = {}
+    for batch in itertools.chain.from_iterable(steps):
+        for number in batch["number"].tolist():
+            for sample in packed.rows[number]:
+                samples, index = _origin(packed, sample)
+                numbers = wanted.setdefault(id(samples), (samples, set()))[1]
+                numbers.add(samples.row_and_start(index)[0])
+    found: Rows = {}
+    for key, (samples, numbers) in wanted.items():
+        for number, row in enumerate(itertools.islice(samples.source.rows(), max(numbers) + 1)):
+            if number in numbers:
+                try:
+                    found[key, number] = row.place, expected_of(row, samples.tokenizer)
+                except DataError:
+                    found[key, number] = row.place, None
+    return found
+
+
+def _origin(packed: PackedSamples, sample: int) -> tuple[InstructionDataset, int]:
+    samples = packed.samples
+    return samples.origin(sample) if isinstance(samples, Mixture) else (samples, sample)
+
+
+def _pieces(batches: Sequence[Batch], packed: PackedSamples, rows: Rows) -> list[_Piece]:
+    found = []
+    for place, batch in enumerate(batches):
+        for row, number in enumerate(batch["number"].tolist()):
+            column = 0
+            for sample in packed.rows[number]:
+                samples, index = _origin(packed, sample)
+                source, start = samples.row_and_start(index)
+                where, expected = rows[id(samples), source]
+                stop = column + int(samples.lengths[index])
+                columns = slice(column, stop)
+                found.append(
+                    _Piece(where, place, row, columns, expected, start, samples.is_text(index))
+                )
+                column = stop
+    return found
+
+
+def _step(
+    subject: Subject,
+    batches: Sequence[Batch],
+    pieces: Sequence[_Piece],
+    number: int,
+    found: Certificate,
+) -> None:
+    """Compare one step, and add to what was found. Collective."""
+    states, gradients = _of_run(subject, batches)
+    beside, behind = _seen(subject, batches, pieces, states)
+    wanted = [_targets(piece, batches) for piece in pieces]
+    count = torch.tensor(
+        float(sum(int((one != -100).sum()) for one in wanted)), device=bmt.device()
+    )
+    total = max(round(float(bmt.sum_loss(count.double())) * bmt.world_size()), 1)
+    found.learnt += total
+    found.conversations += len(pieces)
+    axis = everyone()
+    most = int(largest([len(pieces)], axis, "conversations of a step")[0]) if axis else len(pieces)
+    for place in range(most):
+        # a rank with fewer goes on with its first: all gather weights together
+        piece, targets = next(
+            iter(zip(pieces[place:], wanted[place:], strict=True)), (pieces[0], wanted[0])
+        )
+        state, gradient = _alone(subject, _ids(piece, batches), targets, total)
+        if place >= len(pieces):
+            continue
+        found.tokens += len(targets)
+        at = piece.batch, piece.row, piece.columns
+        text = _row(piece, batches, subject.tokenizer)
+        marks = beside[at[0]][at[1:]], behind[at[0]][at[1:]]
+        run = states[at[0]][at[1:]], gradients[at[0]][at[1:]]
+        other, deviation = _computed(
+            run, (state, gradient), marks, total, _Words(piece, batches, subject.tokenizer)
+        )
+        found.deviation = max(found.deviation, deviation)
+        if piece.expected is None:
+            found.unknown.append(piece.place)
+        lost = piece.expected.lost[:1] if piece.expected else []
+        for words in [*lost, *filter(None, [text or other])]:
+            found.findings.append(Finding(f"step {number}, {piece.place}", words))
+
+
+class _Words(NamedTuple):
+    """Names of the tokens of a piece."""
+
+    piece: _Piece
+    batches: Sequence[Batch]
+    tokenizer: Any
+
+    def of(self, place: int) -> str:
+        ids = _ids(self.piece, self.batches).tolist()
+        token = (
+            repr(self.tokenizer.decode(ids[place : place + 1])) if place < len(ids) else "behind"
+        )
+        return f"token {self.piece.start + place}, {token}"
+
+
+def _ids(piece: _Piece, batches: Sequence[Batch]) -> torch.Tensor:
+    """The ids of its text."""
+    own = piece.of(batches, "input_ids")
+    if piece.expected is None:
+        return own
+    ids = piece.expected.ids[piece.start : piece.start + len(own)]
+    return torch.tensor(ids, device=own.device)
+
+
+def _targets(piece: _Piece, batches: Sequence[Batch]) -> torch.Tensor:
+    """What should follow each token, -100 where that is not learnt; where both are right, as the
+    run has it.
+    """
+    own = piece.of(batches, "targets")
+    if piece.expected is None:
+        return own
+    found = []
+    for place, target in enumerate(own.tolist()):
+        following = piece.start + place + 1
+        is_seen = following < len(piece.expected.ids) and (piece.is_text or place + 1 < len(own))
+        learnt = piece.expected.learnt[following] if is_seen else False
+        learnt = target != -100 if learnt is None else learnt
+        found.append(piece.expected.ids[following] if learnt else -100)
+    return torch.tensor(found, device=own.device)
+
+
+def _row(piece: _Piece, batches: Sequence[Batch], tokenizer: Any) -> str | None:
+    """What differs in the row itself, in words."""
+    if piece.expected is None:
+        return None
+    item = {name: piece.of(batches, name) for name in ("input_ids", "targets")}
+    text = difference(item, piece.expected, piece.start, goes_on=piece.is_text, tokenizer=tokenizer)
+    if text is not None:
+        return text
+    positions = piece.of(batches, "position_ids").tolist()
+    wrong = next((n for n, position in enumerate(positions) if position != n), None)
+    if wrong is None:
+        return None
+    word = _Words(piece, batches, tokenizer).of(wrong)
+    return f"{word}, has the position {positions[wrong]}, and is at {wrong}"
+
+
+@contextlib.contextmanager
+def _captured(trunk: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The last hidden states (batch, length, width) of each call, as the head reads them."""
+    seen: list[torch.Tensor] = []
+    handle = trunk.register_forward_hook(lambda _, __, out: seen.append(out.last_hidden_state))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+Tensors = list[torch.Tensor]
+
+
+def _of_run(subject: Subject, batches: Sequence[Batch]) -> tuple[Tensors, Tensors]:
+    """The hidden states of each micro-batch, and the gradient of the step's loss by them."""
+    states, gradients = [], []
+    with _captured(subject.trunk) as seen:
+        for loss in subject.losses(batches):
+            (gradient,) = torch.autograd.grad(loss, seen[-1])
+            states.append(seen[-1].detach())
+            gradients.append(gradient / bmt.world_size())  # ranks add up
+    return states, gradients
+
+
+def _alone(
+    subject: Subject, ids: torch.Tensor, targets: torch.Tensor, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states (length, width) of a sample by itself, and the gradient of its loss by them."""
+    with _captured(subject.trunk) as seen:
+        logits = subject.logits(ids[None])[0].float()
+    loss = F.cross_entropy(logits, targets, reduction="sum") / total
+    (gradient,) = torch.autograd.grad(loss, seen[-1])
+    return seen[-1][0].detach(), gradient[0]
+
+
+@torch.no_grad()
+def _seen(
+    subject: Subject, batches: Sequence[Batch], pieces: Sequence[_Piece], states: Tensors
+) -> tuple[Tensors, Tensors]:
+    """Which tokens (batch, length) change with those of other samples of their row, and with those
+    that follow. Collective.
+    """
+    numbers = [torch.zeros_like(batch["input_ids"]) for batch in batches]  # 0 is padding
+    later = [torch.zeros_like(number, dtype=torch.bool) for number in numbers]
+    for piece in pieces:
+        row = numbers[piece.batch][piece.row]
+        row[piece.columns] = row.max() + 1
+        half = (piece.columns.start + piece.columns.stop + 1) // 2
+        later[piece.batch][piece.row, half : piece.columns.stop] = True
+    most = float(max(int(number.max()) for number in numbers))
+    axis = everyone()
+    bits = int(largest([most], axis, "samples in a row")[0] if axis else most).bit_length()
+    beside, behind = ([torch.zeros_like(one) for one in later] for _ in range(2))
+    for place, batch in enumerate(batches):
+        # any two samples differ in one bit of their numbers
+        for bit, side in itertools.product(range(bits), (0, 1)):
+            changed = (numbers[place] >> bit) % 2 == side
+            beside[place] |= _moved(subject, batch, changed, states[place]) & (numbers[place] > 0)
+        behind[place] |= _moved(subject, batch, later[place], states[place]) & ~beside[place]
+    return beside, behind
+
+
+def _moved(
+    subject: Subject, batch: Batch, changed: torch.Tensor, states: torch.Tensor
+) -> torch.Tensor:
+    """Which of the other tokens are computed otherwise when these are exchanged."""
+    ids = batch["input_ids"]
+    others = torch.where(changed, (ids * 7 + 13) % subject.vocab_size, ids)
+    with _captured(subject.trunk) as seen:
+        subject.scores({**batch, "input_ids": others})
+    return ~changed & ~_same(seen[-1], states, ROUNDING / 10)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, rounding: float) -> torch.Tensor:
+    """Which vectors are, up to rounding."""
+    one, other = one.float(), other.float()
+    return (one - other).norm(dim=-1) <= rounding * other.norm(dim=-1)
+
+
+def _computed(
+    run: Sequence[torch.Tensor],
+    alone: Sequence[torch.Tensor],
+    seen: Sequence[torch.Tensor],
+    total: int,
+    words: _Words,
+) -> tuple[str | None, float]:
+    """The first token that the run computes or learns otherwise, in words; the largest deviation of
+    a weight before it.
+    """
+    own, gradient = alone
+    size, other_size = gradient.norm(dim=-1), run[1].norm(dim=-1)
+    noise = 1e-4 * float(torch.maximum(size, other_size).max())
+    # (length,): the run's weight of each token as a multiple of what it should be
+    ratio = (run[1] * gradient).sum(-1) / (size * size).clamp(min=1e-30)
+    along = (run[1] - ratio[:, None] * gradient).norm(dim=-1) <= 10 * ROUNDING * other_size + noise
+    is_learnt, weighs = size > noise, other_size > noise
+    is_same = _same(run[0], own, ROUNDING)
+    is_right = torch.where(is_learnt, along & ((ratio - 1).abs() <= 10 * ROUNDING), ~weighs)
+    wrong = seen[0] | seen[1] | ~is_same | ~is_right
+    place = int(wrong.int().argmax()) if bool(wrong.any()) else len(wrong)
+    good = is_learnt[:place]
+    deviation = float((ratio[:place][good] - 1).abs().max()) if bool(good.any()) else 0.0
+    if place == len(wrong):
+        return None, deviation
+    here, following = words.of(place), words.of(place + 1)
+    reasons = {
+        f"{here}, sees other samples of its row": seen[0][place],
+        f"{here}, sees what follows it": seen[1][place],
+        f"{here}, is computed otherwise than alone: its position, or what it sees of its own "
+        "sample, differs": not is_same[place],
+        f"{following}, weighs in the loss, and is not to be learnt": not is_learnt[place],
+        f"{following}, is not what {here}, is taught to be followed by": not along[place],
+        f"{following}, weighs {float(ratio[place]) / total:.4g} in the loss, and should "
+        f"1/{total}": True,
+    }
+    return next(reason for reason, holds in reasons.items() if holds), deviation

@@ -1,0 +1,239 @@
+"""`python -m model_center certify`: nothing differs of what is right, and each planted fault is
+found at the token where it begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from tests.data_sets.test_instructions import END, LOOP, QWEN3, turns
+from tests.ranks.runner import run_ranks
+from tests.training.lm_programs import DATA, tiny
+from tests.training.their_models import arguments, make
+
+import bmtrain as bmt
+from bmtrain.runtime import world
+from model_center.__main__ import main
+from model_center.dataset.chat import Span, Writer
+from model_center.dataset.instructions import InstructionDataset
+from model_center.dataset.packing import PackedSamples
+from model_center.training.certificate import Certificate, certify
+from model_center.training.subject import Subject, subject_of
+
+CHAT = DATA / "chat" / "train.jsonl"
+# Without the system, and always with the invitation to an answer.
+PLAIN = QWEN3.replace("<|im_start|>", "<").replace("<|im_end|>", END)
+NO_SYSTEM = PLAIN.replace(
+    "{%- else %}\n        {{-", "{%- elif message.role == 'user' %}\n        {{-"
+)
+ALWAYS = LOOP + "<{{ message.role }}>{{ message.content }}<|endoftext|>\n{% endfor %}<assistant>\n"
+TALKS = [
+    {
+        "messages": [
+            {"role": "system", "content": f"Count {n}."},
+            *turns("Up?", "One, two." + " More." * n, "On?", "Three."),
+        ]
+    }
+    for n in range(8)
+]
+THOUGHT = [{"messages": turns("2+2?", "<think>\nfour it is\n</think>\n\n4", "3+3?", "6")}] * 4
+Fault = Callable[[pytest.MonkeyPatch, Subject], None]
+
+
+def spans(change: Callable[[str, Span], Span]) -> Fault:
+    """Answers that begin or end elsewhere."""
+
+    def plant(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+        right = Writer.text_and_answers
+
+        def wrong(self: Writer, messages: Any) -> tuple[str, list[Span]]:
+            text, found = right(self, messages)
+            return text, [change(text, span) for span in found]
+
+        patch.setattr(Writer, "text_and_answers", wrong)
+
+    return plant
+
+
+def by_prefixes(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+    """An answer is what a text has more through it than before it."""
+
+    def wrong(self: Writer, messages: Any) -> tuple[str, list[Span]]:
+        found = [
+            (len(self.text(messages[:n], answer=True)), len(self.text(messages[: n + 1])))
+            for n, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+        return self.text(messages), found
+
+    patch.setattr(Writer, "text_and_answers", wrong)
+
+
+def one_segment(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+    """All of a row sees all before it."""
+    right = subject.scores
+
+    def wrong(batch: Any) -> Any:
+        length = batch["input_ids"].shape[1]
+        whole = {"segments": torch.ones_like(batch["segments"])}
+        if type(subject).__name__ == "TheirSubject":  # transformers finds samples by positions
+            whole["position_ids"] = torch.arange(length).expand_as(batch["position_ids"])
+        return right({**batch, **whole})
+
+    patch.setattr(subject, "scores", wrong)
+
+
+def means_of_means(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+    def wrong(batches: Any) -> Iterator[torch.Tensor]:
+        for batch in batches:
+            yield subject.loss_sum(batch) / (batch["targets"] != -100).sum() / len(batches)
+
+    patch.setattr(subject, "losses", wrong)
+
+
+def shifted_twice(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+    def wrong(batch: Any) -> torch.Tensor:
+        """Targets are the next ids already, and are shifted as labels are."""
+        scores, _ = subject.scores({**batch, "targets": torch.ones_like(batch["targets"])})
+        scores = scores.view(*batch["targets"].shape, -1)[:, :-1]
+        targets = batch["targets"][:, 1:]
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    patch.setattr(subject, "loss_sum", wrong)
+
+
+def positions_go_on(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+    right = PackedSamples.__getitem__
+
+    def wrong(self: PackedSamples, index: int) -> Any:
+        item = right(self, index)
+        return {**item, "position_ids": torch.arange(len(item["position_ids"]))}
+
+    patch.setattr(PackedSamples, "__getitem__", wrong)
+
+
+def nothing(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+    pass
+
+
+# The template, the rows, the fault, and what is said of it.
+FAULTS: dict[str, tuple[str, list[Any] | None, Fault, str | None]] = {
+    "none": (PLAIN, None, nothing, None),
+    "none, invited unasked": (ALWAYS, TALKS, nothing, None),
+    "system": (
+        NO_SYSTEM,
+        TALKS,
+        nothing,
+        "message 1, of the system: the template leaves out 'Count ",
+    ),
+    "thoughts": (
+        PLAIN,
+        THOUGHT,
+        nothing,
+        "message 2, of the assistant: the template leaves out 'four it is'",
+    ),
+    "invitation": (
+        PLAIN,
+        TALKS,
+        spans(lambda text, span: (text.rindex("<assistant", 0, span[0]), span[1])),
+        "is learnt, and is no part of an answer",
+    ),
+    "end": (
+        PLAIN,
+        TALKS,
+        spans(lambda text, span: (span[0], text.rindex(END, 0, span[1]))),
+        "'<|endoftext|>', is not learnt",
+    ),
+    "prefixes": (ALWAYS, TALKS, by_prefixes, "is learnt, and is no part of an answer"),
+    "segments": (PLAIN, TALKS, one_segment, "sees other samples of its row"),
+    "means": (PLAIN, TALKS, means_of_means, "in the loss, and should 1/"),
+    "shifted": (PLAIN, TALKS, shifted_twice, "weighs in the loss, and is not to be learnt"),
+    "positions": (PLAIN, TALKS, positions_go_on, "has the position "),
+}
+
+
+def certified(path: str, folder: str, names: list[str]) -> dict[str, Certificate]:
+    """On a rank: the certificate of each fault."""
+    subject = subject_of(path)
+    args = arguments(Path(path), batch_size=1, gradient_accumulation=2, num_workers=0)
+    subject.load(args)
+    found = {}
+    for name in names:
+        template, rows, fault, _ = FAULTS[name]
+        subject.tokenizer.chat_template = template
+        file = CHAT if rows is None else Path(folder, f"{name}.{bmt.rank()}.jsonl")
+        if rows is not None:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch, subject)
+            samples = InstructionDataset(file, subject.tokenizer, 64)
+            found[name] = certify(subject, PackedSamples(samples, 130, least=4), args, 1)
+    return found
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("gpt2", [*FAULTS]), ("qwen3_moe", ["none", "segments", "shifted", "means"])],
+)
+def test_each_planted_fault_is_found(kind: str, names: list[str], tmp_path: Path) -> None:
+    """At two ranks, of a model of this package and of one of transformers."""
+    path = tiny(kind, tmp_path) if kind == "gpt2" else make(kind, tmp_path)
+    first, second = run_ranks(certified, 2, str(path), str(tmp_path), names, timeout=200)
+    for name, found in first.items():
+        said, text = [one.text for one in found.findings], FAULTS[name][3]
+        assert found.findings == second[name].findings
+        assert found.conversations >= 4 and found.learnt > 0 and not found.unknown, name
+        if text is None:
+            assert said == [] and found.deviation < 1e-3
+        else:
+            assert said and text in said[0], f"{name}: {said}"
+
+
+def commanded(path: str, data: str) -> tuple[str, str]:
+    """On a rank: what `certify` and the first lines of `train` say."""
+    words = ["--model-config", path, "--data", data, "--max-length", "64", "--dtype", "fp32"]
+    said = []
+    for command in (["certify", *words], ["train", *words, "--train-iters", "1"]):
+        world.shutdown()
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+            main(command)
+        said.append(out.getvalue())
+    return said[0], said[1]
+
+
+@pytest.mark.fresh
+def test_the_commands_say_what_differs(tmp_path: Path) -> None:
+    """`certify` lists it, a run warns once, with the row; of rows that are right, nothing."""
+    path = tiny("gpt2", tmp_path)
+    data = tmp_path / "talks.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in TALKS))
+    ((certificate, start),) = run_ranks(commanded, 1, str(path), str(data))
+    assert "no difference: each learnt token weighs the same" in certificate
+    assert "warning" not in start
+    memory = re.search(r"weights (\S+) GiB, gradients (\S+) GiB, optimizer (\S+) GiB", start)
+    assert memory is not None
+    weights, gradients, states = map(float, memory.groups())
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert weights == gradients == pytest.approx(4 * model.num_parameters() / 2**30, rel=0.05)
+    assert states == pytest.approx(2 * weights, rel=0.01)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config["chat_template"] = NO_SYSTEM
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    ((certificate, start),) = run_ranks(commanded, 1, str(path), str(data))
+    lost = f"{data}, line 1: message 1, of the system: the template leaves out 'Count 0.'"
+    assert f"step 1, {data}" in certificate and "of the system" in certificate
+    assert (
+        start.count("warning") == 1
+        and f"8 of the first 8 rows are not learnt as they say. {lost}" in start
+    )
