@@ -163,7 +163,8 @@ def parse_pair(row: Row) -> tuple[Parsed, Parsed]:
         (n for n, (a, b) in enumerate(zip(better, worse, strict=False)) if a != b),
         min(len(better), len(worse)) - 1,
     )
-    shared, is_whole = better[:same], better[:1] and better[0]["role"] != "assistant"
+    shared = better[:same]
+    is_whole = all(side[0]["role"] != "assistant" for side in (better, worse))
     if is_whole and found is not None and given[-1] not in shared:
         raise ValueError(f"chosen and rejected begin with another prompt than {found}.")
     # The prompt is said once, by a field of the row or by both answers.

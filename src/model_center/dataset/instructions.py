@@ -94,15 +94,16 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         self._samples_of_row = size = 2 if pairs else 1  # of a conversation, before it is cut
         lengths = self.tokens.stops - self.tokens.starts
         is_long = (lengths > max_length) & ~self.tokens.is_text
-        if too_long is TooLong.REFUSE and is_long.any():
+        of_row = is_long.reshape(-1, size).any(1)
+        if too_long is TooLong.REFUSE and of_row.any():
             number = int(is_long.argmax())
             first = next(itertools.islice(data.rows(), number // size, None))
             raise DataError(
                 f"{first.place}: the conversation has {lengths[number]} tokens, and "
-                f"{is_long.sum()} of {len(lengths)} rows have more than {max_length}: raise "
+                f"{of_row.sum()} of {len(of_row)} rows have more than {max_length}: raise "
                 "max_length, or let them be cut or dropped."
             )
-        is_long = is_long.reshape(-1, size).any(1).repeat(size)
+        is_long = of_row.repeat(size)  # a pair goes as a whole
         is_dropped = is_long if too_long is TooLong.DROP else np.zeros_like(is_long)
         counts = np.where(self.tokens.is_text, -(-lengths // max_length), lengths > 0)
         counts[is_dropped] = 0
@@ -118,9 +119,9 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         self._goes_on = self.tokens.is_text[row]
         predicting = self.lengths - ~self._goes_on
         self.num_learnt: npt.NDArray[np.int64] = _sums(self.tokens.learnt, self._starts, predicting)
-        self.num_rows = len(lengths) // size
+        self.num_rows = len(of_row)
         self.num_dropped = int(is_dropped.sum()) // size
-        self.num_cut = int(is_long.sum()) // size - self.num_dropped
+        self.num_cut = int(of_row.sum()) - self.num_dropped
         self.tokens_lost = int(lengths.sum() - self.lengths.sum())
 
     @property

@@ -203,16 +203,16 @@ class Preference(Goal):
     @contextlib.contextmanager
     def _without_adapters(self) -> Iterator[None]:
         """Adapters count nothing; they are not switched off, which would freeze them."""
-        before = [dict(module.scaling) for module in self._adapters]
-        self.subject.model.eval()
+        before = [(dict(one.scaling), one.lora_dropout.training) for one in self._adapters]
         try:
             for module in self._adapters:
                 module.scaling.update(dict.fromkeys(module.scaling, 0.0))
+                module.lora_dropout.eval()
             yield
         finally:
-            for module, scaling in zip(self._adapters, before, strict=True):
+            for module, (scaling, is_training) in zip(self._adapters, before, strict=True):
                 module.scaling.update(scaling)
-            self.begin()
+                module.lora_dropout.train(is_training)
 
     @torch.no_grad()
     def add_reference(self, pairs: Pairs, name: str) -> None:
