@@ -16,6 +16,7 @@ from bmtrain.plan.sources import loss_of as loss_of_theirs
 from bmtrain.plan.sources import of_transformers
 from model_center.commands import train
 from model_center.errors import ConfigError
+from model_center.layer.linear import Linear
 from model_center.model.causal import CausalModel
 from model_center.optional import package
 from model_center.training.adapters import ALL, ATTENTION, layers_to_adapt
@@ -120,12 +121,13 @@ def _adapt(model: torch.nn.Module, rank: int, targets: list[str]) -> None:
     peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=chosen), model)
 
 
-class FourBits(torch.nn.Linear):
+class FourBits(Linear):
     """A frozen linear layer of which 4 bits of each element and scales lie in memory."""
 
     def __init__(self, layer: Any) -> None:
         torch.nn.Module.__init__(self)
         self.out_features, self.in_features = self.shape = tuple(layer.weight.shape)
+        self.dim_out, self.dim_in, self.length_scale = *self.shape, False
         count = self.out_features * self.in_features
         frozen = functools.partial(torch.nn.Parameter, requires_grad=False)
         self.weight = frozen(torch.empty(count // 2, 1, dtype=torch.uint8))
