@@ -125,7 +125,7 @@ def test_what_was_passed_over_is_read(
     ("row", "complaint"),
     [
         ({"messages": TALK, "images": ["a.png"]}, "got images: a model of language alone"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "got chosen: pairs of a better"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "got chosen: a better"),
         ({"prompt": "a", "completion": "b", "label": True}, "got label True of a row"),
         ({"messages": TALK, "weight": 0.5}, "got weight 0.5 of a row"),
         ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, "got weight 0.5 of a message"),

@@ -1,5 +1,6 @@
 """Forecasts against what real models keep, and what is refused."""
 
+import argparse
 import dataclasses
 import json
 import pathlib
@@ -290,6 +291,42 @@ def test_models_of_all_sources(tmp_path):
         found = bp.Forecast.of(Memory(trace(source, EAGER), EAGER, MACHINE))
         assert found.parameters == real and found.recompute == {"nothing": 2}
         assert found.peak.parts["activations"] > 2 * 2 * 16 * 64 * 2
+
+
+def test_the_flags_of_train(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adapters and 4 bits are counted as `train` makes them; a pair is two rows."""
+    config = transformers.Qwen3Config(
+        hidden_size=64,
+        intermediate_size=96,
+        vocab_size=128,
+        num_hidden_layers=2,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+
+    def forecast(words: str) -> dict[str, Any]:
+        parser = argparse.ArgumentParser()
+        model_center_plan.add_arguments(parser)
+        line = f"--model-config {tmp_path} --gpu h200 --json --brief --max-length 32 {words}"
+        with pytest.raises(SystemExit):
+            model_center_plan.run(parser.parse_args(line.split()))
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    lora = forecast("--batch-size 2 --lora-rank 4 --optimizer adam-offload --data none.jsonl")
+    # two layers, of q, k, v and what attention gives: 64 to 64, to 32 twice, and 64 to 64
+    assert lora["trained"] == 2 * 4 * (128 + 96 + 96 + 128)
+    assert (lora["settings"]["batch"], lora["settings"]["seq"]) == (2, 32)
+    four = forecast("--batch-size 2 --lora-rank 4 --load-in-4bit")
+    linear = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)
+    # 4 bits, and 4 bytes for 64 of them, in place of 2 bytes each; slices begin at whole 128 bytes
+    saved = lora["parts"]["weights"] - four["parts"]["weights"]
+    assert 0 <= linear * 2 - linear // 2 - linear // 16 - saved <= 2 * 14 * 128
+    pairs, rows = forecast("--batch-size 2 --objective dpo"), forecast("--batch-size 4")
+    assert pairs["parts"] == rows["parts"] and forecast("--batch-size 2")["parts"] != rows["parts"]
 
 
 REFUSED = f"""

@@ -281,6 +281,22 @@ class FusedLinearCrossEntropy(ClassLoss):
         self.check_target(target, hidden, weight.shape[0])
 
 
+def token_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """Log-probabilities (rows,) of the classes `target` by `F.linear(hidden, weight, bias)`.
+
+    As `FusedLinearCrossEntropy`, without all logits in memory, in forward or backward; 0 in rows to
+    ignore. Differentiable in `hidden`, `weight` and `bias`.
+    """
+    loss = FusedLinearCrossEntropy(ignore_index=ignore_index, reduction="none")
+    return -loss(hidden, weight, target, bias)
+
+
 def _as_linear_casts(head: Head) -> Head:
     """Cast the tensors as autocast would for F.linear: all but fp64, and none outside autocast."""
     kind = head[0].device.type

@@ -19,6 +19,7 @@ from bmtrain.plan.step import Memory
 # Exit statuses. argparse exits with 2 for bad arguments, as BAD_INPUT does.
 FITS, TOO_LARGE, BAD_INPUT = 0, 1, 2
 EPILOG = "Exit status: 0 it fits, 1 it does not, 2 bad arguments."
+ERROR = 0.05  # of most forecasts: benchmarks/results/forecast.md
 MOMENTS_OF_A_STEP = {
     "forward": "the forward pass",
     "turn": "the head and the loss",
@@ -147,6 +148,8 @@ def _lines(name: str, wanted: Forecast, changed: dict[str, Forecast]) -> Iterato
     over = (peak.total - machine.room) / GIB
     where = f"{over:.1f} GiB too much on each GPU" if over > 0 else "too much on the host"
     yield from ("", "fits." if wanted.fits else f"does not fit: {where}.")
+    if wanted.fits and over > -ERROR * peak.total / GIB:
+        yield f"note: {-over:.1f} GiB to spare are less than forecasts err by ({ERROR:.0%})."
     if changed:
         yield from ("", f"{'with one change':<38}       peak    of a host  fits")
     for flags, one in changed.items():

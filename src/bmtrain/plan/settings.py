@@ -155,7 +155,7 @@ class Machine:
         if self.gpu is None and self.gpu_memory is None:
             raise ConfigurationError(
                 "plan needs the GPU's kind (gpu, --gpu h200) or its memory (gpu_memory, "
-                "--gpu-memory 80)."
+                "--gpu-memory 80); memory of a CPU is not forecast."
             )
 
     @property

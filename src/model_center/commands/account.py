@@ -16,6 +16,7 @@ from bmtrain.plan.step import shard_of
 from model_center.dataset.mixture import Part
 from model_center.dataset.packing import PackedSamples
 from model_center.dataset.padding import Item
+from model_center.dataset.preferences import Pairs
 from model_center.training.optimization import in_steps
 from model_center.training.subject import Subject
 
@@ -24,7 +25,7 @@ OPEN, CLOSE = "[[", "]]"  # around what is learnt
 
 
 def account(
-    parts: Sequence[Part], packed: PackedSamples, subject: Subject, args: argparse.Namespace
+    parts: Sequence[Part], packed: PackedSamples | Pairs, subject: Subject, args: argparse.Namespace
 ) -> Iterator[str]:
     """The lines."""
     samples = packed.samples
@@ -52,12 +53,17 @@ def account(
     if unread:
         names = ", ".join(f"{name} ({number:,} rows)" for name, number in unread.most_common(8))
         yield f"  fields that are not read: {names}"
-    room = len(packed) * args.max_length
-    kind = (
-        "packed into" if subject.is_packed else "one to a row (this model mixes what shares one):"
-    )
-    used = sum(int(samples.lengths[row].sum()) for row in packed.rows)
-    yield f"  {kind} {len(packed):,} rows of {args.max_length}, {1 - used / room:.1%} padding"
+    if isinstance(packed, Pairs):
+        yield f"  {len(packed):,} pairs, a row for each answer"
+    else:
+        room = len(packed) * args.max_length
+        kind = (
+            "packed into"
+            if subject.is_packed
+            else "one to a row (this model mixes what shares one):"
+        )
+        used = sum(int(samples.lengths[row].sum()) for row in packed.rows)
+        yield f"  {kind} {len(packed):,} rows of {args.max_length}, {1 - used / room:.1%} padding"
     counts = [(param.numel(), param.requires_grad) for param in subject.model.parameters()]
     trained = sum(number for number, is_trained in counts if is_trained)
     yield (

@@ -18,8 +18,10 @@ import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime import world
 from model_center.arguments import (
+    above_zero,
     add_model_config_args,
     add_run_args,
+    amount,
     count,
     positive,
     problem_of,
@@ -31,11 +33,13 @@ from model_center.dataset.chat import PLAIN
 from model_center.dataset.instructions import InstructionDataset, TooLong
 from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
 from model_center.dataset.packing import PackedSamples
+from model_center.dataset.preferences import Pairs
 from model_center.errors import ConfigError, DataError
 from model_center.training import Run, make_loader, setup
 from model_center.training.adapters import ALL
 from model_center.training.certificate import first_rows
 from model_center.training.listener import OnStep
+from model_center.training.objectives import Goal, Objective, Preference, goal_of
 from model_center.training.setup import default_dtype
 from model_center.training.subject import Subject, subject_of
 
@@ -107,6 +111,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="answers to the first conversations of the validation data, written into the log at "
         "each measurement (default: 0)",
     )
+    wanted = parser.add_argument_group("objective: docs/site/en/guides/preferences.md")
+    wanted.add_argument(
+        "--objective",
+        type=Objective,
+        default=Objective.NEXT_TOKEN,
+        metavar="{next-token,dpo,orpo,simpo,reward}",
+        help="the next token, or which of two answers is better: rows with chosen and rejected, "
+        "--batch-size of them a step and process (default: next-token)",
+    )
+    wanted.add_argument(
+        "--beta",
+        type=above_zero,
+        help="how much a preference counts (default: dpo 0.1, orpo 0.1, simpo 2)",
+    )
+    wanted.add_argument(
+        "--margin", type=amount, default=1.0, help="of simpo, its gamma (default: 1)"
+    )
     lora = parser.add_argument_group("LoRA")
     lora.add_argument(
         "--lora-rank", type=count, default=0, help="0 trains all weights (default: 0)"
@@ -163,6 +184,8 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
         raise ConfigError("--load-in-4bit is for pretrained weights beside adapters: --lora-rank.")
     if args.lr is None:
         args.lr = 1e-4 if args.lora_rank else 3e-4 if args.from_scratch else 1e-5
+        if args.objective.takes_pairs and args.objective is not Objective.REWARD:
+            args.lr /= 10  # which of two answers is the better one is soon learnt
     setup(args)
     args.dtype = args.dtype or default_dtype()
     args.model_config, adapters = model_in(args.model_config)
@@ -171,7 +194,7 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
             f"{adapters} holds adapters: make one model of them and theirs by python -m "
             "model_center merge, and name that."
         )
-    subject = subject_of(args.model_config)
+    subject = subject_of(args.model_config, is_reward=args.objective is Objective.REWARD)
     # It is saved with the model, which then is asked as it was taught.
     subject.tokenizer.chat_template = subject.tokenizer.chat_template or PLAIN
     learnt, measured = _read(args, subject.tokenizer)
@@ -209,8 +232,13 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     rows = make_loader(packed, args, shuffle=True)
     for line in account(learnt, packed, subject, args):
         _say(line)
-    _warn(learnt)
-    judge = Judge(subject, measured, args) if measured else None
+    goal = goal_of(subject, args)
+    if not args.objective.takes_pairs:
+        _warn(learnt)
+    judge = Judge(goal, measured, args) if measured else None
+    if isinstance(goal, Preference) and isinstance(packed, Pairs):
+        goal.add_reference(packed, args.dataset_name)
+    goal.begin()
     flops = subject.flops(args.max_length)
     folder = pathlib.Path(args.save) if args.save else None
     differing = differences(args, folder) if folder is not None and args.resume else []
@@ -225,7 +253,7 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
             judge.report(training)  # the run before has saved that step, and came no further
         for _ in training.epochs():
             for batches in training.steps():
-                training.update(subject.losses(batches))
+                training.update(goal.losses(batches))
                 if judge is not None and every and training.step % every == 0:
                     judge.report(training)
             if judge is not None and not every:
@@ -252,31 +280,32 @@ def _keep(args: argparse.Namespace, folder: pathlib.Path | None) -> None:
 class Judge:
     """Measures a model on data that it does not learn from. Collective."""
 
-    def __init__(self, subject: Subject, parts: Sequence[Part], args: argparse.Namespace) -> None:
-        self._subject = subject
-        self._loader = make_loader(_packed(parts, args, subject), args, shuffle=False)
+    def __init__(self, goal: Goal, parts: Sequence[Part], args: argparse.Namespace) -> None:
+        self._goal, self._subject = goal, goal.subject
+        rows = _packed(parts, args, goal.subject)
+        if isinstance(goal, Preference) and isinstance(rows, Pairs):
+            goal.add_reference(rows, _name_of(parts, args))
+        self._loader = make_loader(rows, args, shuffle=False)
         self._questions = _questions(Mixture(parts), args.samples)
         self._max_length = args.max_length
 
     def report(self, training: Run) -> None:
-        """Record loss and perplexity per token, and show answers."""
-        loss = self.mean_loss()
-        training.record(validation_loss=loss, perplexity=math.exp(min(loss, 700.0)))
+        """Record loss and what else the goal measures, and show answers."""
+        training.record(**self._goal.record(self.means()))
         for asked in self._questions:
             training.log.say(self.answer(asked))
 
     @torch.no_grad()
-    def mean_loss(self) -> float:
-        """The loss per token that is learnt."""
-        model = self._subject.model
-        model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=bmt.device())  # loss, tokens
+    def means(self) -> list[float]:
+        """What the goal measures, over all that counts."""
+        self._subject.model.eval()
+        found: list[torch.Tensor] = []
         for batch in self._loader:
-            sums[0] += self._subject.loss_sum(batch)
-            sums[1] += (batch["targets"] != -100).sum()
-        model.train()
-        loss, tokens = bmt.sum_loss(sums).tolist()
-        return float(loss / tokens)
+            counted = (self._goal.counted(batch) != -100).sum()[None].double()
+            found.append(torch.cat([self._goal.sums(batch), counted]))
+        self._goal.begin()
+        *sums, number = bmt.sum_loss(torch.stack(found).sum(0)).tolist()
+        return [one / number for one in sums]
 
     def answer(self, asked: torch.Tensor) -> str:
         """The tokens of a conversation up to its last answer, and the model's, as text."""
@@ -322,6 +351,7 @@ def _part(name: str, args: argparse.Namespace, tokenizer: Any) -> Part:
             tokenizer,
             args.max_length,
             args.too_long,
+            pairs=args.objective.takes_pairs,
             cache=pathlib.Path(folder) if folder else None,
             workers=os.cpu_count() or 1,
             report=lambda rows: bar.update(task, completed=rows),
@@ -338,7 +368,11 @@ def _name_of(parts: Sequence[Part], args: argparse.Namespace) -> str:
     return f"{sum(len(part.numbers) for part in parts)} rows {found.hexdigest()[:12]}"
 
 
-def _packed(parts: Sequence[Part], args: argparse.Namespace, subject: Subject) -> PackedSamples:
+def _packed(
+    parts: Sequence[Part], args: argparse.Namespace, subject: Subject
+) -> PackedSamples | Pairs:
+    if args.objective.takes_pairs:
+        return Pairs(Mixture(parts))
     return PackedSamples(
         Mixture(parts), args.max_length, least=bmt.world_size(), alone=not subject.is_packed
     )

@@ -22,6 +22,7 @@ that a run can say what was not read.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -49,21 +50,29 @@ FLAGS = {
     **dict.fromkeys(("masked", "ignore"), False),
 }
 _SEEN = "a model of language alone does not see it"
-_PAIRS = "pairs of a better and a worse answer are not learnt by this program"
+_PAIRS = "a better and a worse answer are compared by --objective dpo, orpo, simpo or reward"
 _PIECES = "parts of a message cannot be masked here; make a message of each"
 # Of a row, and of a message: what would be lost if it was passed over, and why it is not read.
 REFUSED = {
     **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _SEEN),
-    **dict.fromkeys(("chosen", "rejected", "kto_tag"), _PAIRS),
+    **dict.fromkeys(("chosen", "rejected", "rejected_response", "kto_tag"), _PAIRS),
 }
 REFUSED_OF_MESSAGE = {
     **REFUSED,
     **dict.fromkeys(("train_detail", "training_detail"), _PIECES),
     "mask": "it is not known whether 1 means learnt or left out; say it by weight",
 }
+# Of a row of preferences, which are compared alike.
+REFUSED_OF_PAIR = {
+    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _SEEN),
+    **dict.fromkeys(("kto_tag", "margin"), "pairs are compared without it"),
+}
 ANSWERS = ("output", "response", "completion", "answer")
 CONTEXTS = ("input", "context")
 SYSTEMS = ("system", "system_prompt")
+PAIR = ("chosen", "rejected")
+PROMPTS = ("prompt", "question", "query", "instruction", "conversations", "messages")
+_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 class Parsed(NamedTuple):
@@ -97,9 +106,7 @@ def parse(row: Row) -> Parsed:
             "output, prompt and response, or text."
         )
     _refuse(row, REFUSED)
-    if row.get("weight", 1) != 1 or isinstance(row.get("label"), bool):
-        name = "label" if "label" in row else "weight"
-        raise ValueError(f"got {name} {row[name]!r} of a row: rows are learnt alike here.")
+    _weighs_one(row)
     form = FORMS[found]
     unread = [name for name in row if name not in _names_read(row, found)]
     if form is None:
@@ -107,7 +114,17 @@ def parse(row: Row) -> Parsed:
         if others:
             raise ValueError(f"got a text with {', '.join(others)}: expected a conversation.")
         return Parsed(text=_text(row, found), unread=unread)
-    messages = [_message(message) for message in [*_before(row), *form(row)]]
+    messages = _checked([_message(message) for message in [*_before(row), *form(row)]])
+    return Parsed(messages=messages, tools=_tools(row), unread=unread)
+
+
+def _weighs_one(row: Row) -> None:
+    if row.get("weight", 1) != 1 or isinstance(row.get("label"), bool):
+        name = "label" if "label" in row else "weight"
+        raise ValueError(f"got {name} {row[name]!r} of a row: rows are learnt alike here.")
+
+
+def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     _one_system(messages)
     if not any(is_learnt(message) for message in messages):
         raise ValueError("there is no answer of the assistant to learn.")
@@ -117,7 +134,72 @@ def parse(row: Row) -> Parsed:
             "it begins with an answer of the assistant: expected a message of the user or "
             "system before it."
         )
-    return Parsed(messages=messages, tools=_tools(row), unread=unread)
+    return messages
+
+
+def parse_pair(row: Row) -> tuple[Parsed, Parsed]:
+    """The conversations of a row with the better and with the worse answer.
+
+    What both begin with is the prompt, and is not learnt.
+
+    Raises:
+        KeyError, ValueError: as `parse`.
+    """
+    row = {name: value for name, value in row.items() if value is not None}
+    turns = row.get("messages")
+    if "rejected_response" in row and "chosen" not in row and turns and isinstance(turns, list):
+        row = {**row, "messages": turns[:-1], "chosen": turns[-1]}  # ms-swift's
+        row["rejected"] = row.pop("rejected_response")
+    missing = next((name for name in PAIR if name not in row), None)
+    if missing is not None:
+        raise KeyError(missing)
+    _refuse(row, REFUSED_OF_PAIR)
+    _weighs_one(row)
+    found = next((name for name in PROMPTS if name in row), None)
+    before = [_message(turn) for turn in _before(row)]
+    given = [] if found is None else [_message(turn) for turn in _prompt(row, found)]
+    better, worse = ([_message(turn) for turn in _answers(row, name)] for name in PAIR)
+    same = next(
+        (n for n, (a, b) in enumerate(zip(better, worse, strict=False)) if a != b),
+        min(len(better), len(worse)) - 1,
+    )
+    shared = better[:same]
+    is_whole = all(side[0]["role"] != "assistant" for side in (better, worse))
+    if is_whole and found is not None and given[-1] not in shared:
+        raise ValueError(f"chosen and rejected begin with another prompt than {found}.")
+    # The prompt is said once, by a field of the row or by both answers.
+    prompt = [*before, *shared] if is_whole else [*before, *given, *shared]
+    prompt = [{**message, "weight": 0} for message in prompt]
+    names = {*_names_read(row, found or ""), *PAIR, *REFUSED_OF_PAIR}
+    unread = [name for name in row if name not in names]
+    first, second = (
+        Parsed(_checked([*map(dict, prompt), *own[same:]]), None, _tools(row), rest)
+        for own, rest in ((better, unread), (worse, []))
+    )
+    return first, second
+
+
+def _prompt(row: Row, found: str) -> list[Any]:
+    """The turns of a row before its answers."""
+    if isinstance(row[found], list | tuple):
+        return list(row[found])
+    context = next((_text(row, name) for name in CONTEXTS if row.get(name)), "")
+    return [{"role": "user", "content": "\n\n".join(filter(None, (_text(row, found), context)))}]
+
+
+def _answers(row: Row, name: str) -> list[Any]:
+    """The turns of one side of a pair."""
+    value = row[name]
+    if isinstance(value, Mapping):
+        return [value]
+    if isinstance(value, list | tuple) and value:
+        return list(value)
+    text = _text(row, name)
+    parts = _TURN.split(text)
+    if len(parts) > 1 and not parts[0].strip():  # HH-RLHF's dialogues
+        pairs = zip(parts[1::2], parts[2::2], strict=True)
+        return [{"from": who.lower(), "value": said.strip()} for who, said in pairs]
+    return [{"role": "assistant", "content": text}]
 
 
 def is_learnt(message: Message) -> bool:

@@ -60,6 +60,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         max_length: int,
         too_long: TooLong = TooLong.CUT,
         *,
+        pairs: bool = False,
         cache: pathlib.Path | None = None,
         workers: int = 1,
         report: Callable[[int], object] = lambda rows: None,
@@ -71,6 +72,8 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
             tokenizer: a fast one of transformers.
             max_length: of samples, tokens.
             too_long: what becomes of conversations that are longer.
+            pairs: whether rows are preferences: each is two samples, the better answer first, and
+                one is left out with the other.
             cache, workers, report: of `tokenised.tokens_of`.
 
         Raises:
@@ -88,17 +91,20 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         self.source, self.tokenizer = data, tokenizer
         self.max_length = max_length
         self.passed_over = data.passed_over
-        self.tokens = tokens_of(data, tokenizer, cache, workers=workers, report=report)
+        self.tokens = tokens_of(data, tokenizer, cache, pairs=pairs, workers=workers, report=report)
+        self._samples_of_row = size = 2 if pairs else 1  # of a conversation, before it is cut
         lengths = self.tokens.stops - self.tokens.starts
         is_long = (lengths > max_length) & ~self.tokens.is_text
-        if too_long is TooLong.REFUSE and is_long.any():
+        of_row = is_long.reshape(-1, size).any(1)
+        if too_long is TooLong.REFUSE and of_row.any():
             number = int(is_long.argmax())
-            first = next(itertools.islice(data.rows(), number, None))
+            first = next(itertools.islice(data.rows(), number // size, None))
             raise DataError(
                 f"{first.place}: the conversation has {lengths[number]} tokens, and "
-                f"{is_long.sum()} of {len(lengths)} rows have more than {max_length}: raise "
+                f"{of_row.sum()} of {len(of_row)} rows have more than {max_length}: raise "
                 "max_length, or let them be cut or dropped."
             )
+        is_long = of_row.repeat(size)  # a pair goes as a whole
         is_dropped = is_long if too_long is TooLong.DROP else np.zeros_like(is_long)
         counts = np.where(self.tokens.is_text, -(-lengths // max_length), lengths > 0)
         counts[is_dropped] = 0
@@ -114,9 +120,9 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         self._goes_on = self.tokens.is_text[row]
         predicting = self.lengths - ~self._goes_on
         self.num_learnt: npt.NDArray[np.int64] = _sums(self.tokens.learnt, self._starts, predicting)
-        self.num_rows = len(lengths)
-        self.num_dropped = int(is_dropped.sum())
-        self.num_cut = int(is_long.sum()) - self.num_dropped
+        self.num_rows = len(of_row)
+        self.num_dropped = int(is_dropped.sum()) // size
+        self.num_cut = int(of_row.sum()) - self.num_dropped
         self.tokens_lost = int(lengths.sum() - self.lengths.sum())
 
     @property
@@ -130,7 +136,8 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
 
     def samples_of(self, row: int) -> range:
         """The numbers of the samples of a row: none of one that was dropped, several of a text."""
-        return range(int(self._firsts[row]), int(self._firsts[row + 1]))
+        size = self._samples_of_row
+        return range(int(self._firsts[size * row]), int(self._firsts[size * row + size]))
 
     def row_and_start(self, index: int) -> tuple[int, int]:
         """The row that sample `index` is of, and the place of its first token in that."""

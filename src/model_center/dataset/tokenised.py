@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model_center.dataset.chat import ChatTokenizer, Span, Writer
-from model_center.dataset.conversations import Parsed, parse
+from model_center.dataset.conversations import Parsed, parse, parse_pair
 from model_center.dataset.rows import Row, Source
 from model_center.errors import DataError, InputError
 
@@ -98,6 +98,7 @@ def tokens_of(
     tokenizer: ChatTokenizer,
     cache: pathlib.Path | None = None,
     *,
+    pairs: bool = False,
     workers: int = 1,
     report: Callable[[int], object] = lambda rows: None,
 ) -> Tokens:
@@ -107,6 +108,7 @@ def tokens_of(
         source: of rows.
         tokenizer: with offsets.
         cache: folder in which they are kept; None to keep nothing.
+        pairs: of preferences, each of which is two rows here: the better one, then the worse.
         workers: processes that tokenise, where there are many rows. With more than one the program
             must be one that can be imported again.
         report: is told how many rows are done.
@@ -115,7 +117,8 @@ def tokens_of(
         DataError: naming file and row, for what cannot be read or is no conversation; for a source
             without rows; for a cache that cannot be written.
     """
-    key = _key(source, tokenizer)
+    encoder = Encoder(tokenizer, pairs=pairs)
+    key = _key(source, encoder)
     if cache is not None and (cache / key / FACTS).is_file():
         return Tokens(cache / key)
     try:
@@ -123,7 +126,7 @@ def tokens_of(
             cache.mkdir(parents=True, exist_ok=True)
         made = pathlib.Path(tempfile.mkdtemp(prefix=f".{key}-", dir=cache))
         try:
-            _write(made, key, source, tokenizer, workers, report)
+            _write(made, key, source, encoder, workers, report)
             if cache is None:
                 return Tokens(made, keep=False)
             with contextlib.suppress(OSError):  # another program was faster
@@ -135,10 +138,12 @@ def tokens_of(
         raise DataError(f"the tokens of {source.name} cannot be kept: {error}.") from error
 
 
-def _key(source: Source, tokenizer: ChatTokenizer) -> str:
+def _key(source: Source, encoder: Encoder) -> str:
     """A hash of all that decides about the tokens."""
+    tokenizer = encoder.tokenizer
     parts = [VERSION, source.digest(), type(tokenizer).__name__, tokenizer.chat_template]
     parts += [tokenizer.bos_token, tokenizer.eos_token, tokenizer.backend_tokenizer.to_str()]
+    parts += ["pairs"] if encoder.pairs else []
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
 
 
@@ -146,14 +151,14 @@ def _write(
     folder: pathlib.Path,
     key: str,
     source: Source,
-    tokenizer: ChatTokenizer,
+    encoder: Encoder,
     workers: int,
     report: Callable[[int], object],
 ) -> None:
     ends, end = array.array("q"), 0
     unread: collections.Counter[str] = collections.Counter()
     with (folder / IDS).open("wb") as ids, (folder / LEARNT).open("wb") as learnt:
-        for one in _encoded(source.rows(), tokenizer, workers):
+        for one in _encoded(source.rows(), encoder, workers):
             one.ids.tofile(ids)
             one.learnt.tofile(learnt)
             for length, is_text in zip(one.lengths, one.is_text, strict=True):
@@ -168,9 +173,8 @@ def _write(
     (folder / FACTS).write_text(json.dumps({"key": key, "unread": unread}))
 
 
-def _encoded(rows: Iterator[Row], tokenizer: ChatTokenizer, workers: int) -> Iterator[Encoded]:
+def _encoded(rows: Iterator[Row], encoder: Encoder, workers: int) -> Iterator[Encoded]:
     batches = iter(lambda: list(itertools.islice(rows, BATCH)), [])
-    encoder = Encoder(tokenizer)
     yield from map(encoder, itertools.islice(batches, FEW // BATCH) if workers > 1 else batches)
     if workers > 1:
         with tempfile.NamedTemporaryFile() as file:  # a tokenizer is too large for every batch
@@ -216,10 +220,11 @@ class Encoder:
 
     Args:
         tokenizer: a fast one of transformers.
+        pairs: whether rows are preferences, each of which becomes two.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: ChatTokenizer, *, pairs: bool = False) -> None:
+        self.tokenizer, self.pairs = tokenizer, pairs
 
     def __call__(self, rows: Sequence[Row]) -> Encoded:
         """Rows as tokens.
@@ -228,8 +233,9 @@ class Encoder:
             DataError: naming file and row, for one that is no conversation, or which the chat
                 template refuses.
         """
-        parsed = [_parsed(row) for row in rows]
-        written = [self._written(*pair) for pair in zip(parsed, rows, strict=True)]
+        found = [(one, row) for row in rows for one in _parsed(row, pairs=self.pairs)]
+        parsed = [one for one, _ in found]
+        written = [self._written(*pair) for pair in found]
         encode: Any = self.tokenizer  # which takes several texts, too
         encoded = encode(
             [text for text, _ in written], add_special_tokens=False, return_offsets_mapping=True
@@ -264,9 +270,9 @@ class Encoder:
             ) from error
 
 
-def _parsed(row: Row) -> Parsed:
+def _parsed(row: Row, *, pairs: bool) -> Sequence[Parsed]:
     try:
-        return parse(row.content)
+        return parse_pair(row.content) if pairs else [parse(row.content)]
     except KeyError as error:
         raise DataError(f"{row.place}: there is no field {error}.") from error
     except (ValueError, TypeError, AttributeError) as error:

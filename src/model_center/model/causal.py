@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
+import bmtrain as bmt
 from model_center.config.base import TransformerConfig
 from model_center.errors import InputError
 from model_center.layer.blocks import Mask
@@ -136,6 +138,20 @@ class CausalModel(BaseModel):
             return self.input_embedding.projection(hidden)
         row = together(hidden, [self.output_projection])
         return self.output_projection(hidden) if row is None else row
+
+    def log_probs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities (tokens,) of `targets` behind hidden states (tokens, dim_model).
+
+        All scores are never in memory: see `bmtrain.loss.token_log_probs`.
+        """
+        if self.config.tied or self.ALWAYS_TIED:
+            head: Any = self.input_embedding
+            scale, bias = math.sqrt(head.dim_model) if head.length_scale else 1.0, None
+        else:
+            head = self.output_projection
+            scale, bias = math.sqrt(head.dim_in) if head.length_scale else 1.0, head.bias
+        hidden = hidden if scale == 1.0 else hidden / scale
+        return bmt.loss.token_log_probs(hidden, head.weight, targets, bias)
 
     def position_ids_of(self, places: torch.Tensor) -> torch.Tensor:
         """`position_ids` for tokens at these places of their texts, counted from 0."""

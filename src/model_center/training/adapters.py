@@ -167,6 +167,15 @@ def _peft() -> Any:
     return package("peft", "LoRA", ConfigError, instead="use all weights, without adapters")
 
 
+def layers_to_adapt(model: BaseModel, targets: Sequence[str]) -> list[str]:
+    """The paths of the linear layers that get adapters.
+
+    Raises:
+        ConfigError: as `Lora`.
+    """
+    return _chosen(model, targets, _pieces(model))
+
+
 def _chosen(model: BaseModel, targets: Sequence[str], pieces: Mapping[str, Piece]) -> list[str]:
     """The paths of the linear layers that are named."""
     layers = {

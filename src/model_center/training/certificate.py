@@ -29,6 +29,7 @@ from model_center.dataset.padding import Item
 from model_center.dataset.rows import kind_of
 from model_center.errors import DataError
 from model_center.training.batches import grouped, make_loader
+from model_center.training.objectives import Goal
 from model_center.training.subject import Batch, Subject
 
 ROUNDING = 2e-3  # of fp32 through a model, of a hidden state's or gradient's size
@@ -109,12 +110,12 @@ class _Numbered(torch.utils.data.Dataset[Item]):
 
 
 def certify(
-    subject: Subject, packed: PackedSamples, args: argparse.Namespace, num_steps: int
+    goal: Goal, packed: PackedSamples, args: argparse.Namespace, num_steps: int
 ) -> Certificate:
     """Compare the first steps of a run with what they should be. Collective.
 
     Args:
-        subject: loaded, in fp32.
+        goal: of the run, with a subject in fp32.
         packed: the rows that the run learns from.
         args: of the run, whose batches are taken.
         num_steps: at most.
@@ -126,10 +127,11 @@ def certify(
     steps = list(itertools.islice(grouped(loader, args.gradient_accumulation), num_steps))
     rows = attempt(lambda: _rows_of(steps, packed), everyone(), DataError)
     found = Certificate(steps=len(steps))
+    subject = goal.subject
     was_training = subject.model.training
     subject.model.eval()  # dropout would differ from token to token
     for number, batches in enumerate(steps, start=1):
-        _step(subject, batches, _pieces(batches, packed, rows), number, found)
+        _step(goal, batches, _pieces(batches, packed, rows), number, found)
     subject.model.train(was_training)
     axis = everyone()
     if axis is not None:
@@ -217,14 +219,11 @@ def _pieces(batches: Sequence[Batch], packed: PackedSamples, rows: Rows) -> list
 
 
 def _step(
-    subject: Subject,
-    batches: Sequence[Batch],
-    pieces: Sequence[_Piece],
-    number: int,
-    found: Certificate,
+    goal: Goal, batches: Sequence[Batch], pieces: Sequence[_Piece], number: int, found: Certificate
 ) -> None:
     """Compare one step, and add to what was found. Collective."""
-    states, gradients = _of_run(subject, batches)
+    subject = goal.subject
+    states, gradients = _of_run(goal, batches)
     beside, behind = _seen(subject, batches, pieces, states)
     wanted = [_targets(piece, batches) for piece in pieces]
     count = torch.tensor(
@@ -330,11 +329,11 @@ def _captured(trunk: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 Tensors = list[torch.Tensor]
 
 
-def _of_run(subject: Subject, batches: Sequence[Batch]) -> tuple[Tensors, Tensors]:
+def _of_run(goal: Goal, batches: Sequence[Batch]) -> tuple[Tensors, Tensors]:
     """The hidden states of each micro-batch, and the gradient of the step's loss by them."""
     states, gradients = [], []
-    with _captured(subject.trunk) as seen:
-        for loss in subject.losses(batches):
+    with _captured(goal.subject.trunk) as seen:
+        for loss in goal.losses(batches):
             (gradient,) = torch.autograd.grad(loss, seen[-1])
             states.append(seen[-1].detach())
             gradients.append(gradient / bmt.world_size())  # ranks add up

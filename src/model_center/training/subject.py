@@ -10,7 +10,7 @@ import argparse
 import inspect
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +94,10 @@ class Subject(abc.ABC):
         """Logits (1, length, vocabulary) of one sample (1, length), with nothing beside it."""
 
     @abc.abstractmethod
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probabilities (learnt,) of the targets of rows, row by row."""
+
+    @abc.abstractmethod
     def adapt(self, args: argparse.Namespace) -> None:
         """4 bits and adapters, as the flags say. Collective."""
 
@@ -112,11 +116,6 @@ class Subject(abc.ABC):
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """The cross-entropy of all targets of rows, summed."""
         return bmt.loss.FusedCrossEntropy(reduction="sum")(*self.scores(batch))
-
-    def losses(self, batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
-        """The share of each micro-batch in the mean loss per token of a step. Collective."""
-        mean = bmt.loss.TokenMean(batch["targets"] for batch in batches)
-        return (mean(self.loss_sum(batch)) for batch in batches)
 
 
 class OwnSubject(Subject):
@@ -139,14 +138,23 @@ class OwnSubject(Subject):
 
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """As in Subject."""
+        learnt = batch["targets"] != -100
+        return self.model.logits(self._hidden(batch)[learnt]), batch["targets"][learnt]
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """As in Subject; without all scores in memory."""
+        learnt = batch["targets"] != -100
+        return self.model.log_probs(self._hidden(batch)[learnt], batch["targets"][learnt])
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
         out = self.model(
             batch["input_ids"],
             attention_mask=segment_mask(batch["segments"]),
             position_ids=self.model.position_ids_of(batch["position_ids"]),
             output_logits=False,
         )
-        learnt = batch["targets"] != -100
-        return self.model.logits(out.last_hidden_state[learnt]), batch["targets"][learnt]
+        hidden: torch.Tensor = out.last_hidden_state
+        return hidden
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """As in Subject."""
@@ -184,6 +192,10 @@ class TheirSubject(Subject):
     """Any causal language model of transformers, of which this package has no class."""
 
     model: Any
+    # what transformers and peft call models of this kind
+    _AUTO, _TASK = "AutoModelForCausalLM", "CAUSAL_LM"
+    _MAPPING, _KIND = "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model"
+    _is_head_plain = False  # whether scores are a linear map of the last hidden states, no more
 
     def __init__(self, name: str) -> None:
         self._auto = package("transformers", "a model that is none of this package", ConfigError)
@@ -205,8 +217,8 @@ class TheirSubject(Subject):
                 f"{name} is a model that neither this package nor transformers "
                 f"{self._auto.__version__} knows: {error}"
             ) from error
-        if type(config) not in self._models.MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ConfigError(f"{name} is a {config.model_type}: expected a causal language model.")
+        if type(config) not in vars(self._models)[self._MAPPING]:
+            raise ConfigError(f"{name} is a {config.model_type}: expected a {self._KIND}.")
         if vars(config).get("quantization_config"):
             raise ConfigError(
                 f"the weights of {name} are quantised: name a folder with those in 16 bits."
@@ -216,23 +228,31 @@ class TheirSubject(Subject):
     def load(self, args: argparse.Namespace) -> None:
         """As in Subject; weights are read slice by slice, and first values are transformers'."""
         accelerate = package("accelerate", "a model of transformers", ConfigError)
-        dtype = DTYPES[args.dtype]
+        dtype, auto = DTYPES[args.dtype], getattr(self._auto, self._AUTO)
+        torch.manual_seed(args.seed)
         if args.from_scratch:
-            torch.manual_seed(args.seed)
-            model = self._auto.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+            model = auto.from_config(self.config, dtype=dtype)
         else:
             # parameters on meta, buffers with their values, which no file has
             with accelerate.init_empty_weights(include_buffers=False):
-                model = self._auto.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+                model = auto.from_config(self.config, dtype=dtype)
             model.tie_weights()
         self._keep_exact(model)
+        self._prepare(model)
         self.trunk = model.base_model
         model = bmt.BMTrainModelWrapper(model, use_checkpoint=args.use_checkpoint)
         if not args.from_scratch or args.load:
-            bmt.load(model, args.load or resolve(args.model_config, "model"))
+            self._fill(model, args.load or resolve(args.model_config, "model"))
         self.model = model.train()
         self._takes = {*inspect.signature(model.forward).parameters}
         self._look_at(args)
+
+    def _prepare(self, model: Any) -> None:
+        """Give values to what no file has."""
+
+    def _fill(self, model: Any, path: str) -> None:
+        """Read the weights."""
+        bmt.load(model, path)
 
     @staticmethod
     def _keep_exact(model: Any) -> None:
@@ -265,6 +285,7 @@ class TheirSubject(Subject):
         twice = {"position_ids": places.repeat(1, 2)}
         first = self._first({"input_ids": second})
         found = [self._is_same(first, self._first({"input_ids": changed})), False, False]
+        found.append(self._scores_by_head({"input_ids": second}))
         if "position_ids" in self._takes:
             found[1] = self._is_same(
                 first, self._first({"input_ids": second, "position_ids": places})
@@ -273,7 +294,9 @@ class TheirSubject(Subject):
             found[2] = all(self._is_same(first, self._first(row, length)) for row in rows)
         self.model.train()
         flags = torch.tensor(found, dtype=torch.float32, device=bmt.device())
-        is_causal, has_positions, is_apart = (bmt.sum_loss(flags) == 1).tolist()
+        is_causal, has_positions, is_apart, self._is_head_plain = (
+            bmt.sum_loss(flags) == 1
+        ).tolist()
         if not is_causal:
             raise ConfigError(
                 f"{args.model_config} is no causal language model as it is configured: its tokens "
@@ -291,26 +314,60 @@ class TheirSubject(Subject):
         rounding = 1e-3 if self.model.dtype == torch.float32 else 2e-2
         return bool((one - other).std() <= rounding * one.std())
 
+    def _scores_by_head(self, inputs: dict[str, torch.Tensor]) -> bool:
+        """Whether the head alone makes scores of the body's hidden states: some models scale or
+        bound them.
+        """
+        head, body = self.model.get_output_embeddings(), self._body()
+        bound = vars(self.config.get_text_config()).get("final_logit_softcapping")
+        if bound or body is None or not isinstance(head, torch.nn.Linear):
+            return False
+        return torch.equal(head(self._hidden(inputs)), self._logits(inputs))
+
+    def _body(self) -> Any:
+        """What makes the hidden states; None of a model that names it otherwise."""
+        model = self.model.get_base_model() if self._is_adapted else self.model
+        return dict(model.named_children()).get(model.base_model_prefix)
+
+    def _hidden(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = self._body()(**self._completed(inputs)).last_hidden_state
+        return out
+
     def _logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = self.model(**self._completed(inputs)).logits
+        return out
+
+    def _completed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if "use_cache" in self._takes:
             inputs["use_cache"] = False  # type: ignore[assignment]
         # Models that also see pictures want to be told which tokens are some.
         if "token_type_ids" in self._takes and "pixel_values" in self._takes:
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
-        out: torch.Tensor = self.model(**inputs).logits
-        return out
+        return inputs
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """As in Subject."""
         return self._logits({"input_ids": ids})
 
-    def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in Subject."""
+    def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         inputs = {"input_ids": batch["input_ids"]}
         if "position_ids" in self._takes:
             inputs["position_ids"] = batch["position_ids"]
         if not self.is_packed:
             inputs["attention_mask"] = (batch["segments"] > 0).long()
+        return inputs
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """As in Subject; without all scores in memory where the head alone makes them."""
+        if not self._is_head_plain:
+            return -bmt.loss.FusedCrossEntropy(reduction="none")(*self.scores(batch))
+        learnt, head = batch["targets"] != -100, self.model.get_output_embeddings()
+        hidden = self._hidden(self._inputs(batch))[learnt]
+        return bmt.loss.token_log_probs(hidden, head.weight, batch["targets"][learnt], head.bias)
+
+    def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in Subject."""
+        inputs = self._inputs(batch)
         learnt = batch["targets"] != -100
         # Columns that some row learns: scores take the most memory of all.
         if "logits_to_keep" in self._takes:
@@ -336,7 +393,8 @@ class TheirSubject(Subject):
             lora_alpha=args.lora_alpha,
             lora_dropout=args.lora_dropout,
             target_modules=ALL if list(targets) in ([ALL], []) else list(targets),
-            task_type="CAUSAL_LM",
+            task_type=self._TASK,
+            modules_to_save=self._heads_to_learn() or None,
         )
         try:
             model = _quietly(lambda: peft.get_peft_model(self.model, config))
@@ -345,6 +403,10 @@ class TheirSubject(Subject):
         model.peft_config["default"].base_model_name_or_path = args.model_config
         self.model = bmt.BMTrainModelWrapper(model, use_checkpoint=args.use_checkpoint)
         self._is_adapted = True
+
+    def _heads_to_learn(self) -> list[str]:
+        """Modules that are learnt whole beside adapters."""
+        return []
 
     def save(self, args: argparse.Namespace) -> None:
         """As in Subject."""
@@ -414,6 +476,61 @@ class TheirSubject(Subject):
         return found
 
 
+class RewardSubject(TheirSubject):
+    """A model of transformers with a head of one number, which is a conversation's reward.
+
+    The number is that of the last token which is no padding, as transformers finds it.
+    """
+
+    _AUTO, _TASK = "AutoModelForSequenceClassification", "SEQ_CLS"
+    _MAPPING = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
+    _KIND = "model that transformers has with a head for sequences"
+    is_packed = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        tokenizer = self.tokenizer
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        self.config.pad_token_id, self.config.num_labels = tokenizer.pad_token_id, 1
+
+    def _prepare(self, model: Any) -> None:
+        names = [name for name, _ in model.named_parameters() if not self._is_of_body(model, name)]
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            old = model.get_parameter(name)
+            std = vars(self.config.get_text_config()).get("initializer_range", 0.02)
+            new = torch.empty(old.shape, dtype=old.dtype).normal_(
+                0.0, std if old.dim() > 1 else 0.0
+            )
+            model.get_submodule(owner).register_parameter(leaf, torch.nn.Parameter(new))
+        self._heads = sorted({name.partition(".")[0] for name in names})
+
+    @staticmethod
+    def _is_of_body(model: Any, name: str) -> bool:
+        return name.startswith(f"{model.base_model_prefix}.")
+
+    def _fill(self, model: Any, path: str) -> None:
+        """A language model's weights, or those of a reward model, head and all."""
+        found = bmt.load(model, path, strict=False)
+        missing = [name for name in found.missing_keys if self._is_of_body(model, name)]
+        others = [name for name in found.unexpected_keys if self._is_of_body(model, name)]
+        if missing or others:
+            raise WeightsError(f"{path} does not fit the model: {[*missing, *others][:5]}.")
+
+    def _look_at(self, args: argparse.Namespace) -> None:
+        """As in TheirSubject; rewards have nothing that could be mixed or seen too early."""
+
+    def _heads_to_learn(self) -> list[str]:
+        return self._heads
+
+    def rewards(self, batch: Batch) -> torch.Tensor:
+        """Of rows, float32 (rows,)."""
+        inputs = {"input_ids": batch["input_ids"]}
+        inputs["attention_mask"] = (batch["segments"] > 0).long()
+        return self._logits(inputs)[:, 0].float()
+
+
 def _quietly(make: Callable[[], Any]) -> Any:
     """Without what peft is told of its use of transformers: it is no matter of the user's."""
     with warnings.catch_warnings():
@@ -455,15 +572,19 @@ def own_class(name: str) -> type[CausalModel] | None:
     return own
 
 
-def subject_of(name: str) -> Subject:
+def subject_of(name: str, *, is_reward: bool = False) -> Subject:
     """The model of a folder or of a known name, not loaded yet. Collective.
+
+    Args:
+        name: of the model.
+        is_reward: whether it gets a head of one number.
 
     Raises:
         ConfigError, IdentifierError: for one that is not known, or no causal language model.
     """
-    own = own_class(name)
+    own = None if is_reward else own_class(name)
     if own is None:
-        return TheirSubject(name)
+        return RewardSubject(name) if is_reward else TheirSubject(name)
     if not issubclass(own, TokenModel | Llama):
         raise ConfigError(f"{own.__name__} is not trained by this program.")
     return OwnSubject(own, name)
