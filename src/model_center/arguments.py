@@ -79,7 +79,7 @@ def problem_of(args: argparse.Namespace, required: Sequence[str] = ()) -> str | 
 
 def _problem_of_folders(args: argparse.Namespace) -> str | None:
     if args.resume and args.save is None:
-        return "--resume goes on from the checkpoints in --save: give that folder too"
+        return "--resume reads the checkpoints in --save: give that folder too"
     if args.replay_step is not None and args.save is None:
         return "--replay-step computes a step of the run in --save again: give that folder too"
     drawn = [name for name in ("curves", "tensorboard", "wandb") if vars(args)[name]]
@@ -238,7 +238,7 @@ def _add_file_flags(add: Callable[..., object]) -> None:
         "seconds for the last step and its checkpoint after a signal (default: under torchrun 25)"
     )
     add("--stop-patience", None, within, type=seconds)
-    newest = "go on from the newest checkpoint in --save, if there is one"
+    newest = "resume from the newest checkpoint in --save, if there is one"
     add("--resume", False, newest, action="store_true")
     add("--inspect-iters", 1000, "steps between tables of weights and gradients", type=positive)
     lines = "steps between lines where the output is no terminal"

@@ -24,7 +24,7 @@ from bmtrain.distributed.transport import Gather
 from bmtrain.shard.engine import Engine
 from model_center.errors import ConfigError, InputError
 from model_center.generation.engine import generate, stream
-from model_center.generation.peers import Peers
+from model_center.generation.ranks import GenerationRanks
 from model_center.generation.resident import Resident
 from model_center.generation.session import Session
 from model_center.model.base import BaseModel
@@ -94,7 +94,7 @@ def results(model: BaseModel, rank: int) -> list[Any]:
 
 def all_results(folder: pathlib.Path, name: str) -> list[Any]:
     model = made(folder, name)
-    assert Peers(model)._are_several, "the model is not sharded"
+    assert GenerationRanks(model)._are_several, "the model is not sharded"
     return results(model, bmt.rank())
 
 
@@ -276,7 +276,7 @@ def alone_on_rank_0() -> list[list[int]]:
     torch.manual_seed(0)
     model = GPT2(GPT2Config(**SIZES, num_layers=1, position_size=20))
     bmt.init_distributed(device="cpu")
-    assert not Peers(model)._are_several
+    assert not GenerationRanks(model)._are_several
     ids = torch.tensor([[1, 2, 3]])
     rows = generate(model, ids, max_new_tokens=4).rows() if bmt.rank() == 0 else []
     bmt.synchronize()

@@ -71,7 +71,7 @@ class StopStrings:
         return states == self._found
 
 
-class Ending:
+class StopCriteria:
     """What ends a sequence.
 
     Args:

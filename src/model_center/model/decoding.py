@@ -108,7 +108,7 @@ class Decoding(abc.ABC):
         Args:
             do: does the work of a step, by a recording of it for example.
             steps: those of an earlier generation with this model, of as many rows and with room for
-                all tokens of this one: it goes on with their memory. None to make them.
+                all tokens of this one: their memory is reused. None to allocate it.
 
         Returns them; None if there can be none, which depends on the model and the prompts: then
         nothing changes.
