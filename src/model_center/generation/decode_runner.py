@@ -62,7 +62,7 @@ class DecodeRunner:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Run passes inside. On exit the recording and the cache are freed, or left to the session."""
+        """Run passes inside. On exit recording and cache are freed, or left to the session."""
         try:
             yield
             self._leave()
