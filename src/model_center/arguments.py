@@ -140,7 +140,7 @@ def add_run_args(parser: argparse.ArgumentParser, **defaults: Any) -> argparse.A
 def _adder(
     group: argparse._ArgumentGroup, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[..., object]:
-    """A function that adds a flag to the group, and its default to what is said of it."""
+    """A function that adds a flag to the group, with its default in the help text."""
 
     def add(flags: str, default: Any, text: str, **options: Any) -> object:
         default = defaults.get(flags.split(maxsplit=1)[0].lstrip("-").replace("-", "_"), default)

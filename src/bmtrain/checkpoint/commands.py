@@ -66,7 +66,11 @@ def _check(args: argparse.Namespace) -> int:
 
 def _add_consolidate(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 written, 1 the checkpoint is damaged or the file not writable."
-    parser.add_argument("checkpoint", type=pathlib.Path, help="a folder step-..., or the run's, of which the newest is taken")
+    parser.add_argument(
+        "checkpoint",
+        type=pathlib.Path,
+        help="a folder step-..., or the run's, of which the newest is taken",
+    )
     parser.add_argument(
         "file", type=pathlib.Path, help="to write; .safetensors selects that format, else torch's"
     )

@@ -80,7 +80,7 @@ class CPM3Config(CPM1Config):
 class CPM3(CPM1):
     """The language model CPM-3.
 
-    `token_type_ids` are segments, between which a number of each pair stands for the distance.
+    `token_type_ids` are segments, where a learned number per pair replaces the distance.
     """
 
     _CONFIG_TYPE = CPM3Config

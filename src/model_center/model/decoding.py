@@ -1,4 +1,4 @@
-"""Decoding: sequences that grow token by token, with the keys and values of what is there.
+"""Decoding: sequences that grow token by token, with a cache of their keys and values.
 
 What generation asks of a model.
 """
@@ -128,7 +128,7 @@ class Decoding(abc.ABC):
         return None
 
     def resume(self, do: Callable[[Work], torch.Tensor], steps: FixedSteps) -> None:
-        """Go on with steps after the work of `prompts` was done; arguments as in `fix`."""
+        """Continue with steps after the work of `prompts`; arguments as in `fix`."""
         raise NotImplementedError
 
     def end(self) -> None:
