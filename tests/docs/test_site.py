@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
 import inspect
 import os
@@ -66,6 +67,9 @@ def test_every_public_name_is_in_the_api(built: Path) -> None:
     for module in MODULES:
         names |= set(importlib.import_module(module).__all__)
     assert not names - {one.rpartition(".")[2] for one in ids}
+    member = r'<dl class="py (?:method|property)">\s*<dt class="sig[^>]* id="([^"]+)\.\w+"'
+    members = collections.Counter(one for text in texts for one in re.findall(member, text))
+    assert not {name: count for name, count in members.items() if count > 10}
 
 
 @pytest.mark.long
