@@ -42,7 +42,7 @@ LOAD_COLUMNS = (
 SAVE_COLUMNS = (
     "saving while training",
     "GB",
-    "training stands still, s",
+    "training paused, s",
     "until it is written, s",
     "step, s",
 )

@@ -79,7 +79,7 @@ def problem_of(args: argparse.Namespace, required: Sequence[str] = ()) -> str | 
 
 def _problem_of_folders(args: argparse.Namespace) -> str | None:
     if args.resume and args.save is None:
-        return "--resume goes on from the checkpoints in --save: give that folder too"
+        return "--resume reads the checkpoints in --save: give that folder too"
     if args.replay_step is not None and args.save is None:
         return "--replay-step computes a step of the run in --save again: give that folder too"
     drawn = [name for name in ("curves", "tensorboard", "wandb") if vars(args)[name]]
@@ -140,7 +140,7 @@ def add_run_args(parser: argparse.ArgumentParser, **defaults: Any) -> argparse.A
 def _adder(
     group: argparse._ArgumentGroup, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[..., object]:
-    """A function that adds a flag to the group, and its default to what is said of it."""
+    """A function that adds a flag to the group, with its default in the help text."""
 
     def add(flags: str, default: Any, text: str, **options: Any) -> object:
         default = defaults.get(flags.split(maxsplit=1)[0].lstrip("-").replace("-", "_"), default)
@@ -243,7 +243,7 @@ def _add_file_flags(add: Callable[..., object]) -> None:
     hung = "seconds without progress after which the run ends, from the first step on; auto ends "
     hung += "what cannot resume after 35 s, all else after about --timeout"
     add("--watchdog", "auto", hung, type=seconds_or_auto)
-    newest = "go on from the newest checkpoint in --save, if there is one"
+    newest = "resume from the newest checkpoint in --save, if there is one"
     add("--resume", False, newest, action="store_true")
     others = "with --resume: go on, with weights and optimizer, on other rows than before"
     add("--continue-with-other-data", False, others, action="store_true")

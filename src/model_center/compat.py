@@ -37,11 +37,11 @@ MODULES: dict[str, Homes] = {
         f"model.config.{name.lower()}_config": {"model": f"{name}Config", "config.base": "Config"}
         for name in CONFIGS.split()
     },
-    "tokenizer.base_tokenizer": {"tokenizer.identified": "BaseTokenizer", "utils": PATHS},
+    "tokenizer.base_tokenizer": {"tokenizer.by_identifier": "BaseTokenizer", "utils": PATHS},
     **{
         f"tokenizer.{name.lower()}_tokenizer": {
             "tokenizer": f"{name}Tokenizer",
-            "tokenizer.identified": "BaseTokenizer",
+            "tokenizer.by_identifier": "BaseTokenizer",
         }
         for name in TOKENIZERS.split()
     },

@@ -18,9 +18,9 @@ from model_center.hub.resolving import resolve
 from model_center.model.base import BaseModel
 from model_center.model.registry import CLASSES, model_class
 from model_center.weights.export import Exporter, targets_of, with_dtype, written
+from model_center.weights.extras import files_alongside
 from model_center.weights.keymap import KeyMap
 from model_center.weights.loading import Opened, check, open_weights
-from model_center.weights.origin import files_alongside
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size
 from model_center.weights.staging import CONFIG, MODEL_CENTER_FILE, Staging, writing
 

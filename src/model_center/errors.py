@@ -24,7 +24,7 @@ class InputError(BMTrainError, ValueError):
 
 
 class IdentifierError(BMTrainError, ValueError):
-    """A name that stands for no model, dataset or task that is known."""
+    """A name of no known model, dataset or task."""
 
 
 class DataError(BMTrainError, ValueError):
@@ -36,7 +36,7 @@ class WeightsError(BMTrainError, RuntimeError):
 
 
 class ResumeError(BMTrainError, ValueError):
-    """A checkpoint of another run than was asked for, or one that nobody asked to go on from."""
+    """A checkpoint of another run than was asked for, or one that `--resume` did not ask for."""
 
 
 class DivergenceError(BMTrainError, RuntimeError):

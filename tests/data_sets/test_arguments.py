@@ -78,7 +78,7 @@ def test_spellings() -> None:
         ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
         ("--lr-decay-style cosin", "argument --lr-decay-style: invalid choice: 'cosin'"),
         ("--zero-level 1", "argument --zero-level: invalid choice: 1"),
-        ("--resume", "--resume goes on from the checkpoints in --save: give that folder too"),
+        ("--resume", "--resume reads the checkpoints in --save: give that folder too"),
         (
             "--start-step 5 --train-iters 5",
             "--start-step 5 leaves nothing to do before --train-iters 5",

@@ -79,6 +79,7 @@ def enter(folder: str, cache: str) -> None:
     """On a rank: the page's folder, without GPUs and network."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(folder)
+    sys.path.insert(0, folder)  # files of the page import each other
     hub.use(cache)
     # what peft says where it has no network, and calls; heads that the small models lack
     warnings.filterwarnings("ignore", message="Could not find a config file")
@@ -117,7 +118,6 @@ def run_command(words: list[str], folder: str, cache: str) -> None:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), folder])
-    sys.path.insert(0, folder)
     assert words[0] == "python", f"{words}: only commands of python are run"
     try:
         if words[1] == "-m":

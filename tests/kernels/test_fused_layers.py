@@ -20,7 +20,7 @@ from model_center.kernels.gated import gated_by_triton
 from model_center.kernels.largest import largest_by_triton
 from model_center.kernels.rotary import rotate_by_triton
 from model_center.kernels.row_products import row_products_by_triton
-from model_center.layer import feedforward, fusion, layernorm, one_row, scaled_dot_product
+from model_center.layer import decode_row, feedforward, fusion, layernorm, scaled_dot_product
 from model_center.layer.linear import Linear
 from model_center.layer.position_embedding import rotary
 from model_center.layer.position_embedding.rotary import Rotary
@@ -60,7 +60,7 @@ def by_kernels():
         (rotary, "rotate"): rotate_by_triton,
         (scaled_dot_product, "extended_attention"): cached_attention_by_triton,
         (layernorm, "norm_by_triton"): norm_by_triton,
-        (one_row, "row_products"): row_products_by_triton,
+        (decode_row, "row_products"): row_products_by_triton,
     }
     with contextlib.ExitStack() as stack:
 
@@ -70,7 +70,7 @@ def by_kernels():
         put(Rotary, "_kept_frequencies", of_places)  # there is no stream to wait for
         # fewer programs, which the interpreter runs one after the other
         put(room, "BLOCK_OUT", 32)
-        for module in (feedforward, rotary, layernorm, one_row, scaled_dot_product, search):
+        for module in (feedforward, rotary, layernorm, decode_row, scaled_dot_product, search):
             put(module, "is_fused", lambda *_: True)
         put(search, "largest", largest_by_triton)
         counted = [mock.MagicMock(wraps=kernel) for kernel in kernels.values()]
@@ -206,17 +206,17 @@ def test_shapes_that_do_not_fit_are_told():
     maps = [Linear(8, size, dtype=torch.float32) for size in (4, 4, 6)]
     with torch.no_grad(), by_kernels():
         for fits, given in (
-            (True, one_row.together(x, maps)),
-            (True, one_row.together(x, maps[:2], act="silu")),
-            (True, one_row.together(x, maps[:1], residual=torch.ones(1, 1, 4))),
-            (False, one_row.together(x, maps[1:], act="silu")),
-            (False, one_row.together(x, maps[:1], residual=torch.ones(1, 1, 3))),
-            (False, one_row.together(x[..., :7], maps[:1])),
-            (False, one_row.together(x.expand(2, 1, 8), maps[:1])),
+            (True, decode_row.fused_row_linear(x, maps)),
+            (True, decode_row.fused_row_linear(x, maps[:2], act="silu")),
+            (True, decode_row.fused_row_linear(x, maps[:1], residual=torch.ones(1, 1, 4))),
+            (False, decode_row.fused_row_linear(x, maps[1:], act="silu")),
+            (False, decode_row.fused_row_linear(x, maps[:1], residual=torch.ones(1, 1, 3))),
+            (False, decode_row.fused_row_linear(x[..., :7], maps[:1])),
+            (False, decode_row.fused_row_linear(x.expand(2, 1, 8), maps[:1])),
         ):
             assert (given is not None) == fits
         maps[0].weight = torch.nn.Parameter(torch.randn(8, 4).T)  # columns are not side by side
-        assert one_row.together(x, maps[:1]) is None
+        assert decode_row.fused_row_linear(x, maps[:1]) is None
 
 
 def test_frequencies_are_made_once():

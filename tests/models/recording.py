@@ -50,7 +50,7 @@ def recorded(ahead=None):
     """Inside, steps of generation are recorded as on a GPU, and issued `ahead` as there."""
     recorder = OperationRecorder()
     with (
-        mock.patch("model_center.generation.passes.recorder_for", lambda _: recorder),
+        mock.patch("model_center.generation.decode_runner.recorder_for", lambda _: recorder),
         # ids are compared with the size of the table on the CPU only, by looking at them
         mock.patch("model_center.layer.embedding.check_range"),
         mock.patch("model_center.generation.engine.steps_ahead", lambda _: ahead)

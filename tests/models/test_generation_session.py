@@ -17,10 +17,10 @@ from tests.models.test_generation_engine import made
 from tests.models.test_generation_steps import SEARCHES, assert_same
 
 from model_center.errors import ConfigError
-from model_center.generation import passes
+from model_center.generation import decode_runner
 from model_center.generation.engine import generate, stream
 from model_center.generation.fingerprint import HostStateFingerprint
-from model_center.generation.session import Session, roomy
+from model_center.generation.session import Session, round_up_capacity
 from model_center.layer.cache import KeyValueCache
 from model_center.layer.feedforward import gelu_new
 from model_center.layer.linear import Linear
@@ -98,7 +98,10 @@ def test_first_passes_are_recorded_where_prompts_are_alike():
     others: list[dict[str, Any]] = [{"attention_mask": mask}, {"num_beams": 2}, {}]
     for options in others:
         rows = rows_of(model, **options)
-        with opened() as (recorder, session), mock.patch.object(passes, "MOST_OF_PROMPTS", 27):
+        with (
+            opened() as (recorder, session),
+            mock.patch.object(decode_runner, "MOST_OF_PROMPTS", 27),
+        ):
             for _ in range(4):
                 assert rows_of(model, session=session, **options) == rows
             assert recorder.num_recorded == recorder.num_aside == 1
@@ -115,13 +118,13 @@ def test_what_has_no_room_is_recorded_anew():
             for call in calls:
                 found.append((rows_of(*call, session=session), recorder.num_recorded))
                 assert sum(alive(caches)) == 1
-        counts = [1, 1, 2, 2 + (roomy(16) < 32), 3, 4]
+        counts = [1, 1, 2, 2 + (round_up_capacity(16) < 32), 3, 4]
         assert found == list(zip(expected, counts, strict=True))
         assert not any(alive(caches))
     for closed in (session, Session()):
         with pytest.raises(ConfigError, match=r"the session is not open.*with Session"):
             stream(model, prompt(), max_new_tokens=9, session=closed)
-    rooms = {size: roomy(size) for size in range(1, 5000)}
+    rooms = {size: round_up_capacity(size) for size in range(1, 5000)}
     assert all(size <= room < max(size, 64) * 1.25 for size, room in rooms.items())
     assert len(set(rooms.values())) < 40
 
@@ -332,7 +335,7 @@ def test_what_is_not_recorded_shares_nothing():
 def test_on_the_cpu_a_session_does_nothing():
     """Not even a look at the model, once a generation, costs more than one."""
     model = made("llama")
-    seen = mock.patch.object(passes, "HostStateFingerprint", wraps=HostStateFingerprint)
+    seen = mock.patch.object(decode_runner, "HostStateFingerprint", wraps=HostStateFingerprint)
     with watched_caches() as caches, seen as fingerprints, Session() as session:
         for _ in range(2):
             assert rows_of(model, session=session) == rows_of(model)

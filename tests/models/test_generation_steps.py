@@ -194,7 +194,7 @@ def test_a_reach_is_a_mask_of_keys(window):
     places = torch.arange(10)
     plain = AttentionMask(keys=(places >= first[:, None]) & (places < reach[1, :, None]))
     mask = AttentionMask(causal=True, reach=reach, window=window)
-    for one in (mask, mask.settled(1, 10, query.device)):
+    for one in (mask, mask.materialized(1, 10, query.device)):
         for given in ((), (bias,)):
             expected = attend(query, keys, values, plain, *given)
             torch.testing.assert_close(attend(query, keys, values, one, *given), expected)

@@ -189,7 +189,7 @@ def test_texts_end_with_the_tokenizers_end_token():
     """Unless told otherwise; other ends and several results are possible."""
     plain = generator_of("gpt2")
     writer = TextGenerator(plain.model, plain.tokenizer, max_new_tokens=20)
-    (endless,), config = plain(["hello"]), writer.settled(writer.config)
+    (endless,), config = plain(["hello"]), writer.with_defaults(writer.config)
     for name in ("eos_token_id", "pad_token_id"):
         assert getattr(config, name) == getattr(plain.tokenizer, name)
     ids = torch.tensor([writer.encode("hello")])
@@ -206,7 +206,7 @@ def test_conversations_go_through_the_chat_template():
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids.count(tokenizer.bos_token_id) == 1
     (row,) = generate(
-        writer.model, torch.tensor([ids]), config=writer.settled(writer.config)
+        writer.model, torch.tensor([ids]), config=writer.with_defaults(writer.config)
     ).rows()
     found = writer.chat([one, [*one, {"role": "assistant", "content": "a"}, *one]])
     assert len(found) == 2 and found[0] == Detokenizer(tokenizer, ids[-4:]).add(*row)

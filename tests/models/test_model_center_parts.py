@@ -20,8 +20,8 @@ from model_center.model.bert import BertLMHead, BertPooler
 from model_center.model.longformer import LongformerLMHead, LongformerPooler
 from model_center.model.roberta import RobertaLMHead, RobertaPooler
 from model_center.tokenizer import word_pieces
+from model_center.tokenizer.by_identifier import BaseTokenizer
 from model_center.tokenizer.cpm2 import CPM2Tokenizer
-from model_center.tokenizer.identified import BaseTokenizer
 from model_center.tokenizer.word_pieces import WordpieceTokenizer
 
 WIDTH, VOCAB, FLOAT = 8, 11, torch.float

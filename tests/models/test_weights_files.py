@@ -21,7 +21,7 @@ from tests.ranks.runner import run_ranks
 import bmtrain as bmt
 from model_center.errors import ConfigError, WeightsError
 from model_center.model.gpt2 import GPT2, GPT2Config
-from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.keymap import KeyMap, TensorPart
 from model_center.weights.loading import load_weights
 from model_center.weights.saving import save_hugging_face, save_model_center
 
@@ -292,9 +292,9 @@ class Pair(torch.nn.Module):
 
 PAIR = KeyMap(
     {
-        "first.weight": Piece("one.weight"),
-        "second.weight": Piece("one.weight"),
-        "table.weight": Piece("embed.weight"),
+        "first.weight": TensorPart("one.weight"),
+        "second.weight": TensorPart("one.weight"),
+        "table.weight": TensorPart("embed.weight"),
     },
     tied={"decoder.weight": "embed.weight"},
 )
@@ -414,7 +414,7 @@ def bytes_read():
 
 def read_wide(folder):
     model = bmt.BMTrainModelWrapper(torch.nn.Linear(512, 2048, bias=False))
-    key_map = KeyMap({"weight": Piece("fused", rows=(0, 2048))})
+    key_map = KeyMap({"weight": TensorPart("fused", rows=(0, 2048))})
     load_weights(model, folder, key_map)
     before = bytes_read()
     load_weights(model, folder, key_map)

@@ -13,19 +13,19 @@ from bmtrain.checkpoint.reading import Read, cuts, read_all
 from bmtrain.checkpoint.source import Header, Source
 from model_center.errors import WeightsError
 from model_center.weights.export import Exporter, targets_of
-from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.keymap import KeyMap, TensorPart
 from model_center.weights.matching import Mapped, check_coverage, match
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size, shards
 
 MAP = KeyMap(
     {
-        "table.weight": Piece("model.embed.weight"),
-        "q.weight": Piece("model.qkv.weight", transpose=True, rows=(0, 4)),
-        "k.weight": Piece("model.qkv.weight", transpose=True, rows=(4, 8)),
-        "q.bias": Piece("model.qkv.bias", rows=(0, 4)),
-        "k.bias": Piece("model.qkv.bias", rows=(4, 8)),
-        "norm1.weight": Piece("model.LayerNorm.weight"),
-        "norm2.weight": Piece("model.LayerNorm.weight"),
+        "table.weight": TensorPart("model.embed.weight"),
+        "q.weight": TensorPart("model.qkv.weight", transpose=True, rows=(0, 4)),
+        "k.weight": TensorPart("model.qkv.weight", transpose=True, rows=(4, 8)),
+        "q.bias": TensorPart("model.qkv.bias", rows=(0, 4)),
+        "k.bias": TensorPart("model.qkv.bias", rows=(4, 8)),
+        "norm1.weight": TensorPart("model.LayerNorm.weight"),
+        "norm2.weight": TensorPart("model.LayerNorm.weight"),
     },
     prefix="model.",
     ignored=(r"inv_freq$",),
@@ -122,7 +122,7 @@ def test_other_names():
     assert found.copies == [("head.weight", "model.embed.weight")]
     assert found.pieces.keys() == MAP.pieces.keys()
     assert MAP.may_be_new("classes.weight") and not MAP.may_be_new("q.classes.weight")
-    assert match(MAP, ["own"], ["own"]).pieces == {"own": Piece("own")}
+    assert match(MAP, ["own"], ["own"]).pieces == {"own": TensorPart("own")}
     with pytest.raises(WeightsError, match=r"\(\["):
         KeyMap({}, ignored=("([",))
 
@@ -143,7 +143,7 @@ def test_files_of_another_size_are_refused(shape, complaint):
 def test_a_rank_looks_only_at_its_own_elements():
     """Turned matrices and rows of tensors too: whole columns of theirs are rows of ours."""
     source = Memory({"w": torch.arange(40 * 60.0).view(40, 60)})
-    mapped = Mapped(source, {"ours": Piece("w", transpose=True, rows=(20, 60))})
+    mapped = Mapped(source, {"ours": TensorPart("w", transpose=True, rows=(20, 60))})
     whole = source.tensors["w"][:, 20:].t().reshape(-1)
     for start, stop in ((800, 1200), (815, 1185)):  # the second cuts two rows
         out, source.count = torch.zeros(stop - start), 0
@@ -205,7 +205,7 @@ def test_writing_is_the_inverse_of_reading(tmp_path):
     for name, value in (tensors | own).items():
         assert torch.equal(got[name], value) and got[name].dtype == value.dtype, name
     assert int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little") % 8 == 0
-    gap = KeyMap({"a": Piece("x", rows=(0, 1)), "b": Piece("x", rows=(2, 3))})
+    gap = KeyMap({"a": TensorPart("x", rows=(0, 1)), "b": TensorPart("x", rows=(2, 3))})
     with pytest.raises(WeightsError, match=r"its rows \[1, 2\) are nothing of the model's"):
         targets_of(gap, headers_of(dict.fromkeys("ab", torch.zeros(1))))
 

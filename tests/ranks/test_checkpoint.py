@@ -169,6 +169,8 @@ def test_files_of_ranks_and_of_torch(tmp_path):
     run_ranks(save_all, 3, str(tmp_path))
     assert {*os.listdir(tmp_path)} - before == {"model.pt", "model.safetensors", "some.pt"}
     assert (tmp_path / "link.pt").is_symlink()
+    modes = {(tmp_path / f"model.{kind}").stat().st_mode for kind in ("pt", "safetensors")}
+    assert len(modes) == 1  # who may read the one may read the other
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     assert_state(state, want(), "torch.load")
     assert list(state) == list(want())

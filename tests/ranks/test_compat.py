@@ -363,7 +363,7 @@ def prune() -> None:
 
 
 @pytest.mark.parametrize("program", [distil, prune])
-def test_a_program_of_bmcook(program: Callable[[], None]) -> None:
+def test_a_program_of_bmcook(program):
     run_ranks(program, 2)
 
 

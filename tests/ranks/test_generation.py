@@ -18,7 +18,7 @@ from tests.tensors import storage_of
 import bmtrain as bmt
 from model_center.errors import ConfigError, InputError
 from model_center.generation.engine import generate, stream
-from model_center.generation.peers import Peers
+from model_center.generation.ranks import GenerationRanks
 from model_center.generation.resident import Resident
 from model_center.generation.session import Session
 from model_center.model.gpt2 import GPT2, GPT2Config
@@ -87,7 +87,7 @@ def results(model, rank):
 
 def all_results(folder, name):
     model = made(folder, name)
-    assert Peers(model)._are_several, "the model is not sharded"
+    assert GenerationRanks(model)._are_several, "the model is not sharded"
     return results(model, bmt.rank())
 
 
@@ -269,7 +269,7 @@ def alone_on_rank_0():
     torch.manual_seed(0)
     model = GPT2(GPT2Config(**SIZES, num_layers=1, position_size=20))
     bmt.init_distributed(device="cpu")
-    assert not Peers(model)._are_several
+    assert not GenerationRanks(model)._are_several
     ids = torch.tensor([[1, 2, 3]])
     rows = generate(model, ids, max_new_tokens=4).rows() if bmt.rank() == 0 else []
     bmt.synchronize()

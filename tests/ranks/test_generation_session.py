@@ -24,8 +24,8 @@ from bmtrain.distributed.transport import ShardSource
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
-from model_center.generation.ahead import Questions
 from model_center.generation.engine import generate, stream
+from model_center.generation.lookahead import StopChecks
 from model_center.generation.resident import Resident
 from model_center.generation.session import Session
 
@@ -265,7 +265,7 @@ def test_an_error_on_one_rank_is_its_own(folder):
         total = len(buffers)
         before = list(there(buffers))
         if is_failing:
-            wrong = mock.patch.object(Questions, "ask", side_effect=ZeroDivisionError)
+            wrong = mock.patch.object(StopChecks, "ask", side_effect=ZeroDivisionError)
             with wrong, pytest.raises(ZeroDivisionError) as told:
                 generated(model, ids, session=session)
             assert told.tb is not None  # its frames hold nothing

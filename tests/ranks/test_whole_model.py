@@ -232,7 +232,7 @@ def _passes(model: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor | N
 
     def note(what: str) -> None:
         for name, param in params.items():
-            grad: Any = param.grad
+            grad = param.grad
             of_params[f"{what} {name}"] = getattr(grad, "full_tensor", lambda x=grad: x)()
             param.grad = None
 

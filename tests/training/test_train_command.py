@@ -311,7 +311,7 @@ def test_shares_of_files() -> None:
         ("--master-weights split --dtype fp16", ConfigError, "is for weights in bf16"),
         ("--device-states 2", ConfigError, "goes with --optimizer adam-offload"),
         ("--validation x --validation-share 0.1", ConfigError, "give one of them"),
-        ("--resume", ConfigError, "--resume goes on from the checkpoints in --save"),
+        ("--resume", ConfigError, "--resume reads the checkpoints in --save"),
         ("--data nowhere.jsonl", DataError, "there is no file nowhere.jsonl"),
         ("--data nowhere.jsonl:-1", DataError, "expected NAME or NAME:WEIGHT, the weight above 0"),
         ("--model-config bert", ConfigError, "bert is a Bert: expected a CausalModel"),

@@ -33,12 +33,17 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The folder if it is a checkpoint, else the checkpoints in it, in the order of their steps."""
+    found = [folder] if is_there(folder / NAME) else complete(folder)
+    if not found:
+        raise CheckpointError(f"{folder} holds no checkpoint with a manifest")
+    return found
+
+
 def _check(args: argparse.Namespace) -> int:
-    folder: pathlib.Path = args.folder
     try:
-        found = [folder] if is_there(folder / NAME) else complete(folder)
-        if not found:
-            raise CheckpointError(f"{folder} holds no checkpoint with a manifest")
+        found = _checkpoints(args.folder)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -61,7 +66,11 @@ def _check(args: argparse.Namespace) -> int:
 
 def _add_consolidate(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 written, 1 the checkpoint is damaged or the file not writable."
-    parser.add_argument("checkpoint", type=pathlib.Path, help="a folder step-...")
+    parser.add_argument(
+        "checkpoint",
+        type=pathlib.Path,
+        help="a folder step-..., or the run's, of which the newest is taken",
+    )
     parser.add_argument(
         "file", type=pathlib.Path, help="to write; .safetensors selects that format, else torch's"
     )
@@ -69,8 +78,9 @@ def _add_consolidate(parser: argparse.ArgumentParser) -> None:
 
 def _consolidate(args: argparse.Namespace) -> int:
     try:
-        verify(args.checkpoint)
-        source = ShardedCheckpoint(args.checkpoint)
+        newest = _checkpoints(args.checkpoint)[-1]
+        verify(newest)
+        source = ShardedCheckpoint(newest)
         write_file(args.file, source.all())
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

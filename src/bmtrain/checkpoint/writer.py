@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pathlib
+import stat
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -129,10 +130,12 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         make_new(temporary)
+        mode = stat.S_IMODE(temporary.stat().st_mode)
         if path.suffix == ".safetensors":
             _write_safetensors(temporary, tensors)
         else:
             _write_torch(temporary, tensors)
+        temporary.chmod(mode)  # safetensors writes files that only their owner can read
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from model_center.generation.output import GenerationOutput
-from model_center.generation.search import Search, Task
+from model_center.generation.search import DecodeTask, Search
 
 # the score of what is not there; finite, so that sums and comparisons of it are numbers
 LOWEST = -1e9
@@ -33,7 +33,7 @@ class Hypotheses(NamedTuple):
     is_complete: torch.Tensor
 
     @classmethod
-    def of(cls, task: Task, number: int, scores: torch.Tensor) -> Hypotheses:
+    def of(cls, task: DecodeTask, number: int, scores: torch.Tensor) -> Hypotheses:
         """`number` times each prompt, nothing added yet; `scores` (number,)."""
         ids = task.buffer(number).unflatten(0, (-1, number))
         shape = ids.shape[:2]
@@ -51,10 +51,10 @@ class Hypotheses(NamedTuple):
         prompts = torch.arange(len(places), device=places.device)[:, None]
         return Hypotheses(*(field[prompts, places] for field in self))
 
-    def unless_over(self, before: Hypotheses, goes_on: torch.Tensor) -> Hypotheses:
-        """These where `goes_on`, bool (), says so, else those of before."""
+    def unless_over(self, before: Hypotheses, continues: torch.Tensor) -> Hypotheses:
+        """These where `continues`, bool (), says so, else those of before."""
         return Hypotheses(
-            *(torch.where(goes_on, new, old) for new, old in zip(self, before, strict=True))
+            *(torch.where(continues, new, old) for new, old in zip(self, before, strict=True))
         )
 
     def joined(self, others: Hypotheses) -> Hypotheses:
@@ -63,17 +63,17 @@ class Hypotheses(NamedTuple):
 
 
 class BeamSearch(Search):
-    """The `num_beams` best sequences go on side by side.
+    """The `num_beams` best sequences are continued side by side.
 
     Twice as many candidates are looked at, or more where there are several end tokens, so that as
-    many as there are beams are left to go on. A candidate that ends is complete, if it is among the
-    best `num_beams`, and competes with the complete ones there are by its log-probability divided
+    many as there are beams are left to continue. A candidate that ends is complete, if it is
+    among the best `num_beams`, and competes with the complete ones by its log-probability divided
     by a power of its length.
 
     Source: Wu et al., "Google's Neural Machine Translation System" (2016), for the length penalty.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: DecodeTask) -> None:
         self._task, self.copies = task, task.config.num_beams
         self._filters = task.filters(self.copies)
         self._prefix, self._num_new = task.prefix.shape[1], 0
@@ -81,10 +81,10 @@ class BeamSearch(Search):
         scores = torch.full((self.copies,), LOWEST, device=task.prefix.device)
         self._complete = Hypotheses.of(task, self.copies, scores)
         scores = scores.clone()
-        scores[0] = 0  # at first all are the same sequence: one of them goes on
+        scores[0] = 0  # at first all beams are the same sequence: continue one of them
         self._live = Hypotheses.of(task, self.copies, scores)
         self._improvable = torch.ones(len(task.prefix), 1, dtype=torch.bool, device=scores.device)
-        self._goes_on = self._improvable.any()
+        self._continues = self._improvable.any()
         self.tokens = self._live.ids[:, :, self._prefix - 1].flatten()
 
     def advance(self, logits: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class BeamSearch(Search):
         self._num_new += 1
         ended = candidates.is_complete
         # steps after the end, if there are any, must change nothing
-        self._complete = self._with_ended(candidates).unless_over(self._complete, self._goes_on)
+        self._complete = self._with_ended(candidates).unless_over(self._complete, self._continues)
         left = candidates.scores.masked_fill(ended, LOWEST)
         scores, places = left.topk(self.copies)
         self._live = candidates.take(places)._replace(scores=scores)
@@ -101,12 +101,12 @@ class BeamSearch(Search):
         self.parents = (first_rows + parents.gather(1, places)).flatten()
         self.tokens = self._live.ids[:, :, self._prefix + self._num_new - 1].flatten()
         self._improvable = self._improvable & self._could_improve()
-        goes_on = self._improvable.any() & ~ended.all() & ~self._is_full().all()
-        self._goes_on = self._goes_on & goes_on
+        continues = self._improvable.any() & ~ended.all() & ~self._is_full().all()
+        self._continues = self._continues & continues
 
-    def goes_on(self) -> torch.Tensor:
+    def continues(self) -> torch.Tensor:
         """As in Search."""
-        return self._goes_on
+        return self._continues
 
     def output(self) -> GenerationOutput:
         """As in Search: the best complete sequences of each prompt."""

@@ -46,8 +46,8 @@ class GenerationConfig:
         length_penalty: a sequence's score is its log-probability divided by (number of new tokens)
             ** length_penalty.
         early_stopping: True to stop as soon as there are `num_beams` complete sequences; False when
-            none of those going on is better at its present length; "never" when none can get better
-            at any length.
+            no unfinished one is better at its present length; "never" when none can get better at
+            any length.
         normalize_last: whether penalties and forbidden tokens change a beam's scores before these
             become log-probabilities, as in ModelCenter, or after, as in transformers.
         num_return_sequences: results for each prompt: drawn ones, or the best beams.

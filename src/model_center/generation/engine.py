@@ -11,14 +11,14 @@ import torch
 
 import bmtrain as bmt
 from model_center.errors import ConfigError
-from model_center.generation.ahead import Answer, Questions
 from model_center.generation.beams import BeamSearch
 from model_center.generation.config import GenerationConfig
+from model_center.generation.decode_runner import DecodeRunner
+from model_center.generation.lookahead import StopCheck, StopChecks
 from model_center.generation.output import GenerationOutput
-from model_center.generation.passes import Passes
-from model_center.generation.peers import Peers
-from model_center.generation.prepare import Prompts, prepared
-from model_center.generation.search import Search, SingleSearch, StreamedSearch, Task
+from model_center.generation.prepare import PromptBatch, prepared
+from model_center.generation.ranks import GenerationRanks
+from model_center.generation.search import DecodeTask, Search, SingleSearch, StreamedSearch
 from model_center.generation.session import Session
 from model_center.generation.weights import Weights, weights_of, without_plans
 from model_center.model.base import BaseModel
@@ -62,7 +62,7 @@ def generate(
     Raises:
         ConfigError, InputError: before anything is computed; on every rank if on one.
     """
-    prompts = Prompts(
+    prompts = PromptBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         inputs=inputs or {},
@@ -95,7 +95,7 @@ def stream(
     Raises:
         ConfigError: for beam search, whose tokens are known only at its end; and as in `generate`.
     """
-    prompts = Prompts(
+    prompts = PromptBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         inputs=inputs or {},
@@ -111,12 +111,12 @@ def stream(
     return (search.new_tokens() for search in run.steps())
 
 
-def search_of(task: Task) -> Search:
+def search_of(task: DecodeTask) -> Search:
     """The search that a task asks for."""
     return BeamSearch(task) if task.config.num_beams > 1 else SingleSearch(task)
 
 
-def streamed_search_of(task: Task) -> StreamedSearch:
+def streamed_search_of(task: DecodeTask) -> StreamedSearch:
     """The search that a task asks for, if its tokens are known step by step.
 
     Raises:
@@ -154,11 +154,11 @@ class Run(Generic[Kind]):
     def __init__(
         self,
         model: BaseModel,
-        ask: Callable[[], tuple[Prompts, GenerationConfig]],
-        make: Callable[[Task], Kind],
+        ask: Callable[[], tuple[PromptBatch, GenerationConfig]],
+        make: Callable[[DecodeTask], Kind],
         session: Session | None = None,
     ) -> None:
-        self._model, self._peers, self._session = model, Peers(model), session
+        self._model, self._ranks, self._session = model, GenerationRanks(model), session
         error: Exception | None = None
         try:
             if session is not None:
@@ -170,7 +170,7 @@ class Run(Generic[Kind]):
         # whatever it is, the other ranks must hear of it before they wait for this one
         except Exception as failure:
             error = failure
-        self._peers.agree(error)
+        self._ranks.agree(error)
         self._is_streamed = isinstance(self._search, StreamedSearch)
         self._weights = self._whole_weights()
 
@@ -182,17 +182,17 @@ class Run(Generic[Kind]):
             stack.enter_context(evaluating(self._model))
             if weights is None:
                 stack.callback(self._decoding.end)
-                yield from self._together()
+                yield from self._in_step()
                 return
-            if self._peers.are_several:
+            if self._ranks.are_several:
                 stack.enter_context(bmt.unwatched())
                 if self._session is not None:
                     stack.enter_context(self._session.freed_by_errors())
             stack.enter_context(weights.held())
             if self.num_prompts > 0:
-                passes = Passes(self._model, self._decoding, weights, self._session)
-                stack.enter_context(passes.open())
-                yield from self._alone(passes)
+                runner = DecodeRunner(self._model, self._decoding, weights, self._session)
+                stack.enter_context(runner.open())
+                yield from self._alone(runner)
 
     def completed(self) -> GenerationOutput:
         """All steps, and what comes of them."""
@@ -202,11 +202,11 @@ class Run(Generic[Kind]):
 
     def _whole_weights(self) -> Weights | None:
         """The weights, if ranks go their own ways: all ranks do, or none. Collective."""
-        weights = weights_of(self._model, is_sharded=self._peers.is_sharded)
-        if not self._peers.are_several:
+        weights = weights_of(self._model, is_sharded=self._ranks.is_sharded)
+        if not self._ranks.are_several:
             return weights
         fits = weights is not None and self._fits(weights)
-        are_whole = self._peers.all_can(fits and not self._is_streamed)
+        are_whole = self._ranks.all_can(fits and not self._is_streamed)
         # A stream needs no whole weights, but may need the room of those that are kept.
         if self._session is not None and not (are_whole or (fits and self._is_streamed)):
             self._session.free()
@@ -231,62 +231,64 @@ class Run(Generic[Kind]):
         )
         return SPARE - is_there
 
-    def _alone(self, passes: Passes) -> Iterator[Kind]:
+    def _alone(self, runner: DecodeRunner) -> Iterator[Kind]:
         """All steps, by passes that need no other rank."""
         search, task = self._search, self.task
-        scores = passes.first(task.num_new, search.copies)
-        questions, answers = Questions(search, task), deque[Answer]()
+        scores = runner.first(task.num_new, search.copies)
+        checks, pending = StopChecks(search, task), deque[StopCheck]()
         # Nothing is issued ahead where somebody else acts between steps: a program may write the
         # weights between the tokens of a stream, and hooks would see steps that nobody needs.
-        is_alone = not (self._is_streamed or passes.is_watched)
+        is_alone = not (self._is_streamed or runner.is_watched)
         ahead = steps_ahead(task.prefix.device) if is_alone else 0
         for number in range(1, task.num_new + 1):
             search.advance(scores)
-            answers.append(questions.ask())
+            pending.append(checks.ask())
             if ahead:
-                if len(answers) > ahead and questions.was_last(answers.popleft()):
+                if len(pending) > ahead and checks.was_last(pending.popleft()):
                     return
                 if number < task.num_new:
-                    scores = passes.next(search.tokens, search.parents)
+                    scores = runner.next(search.tokens, search.parents)
             yield search
             if self._is_streamed:
-                passes.renew()
+                runner.renew()
             if not ahead:
-                if questions.was_last(answers.popleft()):
+                if checks.was_last(pending.popleft()):
                     return
-                scores = passes.next(search.tokens, search.parents)
-        any(map(questions.was_last, answers))
+                scores = runner.next(search.tokens, search.parents)
+        any(map(checks.was_last, pending))
 
-    def _together(self) -> Iterator[Kind]:
+    def _in_step(self) -> Iterator[Kind]:
         """All steps, in each of which all ranks take part until no rank needs one."""
-        decoding, search, peers = self._decoding, self._search, self._peers
+        decoding, search, ranks = self._decoding, self._search, self._ranks
         with without_plans(self.task.prefix.device):
             logits = decoding.start(self.task.num_new).repeat_interleave(search.copies, 0)
         decoding.expand(search.copies)
-        goes_on, anyone = self.num_prompts > 0, self.num_prompts == 0 and self._others_go_on()
-        while goes_on:
+        continues, anyone = self.num_prompts > 0, self.num_prompts == 0 and self._others_continue()
+        while continues:
             search.advance(logits)
             try:
                 yield search
             except GeneratorExit:  # nobody here wants the rest
-                self._accompany(self._others_go_on())
+                self._accompany(self._others_continue())
                 raise
-            goes_on, anyone = peers.who_goes_on(search.goes_on())
-            if goes_on:
+            continues, anyone = ranks.which_continue(search.continues())
+            if continues:
                 with without_plans(self.task.prefix.device):
                     logits = decoding.step(search.tokens, search.parents)
         self._accompany(anyone)
 
-    def _accompany(self, others_go_on: bool) -> None:
+    def _accompany(self, others_continue: bool) -> None:
         """Take part in the forward passes of the other ranks until all are done."""
-        while others_go_on:
+        while others_continue:
             with without_plans(self.task.prefix.device):
                 self._decoding.idle()
-            others_go_on = self._others_go_on()
+            others_continue = self._others_continue()
 
-    def _others_go_on(self) -> bool:
+    def _others_continue(self) -> bool:
         """What this rank asks after each pass when it is done itself."""
-        return self._peers.who_goes_on(torch.tensor(False, device=self._decoding.prefix.device))[1]
+        return self._ranks.which_continue(torch.tensor(False, device=self._decoding.prefix.device))[
+            1
+        ]
 
 
 def steps_ahead(device: torch.device) -> int:

@@ -22,9 +22,9 @@ class GLMTextGenerator(TextGenerator):
         gap = [] if self.tokenizer.mask_token_id in ids else [self.tokenizer.mask_token_id]
         return [self.tokenizer.cls_token_id, *ids, *gap]
 
-    def settled(self, config: GenerationConfig) -> GenerationConfig:
+    def with_defaults(self, config: GenerationConfig) -> GenerationConfig:
         """As in TextGenerator; special tokens other than the end's are forbidden."""
-        config = super().settled(config)
+        config = super().with_defaults(config)
         others = {
             *self.tokenizer.all_special_ids,
             *range(self.tokenizer.first_special_id, self.model.config.vocab_size),

@@ -10,15 +10,15 @@ import torch
 
 from model_center.errors import ConfigError, InputError
 from model_center.generation.config import GenerationConfig
-from model_center.generation.search import Task
-from model_center.generation.stopping import Ending, StopStrings, texts_of_tokens
+from model_center.generation.search import DecodeTask
+from model_center.generation.stopping import StopCriteria, StopStrings, texts_of_tokens
 from model_center.model.base import BaseModel
 from model_center.model.decoding import Decoding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """What to continue: the arguments of `generate` of these names."""
+class PromptBatch:
+    """Prompts: the arguments of `generate` of these names."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None = None
@@ -27,11 +27,13 @@ class Prompts:
     generator: torch.Generator | None = None
 
 
-def prepared(model: BaseModel, prompts: Prompts, config: GenerationConfig) -> tuple[Decoding, Task]:
+def prepared(
+    model: BaseModel, prompts: PromptBatch, config: GenerationConfig
+) -> tuple[Decoding, DecodeTask]:
     """The model's part of the work, and the search's.
 
-    Where there are no prompts, a made-up one stands in for them: a rank without any computes beside
-    the others all the same.
+    A rank without prompts gets a dummy prompt: it still takes part in the forward passes of the
+    others.
 
     Raises:
         ConfigError, InputError: naming the argument, what it is, what is expected.
@@ -48,19 +50,19 @@ def prepared(model: BaseModel, prompts: Prompts, config: GenerationConfig) -> tu
     ):
         check_known(name, torch.tensor(ids, dtype=torch.long), model)
     eos = torch.tensor(config.eos_ids, dtype=torch.long, device=device)
-    task = Task(
+    task = DecodeTask(
         prefix=decoding.prefix,
         mask=decoding.mask,
         num_new=config.num_new_tokens(decoding.prefix.shape[1], model.num_positions),
         config=config,
-        ending=Ending(eos, stop_strings(config.stops, prompts.tokenizer, model, device)),
+        ending=StopCriteria(eos, stop_strings(config.stops, prompts.tokenizer, model, device)),
         generator=random_numbers(prompts.generator, config, device),
     )
     return decoding, task
 
 
 def decoding_of(
-    model: BaseModel, prompts: Prompts, config: GenerationConfig, device: torch.device
+    model: BaseModel, prompts: PromptBatch, config: GenerationConfig, device: torch.device
 ) -> Decoding:
     """The model's part of the work for these prompts, one at least."""
     ids = prompts.input_ids

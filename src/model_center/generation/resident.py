@@ -112,7 +112,7 @@ class Resident:
                         "held: change the model between generations."
                     )
                 if table is not before:
-                    # On one rank: what the program has put in the place of those of before.
+                    # On one rank: parameters that the program has put in place of the earlier ones.
                     self._tables[place] = binding, table
                     self._find(table.storages)
                 slots = [

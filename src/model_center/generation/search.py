@@ -10,17 +10,17 @@ import torch
 from model_center.generation.config import GenerationConfig
 from model_center.generation.filters import Filters
 from model_center.generation.output import GenerationOutput
-from model_center.generation.stopping import Ending
+from model_center.generation.stopping import StopCriteria
 from model_center.kernels.largest import largest
 from model_center.layer.fusion import is_fused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """What there is to continue, and how.
+class DecodeTask:
+    """A batch of prefixes to continue, and how.
 
     Attributes:
-        prefix: int64 (prompts, length), the tokens that are there, of the decoder.
+        prefix: int64 (prompts, length), the decoder's tokens so far.
         mask: bool of the same shape, False where they are padding; None where none is.
         num_new: most tokens to add.
         config: how.
@@ -32,7 +32,7 @@ class Task:
     mask: torch.Tensor | None
     num_new: int
     config: GenerationConfig
-    ending: Ending
+    ending: StopCriteria
     generator: torch.Generator | None = None
 
     def buffer(self, copies: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Search(abc.ABC):
         """Choose the tokens that follow, by scores (rows, vocab)."""
 
     @abc.abstractmethod
-    def goes_on(self) -> torch.Tensor:
+    def continues(self) -> torch.Tensor:
         """bool (), on the device: whether a next token is needed."""
 
     @abc.abstractmethod
@@ -84,7 +84,7 @@ class SingleSearch(Search):
             its end.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: DecodeTask) -> None:
         config = task.config
         self.copies = config.num_return_sequences
         self._task, self._filters = task, task.filters(self.copies)
@@ -116,7 +116,7 @@ class SingleSearch(Search):
         self._states, ended = task.ending.next(self._states, self.tokens)
         self._running = self._running & ~ended
 
-    def goes_on(self) -> torch.Tensor:
+    def continues(self) -> torch.Tensor:
         """As in Search."""
         return self._running.any() & (self._length < self._ids.shape[1])
 

@@ -59,10 +59,10 @@ class SentinelTextGenerator(TextGenerator):
             ).repeat(len(mask), 1)
         }
 
-    def settled(self, config: GenerationConfig) -> GenerationConfig:
+    def with_defaults(self, config: GenerationConfig) -> GenerationConfig:
         """As in TextGenerator, with the ends and forbidden tokens named above."""
         first, end, *others = self.sentinels
-        config = super().settled(config)
+        config = super().with_defaults(config)
         ends, forbidden = (end, *config.eos_ids), (first, *others, *config.forbidden_tokens)
         return dataclasses.replace(config, eos_token_id=ends, forbidden_tokens=forbidden)
 

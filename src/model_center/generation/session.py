@@ -1,4 +1,4 @@
-"""Session: what generations with a model leave to each other."""
+"""Session: the KV cache and the recorded decode step that one generation leaves to the next."""
 
 from __future__ import annotations
 
@@ -13,63 +13,64 @@ from model_center.generation.recording import Repeated
 from model_center.model.decoding import FixedPrompts, FixedSteps
 
 
-class First(NamedTuple):
-    """The first pass of prompts of the last shape.
+class RecordedPrefill(NamedTuple):
+    """The prefill of the last shape of prompts.
 
     Attributes:
         prompts: its work.
-        repeated: its recording, once they have come twice.
+        repeated: its recording, once the shape has come twice.
     """
 
     prompts: FixedPrompts
     repeated: Repeated
 
 
-class Kept(NamedTuple):
-    """Steps that were recorded, and what must be as it was for a replay to be right.
+class RecordedSteps(NamedTuple):
+    """Recorded decode steps, and what must be unchanged for a replay to be valid.
 
     Attributes:
         steps: with the memory of the cache.
         repeated: their recording.
-        first: the first pass, recorded under the same fingerprint; None for none.
+        first: the prefill, recorded under the same fingerprint; None for none.
         places: where the weights were, and on which stream.
         fingerprint: of the host, of which the recording is too.
     """
 
     steps: FixedSteps
     repeated: Repeated
-    first: First | None
+    first: RecordedPrefill | None
     places: Sequence[object]
     fingerprint: HostStateFingerprint
 
 
 class Session:
-    """Generations that leave the cache's memory and the recorded step to the next one; and, of a
-    model that several ranks share, the memory of the gathered weights.
+    """Generations that reuse the KV cache's memory and the recorded decode step of the one before,
+    and, for a model sharded over several ranks, its gathered weights.
 
         with Session() as session:
             for ids in prompts:
                 generate(model, ids, max_new_tokens=128, session=session)
 
-    The next one replays them if it is with the same model, has as many rows, and finds room for its
-    tokens; else they are freed before it makes its own. Between two generations weights may be
-    written, or put in the place of the old ones, and the model may be changed in any way: each
-    computes with what is there. The end of the session frees everything.
+    A generation replays them if it has the same model, the same number of rows and no more tokens
+    than they have room for; otherwise they are freed before it makes its own. Between two
+    generations weights may be written or replaced, and the model may be changed in any way: each
+    generation sees the changes. The end of the session frees everything.
 
-    The first pass of short prompts of one shape, without padding, is recorded too, from their third
+    The prefill of short prompts of one shape without padding is recorded too, from the third
     generation in a row on.
 
-    There is room for up to a quarter more tokens than a generation needs, so that lengths can
-    differ. Generations at the same time, two streams for example, share nothing: the one that ends
-    last leaves its own. On the CPU nothing is recorded, and no cache is kept.
+    The cache has room for up to a quarter more tokens than a generation needs, so that lengths may
+    differ. Concurrent generations, two streams for example, share nothing; the session keeps those
+    of the one that ends last. On the CPU nothing is recorded and no cache is kept.
 
-    Several ranks gather anew what any of them has written since. Where one has no room for all, and
-    go together therefore, each frees what it has kept. Each rank has a session of its own.
+    Ranks gather anew whatever any of them has written since. If one rank has no room for whole
+    weights, all ranks gather block by block and free what the session holds. Each rank has a
+    session of its own.
     """
 
     def __init__(self) -> None:
         self._is_open = False
-        self._kept: Kept | None = None
+        self._kept: RecordedSteps | None = None
         self._memory: Sequence[object] = ()
 
     def __enter__(self) -> Session:
@@ -86,10 +87,10 @@ class Session:
         self.free()
 
     def check(self) -> None:
-        """Refuse to generate before its beginning or after its end.
+        """Refuse to generate outside of the `with` block.
 
         Raises:
-            ConfigError: which says so.
+            ConfigError: if the session is not open.
         """
         if not self._is_open:
             raise ConfigError(
@@ -98,9 +99,9 @@ class Session:
 
     def take(
         self, now: HostStateFingerprint, num_rows: int, num_tokens: int, places: Sequence[object]
-    ) -> Kept | None:
-        """What the last generation has left, if one of so many rows and tokens in each can go on
-        with it; else None, and it is freed.
+    ) -> RecordedSteps | None:
+        """The steps of the last generation, if they are valid for `num_rows` rows of `num_tokens`
+        tokens; else None, and they are freed.
         """
         kept, self._kept = self._kept, None
         if kept is None:
@@ -110,44 +111,44 @@ class Session:
         return kept if is_right else None
 
     def has_room(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether what the last generation has left is of so many rows and finds room for so many
-        tokens in each; else it is freed.
+        """Whether the steps of the last generation have `num_rows` rows and room for `num_tokens`
+        tokens in each; else they are freed.
         """
         if self._kept is not None and not _has_room(self._kept, num_rows, num_tokens):
             self._kept = None
         return self._kept is not None
 
     def hold(self, memory: Sequence[object]) -> None:
-        """What owns the memory of gathered weights. What was kept of others is freed."""
+        """Keep the owner of the gathered weights; steps recorded with other weights are freed."""
         if list(memory) != list(self._memory):
             self.free()
         if self._is_open:
             self._memory = memory
 
     def free(self) -> None:
-        """Keep nothing of what there is."""
+        """Free the recorded steps and the gathered weights."""
         self._kept, self._memory = None, ()
 
     @contextlib.contextmanager
     def freed_by_errors(self) -> Iterator[None]:
-        """An error inside leaves nothing."""
+        """Free everything if an error is raised inside."""
         try:
             yield
         except BaseException:
             self.free()
             raise
 
-    def leave(self, kept: Kept) -> None:
-        """What the next generation may go on with; freed if the session has ended."""
+    def leave(self, kept: RecordedSteps) -> None:
+        """Keep recorded steps for the next generation; freed if the session has ended."""
         if self._is_open:
             self._kept = kept
 
 
-def _has_room(kept: Kept, num_rows: int, num_tokens: int) -> bool:
+def _has_room(kept: RecordedSteps, num_rows: int, num_tokens: int) -> bool:
     return num_rows == kept.steps.num_rows and num_tokens <= kept.steps.capacity
 
 
-def roomy(num_tokens: int) -> int:
-    """At least so many tokens, and less than a quarter more beyond 64: few sizes in all."""
+def round_up_capacity(num_tokens: int) -> int:
+    """`num_tokens` rounded up, by less than a quarter beyond 64, so that few sizes occur."""
     step = max(16, 1 << max(0, (num_tokens - 1).bit_length() - 3))
     return -(-num_tokens // step) * step

@@ -16,7 +16,7 @@ class TokenTexts(NamedTuple):
     """What each id of a vocabulary adds to a text, as bytes; nothing for special and unknown ones.
 
     Attributes:
-        first: where no token with text stands before it; some tokenizers drop a leading blank
+        first: where no token with text precedes it; some tokenizers drop a leading blank
             there.
         later: after a token with text.
     """
@@ -71,7 +71,7 @@ class StopStrings:
         return states == self._found
 
 
-class Ending:
+class StopCriteria:
     """What ends a sequence.
 
     Args:
@@ -186,7 +186,7 @@ def texts_of_tokens(tokenizer: Any, size: int) -> TokenTexts:
 
 
 def _bytes_of_name(name: str) -> bytes | None:
-    """The bytes that a token's name stands for, or None if it is no name of bytes."""
+    """The bytes that a token's name encodes, or None if it is no name of bytes."""
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes([int(name[3:5], 16)])
     alphabet = byte_alphabet()

@@ -13,8 +13,8 @@ from model_center.errors import InputError
 from model_center.generation.config import GenerationConfig
 from model_center.generation.detokenizer import Detokenizer
 from model_center.generation.engine import Kind, Run, search_of, streamed_search_of
-from model_center.generation.prepare import Prompts
-from model_center.generation.search import Search, StreamedSearch, Task
+from model_center.generation.prepare import PromptBatch
+from model_center.generation.search import DecodeTask, Search, StreamedSearch
 from model_center.generation.session import Session
 from model_center.model.base import BaseModel
 from model_center.tokenizer.chat_template import rendered
@@ -109,7 +109,7 @@ class TextGenerator:
         """Further `inputs` of `generate`, for prompts with valid tokens bool (rows, length)."""
         return {}
 
-    def settled(self, config: GenerationConfig) -> GenerationConfig:
+    def with_defaults(self, config: GenerationConfig) -> GenerationConfig:
         """The configuration with the tokenizer's end and pad tokens, ids without text forbidden."""
         found = {
             name: getattr(self.tokenizer, name)
@@ -136,12 +136,15 @@ class TextGenerator:
         return [self.encode(text) for text in texts]
 
     def _run(
-        self, encode: Callable[[], Rows], options: Mapping[str, Any], make: Callable[[Task], Kind]
+        self,
+        encode: Callable[[], Rows],
+        options: Mapping[str, Any],
+        make: Callable[[DecodeTask], Kind],
     ) -> Run[Kind]:
-        def ask() -> tuple[Prompts, GenerationConfig]:
-            config = self.settled(GenerationConfig.of(self.config, **options))
+        def ask() -> tuple[PromptBatch, GenerationConfig]:
+            config = self.with_defaults(GenerationConfig.of(self.config, **options))
             ids, mask = padded(encode(), config.pad, self.model.PADDING_SIDE)
-            return Prompts(
+            return PromptBatch(
                 input_ids=ids,
                 attention_mask=mask,
                 inputs=self.inputs(mask),

@@ -174,7 +174,7 @@ def cached_attention_by_triton(
 
 
 def _arguments_of(new: NewToken | None, query: torch.Tensor, capacity: int) -> dict[str, Any]:
-    """What the kernel is told of the query and of a new token."""
+    """Arguments of the kernel that describe the query and a new token."""
     key = value = place = cos = sin = None
     pairs = table_row = 0
     if new is not None:

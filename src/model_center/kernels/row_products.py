@@ -1,7 +1,7 @@
 """Products of one row with the weights of several linear maps that read it, in one kernel.
 
 What a step of generation multiplies is one row, and its time is that of reading the weights. So a
-kernel streams all weights that share an input, wherever each is in memory; and what stands before
+kernel streams all weights that share an input, wherever each is in memory; and what precedes
 and behind the products takes no kernel of its own: a norm of the row, which every program makes for
 itself, and gates, biases and the residual.
 """

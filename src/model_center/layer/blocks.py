@@ -9,10 +9,10 @@ import torch
 
 from model_center.errors import ConfigError
 from model_center.layer.cache import KeyValues, LayerCache
+from model_center.layer.decode_row import is_inactive_dropout, is_row
 from model_center.layer.dense_attention import Attention, PositionBias
 from model_center.layer.feedforward import FeedForward
 from model_center.layer.mask import AttentionMask
-from model_center.layer.one_row import does_nothing, is_row
 from model_center.layer.options import (
     ATTENTION,
     DTYPE,
@@ -103,7 +103,7 @@ class SelfAttentionBlock(torch.nn.Module):
         attention = self.self_attention
         if (
             self.post_layer_norm
-            or not does_nothing(self.dropout)
+            or not is_inactive_dropout(self.dropout)
             or not isinstance(attention, Attention)
             or isinstance(mask, SparseMask)
         ):
@@ -200,7 +200,7 @@ class FFNBlock(torch.nn.Module):
 
     def _of_row(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """As `forward`, of one row by few kernels; None where parts must be called themselves."""
-        if self.post_layer_norm or not does_nothing(self.dropout):
+        if self.post_layer_norm or not is_inactive_dropout(self.dropout):
             return None
         # what tools have put in its place has no way of its own for a row
         is_ours = isinstance(self.ffn, FeedForward)

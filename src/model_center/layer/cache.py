@@ -63,7 +63,7 @@ class LayerCache(Sequence[torch.Tensor]):
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KeyValues:
         """Add tokens (batch, heads, new, dim_head); returns all so far, as views of the memory.
 
-        Once `fix` was called, one token is written to the place that was told, and the whole memory
+        Once `fix` was called, one token is written at the given position, and the whole memory
         is returned.
 
         Raises:

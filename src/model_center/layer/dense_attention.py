@@ -9,9 +9,9 @@ import torch
 
 from model_center.errors import ConfigError, InputError
 from model_center.layer.cache import KeyValues, LayerCache, layer_of
+from model_center.layer.decode_row import fused_row_linear, is_unmodified
 from model_center.layer.layernorm import LayerNorm
 from model_center.layer.mask import AttentionMask, last_queries, mask_from
-from model_center.layer.one_row import is_bare, together
 from model_center.layer.options import DTYPE, SCALES, AttentionOptions, takes
 from model_center.layer.position_embedding.rotary import Rotary, RotaryTables
 from model_center.layer.scaled_dot_product import attend, attend_to_new, attend_visibly
@@ -111,9 +111,9 @@ class Attention(torch.nn.Module):
         """`x + self(norm(x))` of one row (1, 1, dim_in), added to the cache; None if it must be
         called itself. Arguments as of `forward`.
         """
-        if not is_bare(self, Attention):
+        if not is_unmodified(self, Attention):
             return None
-        found = together(x, [self.project_q, self.project_k, self.project_v], norm=norm)
+        found = fused_row_linear(x, [self.project_q, self.project_k, self.project_v], norm=norm)
         if found is None:
             return None
         of_keys = self.num_heads_kv * self.dim_head
@@ -124,7 +124,7 @@ class Attention(torch.nn.Module):
             mask=mask_from(mask),
             position_bias=position_bias,
         )
-        out = together(mixed, [self.attention_out], residual=x)
+        out = fused_row_linear(mixed, [self.attention_out], residual=x)
         return x + self.attention_out(mixed) if out is None else out
 
     def _mix(

@@ -11,7 +11,7 @@ import bmtrain as bmt
 from model_center.config.rules import check_values
 from model_center.errors import InputError
 from model_center.layer.conv import Conv2d
-from model_center.layer.one_row import product
+from model_center.layer.decode_row import product
 from model_center.layer.parameter import Initializer, normal, parameter
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from model_center.config.rules import check_values
 from model_center.errors import ConfigError
 from model_center.kernels.gated import gated
+from model_center.layer.decode_row import fused_row_linear, is_inactive_dropout, is_unmodified
 from model_center.layer.fusion import is_fused
 from model_center.layer.linear import Linear
-from model_center.layer.one_row import does_nothing, is_bare, together
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -161,14 +161,14 @@ class FeedForward(torch.nn.Module):
         """`x + self(norm(x))` of one row (1, 1, dim_in); None if it must be called itself."""
         w_in = self.w_in
         if not (
-            is_bare(self, FeedForward)
-            and is_bare(w_in, DenseACT, DenseGatedACT)
-            and does_nothing(self.dropout)
+            is_unmodified(self, FeedForward)
+            and is_unmodified(w_in, DenseACT, DenseGatedACT)
+            and is_inactive_dropout(self.dropout)
             and w_in.act in NAMES
         ):
             return None
-        inner = together(x, w_in.maps, norm=norm, act=NAMES[w_in.act])
+        inner = fused_row_linear(x, w_in.maps, norm=norm, act=NAMES[w_in.act])
         if inner is None:
             return None
-        out = together(inner, [self.w_out], residual=x)
+        out = fused_row_linear(inner, [self.w_out], residual=x)
         return x + self.w_out(inner) if out is None else out

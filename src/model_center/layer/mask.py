@@ -23,9 +23,9 @@ class AttentionMask(NamedTuple):
             window); None for all.
         blanks: whether a query that sees no key gets zeros, as in ModelCenter; else it is taken for
             padding, which may get anything.
-        blind: with `blanks` and once settled, the queries that see no key: bool (batch or 1, heads
-            or 1, queries, 1).
-        is_settled: whether `pairs` is what `visible` would make of all of it.
+        blind: with `blanks` and once materialized, the queries that see no key: bool (batch or 1,
+            heads or 1, queries, 1).
+        is_materialized: whether `pairs` is what `visible` would make of all of it.
         reach: int64 (2, batch): the first key that the one query of each row sees, and the one
             after the last. With it `causal` adds nothing. Numbers in the device's memory can differ
             between steps that are the same work.
@@ -37,7 +37,7 @@ class AttentionMask(NamedTuple):
     window: int | None = None
     blanks: bool = False
     blind: torch.Tensor | None = None
-    is_settled: bool = False
+    is_materialized: bool = False
     reach: torch.Tensor | None = None
 
     def is_plain(self, num_queries: int, num_keys: int) -> bool:
@@ -65,7 +65,7 @@ class AttentionMask(NamedTuple):
         Where a query would see nothing it sees everything: a softmax over nothing would be NaN and
         spoil the gradients of all others. With `blanks`, zeros take the place of what comes of it.
         """
-        if self.is_settled:
+        if self.is_materialized:
             return self.pairs
         seen = self._seen(num_queries, num_keys, device)
         if seen is None or (self.keys is None and self.pairs is None):
@@ -95,20 +95,20 @@ class AttentionMask(NamedTuple):
         first, end = self.reach
         return first if self.window is None else torch.maximum(first, end - self.window), end
 
-    def settled(self, num_queries: int, num_keys: int, device: torch.device) -> AttentionMask:
+    def materialized(self, num_queries: int, num_keys: int, device: torch.device) -> AttentionMask:
         """The same mask with its tensor of pairs, if needed: made once for all layers."""
         if self.reach is not None and self.window is not None:
             return self._replace(reach=torch.stack(self.bounds), window=None)
         if self.reach is not None:
             return self
-        if self.is_settled or self.is_plain(num_queries, num_keys):
+        if self.is_materialized or self.is_plain(num_queries, num_keys):
             return self
         seen = self._seen(num_queries, num_keys, device)
         blind = None
         if seen is not None and (self.keys is not None or self.pairs is not None):
             nothing = ~seen.any(-1, keepdim=True)
             seen, blind = seen | nothing, nothing if self.blanks else None
-        return self._replace(pairs=seen, blind=blind, is_settled=True)
+        return self._replace(pairs=seen, blind=blind, is_materialized=True)
 
 
 def causal_pairs(

@@ -54,7 +54,7 @@ def attend(
             scale=scale,
             enable_gqa=grouped,
         )
-    mask = mask.settled(num_queries, num_keys, query.device) if mask.blanks else mask
+    mask = mask.materialized(num_queries, num_keys, query.device) if mask.blanks else mask
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     shown = score_mask(mask, bias, query, num_keys)
     mixed = F.scaled_dot_product_attention(
@@ -77,7 +77,7 @@ def attend_to_new(
         projected: queries (batch, heads, 1, dim_head), and keys and values of as many tokens.
         cache: where they go.
         tables: of their positions; None for none.
-        mask: with a reach, and settled.
+        mask: with a reach, and materialized.
         scale: of the scores.
 
     Returns (batch, heads, 1, dim_head); None if that has to be done one after the other.
@@ -107,7 +107,7 @@ def attend_visibly(
     dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attend`, with the probabilities (batch, heads, queries, keys) before dropout as well."""
-    mask = mask.settled(query.shape[2], key.shape[2], query.device) if mask.blanks else mask
+    mask = mask.materialized(query.shape[2], key.shape[2], query.device) if mask.blanks else mask
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query * factor) @ key.transpose(-1, -2)

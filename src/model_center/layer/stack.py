@@ -62,11 +62,11 @@ def layer_list(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a pass returns beside the last hidden states.
+class LayerOutputs:
+    """What a forward pass returns beside the last hidden states.
 
     Attributes:
-        cache: to go on with and return; None for none.
+        cache: extended by this pass and returned; None for none.
         pairs: whether to return the cache as a list of (keys, values).
         hidden_states, attentions: see StackOutput.
         normed: whether hidden states are those after the first norm of the layer that they enter.
@@ -89,7 +89,7 @@ def run_layers(
     norm: torch.nn.Module,
     hidden: torch.Tensor,
     args: tuple[Any, ...],
-    wanted: Wanted,
+    wanted: LayerOutputs,
 ) -> StackOutput:
     """Run all layers on `hidden` (batch, seq, dim_model), each with `args`, and the last norm."""
     entered: list[torch.Tensor] = []
@@ -117,7 +117,7 @@ def run_layers(
 
 
 def _of_all(
-    probabilities: list[tuple[torch.Tensor | None, ...]], place: int, wanted: Wanted
+    probabilities: list[tuple[torch.Tensor | None, ...]], place: int, wanted: LayerOutputs
 ) -> tuple[torch.Tensor, ...] | None:
     found = tuple(
         x for of_layer in probabilities for x in of_layer[place : place + 1] if x is not None

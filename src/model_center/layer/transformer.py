@@ -26,7 +26,7 @@ from model_center.layer.options import (
     takes,
 )
 from model_center.layer.scaled_dot_product import biased
-from model_center.layer.stack import StackOutput, Wanted, layer_list, run_layers
+from model_center.layer.stack import LayerOutputs, StackOutput, layer_list, run_layers
 
 Past = KeyValueCache | Sequence[LayerCache | KeyValues | None] | None
 
@@ -77,14 +77,14 @@ class Encoder(torch.nn.Module):
             return_dict: return a StackOutput; else the hidden states, with the cache as a pair if
                 `use_cache`.
         """
-        wanted = wanted_from(
+        wanted = requested_outputs(
             len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states
         )
         wanted = dataclasses.replace(wanted, normed=self.post_layer_norm)
         end = wanted.past_length + hidden_states.shape[1]
-        args = once_for_all(attention_mask, position_bias, hidden_states, end)
+        args = shared_mask(attention_mask, position_bias, hidden_states, end)
         out = run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted)
-        return as_asked(out, use_cache, return_dict)
+        return in_requested_form(out, use_cache, return_dict)
 
 
 class Decoder(torch.nn.Module):
@@ -126,44 +126,46 @@ class Decoder(torch.nn.Module):
         return_dict: bool = False,
     ) -> Any:
         """As in `Encoder`, over encoder states (batch, keys, dim_model)."""
-        wanted = wanted_from(
+        wanted = requested_outputs(
             len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states
         )
         end = wanted.past_length + hidden_states.shape[1]
-        own = once_for_all(attention_mask, position_bias, hidden_states, end)
+        own = shared_mask(attention_mask, position_bias, hidden_states, end)
         of_cross = cross_attention_mask, cross_position_bias
         if cross_hidden_states is not None:
-            of_cross = once_for_all(*of_cross, hidden_states, cross_hidden_states.shape[1])
+            of_cross = shared_mask(*of_cross, hidden_states, cross_hidden_states.shape[1])
         args = (*own, cross_hidden_states, *of_cross)
         out = run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted)
-        return as_asked(out, use_cache, return_dict)
+        return in_requested_form(out, use_cache, return_dict)
 
 
-def once_for_all(
+def shared_mask(
     mask: Mask, bias: PositionBias | None, hidden: torch.Tensor, num_keys: int
 ) -> tuple[Mask, PositionBias | None]:
-    """Mask and bias made once for all layers of a pass, which would each make them again."""
+    """Mask and bias, materialized once for all layers of a forward pass."""
     if not isinstance(mask, AttentionMask):
         return mask, bias
-    mask = last_queries(mask, hidden.shape[1]).settled(hidden.shape[1], num_keys, hidden.device)
+    mask = last_queries(mask, hidden.shape[1]).materialized(
+        hidden.shape[1], num_keys, hidden.device
+    )
     if not isinstance(bias, torch.Tensor):
         return mask, bias
     rest = AttentionMask(blind=mask.blind)
     return rest, biased(mask, bias, hidden.dtype, (hidden.shape[1], num_keys))
 
 
-def wanted_from(
+def requested_outputs(
     num_layers: int,
     use_cache: bool,
     past: Past,
     output_attentions: bool,
     output_hidden_states: bool,
-) -> Wanted:
-    """What to return of a pass, with the cache that it goes on with."""
+) -> LayerOutputs:
+    """What a forward pass returns, with the cache that it extends."""
     cache = None
     if past is not None or use_cache:
         cache = KeyValueCache.of([None] * num_layers if past is None else past, num_layers)
-    return Wanted(
+    return LayerOutputs(
         cache=cache,
         pairs=not isinstance(past, KeyValueCache),
         hidden_states=output_hidden_states,
@@ -171,7 +173,7 @@ def wanted_from(
     )
 
 
-def as_asked(out: StackOutput, use_cache: bool, return_dict: bool) -> Any:
+def in_requested_form(out: StackOutput, use_cache: bool, return_dict: bool) -> Any:
     """The output in the form that the arguments ask for."""
     if return_dict:
         return out

@@ -18,9 +18,9 @@ from model_center.hub.resolving import resolve
 from model_center.layer.parameter import materialize
 from model_center.layer.stack import ShardingPolicy
 from model_center.model.decoding import Decoding
+from model_center.weights.extras import NOTHING, FolderExtras, extras_of
 from model_center.weights.keymap import KeyMap
 from model_center.weights.loading import load_weights
-from model_center.weights.origin import NOTHING, Origin, origin_of
 from model_center.weights.saving import save_hugging_face, save_model_center
 
 Model = TypeVar("Model", bound="BaseModel")
@@ -107,16 +107,16 @@ class BaseModel(bmt.DistributedModule):
             WeightsError,
         )
 
-    def _origin_in(self, folder: pathlib.Path) -> Origin:
+    def _origin_in(self, folder: pathlib.Path) -> FolderExtras:
         """What the folder holds that models of its own configuration do not."""
         if not folder.is_dir():
             return NOTHING
         content, config = self.config.hugging_face, self.config
         if content is None:
-            return origin_of(folder, None)
+            return extras_of(folder, None)
         with contextlib.suppress(ConfigError):  # which was read with other values in some places
             config = self._CONFIG_TYPE.from_dict(content)
-        return origin_of(folder, self._map_of(config))
+        return extras_of(folder, self._map_of(config))
 
     @classmethod
     def without_values(cls: type[Model], config: Config) -> Model:

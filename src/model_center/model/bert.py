@@ -13,7 +13,7 @@ import torch
 from model_center.config.base import Config
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Past
-from model_center.model.causal import Asked
+from model_center.model.causal import ForwardOptions
 from model_center.model.heads import LanguageModelHead, Pooler
 from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from
 from model_center.model.masked import MaskedConfig, MaskedModel, masked_key_map
@@ -96,7 +96,7 @@ class Bert(MaskedModel):
             positions = self.positions(input_ids, start, hidden, mask)
         else:
             positions = positions_from(position_ids, start, hidden)
-        asked = Asked(
+        asked = ForwardOptions(
             use_cache=use_cache,
             past_key_values=past_key_values,
             output_logits=output_logits,

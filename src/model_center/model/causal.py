@@ -14,11 +14,11 @@ from model_center.config.base import TransformerConfig
 from model_center.errors import InputError
 from model_center.layer.blocks import Mask
 from model_center.layer.cache import KeyValueCache
+from model_center.layer.decode_row import fused_row_linear
 from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
-from model_center.layer.one_row import together
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import BaseModel
 from model_center.model.decoding import (
@@ -30,7 +30,7 @@ from model_center.model.decoding import (
     check_inputs,
     select_rows,
 )
-from model_center.model.inputs import Place, attention_mask_of, embedded, past_place
+from model_center.model.inputs import Offset, attention_mask_of, embedded, past_place
 from model_center.model.outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -41,8 +41,8 @@ from model_center.model.outputs import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a caller asked of a forward pass: see the arguments of the models."""
+class ForwardOptions:
+    """Options of a forward pass: see the arguments of the models."""
 
     use_cache: bool = False
     past_key_values: Past = None
@@ -125,7 +125,7 @@ class CausalModel(BaseModel):
         hidden: torch.Tensor,
         mask: AttentionMask,
         position_bias: PositionBias | None,
-        asked: Asked,
+        asked: ForwardOptions,
     ) -> Any:
         """Hidden states through all layers and the head: a BaseModelOutput, or its tuple."""
         return asked.run(self.stack, hidden, mask, position_bias, self.logits)
@@ -136,7 +136,7 @@ class CausalModel(BaseModel):
             return self.cls_projection(hidden)
         if self.config.tied or self.ALWAYS_TIED:
             return self.input_embedding.projection(hidden)
-        row = together(hidden, [self.output_projection])
+        row = fused_row_linear(hidden, [self.output_projection])
         return self.output_projection(hidden) if row is None else row
 
     def log_probs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,7 @@ class TokenModel(CausalModel):
         start = past_place(past_key_values)
         mask = attention_mask_of(attention_mask, length, hidden, start, causal=True)
         hidden, bias = self.enter(hidden, mask, position_ids, start)
-        asked = Asked(
+        asked = ForwardOptions(
             use_cache=use_cache,
             past_key_values=past_key_values,
             output_logits=output_logits,
@@ -245,7 +245,7 @@ class TokenModel(CausalModel):
         hidden: torch.Tensor,
         mask: AttentionMask,
         position_ids: torch.Tensor | None,
-        start: Place,
+        start: Offset,
     ) -> tuple[torch.Tensor, PositionBias | None]:
         """What the first layer gets of the tokens' embeddings (batch, seq, dim_model), and the
         `position_bias` of all layers; the cache holds `start` tokens.
@@ -254,7 +254,7 @@ class TokenModel(CausalModel):
 
 
 class CausalSteps(FixedSteps):
-    """Steps of a model that has places told.
+    """Decode steps of a model that is given position ids.
 
     Attributes:
         cache: keys and values; its memory stays where it is.
@@ -330,7 +330,7 @@ class CausalDecoding(Decoding):
     def fix(
         self, do: Callable[[Work], torch.Tensor], steps: FixedSteps | None = None
     ) -> FixedSteps | None:
-        """As in Decoding: for models that have places told, and padding that is in front."""
+        """As in Decoding: for models that are given position ids, and left padding."""
         if not self._model.TELLS_PLACES or self._inputs:
             return None
         begin = self.prefix.new_zeros(self._num_rows)

@@ -17,7 +17,7 @@ from model_center.layer.mask import AttentionMask, causal_pairs, last_queries
 from model_center.layer.position_embedding.relative import RelativePositionEmbedding
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import policy_of
-from model_center.model.causal import Asked, CausalModel
+from model_center.model.causal import CausalModel, ForwardOptions
 from model_center.model.inputs import attention_mask_of, embedded, past_length
 
 
@@ -109,7 +109,7 @@ class CPM1(CausalModel):
         positions = (
             torch.arange(end, device=hidden.device) if position_ids is None else position_ids
         )
-        asked = Asked(
+        asked = ForwardOptions(
             use_cache=use_cache,
             past_key_values=past_key_values,
             output_logits=output_logits,

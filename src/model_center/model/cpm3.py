@@ -80,7 +80,7 @@ class CPM3Config(CPM1Config):
 class CPM3(CPM1):
     """The language model CPM-3.
 
-    `token_type_ids` are segments, between which a number of each pair stands for the distance.
+    `token_type_ids` are segments, where a learned number per pair replaces the distance.
     """
 
     _CONFIG_TYPE = CPM3Config
@@ -123,7 +123,7 @@ class CPM3(CPM1):
     def decoding(
         self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]
     ) -> Decoding:
-        """As in CausalModel; numbers outside of the tables are told on all ranks."""
+        """As in CausalModel; numbers outside of the tables raise an error on all ranks."""
         rows = self.prompt_embedding.num_embeddings
         check_at_most(
             "the prompt, the first ids of input_ids,",

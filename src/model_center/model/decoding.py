@@ -1,4 +1,4 @@
-"""Decoding: sequences that grow token by token, with the keys and values of what is there.
+"""Decoding: sequences that grow token by token, with a cache of their keys and values.
 
 What generation asks of a model.
 """
@@ -108,7 +108,7 @@ class Decoding(abc.ABC):
         Args:
             do: does the work of a step, by a recording of it for example.
             steps: those of an earlier generation with this model, of as many rows and with room for
-                all tokens of this one: it goes on with their memory. None to make them.
+                all tokens of this one: their memory is reused. None to allocate it.
 
         Returns them; None if there can be none, which depends on the model and the prompts: then
         nothing changes.
@@ -128,7 +128,7 @@ class Decoding(abc.ABC):
         return None
 
     def resume(self, do: Callable[[Work], torch.Tensor], steps: FixedSteps) -> None:
-        """Go on with steps after the work of `prompts` was done; arguments as in `fix`."""
+        """Continue with steps after the work of `prompts`; arguments as in `fix`."""
         raise NotImplementedError
 
     def end(self) -> None:

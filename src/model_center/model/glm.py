@@ -22,7 +22,7 @@ from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask, causal_pairs
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import policy_of
-from model_center.model.causal import Asked, CausalDecoding, CausalModel, lengthened
+from model_center.model.causal import CausalDecoding, CausalModel, ForwardOptions, lengthened
 from model_center.model.cpm1 import prefix_mask
 from model_center.model.decoding import check_inputs
 from model_center.model.inputs import (
@@ -39,7 +39,7 @@ from model_center.weights.keymap import (
     FFN_NORM,
     FFN_OUT,
     KeyMap,
-    Piece,
+    TensorPart,
     both,
     packed,
     renamed,
@@ -152,7 +152,7 @@ class GLM(CausalModel):
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model), with all
-                that is said below of ids.
+                as described below for ids.
             position_ids, block_position_ids: (batch, tokens), those of a cache included; found by
                 `places` if None.
             sep: (batch,), the number of tokens of the context, padding before them included: the
@@ -187,7 +187,7 @@ class GLM(CausalModel):
             positions_from(given, start, hidden) for given in (position_ids, block_position_ids)
         )
         hidden = hidden + self.position_embedding(places) + self.block_position_embedding(inner)
-        asked = Asked(
+        asked = ForwardOptions(
             use_cache=use_cache,
             past_key_values=past_key_values,
             output_logits=output_logits,
@@ -288,9 +288,9 @@ class GLM(CausalModel):
     def key_map(cls, config: GLMConfig) -> KeyMap:
         """Where each tensor is in a checkpoint of THUDM's repositories `glm-*`."""
         pieces = {
-            "input_embedding.weight": Piece("word_embeddings.weight"),
-            "position_embedding.weight": Piece("transformer.position_embeddings.weight"),
-            "block_position_embedding.weight": Piece(
+            "input_embedding.weight": TensorPart("word_embeddings.weight"),
+            "position_embedding.weight": TensorPart("transformer.position_embeddings.weight"),
+            "block_position_embedding.weight": TensorPart(
                 "transformer.block_position_embeddings.weight"
             ),
             **both("encoder.output_layernorm", "transformer.final_layernorm"),
@@ -311,7 +311,7 @@ class GLM(CausalModel):
 
 
 class GLMDecoding(CausalDecoding):
-    """Prompts whose last span goes on."""
+    """Prompts whose last span is continued."""
 
     def _extended(self, name: str, value: torch.Tensor, length: int) -> torch.Tensor:
         """Inside a span the outer position and `sep` stay, and the inner position grows."""

@@ -17,7 +17,7 @@ from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder
 from model_center.model.base import policy_of
 from model_center.model.causal import TokenModel
-from model_center.model.inputs import Place, positions_from
+from model_center.model.inputs import Offset, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -25,7 +25,7 @@ from model_center.weights.keymap import (
     FFN_NORM,
     FFN_OUT,
     KeyMap,
-    Piece,
+    TensorPart,
     both,
     packed,
     renamed,
@@ -120,7 +120,7 @@ class GPT2(TokenModel):
         hidden: torch.Tensor,
         mask: AttentionMask,
         position_ids: torch.Tensor | None,
-        start: Place,
+        start: Offset,
     ) -> tuple[torch.Tensor, PositionBias | None]:
         """As in TokenModel: positions have embeddings."""
         positions = positions_from(position_ids, start, hidden, self.config.position_size)
@@ -136,12 +136,12 @@ class GPT2(TokenModel):
     def key_map(cls, config: GPT2Config) -> KeyMap:
         """Where each tensor is in a checkpoint of GPT2LMHeadModel."""
         pieces = {
-            "input_embedding.weight": Piece("transformer.wte.weight"),
-            "position_embedding.weight": Piece("transformer.wpe.weight"),
+            "input_embedding.weight": TensorPart("transformer.wte.weight"),
+            "position_embedding.weight": TensorPart("transformer.wpe.weight"),
             **both("encoder.output_layernorm", "transformer.ln_f"),
         }
         if not config.tied:
-            pieces["output_projection.weight"] = Piece("lm_head.weight")
+            pieces["output_projection.weight"] = TensorPart("lm_head.weight")
         width = config.num_heads * config.dim_head
         norms = {ATTENTION_NORM: "ln_1", FFN_NORM: "ln_2"}
         maps = {ATTENTION_OUT: "attn.c_proj", FFN_IN: "mlp.c_fc", FFN_OUT: "mlp.c_proj"}

@@ -21,7 +21,7 @@ from model_center.layer.transformer import Encoder
 from model_center.model.base import policy_of
 from model_center.model.causal import TokenModel
 from model_center.model.gpt2 import sizes_of
-from model_center.model.inputs import Place, positions_from
+from model_center.model.inputs import Offset, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -30,7 +30,7 @@ from model_center.weights.keymap import (
     FFN_OUT,
     PROJECTIONS,
     KeyMap,
-    Piece,
+    TensorPart,
     both,
     renamed,
 )
@@ -136,7 +136,7 @@ class GPTj(TokenModel):
         hidden: torch.Tensor,
         mask: AttentionMask,
         position_ids: torch.Tensor | None,
-        start: Place,
+        start: Offset,
     ) -> tuple[torch.Tensor, PositionBias | None]:
         """As in TokenModel: positions turn queries and keys. They are counted, whatever
         `position_ids` say, as in ModelCenter.
@@ -152,7 +152,7 @@ class GPTj(TokenModel):
     def key_map(cls, config: GPTjConfig) -> KeyMap:
         """Where each tensor is in a checkpoint of GPTJForCausalLM."""
         pieces = {
-            "input_embedding.weight": Piece("transformer.wte.weight"),
+            "input_embedding.weight": TensorPart("transformer.wte.weight"),
             **both("encoder.output_layernorm", "transformer.ln_f"),
             **both("output_projection", "lm_head"),
         }

@@ -1,4 +1,4 @@
-"""What stands on top of an encoder: the head of masked language models, and the pooler.
+"""Heads of an encoder: the masked language model head, and the pooler.
 
 ModelCenter has them in the file of each model, under that model's name.
 """

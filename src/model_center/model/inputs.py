@@ -11,7 +11,7 @@ from model_center.layer.cache import KeyValueCache
 from model_center.layer.mask import AttentionMask, mask_from, mask_of_lengths
 from model_center.layer.transformer import Past
 
-Place = int | torch.Tensor
+Offset = int | torch.Tensor
 
 
 def embedded(
@@ -60,7 +60,7 @@ def past_length(past_key_values: Past) -> int:
     return KeyValueCache.of(past_key_values, len(past_key_values)).length
 
 
-def past_place(past_key_values: Past) -> Place:
+def past_place(past_key_values: Past) -> Offset:
     """The same, or of a cache that is fixed the tensor that says it."""
     if isinstance(past_key_values, KeyValueCache):
         return past_key_values.place
@@ -71,7 +71,7 @@ def attention_mask_of(
     attention_mask: torch.Tensor | AttentionMask | None,
     length: torch.Tensor | None,
     hidden: torch.Tensor,
-    start: Place = 0,
+    start: Offset = 0,
     *,
     causal: bool = False,
     length_counts: bool = False,
@@ -121,7 +121,7 @@ def _check_length(length: object, num_rows: int) -> None:
 
 def positions_from(
     position_ids: torch.Tensor | None,
-    start: Place,
+    start: Offset,
     hidden: torch.Tensor,
     table_size: int | None = None,
 ) -> torch.Tensor:

@@ -19,7 +19,7 @@ from model_center.layer.position_embedding.rotary import RotaryEmbeddingESM
 from model_center.layer.transformer import Encoder, Past
 from model_center.layer.variant import PLAIN, LayerVariant
 from model_center.model.base import policy_of
-from model_center.model.causal import Asked, CausalModel
+from model_center.model.causal import CausalModel, ForwardOptions
 from model_center.model.inputs import attention_mask_of, embedded, past_place, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
@@ -28,7 +28,7 @@ from model_center.weights.keymap import (
     FFN_OUT,
     PROJECTIONS,
     KeyMap,
-    Piece,
+    TensorPart,
     renamed,
 )
 
@@ -185,7 +185,7 @@ class Llama(CausalModel):
         )
         mask = mask._replace(window=self.config.sliding_window if mask.causal else None)
         tables = self.position_bias.tables(positions_from(position_ids, start, hidden))
-        asked = Asked(
+        asked = ForwardOptions(
             use_cache=use_cache,
             past_key_values=past_key_values,
             output_logits=output_logits,
@@ -199,11 +199,11 @@ class Llama(CausalModel):
     def key_map(cls, config: LlamaConfig) -> KeyMap:
         """Where each tensor is in a checkpoint of LlamaForCausalLM."""
         pieces = {
-            "input_embedding.weight": Piece("model.embed_tokens.weight"),
-            "encoder.output_layernorm.weight": Piece("model.norm.weight"),
+            "input_embedding.weight": TensorPart("model.embed_tokens.weight"),
+            "encoder.output_layernorm.weight": TensorPart("model.norm.weight"),
         }
         if not config.tied:
-            pieces["output_projection.weight"] = Piece("lm_head.weight")
+            pieces["output_projection.weight"] = TensorPart("lm_head.weight")
         for layer in range(config.num_layers):
             pieces |= cls._layer(config, f"encoder.layers.{layer}.", f"model.layers.{layer}.")
         return KeyMap(
@@ -215,7 +215,7 @@ class Llama(CausalModel):
         )
 
     @classmethod
-    def _layer(cls, config: LlamaConfig, ours: str, theirs: str) -> dict[str, Piece]:
+    def _layer(cls, config: LlamaConfig, ours: str, theirs: str) -> dict[str, TensorPart]:
         variant, weight = config.layer_variant(), ["weight"]
         out_bias = config.att_bias if variant.out_bias is None else variant.out_bias
         norms = {ATTENTION_NORM: "input_layernorm", FFN_NORM: "post_attention_layernorm"}

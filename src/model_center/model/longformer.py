@@ -13,7 +13,7 @@ import torch
 from model_center.errors import ConfigError, InputError
 from model_center.layer.mask import mask_of_lengths
 from model_center.layer.sparse_attention import SparseMask, sparse_mask
-from model_center.model.causal import Asked
+from model_center.model.causal import ForwardOptions
 from model_center.model.heads import LanguageModelHead, Pooler
 from model_center.model.inputs import embedded, positions_after_padding, positions_from
 from model_center.model.masked import MaskedConfig, MaskedModel, masked_key_map
@@ -137,7 +137,7 @@ class Longformer(MaskedModel):
             positions = positions_after_padding(input_ids, 0, hidden, None, self.config)
         else:
             positions = positions_from(position_ids, 0, hidden)
-        asked = Asked(
+        asked = ForwardOptions(
             output_logits=output_logits or return_logits,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,

@@ -17,7 +17,7 @@ from model_center.layer.feedforward import GATED
 from model_center.layer.linear import Linear
 from model_center.layer.transformer import Encoder
 from model_center.model.base import BaseModel, policy_of
-from model_center.model.causal import Asked
+from model_center.model.causal import ForwardOptions
 from model_center.model.heads import LanguageModelHead, Pooler
 from model_center.weights.keymap import (
     ATTENTION_NORM,
@@ -27,7 +27,7 @@ from model_center.weights.keymap import (
     FFN_OUT,
     PROJECTIONS,
     KeyMap,
-    Piece,
+    TensorPart,
     both,
     renamed,
 )
@@ -158,7 +158,7 @@ class MaskedModel(BaseModel):
         positions: torch.Tensor,
         token_type_ids: torch.Tensor | None,
         mask: Mask,
-        asked: Asked,
+        asked: ForwardOptions,
         *,
         output_pooler_output: bool,
     ) -> Any:
@@ -209,7 +209,7 @@ def masked_key_map(
     ignored: tuple[str, ...] = (r"embeddings\.position_ids$", r"^cls\.seq_relationship\.")
     decoder, substitutes = head["decoder"], {}
     if config.tied:
-        pieces["lm_head.decoder.bias"] = Piece(head["bias"])
+        pieces["lm_head.decoder.bias"] = TensorPart(head["bias"])
         tied = {
             f"{decoder}.bias": head["bias"],
             f"{decoder}.weight": prefix + "embeddings.word_embeddings.weight",
@@ -228,16 +228,20 @@ def masked_key_map(
     )
 
 
-def _encoder_pieces(config: MaskedConfig, prefix: str, global_attention: bool) -> dict[str, Piece]:
+def _encoder_pieces(
+    config: MaskedConfig, prefix: str, global_attention: bool
+) -> dict[str, TensorPart]:
     """Embeddings, layers and pooler.
 
     Norms there follow each part: that before attention is the last one of the layer below, or of
     the embeddings.
     """
     pieces = {
-        "input_embedding.weight": Piece(prefix + "embeddings.word_embeddings.weight"),
-        "position_embedding.weight": Piece(prefix + "embeddings.position_embeddings.weight"),
-        "token_type_embedding.weight": Piece(prefix + "embeddings.token_type_embeddings.weight"),
+        "input_embedding.weight": TensorPart(prefix + "embeddings.word_embeddings.weight"),
+        "position_embedding.weight": TensorPart(prefix + "embeddings.position_embeddings.weight"),
+        "token_type_embedding.weight": TensorPart(
+            prefix + "embeddings.token_type_embeddings.weight"
+        ),
     }
     maps = {
         name: f"attention.self.{other}"

@@ -19,7 +19,7 @@ from model_center.layer.transformer import Encoder
 from model_center.layer.variant import LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import TokenModel
-from model_center.model.inputs import Place, positions_from
+from model_center.model.inputs import Offset, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -28,7 +28,7 @@ from model_center.weights.keymap import (
     FFN_OUT,
     PROJECTIONS,
     KeyMap,
-    Piece,
+    TensorPart,
     both,
     renamed,
 )
@@ -169,7 +169,7 @@ class OPT(TokenModel):
         hidden: torch.Tensor,
         mask: AttentionMask,
         position_ids: torch.Tensor | None,
-        start: Place,
+        start: Offset,
     ) -> tuple[torch.Tensor, PositionBias | None]:
         """As in TokenModel, but `inputs_embeds` are as wide as the embedding, and `position_ids`
         are rows of the table of positions, of which 2 is that of the first token; without them
@@ -206,8 +206,8 @@ class OPT(TokenModel):
         """Where each tensor is in a checkpoint of OPTForCausalLM."""
         table = "model.decoder.embed_tokens.weight"
         pieces = {
-            "input_embedding.weight": Piece(table),
-            "position_embedding.weight": Piece("model.decoder.embed_positions.weight"),
+            "input_embedding.weight": TensorPart(table),
+            "position_embedding.weight": TensorPart("model.decoder.embed_positions.weight"),
         }
         if config.dim_embedding:
             maps = {f"project_{way}": f"model.decoder.project_{way}" for way in ("in", "out")}
@@ -224,7 +224,7 @@ class OPT(TokenModel):
         )
 
 
-def _layer(config: OPTConfig, ours: str, theirs: str, below: str) -> dict[str, Piece]:
+def _layer(config: OPTConfig, ours: str, theirs: str, below: str) -> dict[str, TensorPart]:
     """One layer; with norms behind each part, that before attention is the `below` layer's last."""
     norms = {ATTENTION_NORM: theirs + "self_attn_layer_norm", FFN_NORM: theirs + "final_layer_norm"}
     if config.norms_behind:

@@ -37,7 +37,7 @@ class Seq2SeqConfig(RelativeConfig):
 class Seq2SeqModel(BaseModel):
     """An encoder and a decoder over one embedding; the head is tied, its own, or for classes."""
 
-    # What the decoder starts with in generation, where nothing else is said.
+    # What the decoder starts with in generation by default.
     DECODER_START: ClassVar[int] = 0
 
     def __init__(self, config: Seq2SeqConfig, embedding: Embedding) -> None:

@@ -16,7 +16,7 @@ from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
 from model_center.layer.feedforward import GATED
 from model_center.model.seq2seq import Seq2SeqConfig, Seq2SeqModel
-from model_center.weights.keymap import FFN_IN, FFN_NORM, FFN_OUT, KeyMap, Piece, renamed
+from model_center.weights.keymap import FFN_IN, FFN_NORM, FFN_OUT, KeyMap, TensorPart, renamed
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -74,7 +74,7 @@ class T5Config(Seq2SeqConfig):
         scaled = content.get("scale_decoder_outputs", tied and content.get("model_type") != "mt5")
         kind = content.get("feed_forward_proj", "relu")
         gated = kind.startswith("gated-")
-        # "gated-gelu" stands for the tanh form, in which the models were trained.
+        # "gated-gelu" means the tanh form, with which the models were trained.
         act = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
         return super().from_hugging_face(content) | {
             "num_decoder_layers": content.get("num_decoder_layers") or content["num_layers"],
@@ -93,7 +93,7 @@ class T5Config(Seq2SeqConfig):
         self.refuse_unless(
             norm_bias=False, att_bias=False, ffn_bias=False, attn_scale=False, length_scale=False
         )
-        if self.ffn_activate_fn == "gated_gelu":  # "gated-gelu" stands for the tanh form there
+        if self.ffn_activate_fn == "gated_gelu":  # "gated-gelu" means the tanh form there
             self.refuse_unless(ffn_activate_fn="gated_gelu_new")
         if not self.tied:
             self.refuse_unless(proj_bias=False)
@@ -135,18 +135,20 @@ class T5(Seq2SeqModel):
     @classmethod
     def key_map(cls, config: T5Config) -> KeyMap:
         """Where each tensor is in a checkpoint of T5ForConditionalGeneration."""
-        pieces = {"input_embedding.weight": Piece("shared.weight")}
+        pieces = {"input_embedding.weight": TensorPart("shared.weight")}
         tied = {f"{part}.embed_tokens.weight": "shared.weight" for part in ("encoder", "decoder")}
         head = {"lm_head.weight": "shared.weight"}
         if not config.tied:
-            pieces["output_projection.weight"] = Piece("lm_head.weight")
+            pieces["output_projection.weight"] = TensorPart("lm_head.weight")
         for part, short, depth in (
             ("encoder", "enc", config.num_encoder_layers),
             ("decoder", "dec", config.num_decoder_layers),
         ):
             bias = f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-            pieces[f"position_bias_{short}.relative_attention_bias"] = Piece(bias)
-            pieces[f"{part}.output_layernorm.weight"] = Piece(f"{part}.final_layer_norm.weight")
+            pieces[f"position_bias_{short}.relative_attention_bias"] = TensorPart(bias)
+            pieces[f"{part}.output_layernorm.weight"] = TensorPart(
+                f"{part}.final_layer_norm.weight"
+            )
             for layer in range(depth):
                 pieces |= _layer(
                     config,
@@ -166,7 +168,7 @@ class T5(Seq2SeqModel):
         )
 
 
-def _layer(config: T5Config, ours: str, theirs: str, is_decoder: bool) -> dict[str, Piece]:
+def _layer(config: T5Config, ours: str, theirs: str, is_decoder: bool) -> dict[str, TensorPart]:
     names = _attention("self_att.", "0.", "SelfAttention")
     if is_decoder:
         names |= _attention("cross_att.", "1.", "EncDecAttention")

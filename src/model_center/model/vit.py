@@ -28,7 +28,7 @@ from model_center.weights.keymap import (
     FFN_OUT,
     PROJECTIONS,
     KeyMap,
-    Piece,
+    TensorPart,
     both,
     renamed,
 )
@@ -241,8 +241,8 @@ class ViT(BaseModel):
     def key_map(cls, config: VitConfig) -> KeyMap:
         """Where each tensor is in a checkpoint of ViTForImageClassification."""
         pieces = {
-            "patch_embed.cls_token": Piece("vit.embeddings.cls_token"),
-            "patch_embed.pos_embed": Piece("vit.embeddings.position_embeddings"),
+            "patch_embed.cls_token": TensorPart("vit.embeddings.cls_token"),
+            "patch_embed.pos_embed": TensorPart("vit.embeddings.position_embeddings"),
             **both("patch_embed.proj", "vit.embeddings.patch_embeddings.projection"),
             **both("blocks.output_layernorm", "vit.layernorm"),
             **both("head", "classifier"),

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizer
 
 from model_center.errors import DataError
 from model_center.tokenizer import word_pieces
-from model_center.tokenizer.identified import Identified
+from model_center.tokenizer.by_identifier import ByIdentifier
 from model_center.tokenizer.word_pieces import LINE, SPACE
 
 
-class CPM1Tokenizer(Identified, PreTrainedTokenizer):
+class CPM1Tokenizer(ByIdentifier, PreTrainedTokenizer):
     """Jieba's words, cut into the longest pieces of the vocabulary; blanks have tokens.
 
     It does all that a tokenizer of transformers does (batches, pairs, padding, truncation,

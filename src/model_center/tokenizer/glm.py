@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizer
 
 from model_center.errors import DataError
 from model_center.optional import package
-from model_center.tokenizer.identified import Identified
+from model_center.tokenizer.by_identifier import ByIdentifier
 
 # Special tokens by their distance from the first id after the pieces; in the published vocabulary
 # that is 50000.
@@ -20,7 +20,7 @@ SPECIALS = {"[PAD]": 0, "[CLS]": 2, "[S]": 6, "[E]": 7, "[MASK]": 8}
 FIRST_SPECIAL = 50000
 
 
-class GLMTokenizer(Identified, PreTrainedTokenizer):
+class GLMTokenizer(ByIdentifier, PreTrainedTokenizer):
     """SentencePiece pieces; `[CLS]` is 50002, `[S]` 50006, `[E]` 50007, `[MASK]` 50008.
 
     It does all that a tokenizer of transformers does. No special tokens are added to a text; those

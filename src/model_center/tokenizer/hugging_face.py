@@ -16,17 +16,17 @@ import transformers
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from model_center.tokenizer.identified import Identified
+from model_center.tokenizer.by_identifier import ByIdentifier
 from model_center.tokenizer.serialized import read, with_steps
 
-Found = TypeVar("Found", bound="Borrowed")
+Found = TypeVar("Found", bound="FastTokenizer")
 # Version 5 makes some of the names that all versions have when they are asked for.
 theirs: Any = transformers
 # SentencePiece's visible blank, as a step of a `tokenizer.json`
 BLANKS = {"type": "Metaspace", "replacement": "\u2581"}
 
 
-class Borrowed(Identified, PreTrainedTokenizerFast):
+class FastTokenizer(ByIdentifier, PreTrainedTokenizerFast):
     """A tokenizer of transformers, written in Rust, under this project's identifiers.
 
     `transformers` 4 and 5 read the same files in part by different rules. A `tokenizer.json` is
@@ -66,24 +66,24 @@ class Borrowed(Identified, PreTrainedTokenizerFast):
         kind = next(
             base
             for base in cls.__mro__
-            if issubclass(base, PreTrainedTokenizerFast) and not issubclass(base, Borrowed)
+            if issubclass(base, PreTrainedTokenizerFast) and not issubclass(base, FastTokenizer)
         )
         return kind.convert_to_native_format(trust_remote_code, **files)
 
 
-class BertTokenizer(Borrowed, theirs.BertTokenizerFast):
+class BertTokenizer(FastTokenizer, theirs.BertTokenizerFast):
     """WordPiece of BERT, Lawformer and Chinese RoBERTa."""
 
 
-class RobertaTokenizer(Borrowed, theirs.RobertaTokenizerFast):
+class RobertaTokenizer(FastTokenizer, theirs.RobertaTokenizerFast):
     """Byte-level BPE of RoBERTa."""
 
 
-class LongformerTokenizer(Borrowed, theirs.RobertaTokenizerFast):
+class LongformerTokenizer(FastTokenizer, theirs.RobertaTokenizerFast):
     """RoBERTa's, under Longformer's name. Lawformer's is a `BertTokenizer`."""
 
 
-class T5Tokenizer(Borrowed, theirs.T5TokenizerFast):
+class T5Tokenizer(FastTokenizer, theirs.T5TokenizerFast):
     """Unigram pieces and sentinels of T5, mT5, T5 v1.1, Flan-T5 and Mengzi."""
 
     @classmethod
@@ -109,25 +109,25 @@ class T5Tokenizer(Borrowed, theirs.T5TokenizerFast):
         )
 
 
-class GPT2Tokenizer(Borrowed, theirs.GPT2TokenizerFast):
+class GPT2Tokenizer(FastTokenizer, theirs.GPT2TokenizerFast):
     """Byte-level BPE of GPT-2."""
 
 
-class GPTjTokenizer(Borrowed, theirs.GPT2TokenizerFast):
+class GPTjTokenizer(FastTokenizer, theirs.GPT2TokenizerFast):
     """GPT-2's, with the extra tokens that GPT-J's files add."""
 
 
-class OPTTokenizer(Borrowed, theirs.GPT2TokenizerFast):
+class OPTTokenizer(FastTokenizer, theirs.GPT2TokenizerFast):
     """GPT-2's BPE with OPT's vocabulary, which starts every text with `</s>`."""
 
 
-class LlamaTokenizer(Borrowed, theirs.LlamaTokenizerFast):
+class LlamaTokenizer(FastTokenizer, theirs.LlamaTokenizerFast):
     """SentencePiece BPE of LLaMA 1 and 2; the byte-level BPE of LLaMA 3's files."""
 
     def __init__(
         self, *args: Any, tokenizer_file: str | os.PathLike[str] | None = None, **kwargs: Any
     ) -> None:
-        """A tokenizer with transformers' arguments for its class; see `Borrowed`."""
+        """A tokenizer with transformers' arguments for its class; see `FastTokenizer`."""
         super().__init__(*args, tokenizer_file=tokenizer_file, **kwargs)
         if tokenizer_file is None or {"add_bos_token", "add_eos_token"} & kwargs.keys():
             return
@@ -187,7 +187,7 @@ class MistralTokenizer(LlamaTokenizer):
 
 
 # transformers 4.36 has none: a `tokenizer.json` can be read by what all have
-class Qwen2Tokenizer(Borrowed, getattr(theirs, "Qwen2TokenizerFast", PreTrainedTokenizerFast)):  # type: ignore[misc]
+class Qwen2Tokenizer(FastTokenizer, getattr(theirs, "Qwen2TokenizerFast", PreTrainedTokenizerFast)):  # type: ignore[misc]
     """Byte-level BPE of Qwen 2, 2.5 and 3."""
 
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012 (transformers' attribute)

@@ -49,7 +49,7 @@ def with_steps(backend: Tokenizer, **steps: Any) -> Tokenizer:
     return parsed(json.loads(backend.to_str()) | steps, "the vocabulary")
 
 
-def parsed(told: dict[str, Any], source: str) -> Tokenizer:
+def parsed(given: dict[str, Any], source: str) -> Tokenizer:
     """The tokenizer of what a `tokenizer.json` says; `source` is named in errors.
 
     Raises:
@@ -57,12 +57,12 @@ def parsed(told: dict[str, Any], source: str) -> Tokenizer:
     """
     remedy = "it needs a newer one, and the transformers that goes with that."
     try:
-        backend = _accepted(told)
+        backend = _accepted(given)
     except Exception as error:  # tokenizers raises no other class
         raise DataError(
             f"tokenizers {tokenizers.__version__} cannot read {source}: {error}; {remedy}"
         ) from error
-    lost = _unusual(told) - _unusual(json.loads(backend.to_str()))
+    lost = _unusual(given) - _unusual(json.loads(backend.to_str()))
     if lost:
         raise DataError(
             f"tokenizers {tokenizers.__version__} does not know {', '.join(sorted(lost))}, without "
@@ -71,17 +71,17 @@ def parsed(told: dict[str, Any], source: str) -> Tokenizer:
     return backend
 
 
-def _accepted(told: dict[str, Any]) -> Tokenizer:
+def _accepted(given: dict[str, Any]) -> Tokenizer:
     try:
-        return Tokenizer.from_str(json.dumps(told))
+        return Tokenizer.from_str(json.dumps(given))
     except Exception:
-        return Tokenizer.from_str(json.dumps(_older_spelling(told)))
+        return Tokenizer.from_str(json.dumps(_older_spelling(given)))
 
 
-def _older_spelling(told: dict[str, Any]) -> dict[str, Any]:
+def _older_spelling(given: dict[str, Any]) -> dict[str, Any]:
     """As `tokenizers` before 0.20 wrote it: merges are strings, and blanks have a field more."""
-    steps = {name: _with_field(step) for name, step in told.items() if name != "model"}
-    model = dict(told["model"])
+    steps = {name: _with_field(step) for name, step in given.items() if name != "model"}
+    model = dict(given["model"])
     if "merges" in model:
         model["merges"] = [
             pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]
@@ -102,11 +102,11 @@ def _with_field(step: Any) -> Any:
     return added | {name: _with_field(item) for name, item in step.items()}
 
 
-def _unusual(told: Any) -> set[str]:
+def _unusual(given: Any) -> set[str]:
     """The names in UNKNOWN that are there with another value."""
-    if isinstance(told, list):
-        return set().union(*map(_unusual, told))
-    if not isinstance(told, dict):
+    if isinstance(given, list):
+        return set().union(*map(_unusual, given))
+    if not isinstance(given, dict):
         return set()
-    here = {name for name, usual in UNKNOWN.items() if told.get(name, usual) != usual}
-    return here.union(*(_unusual(told[name]) for name in told.keys() - {"vocab", "merges"}))
+    here = {name for name, usual in UNKNOWN.items() if given.get(name, usual) != usual}
+    return here.union(*(_unusual(given[name]) for name in given.keys() - {"vocab", "merges"}))

@@ -12,7 +12,7 @@ from bmtrain.errors import CheckpointError
 from model_center.errors import DataError
 from model_center.tokenizer import segmenter
 
-SPACE = "\ufff2"  # stands for a space while words are looked for: a character that no text has
+SPACE = "\ufff2"  # replaces a space while words are split: a character that no text has
 LINE = "\ufff3"  # and for the end of a line
 LONGEST_WORD = 200
 

@@ -19,7 +19,7 @@ from model_center.errors import ConfigError, WeightsError, with_nearest
 from model_center.layer.linear import Linear
 from model_center.model.base import BaseModel
 from model_center.optional import package
-from model_center.weights.keymap import Piece
+from model_center.weights.keymap import TensorPart
 from model_center.weights.staging import Staging, writing
 from model_center.weights.tokenizers import save_tokenizer
 
@@ -176,7 +176,9 @@ def layers_to_adapt(model: BaseModel, targets: Sequence[str]) -> list[str]:
     return _chosen(model, targets, _pieces(model))
 
 
-def _chosen(model: BaseModel, targets: Sequence[str], pieces: Mapping[str, Piece]) -> list[str]:
+def _chosen(
+    model: BaseModel, targets: Sequence[str], pieces: Mapping[str, TensorPart]
+) -> list[str]:
     """The paths of the linear layers that are named."""
     layers = {
         name: {name.rpartition(".")[2], _layer_of(pieces.get(name + OURS))}
@@ -195,7 +197,7 @@ def _chosen(model: BaseModel, targets: Sequence[str], pieces: Mapping[str, Piece
     return [name for name, names in layers.items() if names & set(targets)]
 
 
-def _pieces(model: BaseModel) -> Mapping[str, Piece]:
+def _pieces(model: BaseModel) -> Mapping[str, TensorPart]:
     if not model.config.model_type:
         raise ConfigError(
             f"transformers has no {type(model).__name__}: adapters for it cannot be written."
@@ -203,18 +205,18 @@ def _pieces(model: BaseModel) -> Mapping[str, Piece]:
     return type(model).key_map(model.config).pieces
 
 
-def _layer_name(piece: Piece | None) -> str | None:
+def _layer_name(piece: TensorPart | None) -> str | None:
     """Transformers' path of the module with a weight; None where it has no module of its own."""
     if piece is None or piece.rows is not None or piece.transpose:
         return None
     return piece.name.removesuffix(OURS)
 
 
-def _layer_of(piece: Piece | None) -> str:
+def _layer_of(piece: TensorPart | None) -> str:
     return "" if piece is None else piece.name.removesuffix(OURS).rpartition(".")[2]
 
 
-def _their_name(name: str, piece: Piece | None) -> str:
+def _their_name(name: str, piece: TensorPart | None) -> str:
     """`encoder...project_q` as `model...q_proj`."""
     found = _layer_name(piece)
     if found is None:

@@ -11,8 +11,8 @@ import torch
 
 from bmtrain.checkpoint.source import Header
 from model_center.errors import WeightsError
-from model_center.weights.keymap import KeyMap, Piece
-from model_center.weights.origin import NOTHING, Origin
+from model_center.weights.extras import NOTHING, FolderExtras
+from model_center.weights.keymap import KeyMap, TensorPart
 from model_center.weights.safetensors_writer import SafetensorsWriter
 
 
@@ -21,7 +21,7 @@ class Target:
     """One of their tensors: what it is made of."""
 
     header: Header
-    pieces: Mapping[str, Piece]  # by our names
+    pieces: Mapping[str, TensorPart]  # by our names
 
     @property
     def is_whole(self) -> bool:
@@ -47,9 +47,9 @@ def targets_of(key_map: KeyMap, headers: Mapping[str, Header]) -> dict[str, Targ
     Raises:
         WeightsError: if pieces of a tensor are missing or do not fit together.
     """
-    groups: dict[str, dict[str, Piece]] = {}
+    groups: dict[str, dict[str, TensorPart]] = {}
     for name in headers:
-        piece = key_map.pieces.get(name, Piece(name))
+        piece = key_map.pieces.get(name, TensorPart(name))
         groups.setdefault(piece.name, {})[name] = piece
     for name, piece in key_map.pieces.items():
         if piece.name in groups and name not in headers:
@@ -77,7 +77,7 @@ def _check_complete(key_map: KeyMap, ours: Collection[str]) -> None:
         )
 
 
-def _header(name: str, pieces: Mapping[str, Piece], headers: Mapping[str, Header]) -> Header:
+def _header(name: str, pieces: Mapping[str, TensorPart], headers: Mapping[str, Header]) -> Header:
     """Shape and dtype of their tensor `name`."""
     own = [headers[ours] for ours in pieces]
     rows = _num_rows(name, pieces)
@@ -93,7 +93,7 @@ def _header(name: str, pieces: Mapping[str, Piece], headers: Mapping[str, Header
     )
 
 
-def _num_rows(name: str, pieces: Mapping[str, Piece]) -> int | None:
+def _num_rows(name: str, pieces: Mapping[str, TensorPart]) -> int | None:
     """Rows, after turning, of a tensor of which pieces are rows; None if they are all of it."""
     spans = sorted({piece.rows for piece in pieces.values() if piece.rows is not None})
     end = 0
@@ -120,7 +120,7 @@ class Exporter:
         key_map: KeyMap,
         targets: Mapping[str, Target],
         writer: SafetensorsWriter,
-        origin: Origin = NOTHING,
+        origin: FolderExtras = NOTHING,
     ) -> None:
         self._key_map, self._targets, self._writer = key_map, targets, writer
         self._origin = origin
@@ -133,7 +133,7 @@ class Exporter:
             WeightsError: if it is to be the same as one that came before, and is not.
         """
         for name in written(names, self._key_map):
-            piece = self._key_map.pieces.get(name, Piece(name))
+            piece = self._key_map.pieces.get(name, TensorPart(name))
             target = self._targets[piece.name]
             if target.is_whole:
                 self._write(piece.name, tensor)
@@ -161,7 +161,7 @@ class _Assembly:
     def is_complete(self) -> bool:
         return not self._missing
 
-    def put(self, name: str, piece: Piece, tensor: torch.Tensor) -> None:
+    def put(self, name: str, piece: TensorPart, tensor: torch.Tensor) -> None:
         turned = self.tensor.t() if piece.transpose else self.tensor
         place = turned if piece.rows is None else turned[slice(*piece.rows)]
         before = self._there.setdefault(piece.rows, name)

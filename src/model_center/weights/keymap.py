@@ -19,8 +19,8 @@ ATTENTION_OUT, FFN_IN, FFN_OUT = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """What of one of THEIR tensors is one of ours.
+class TensorPart:
+    """The part of one tensor of a Hugging Face checkpoint that is one tensor of ours.
 
     Attributes:
         name: of theirs, with the key map's prefix where transformers' class with a head writes it.
@@ -55,7 +55,7 @@ class KeyMap:
             have: they are initialised.
     """
 
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, TensorPart]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -111,7 +111,7 @@ class KeyMap:
         return any(re.match(pattern, name) for pattern in self.new)
 
 
-def both(ours: str, theirs: str) -> dict[str, Piece]:
+def both(ours: str, theirs: str) -> dict[str, TensorPart]:
     """Weight and bias of one part."""
     return renamed({ours: theirs})
 
@@ -123,7 +123,7 @@ def renamed(
     *,
     kinds: Sequence[str] = ("weight", "bias"),
     transpose: bool = False,
-) -> dict[str, Piece]:
+) -> dict[str, TensorPart]:
     """The tensors of several parts, which have other names there.
 
     Args:
@@ -133,16 +133,16 @@ def renamed(
         transpose: whether their matrices are turned.
     """
     return {
-        f"{ours}{own}.{kind}": Piece(f"{theirs}{other}.{kind}", transpose and kind == "weight")
+        f"{ours}{own}.{kind}": TensorPart(f"{theirs}{other}.{kind}", transpose and kind == "weight")
         for own, other in parts.items()
         for kind in kinds
     }
 
 
-def packed(ours: str, theirs: str, width: int, *, transpose: bool = False) -> dict[str, Piece]:
+def packed(ours: str, theirs: str, width: int, *, transpose: bool = False) -> dict[str, TensorPart]:
     """A layer's query, key and value, which are one map there: `width` rows each."""
     return {
-        f"{ours}{name}.{kind}": Piece(
+        f"{ours}{name}.{kind}": TensorPart(
             f"{theirs}.{kind}", transpose and kind == "weight", (place * width, (place + 1) * width)
         )
         for place, name in enumerate(PROJECTIONS)

@@ -19,7 +19,7 @@ from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime import log
 from model_center.errors import WeightsError
 from model_center.layer.parameter import PlainParameter
-from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.keymap import KeyMap, TensorPart
 from model_center.weights.matching import Mapped, Match, check_coverage, match, under_any_prefix
 
 SHOWN = 8  # names listed in a message
@@ -125,7 +125,7 @@ def _as_ours(source: Source, found: Match, shapes: Mapping[str, tuple[int, ...]]
     if name in pieces and name in shapes:
         (rows, *width), there = shapes[name], source.headers[name].shape
         if there == (rows + 1, *width):
-            pieces[name] = Piece(name, rows=(0, rows))
+            pieces[name] = TensorPart(name, rows=(0, rows))
             notes.append(
                 f"{source.path}: {name!r} has {rows + 1} rows, the model {rows}; the last, "
                 "for padding, was left out."

@@ -12,7 +12,7 @@ from bmtrain.checkpoint.source import Header, Source
 from bmtrain.checkpoint.sources import without_prefix
 from bmtrain.shard.layout import round_up
 from model_center.errors import WeightsError
-from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.keymap import KeyMap, TensorPart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Match:
             other one is read.
     """
 
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, TensorPart]
     unexpected: list[str]
     copies: list[tuple[str, str]]
 
@@ -36,10 +36,10 @@ def match(key_map: KeyMap, ours: Iterable[str], theirs: Collection[str]) -> Matc
 
     Those that are not found are not in the result's pieces.
     """
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorPart] = {}
     copies: dict[str, str] = {}
     for name in ours:
-        piece = key_map.pieces.get(name, Piece(name))
+        piece = key_map.pieces.get(name, TensorPart(name))
         found = key_map.found_in(theirs, piece.name)
         if found:
             pieces[name] = dataclasses.replace(piece, name=found[0])
@@ -68,7 +68,7 @@ def under_any_prefix(source: Source, key_map: KeyMap) -> Source:
 class Mapped(Source):
     """A file of theirs under our names: pieces are cut out and turned while they are read."""
 
-    def __init__(self, source: Source, pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, source: Source, pieces: Mapping[str, TensorPart]) -> None:
         order = {name: place for place, name in enumerate(source.headers)}
         self._source = source
         self.pieces = dict(sorted(pieces.items(), key=lambda item: order[item[1].name]))
@@ -78,7 +78,7 @@ class Mapped(Source):
             {},
         )
 
-    def _header(self, name: str, piece: Piece) -> Header:
+    def _header(self, name: str, piece: TensorPart) -> Header:
         theirs = self._source.headers[piece.name]
         shape = theirs.shape
         if piece.transpose and len(shape) != 2:
@@ -152,7 +152,7 @@ class Mapped(Source):
         return held.copy_(self._source.mapped(piece.name)[:, begin + first : begin + last])
 
 
-def check_coverage(source: Source, pieces: Mapping[str, Piece]) -> None:
+def check_coverage(source: Source, pieces: Mapping[str, TensorPart]) -> None:
     """See that pieces which are rows of a tensor make all of it, if they are in the file.
 
     Raises:

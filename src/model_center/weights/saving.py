@@ -19,8 +19,8 @@ from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime import log
 from model_center.errors import WeightsError
 from model_center.weights.export import Exporter, targets_of, with_dtype, written
+from model_center.weights.extras import NOTHING, FolderExtras
 from model_center.weights.keymap import KeyMap
-from model_center.weights.origin import NOTHING, Origin
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size
 from model_center.weights.staging import CONFIG, MODEL_CENTER_FILE, Staging, writing
 from model_center.weights.tokenizers import save_tokenizer
@@ -35,7 +35,7 @@ def save_hugging_face(
     hf_config: Mapping[str, Any],
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
-    origin: Origin = NOTHING,
+    origin: FolderExtras = NOTHING,
 ) -> None:
     """Write config.json and safetensors files by `key_map`, on rank 0. Collective.
 
@@ -77,7 +77,7 @@ def save_model_center(
     folder: str | os.PathLike[str],
     config: Mapping[str, Any],
     tokenizer: Any = None,
-    origin: Origin = NOTHING,
+    origin: FolderExtras = NOTHING,
 ) -> None:
     """Write config.json and pytorch_model.pt under our names, on rank 0. Collective.
 
@@ -101,7 +101,7 @@ def _exporter(
     key_map: KeyMap,
     headers: Mapping[str, Header],
     max_shard_size: int | str,
-    origin: Origin,
+    origin: FolderExtras,
 ) -> Exporter:
     """An exporter that has written what the model itself does not hold."""
     targets = targets_of(key_map, headers)
@@ -138,7 +138,7 @@ def _on_writer(staging: Staging | None, step: Callable[[Staging], T]) -> T | Non
 
 @contextlib.contextmanager
 def _staged(
-    folder: str | os.PathLike[str], config: Mapping[str, Any], tokenizer: Any, origin: Origin
+    folder: str | os.PathLike[str], config: Mapping[str, Any], tokenizer: Any, origin: FolderExtras
 ) -> Iterator[Staging | None]:
     """A folder with all but the weights, put in place after the body on rank 0, None elsewhere.
 
@@ -160,7 +160,7 @@ def _staged(
 
 
 def _begin(
-    folder: pathlib.Path, config: Mapping[str, Any], tokenizer: Any, origin: Origin
+    folder: pathlib.Path, config: Mapping[str, Any], tokenizer: Any, origin: FolderExtras
 ) -> Staging:
     staging = Staging(folder)
     try:

@@ -8,7 +8,7 @@ import bmtrain as bmt
 from model_center.errors import InputError
 
 
-class Peers:
+class GenerationRanks:
     """The ranks that share the parameters of a model; one rank alone if they are not sharded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -23,29 +23,29 @@ class Peers:
         return self._are_several
 
     def all_can(self, own: bool) -> bool:
-        """Whether every rank can what this one can. Collective."""
+        """Whether `own` is true on every rank. Collective."""
         if not self._are_several:
             return own
         flag = torch.tensor([own], dtype=torch.int32, device=bmt.device())
         return bool(bmt.distributed.all_reduce(flag, "min"))
 
-    def who_goes_on(self, own: torch.Tensor) -> tuple[bool, bool]:
-        """Whether this rank goes on, bool () on its device, and whether any does.
+    def which_continue(self, own: torch.Tensor) -> tuple[bool, bool]:
+        """Whether this rank continues (`own`: bool () on its device), and whether any does.
 
-        Collective; waits for the device once.
+        Collective; synchronizes with the device once.
         """
         if not self._are_several:
-            goes_on = bool(own)
-            return goes_on, goes_on
+            continues = bool(own)
+            return continues, continues
         own = own.int()
         mine, anyone = torch.stack([own, bmt.distributed.all_reduce(own, "max")]).tolist()
         return bool(mine), bool(anyone)
 
     def agree(self, error: Exception | None) -> None:
-        """Raise this rank's error, or tell of another's, before anybody begins. Collective.
+        """Raise this rank's error, or one that names another rank's, before any begins. Collective.
 
         Raises:
-            InputError: where only others have one.
+            InputError: where only other ranks have one.
         """
         failed: list[int] = []
         if self._are_several:

@@ -1,4 +1,4 @@
-"""The forward passes of a generation on a rank whose weights are whole."""
+"""Runs prefill and decode steps on a rank whose weights are whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import torch
 from bmtrain.torch_internals import has_global_module_hooks, has_hooks, num_dispatch_modes
 from model_center.generation.fingerprint import HostStateFingerprint
 from model_center.generation.recording import Repeated, recorder_for
-from model_center.generation.session import First, Kept, Session, roomy
+from model_center.generation.session import (
+    RecordedPrefill,
+    RecordedSteps,
+    Session,
+    round_up_capacity,
+)
 from model_center.generation.weights import Weights, without_plans
 from model_center.model.decoding import Decoding, FixedSteps, Work
 
@@ -20,14 +25,14 @@ FEWEST_TOKENS = 8
 MOST_OF_PROMPTS = 2048
 
 
-class Passes:
-    """Passes that compute with `weights`, of which steps are recorded where they can be.
+class DecodeRunner:
+    """Forward passes of one generation; decode steps are recorded and replayed where possible.
 
     Args:
         model: the model, whose hooks a recording would not call.
         decoding: its part of the work.
-        weights: whole, and held as long as there are passes.
-        session: that of the generation; None for one by itself.
+        weights: whole, and held until the runner is closed.
+        session: of the generation; None if it shares nothing.
 
     Attributes:
         is_watched: whether the model has hooks, or torch a mode that looks at operations.
@@ -49,21 +54,19 @@ class Passes:
         )
         self._session = None if self.is_watched else session
         self._repeated = Repeated(None)
-        self._first: First | None = None
+        self._first: RecordedPrefill | None = None
         self._steps: FixedSteps | None = None
         self._places: Sequence[object] = []
-        # those of the last time that a step was not replayed; without a session nobody asks
+        # of the last step that was not replayed; needed by a session only
         self._fingerprint: HostStateFingerprint | None = None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Passes are inside. At the end the memory of the recording and of the cache is given back,
-        or left to the session.
-        """
+        """Run passes inside. On exit recording and cache are freed, or left to the session."""
         try:
             yield
             self._leave()
-        except GeneratorExit:  # a stream that nobody wants the rest of
+        except GeneratorExit:  # a stream that was abandoned
             self._leave()
             raise
         finally:
@@ -86,7 +89,7 @@ class Passes:
             room = 0  # that of the steps, to which the prompts are copied
         elif self._session is not None:
             length = decoding.prefix.shape[1]
-            room = roomy(length + num_new) - length
+            room = round_up_capacity(length + num_new) - length
         scores = self._within(lambda: decoding.start(room))().repeat_interleave(copies, 0)
         decoding.expand(copies)
         self._steps = decoding.fix(self._do, None if kept is None else kept.steps)
@@ -105,7 +108,7 @@ class Passes:
         return self._within(lambda: self._decoding.step(tokens, parents))()
 
     def renew(self) -> None:
-        """Before a step, where the program may have put other weights in the place of the old."""
+        """Called before a step where the program may have replaced weights."""
         places = self._where()
         if places != self._places:
             self._repeated.forget()
@@ -119,16 +122,16 @@ class Passes:
         # a session's memory is written on one stream, and nothing orders it with others
         return [*self._weights.addresses(), torch.cuda.current_stream(self._device)]
 
-    def _kept(self, num_new: int, copies: int) -> Kept | None:
-        """What the session has for this generation."""
+    def _kept(self, num_new: int, copies: int) -> RecordedSteps | None:
+        """Recorded steps of the session that this generation can replay."""
         if self._session is None:
             return None
         num_rows, length = self._decoding.prefix.shape
         now = HostStateFingerprint(self._model, self._device)
         return self._session.take(now, num_rows * copies, length + num_new, self._places)
 
-    def _first_of(self, kept: Kept, copies: int) -> First | None:
-        """The first pass as work that is the same for prompts of this shape, if it can be."""
+    def _first_of(self, kept: RecordedSteps, copies: int) -> RecordedPrefill | None:
+        """The prefill as work that can be replayed for prompts of this shape, if it can be."""
         first, decoding = kept.first, self._decoding
         if copies > 1 or decoding.prefix.numel() > MOST_OF_PROMPTS:
             return None
@@ -136,17 +139,17 @@ class Passes:
         if prompts is None:
             return None
         is_known = first is not None and first.prompts is prompts
-        return first if is_known else First(prompts, Repeated(recorder_for(self._device)))
+        return first if is_known else RecordedPrefill(prompts, Repeated(recorder_for(self._device)))
 
-    def _resumed(self, kept: Kept, first: First) -> torch.Tensor:
-        """Scores after the first pass, behind which the steps of another generation go on."""
+    def _resumed(self, kept: RecordedSteps, first: RecordedPrefill) -> torch.Tensor:
+        """Scores after the prefill; the recorded steps of the earlier generation follow."""
         scores = first.repeated(self._within(first.prompts.work))
         self._decoding.resume(self._do, kept.steps)
         self._steps, self._repeated, self._fingerprint = kept.steps, kept.repeated, kept.fingerprint
         return scores
 
     def _leave(self) -> None:
-        """To the session, what is recorded."""
+        """Leave the recorded steps to the session."""
         if (
             self._session is not None
             and self._steps is not None
@@ -154,14 +157,16 @@ class Passes:
             and self._repeated.is_recorded
         ):
             self._session.leave(
-                Kept(self._steps, self._repeated, self._first, self._places, self._fingerprint)
+                RecordedSteps(
+                    self._steps, self._repeated, self._first, self._places, self._fingerprint
+                )
             )
 
     def _do(self, work: Work) -> torch.Tensor:
         return self._repeated(lambda: self._noted(work))
 
     def _noted(self, work: Work) -> torch.Tensor:
-        """A step that is done or recorded, not replayed."""
+        """Run or record a step, without replaying."""
         if self._session is not None and self._repeated.can_record:
             self._fingerprint = HostStateFingerprint(self._model, self._device)
         return self._within(work)()

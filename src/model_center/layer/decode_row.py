@@ -1,4 +1,4 @@
-"""Linear maps that share an input of one row, as a step of generation has it, in one kernel."""
+"""Linear maps that share an input of one row, as in a decode step, fused into one kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model_center.layer.layernorm import LayerNorm
 from model_center.layer.linear import Linear
 
 
-def together(
+def fused_row_linear(
     x: torch.Tensor,
     maps: Sequence[torch.nn.Module],
     *,
@@ -21,15 +21,14 @@ def together(
     act: str | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """What linear maps make of one row, beside each other; None if they must be called themselves.
-
-    So it is where there are more rows, gradients or no GPU, and where one of the maps is more than
-    its weight and bias: adapters, hooks, quantised weights.
+    """The outputs of linear maps for one row, concatenated; None if they must be called themselves:
+    for more rows, with gradients, without a GPU, and where one of the maps is more than its weight
+    and bias (adapters, hooks, quantised weights).
 
     Args:
         x: (1, ..., 1, dim_in).
-        maps: those that read it.
-        norm: what x goes through first.
+        maps: the linear maps that read x.
+        norm: applied to x first.
         act: of one map, or of the first of two, which the second is multiplied by.
         residual: (1, ..., 1, dim_out), added to the result of one map.
 
@@ -37,16 +36,16 @@ def together(
     """
     if not is_row(x) or len(maps) > MOST_WEIGHTS:
         return None
-    linear = [one for one in maps if isinstance(one, Linear) and is_bare(one, Linear)]
+    linear = [one for one in maps if isinstance(one, Linear) and is_unmodified(one, Linear)]
     if len(linear) < len(maps) or not all(_is_product(one, x) for one in linear):
         return None
     sizes = {one.weight.shape[0] for one in linear}
-    # errors of shapes are torch's to tell: a kernel would read what is behind the memory
+    # torch reports wrong shapes; a kernel would read out of bounds
     is_uneven = act is not None and len(sizes) > 1
     if is_uneven or (residual is not None and {residual.numel()} != sizes):
         return None
     weight, eps = None, 0.0
-    if isinstance(norm, LayerNorm) and is_bare(norm, LayerNorm) and _is_scale(norm, x):
+    if isinstance(norm, LayerNorm) and is_unmodified(norm, LayerNorm) and _is_scale(norm, x):
         weight, eps = norm.weight, norm.eps
     elif norm is not None:
         x = norm(x)
@@ -63,7 +62,7 @@ def together(
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """`x W^T` of one row (1, ..., 1, dim_in) by a kernel; None where `together` gives None too."""
+    """`x W^T` of one row (1, ..., 1, dim_in) by a kernel; None as in `fused_row_linear`."""
     fits = is_row(x) and x.shape[-1] <= MOST_COLUMNS and weight.shape[1:] == x.shape[-1:]
     if not (fits and _are_plain(x, weight)):
         return None
@@ -76,9 +75,9 @@ def is_row(x: torch.Tensor) -> bool:
     return is_fused(x) and x.numel() == x.shape[-1]
 
 
-def is_bare(module: torch.nn.Module, *kinds: type[torch.nn.Module]) -> bool:
-    """Whether a call of the module is that of one of these classes: no subclass, hook or method of
-    its own.
+def is_unmodified(module: torch.nn.Module, *kinds: type[torch.nn.Module]) -> bool:
+    """Whether calling the module runs exactly the forward of one of these classes: it has no hooks,
+    no `forward` of its own, and is no subclass.
     """
     return (
         type(module) in kinds
@@ -88,9 +87,9 @@ def is_bare(module: torch.nn.Module, *kinds: type[torch.nn.Module]) -> bool:
     )
 
 
-def does_nothing(dropout: torch.nn.Module) -> bool:
-    """Whether it is a dropout that lets everything through."""
-    return is_bare(dropout, torch.nn.Dropout) and not dropout.training
+def is_inactive_dropout(dropout: torch.nn.Module) -> bool:
+    """Whether it is a dropout in evaluation mode."""
+    return is_unmodified(dropout, torch.nn.Dropout) and not dropout.training
 
 
 def _is_product(linear: Linear, x: torch.Tensor) -> bool:

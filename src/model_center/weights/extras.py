@@ -11,13 +11,13 @@ import torch
 
 from bmtrain.checkpoint.sources import open_source
 from model_center.hub.resolving import ALONGSIDE
-from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.keymap import KeyMap, TensorPart
 from model_center.weights.matching import match, under_any_prefix
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Origin:
-    """What of a folder a model has no place for, and how the folder spells the rest.
+class FolderExtras:
+    """Files and tensors of a folder that the model does not use, and the names of the others.
 
     Attributes:
         files: the content of files such as the tokenizer's, by name.
@@ -36,7 +36,7 @@ class Origin:
         return self.names.get(name, (name,))
 
 
-NOTHING = Origin({})
+NOTHING = FolderExtras({})
 
 
 def files_alongside(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
@@ -45,7 +45,7 @@ def files_alongside(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     return (path for path in sorted(found) if path.is_file())
 
 
-def origin_of(folder: str | os.PathLike[str], key_map: KeyMap | None) -> Origin:
+def extras_of(folder: str | os.PathLike[str], key_map: KeyMap | None) -> FolderExtras:
     """What to keep of a folder from which a model has been loaded.
 
     Args:
@@ -53,19 +53,19 @@ def origin_of(folder: str | os.PathLike[str], key_map: KeyMap | None) -> Origin:
     """
     files = {path.name: path.read_bytes() for path in files_alongside(folder)}
     if key_map is None:
-        return Origin(files)
+        return FolderExtras(files)
     source = under_any_prefix(open_source(folder), key_map)
     found = match(key_map, key_map.pieces, source.headers)
     if len(match(KeyMap({}), key_map.pieces, source.headers).pieces) > len(found.pieces):
-        return Origin(files)  # in our own names
+        return FolderExtras(files)  # in our own names
     names: dict[str, Sequence[str]] = {}
     for name in found.pieces:
-        theirs = key_map.pieces.get(name, Piece(name)).name
+        theirs = key_map.pieces.get(name, TensorPart(name)).name
         alike = {spelled for same in key_map.same_as(theirs) for spelled in key_map.spellings(same)}
         there = [held for held in key_map.found_in(source.headers, theirs) if held in alike]
         if there and there != [theirs]:
             names[theirs] = there
     used = {piece.name for piece in found.pieces.values()} | {copy for copy, _ in found.copies}
-    return Origin(
+    return FolderExtras(
         files, {name: source.mapped(name) for name in source.headers if name not in used}, names
     )

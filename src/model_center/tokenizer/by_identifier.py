@@ -12,10 +12,10 @@ from model_center.errors import DataError
 from model_center.hub.resolving import resolve
 from model_center.tokenizer.serialized import settings
 
-Found = TypeVar("Found", bound="Identified")
+Found = TypeVar("Found", bound="ByIdentifier")
 
 
-class Identified(PreTrainedTokenizerBase):
+class ByIdentifier(PreTrainedTokenizerBase):
     """A tokenizer whose `from_pretrained` knows our identifiers ("gpt2-base") too."""
 
     @classmethod
@@ -30,7 +30,7 @@ class Identified(PreTrainedTokenizerBase):
         `args` and `kwargs` are those of transformers.
 
         Raises:
-            IdentifierError: for a name that stands for nothing, naming the nearest ones.
+            IdentifierError: for an unknown name, naming the nearest ones.
             DataError: for a folder without a vocabulary.
         """
         folder = resolve(str(pretrained_model_name_or_path), "tokenizer")
@@ -74,7 +74,7 @@ class BaseTokenizer:
         `args` and `kwargs` are those of `tokenizer_type`.
 
         Raises:
-            IdentifierError: for a name that stands for nothing, naming the nearest ones.
+            IdentifierError: for an unknown name, naming the nearest ones.
         """
         folder = resolve(str(pretrained_model_name_or_path), "tokenizer")
         return self.tokenizer_type.from_pretrained(folder, *args, **kwargs)

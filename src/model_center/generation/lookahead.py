@@ -1,4 +1,4 @@
-"""Steps that are issued before it is known that they are needed, so that the device never waits."""
+"""Decode steps issued before the host knows that they are needed: the device never idles."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from model_center.generation.search import Search, Task
+from model_center.generation.search import DecodeTask, Search
 
 
-class Later:
-    """What a tensor holds now, for the host to read later.
+class AsyncRead:
+    """An asynchronous copy of a tensor to the host.
 
-    Reading waits for the work issued before, and for none issued after.
+    `read` synchronizes with the work issued before the copy, and with none issued after it.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -29,26 +29,26 @@ class Later:
         return self._values.tolist()
 
 
-class Answer(NamedTuple):
-    """Whether a search goes on after a step, and the state of its random numbers there."""
+class StopCheck(NamedTuple):
+    """Whether a search continues after a step, and the state of its generator at that point."""
 
-    goes_on: Later
+    continues: AsyncRead
     drawn: torch.Tensor | None
 
 
-class Questions:
-    """Asks after each step of a search whether it goes on.
+class StopChecks:
+    """Checks after each step of a search whether it continues.
 
-    Once a step is known to have been the last one, the random numbers that steps behind it have
-    drawn are put back: a program draws the same ones afterwards, however many steps were ahead.
+    Once a step is known to have been the last one, the generator is reset to its state there: a
+    program draws the same numbers afterwards, however many steps were issued ahead.
     """
 
-    def __init__(self, search: Search, task: Task) -> None:
+    def __init__(self, search: Search, task: DecodeTask) -> None:
         self._search = search
         self._generator = task.generator
         device = task.prefix.device
         if not task.config.do_sample or task.config.seed is not None:
-            self._generator = None  # nothing is drawn, or by nobody else
+            self._generator = None  # nothing is drawn, or the generator is ours alone
         elif self._generator is None:
             self._generator = (
                 torch.default_generator
@@ -56,14 +56,14 @@ class Questions:
                 else torch.cuda.default_generators[device.index]
             )
 
-    def ask(self) -> Answer:
-        """The answer after the step that was just issued; it does not wait for it."""
+    def ask(self) -> StopCheck:
+        """The check after the step just issued; does not synchronize."""
         drawn = None if self._generator is None else self._generator.get_state()
-        return Answer(Later(self._search.goes_on()), drawn)
+        return StopCheck(AsyncRead(self._search.continues()), drawn)
 
-    def was_last(self, answer: Answer) -> bool:
-        """Whether the step of an answer was the last one; waits for it."""
-        if answer.goes_on.read():
+    def was_last(self, answer: StopCheck) -> bool:
+        """Whether the step of a check was the last one; synchronizes with it."""
+        if answer.continues.read():
             return False
         if self._generator is not None and answer.drawn is not None:
             self._generator.set_state(answer.drawn)
