@@ -73,8 +73,13 @@ def _make(folder: pathlib.Path, *, is_reward: bool) -> pathlib.Path:
         ROOT / "tests" / "data" / "tokenizers" / "gpt2"
     )
     tokenizer.chat_template, tokenizer.pad_token = TEMPLATE, tokenizer.eos_token
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads)
     config.eos_token_id, config.num_labels = tokenizer.eos_token_id, 1
     if is_reward:  # of others transformers would keep the gradient of the end's embedding at 0
@@ -124,11 +129,12 @@ def _theirs(
         def _get_train_sampler(self, *ignored: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    own: dict[str, Any] = {
+    known: dict[str, dict[str, Any]] = {
         "dpo": {"beta": 0.1},
         "simpo": {"beta": 2.0, "loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0},
         "reward": {"center_rewards_coefficient": None},
-    }[kind]
+    }
+    own = known[kind]
     options = getattr(library, f"{name}Config")(
         output_dir=str(folder),
         per_device_train_batch_size=PAIRS,

@@ -125,7 +125,7 @@ def blocks() -> None:
             near(mine, theirs, what, least=1e-2)
         for name, grad in models.full_gradients(block).items():
             least = 1e-2 if name in ("up.weight", "down.weight") else 0.0
-            near(grad, gradients[name], f"{what}: {name}", least)  # type: ignore[arg-type]
+            near(grad, gradients[name], f"{what}: {name}", least)
 
 
 def test_blocks_are_near_plain_ones() -> None:

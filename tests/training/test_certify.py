@@ -28,6 +28,7 @@ from model_center.dataset.chat import Span, Writer
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.packing import PackedSamples
 from model_center.training.certificate import Certificate, certify
+from model_center.training.objectives import NextToken, goal_of
 from model_center.training.subject import Subject, subject_of
 
 CHAT = DATA / "chat" / "train.jsonl"
@@ -98,7 +99,7 @@ def means_of_means(patch: pytest.MonkeyPatch, subject: Subject) -> None:
         for batch in batches:
             yield subject.loss_sum(batch) / (batch["targets"] != -100).sum() / len(batches)
 
-    patch.setattr(subject, "losses", wrong)
+    patch.setattr(NextToken, "losses", lambda _, batches: wrong(batches))
 
 
 def shifted_twice(patch: pytest.MonkeyPatch, subject: Subject) -> None:
@@ -177,7 +178,9 @@ def certified(path: str, folder: str, names: list[str]) -> dict[str, Certificate
         with pytest.MonkeyPatch.context() as patch:
             fault(patch, subject)
             samples = InstructionDataset(file, subject.tokenizer, 64)
-            found[name] = certify(subject, PackedSamples(samples, 130, least=4), args, 1)
+            found[name] = certify(
+                goal_of(subject, args), PackedSamples(samples, 130, least=4), args, 1
+            )
     return found
 
 

@@ -7,6 +7,7 @@ import argparse
 import bmtrain as bmt
 from model_center.arguments import positive
 from model_center.commands import train
+from model_center.dataset.preferences import Pairs
 from model_center.errors import ConfigError
 from model_center.training.certificate import Certificate, certify
 from model_center.training.objectives import goal_of
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
         )
     args.dtype = "fp32"
     prepared = train.prepare(args)
-    if prepared is None:
+    if prepared is None or isinstance(prepared.packed, Pairs):
         return
     found = certify(goal_of(prepared.subject, args), prepared.packed, args, args.steps)
     if bmt.rank() == 0:

@@ -133,7 +133,7 @@ class FourBits(Linear):
         self.weight = frozen(torch.empty(count // 2, 1, dtype=torch.uint8))
         # as whole numbers of the same size: a plan casts all others
         self.scales = frozen(torch.empty(-(-count // BLOCK_SIZE), dtype=torch.int32))
-        self.bias = None if layer.bias is None else frozen(layer.bias.detach())
+        self.bias: Any = None if layer.bias is None else frozen(layer.bias.detach())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As nn.Linear, with a weight that is made for the product, and again in backward."""

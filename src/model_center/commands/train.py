@@ -168,7 +168,7 @@ class Prepared(NamedTuple):
     subject: Subject
     learnt: list[Part]
     measured: list[Part]
-    packed: PackedSamples
+    packed: PackedSamples | Pairs
 
 
 def prepare(args: argparse.Namespace) -> Prepared | None:

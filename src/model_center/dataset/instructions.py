@@ -95,7 +95,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         self._samples_of_row = size = 2 if pairs else 1  # of a conversation, before it is cut
         lengths = self.tokens.stops - self.tokens.starts
         is_long = (lengths > max_length) & ~self.tokens.is_text
-        of_row = is_long.reshape(-1, size).any(1)
+        of_row = np.logical_or.reduce(is_long.reshape(-1, size), axis=1)
         if too_long is TooLong.REFUSE and of_row.any():
             number = int(is_long.argmax())
             first = next(itertools.islice(data.rows(), number // size, None))
