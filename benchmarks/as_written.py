@@ -363,8 +363,9 @@ def ratios(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rates: dict[tuple[Any, ...], dict[str, float]] = collections.defaultdict(dict)
     for each in records:
         if "tokens_per_s" in each:
-            key, peer = (each["suite"], each["rows"]), f"{each['backend']} {each['mode'] or ''}"
-            rates[key][peer.strip()] = each["tokens_per_s"]
+            words = [each["backend"], each["mode"], "recomputed" if each["recomputes"] else None]
+            peer = " ".join(word for word in words if word)
+            rates[each["suite"], each["rows"]][peer] = each["tokens_per_s"]
     out = []
     for (suite, rows), found in rates.items():
         peers = {name: rate for name, rate in found.items() if name != OURS}

@@ -446,7 +446,9 @@ def as_written_cells(records: Sequence[Record]) -> list[dict[str, object]]:
             "model": r["model"],
             "GPUs": r["gpus"],
             "rows": r["rows"],
-            "library": "bmtrain" if r["backend"] == "ours" else f"{r['backend']} {r['mode'] or ''}",
+            "library": "bmtrain"
+            if r["backend"] == "ours"
+            else f"{r['backend']} {r['mode'] or ''}{' recomputed' if r['recomputes'] else ''}",
             "tokens/s a GPU": f"{r['tokens_per_s']:,}",
             "GiB allocated": r["peak_gib"],
             "s to the first step": r["first_step_s"],
