@@ -163,8 +163,11 @@ def test_a_run_is_that_of_plain_pytorch(ranks: int, raises: bool, tmp_path: Path
     for name, want in model.state_dict().items():
         torch.testing.assert_close(last[name], want, rtol=1e-4, atol=1e-6)
     epochs = [(record["step"], record["epoch"]) for record in written if "epoch" in record]
-    assert epochs == [(len(one_pass), 0), (2 * len(one_pass), 1)]
-    own = {"memory", "tokens_per_second", "seconds"}
+    ends = [(record["step"], record["epoch"]) for record in written if "loss" not in record]
+    assert ends == [(len(one_pass), 0), (2 * len(one_pass), 1)]
+    steps = range(1, 2 * len(one_pass) + 1)
+    assert set(epochs) == {(step, (step - 1) // len(one_pass)) for step in steps}
+    own = {"memory", "tokens_per_second", "unpadded_tokens_per_second", "seconds"}
     for rank, (heard, words) in enumerate(found):
         assert len(words) == raises and all("('nobody there')" in word for word in words)
         for values, line in zip(heard, written, strict=True):

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import bmtrain as bmt
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.packing import PackedSamples
+from model_center.training.objectives import Objective
 from model_center.training.subject import subject_of
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -85,6 +86,7 @@ def arguments(path: pathlib.Path, **values: Any) -> argparse.Namespace:
         "dtype": "fp32",
         "from_scratch": False,
     }
+    base |= {"objective": Objective.NEXT_TOKEN, "samples": 0}
     base |= {"seed": 0, "use_checkpoint": True, "zero_level": 3, "save": None, "save_name": None}
     base |= {"lora_rank": 0, "lora_alpha": 16, "lora_dropout": 0.0, "lora_targets": None}
     return argparse.Namespace(**{**base, "load_in_4bit": False, **values})

@@ -30,9 +30,9 @@ class _TooLong(Exception):
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """A conversation as one text: `apply_chat_template` of a tokenizer of transformers.
 
-    A template is code of whoever has published the model. Transformers runs it in a sandbox, from
-    which it cannot reach anything, but where it can loop and double a text for ever. Memory is
-    bounded on Linux.
+    A template is code of the publisher of the model. Transformers runs it in a sandbox, from which
+    it cannot reach anything, but where it can loop and double a text without end. Memory is bounded
+    on Linux.
 
     Args:
         tokenizer: with a chat template, unless it is in `options`.
