@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.garbage import without_collector
 from tests.ranks import models
 from tests.ranks.passes import on_ranks
 from torch import Tensor, nn
@@ -116,6 +117,9 @@ def test_a_small_model_is_one_graph_and_exact():
     for number in range(3):
         check(model, plain, number)
     assert stage_of(model) is Stage.WHOLE and own.num_graphs == 1
+    with without_collector():
+        model(*batch(3)), plain(*batch(3))  # which never come to their backward passes
+        assert model.__dict__["_whole_model"]._last() is None
     check(model, plain, 3, length=7)
     with torch.no_grad():
         model.eval()(*batch(4)), plain.eval()(*batch(4))

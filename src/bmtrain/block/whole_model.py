@@ -142,7 +142,10 @@ class LeafGradients:
         self._wanted: Sequence[bool] | None = None  # all, if None
         self._is_asking = False
         if node is not None:
-            node.register_hook(self._arrive)
+            # Weak, for `node` is held here: a graph that no backward pass frees would live until
+            # Python's collector comes. The node of the results keeps this object.
+            arrive = weakref.WeakMethod(self._arrive)
+            node.register_hook(lambda grads, _: _called(arrive(), grads))
 
     def begin(
         self, results: Sequence[tuple[Any, int]], grads: Sequence[torch.Tensor | None], owner: Any
@@ -167,19 +170,16 @@ class LeafGradients:
             ]
             self._is_asking = True
             try:
+                given = [x for x in grads if x is not None]
                 found = torch.autograd.grad(
-                    edges,
-                    asked,
-                    [x for x in grads if x is not None],
-                    retain_graph=True,
-                    allow_unused=True,
+                    edges, asked, given, retain_graph=True, allow_unused=True
                 )
             finally:
                 self._is_asking = False
             rest = iter(found)
             self._end([next(rest) if is_wanted else None for is_wanted in wanted])
 
-    def _arrive(self, grads: Sequence[Any], _: object) -> Sequence[Any] | None:
+    def _arrive(self, grads: Sequence[Any]) -> Sequence[Any] | None:
         """The compiled code has computed the gradients of all its inputs."""
         if self._is_asking:
             return None
@@ -201,6 +201,12 @@ class LeafGradients:
             self._use.end(
                 [x if is_wanted else None for x, is_wanted in zip(grads, wanted, strict=True)]
             )
+
+
+def _called(arrive: Callable[[Any], Any] | None, grads: Sequence[Any]) -> Any:
+    if arrive is None:
+        raise RuntimeError("the gradients of a call came after its results were freed")
+    return arrive(grads)
 
 
 def compiled_node(
