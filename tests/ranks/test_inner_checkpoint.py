@@ -3,6 +3,7 @@ PyTorch.
 """
 
 import copy
+import functools
 import itertools
 import warnings
 from typing import Any
@@ -72,6 +73,10 @@ def twice(module, x):
     return module(module(x))
 
 
+def are_sharded(blocks):
+    return all(isinstance(param, bmt.DistributedParameter) for param in blocks.parameters())
+
+
 def boom(*_):
     raise KeyError("boom")
 
@@ -92,13 +97,8 @@ def checkpoints_inside(reentrant):
             with pytest.raises(KeyError, match="boom"):
                 run(blocks, x, call)
             # At once on a CPU; on a GPU a thread of autograd's may hold the failed pass a little longer.
-            wait_for(
-                lambda blocks=blocks: all(
-                    isinstance(p, bmt.DistributedParameter) for p in blocks.parameters()
-                ),
-                what,
-                seconds=0 if bmt.device().type == "cpu" else 5,
-            )
+            seconds = 0 if bmt.device().type == "cpu" else 5
+            wait_for(functools.partial(are_sharded, blocks), what, seconds=seconds)
             handle.remove()
             compare(plain, blocks, f"{what}, after an error", x, call)
     for level, recompute in MODES:
