@@ -161,6 +161,9 @@ def in_backward() -> bool:
     return backward_pass() != NO_PASS
 
 
+COMPILED_NODE = "CompiledFunctionBackward"  # name of compiled code's node in a graph
+
+
 def node_number(node: Any) -> int:
     """A node's sequence number: larger than those of all earlier nodes of the same thread."""
     number: int = node._sequence_nr()

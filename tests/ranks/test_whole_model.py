@@ -269,3 +269,47 @@ def test_backward_through_a_part_of_the_graph() -> None:
             total = None if grad is None else grad * bmt.world_size()
             torch.testing.assert_close(ours[name], total, msg=name)
     assert stage_of(model) is Stage.WHOLE
+
+
+class Escaping(nn.Module):
+    """Gives a parameter away, or keeps what forward has computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+        self.kept = torch.zeros(())
+
+    def forward(self, x, kind):
+        y = self.second(self.first(x))
+        self.kept = y.square().mean()
+        weight = self.first.map.weight
+        shown = {"parameter": weight, "view": weight.t()}.get(kind, weight.detach())
+        return {"loss": y.detach().mean() if kind == "kept" else y.mean(), "shown": shown}
+
+
+def _escaping_loss(model, kind):
+    x = torch.linspace(-1, 1, 24).view(3, 8)
+    out = model(x, kind)
+    kept = model.kept if kind in ("kept", "both") else 0.0
+    return out["loss"] + out["shown"].square().sum() + kept
+
+
+@pytest.mark.parametrize("kind", ["parameter", "view", "kept", "both"])
+@on_ranks(2, init=COMPILED)
+def test_gradients_that_come_by_other_ways_than_the_results(kind):
+    torch.manual_seed(0)
+    plain = Escaping()
+    model, _ = wrapped(plain)
+    for _ in range(3):
+        _escaping_loss(model, kind).backward()
+        _escaping_loss(plain, kind).backward()
+        for (name, param), known in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert known.grad is not None
+            total = known.grad * bmt.world_size()
+            torch.testing.assert_close(param.grad.full_tensor(), total, msg=name)
+    assert stage_of(model) is Stage.WHOLE
+    loss = _escaping_loss(model, kind)
+    with torch.no_grad():
+        model.first.map.weight.mul_(2)
+    with pytest.raises(bmt.errors.StaleParameterError):
+        loss.backward()

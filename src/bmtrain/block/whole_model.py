@@ -25,6 +25,7 @@ from bmtrain.block.context import Context
 from bmtrain.compile import backend
 from bmtrain.compile.programs import NoProgramError, Program, changing, is_watched
 from bmtrain.distributed.agreement import largest
+from bmtrain.errors import StaleParameterError
 from bmtrain.recompute.memory import memory_of
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
@@ -35,8 +36,10 @@ from bmtrain.shard.outputs import map_tensors, tensors_of, tied_to
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.residence import Residence
 from bmtrain.shard.sharded import ordinary
+from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import (
+    COMPILED_NODE,
     BatchNorm,
     hooks_of,
     in_backward,
@@ -108,24 +111,12 @@ class Owner(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, *params: torch.Tensor | None) -> torch.Tensor:
-        ctx.are_given = [param is not None for param in params]
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, leaf: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
         return leaf.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
-        return (None, *[None for _ in ctx.are_given])
-
-
-def wanted_of(owner: Any) -> list[bool] | None:
-    """Which parameters `backward(inputs=...)` names, by the node of their owner; None for all."""
-    (leaf, _), *edges = owner.next_functions
-    if will_run(leaf):
-        return None
-    nodes = iter(edges)
-    given = [next(nodes)[0] if is_given else None for is_given in owner.are_given]
-    return [node is not None and will_run(node) for node in given]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class LeafGradients:
@@ -139,13 +130,11 @@ class LeafGradients:
 
     def __init__(self, use: Use, leaves: Sequence[torch.Tensor], node: Any) -> None:
         self._use, self._leaves, self._node = use, leaves, node
-        self._wanted: Sequence[bool] | None = None  # all, if None
-        self._is_asking = False
+        self._takes_all = True  # whether the running pass is one for all parameters
         if node is not None:
             # Weak, for `node` is held here: a graph that no backward pass frees would live until
             # Python's collector comes. The node of the results keeps this object.
-            arrive = weakref.WeakMethod(self._arrive)
-            node.register_hook(lambda grads, _: _called(arrive(), grads))
+            node.register_hook(functools.partial(_if_alive, weakref.WeakMethod(self._arrive)))
 
     def begin(
         self, results: Sequence[tuple[Any, int]], grads: Sequence[torch.Tensor | None], owner: Any
@@ -153,35 +142,34 @@ class LeafGradients:
         """Backward has reached the call.
 
         Args:
-            results: node and number of each result of the compiled code.
+            results: node and number of each result of the call.
             grads: of the results.
             owner: the node of the parameters' owner.
         """
-        wanted = self._wanted = wanted_of(owner)
-        if self._node is None:
-            self._end([None for _ in self._leaves])
-        elif wanted is not None and any(wanted) and not will_run(self._node):
-            # No leaf is among the pass's inputs: autograd leaves the compiled code out.
-            asked = [
-                leaf for leaf, is_wanted in zip(self._leaves, wanted, strict=True) if is_wanted
+        (leaf, _), *params = owner.next_functions
+        wanted = None
+        if not will_run(leaf):  # backward(inputs=...): the leaf is not among them
+            wanted = [node is not None and will_run(node) for node, _ in params]
+        self._takes_all = wanted is None
+        if wanted is None:
+            if self._node is None:
+                self._use.end([None for _ in self._leaves])
+        elif any(wanted):  # no leaf is among the pass's inputs: autograd leaves them out
+            asked = [leaf for leaf, is_asked in zip(self._leaves, wanted, strict=True) if is_asked]
+            known = [
+                (GradientEdge(*edge), grad)
+                for edge, grad in zip(results, grads, strict=True)
+                if edge[0] is not None and grad is not None
             ]
-            edges = [
-                GradientEdge(*edge) for edge, x in zip(results, grads, strict=True) if x is not None
-            ]
-            self._is_asking = True
-            try:
-                given = [x for x in grads if x is not None]
-                found = torch.autograd.grad(
-                    edges, asked, given, retain_graph=True, allow_unused=True
-                )
-            finally:
-                self._is_asking = False
-            rest = iter(found)
-            self._end([next(rest) if is_wanted else None for is_wanted in wanted])
+            edges, given = [edge for edge, _ in known], [grad for _, grad in known]
+            rest = iter(
+                torch.autograd.grad(edges, asked, given, retain_graph=True, allow_unused=True)
+            )
+            self._use.end([next(rest) if is_asked else None for is_asked in wanted])
 
-    def _arrive(self, grads: Sequence[Any]) -> Sequence[Any] | None:
+    def _arrive(self, grads: Sequence[Any], _: object) -> Sequence[Any] | None:
         """The compiled code has computed the gradients of all its inputs."""
-        if self._is_asking:
+        if not self._takes_all:
             return None
         places = {id(leaf): place for place, leaf in enumerate(self._leaves)}
         own: list[torch.Tensor | None] = [None for _ in self._leaves]
@@ -190,45 +178,28 @@ class LeafGradients:
             place = places.get(id(getattr(node, "variable", None)))
             if place is not None:
                 own[place], rest[index] = grads[index], None
-        self._end(own)
+        self._use.end(own)
         return tuple(rest)
 
-    def _end(self, grads: Sequence[torch.Tensor | None]) -> None:
-        wanted = self._wanted
-        if wanted is None:
-            self._use.end(grads)
-        elif any(wanted):
-            self._use.end(
-                [x if is_wanted else None for x, is_wanted in zip(grads, wanted, strict=True)]
-            )
+
+def _if_alive(method: weakref.WeakMethod[Callable[..., Any]], *given: Any) -> Any:
+    found = method()
+    return None if found is None else found(*given)
 
 
-def _called(arrive: Callable[[Any], Any] | None, grads: Sequence[Any]) -> Any:
-    if arrive is None:
-        raise RuntimeError("the gradients of a call came after its results were freed")
-    return arrive(grads)
-
-
-def compiled_node(
-    tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], since: int
-) -> Any:
-    """The node above the results of a call that has leaves as inputs; None if there is none.
-
-    The call's nodes have numbers from `since` on.
+def compiled_node(tensors: Sequence[torch.Tensor], since: int) -> Any:
+    """The node of compiled code above the results of a call, whose nodes have numbers from `since`
+    on; None if they do not depend on it.
     """
-    known = set(map(id, leaves))
     waiting = [x.grad_fn for x in tensors if x.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        for following, _ in node.next_functions:
-            if following is None or following in seen:
-                continue
-            if id(getattr(following, "variable", None)) in known:
-                return node
-            if node_number(following) >= since:
-                seen.add(following)
-                waiting.append(following)
+        if node.name() == COMPILED_NODE:
+            return node
+        new = {x for x, _ in node.next_functions if x is not None and node_number(x) >= since}
+        waiting += new - seen
+        seen |= new
     return None
 
 
@@ -297,6 +268,7 @@ class WholeModel:
         self._residences: list[Residence] = []  # that hold the full parameters
         self._leaves: list[torch.Tensor] = []  # the full parameters
         self._owner: torch.Tensor | None = None
+        self._versions: dict[Storage, int] = {}  # in the last call
         self._table: ParameterTable | None = None
         self._blocks: list[tuple[dict[str, Any], str, torch.nn.Module]] = []
         self._hooks: list[Mapping[int, Any]] = []  # of modules below the model
@@ -511,7 +483,7 @@ class WholeModel:
         draws = self._context.draws
         draws_own = model.training and not draws.are_own
         with self._plain_blocks(), draws.own() if draws_own else contextlib.nullcontext():
-            leaves = self._leaves_for(use)
+            leaves = self._leaves_for(use, table)
             bound = use.select(leaves, table.storages, table.positions)
             try:
                 # What is said once was said in the call after the first attempt.
@@ -527,23 +499,51 @@ class WholeModel:
                 return self._run_uncompiled(model, args, kwargs, table, use, first_node)
         return self._results(out, (args, kwargs), use, leaves, first_node)
 
-    def _leaves_for(self, use: Use) -> Sequence[torch.Tensor]:
+    def _leaves_for(self, use: Use, table: ParameterTable) -> Sequence[torch.Tensor]:
         """The full parameters as leaves, one per slot of all storages."""
         if not self._leaves:
             with torch.inference_mode(False):
                 self._leaves = [
                     leaf
-                    for storage, residence in zip(use.storages, self._residences, strict=True)
+                    for storage, residence in zip(table.storages, self._residences, strict=True)
                     # A gather writes the memory; for a graph that has saved a leaf it is no change.
-                    for leaf in storage.leaves(residence.memory.data)
+                    for leaf in storage.views(residence.memory.data)
                 ]
         if [leaf.requires_grad for leaf in self._leaves] != use.trainable or self._owner is None:
-            for leaf, is_trained in zip(self._leaves, use.trainable, strict=True):
+            arrive = weakref.WeakMethod(self._arrive_alone)
+            slots = [(each, i) for each in table.storages for i in range(len(each.params))]
+            for leaf, is_trained, slot in zip(self._leaves, use.trainable, slots, strict=True):
                 leaf.requires_grad_(is_trained)
-            params = [param for storage in use.storages for param in storage.params]
-            self._owner = Owner.apply(self._engine.leaf, *params)
+                if is_trained:
+                    hook = functools.partial(_if_alive, arrive, *slot)
+                    leaf.register_post_accumulate_grad_hook(hook)
+            params = [each.params[i] for each, i in slots]
+            root = self._engine.leaf
+            self._owner = Owner.apply(root, *[root if x is None else x for x in params])
+        self._versions = {storage: storage.version() for storage in table.storages}
         use.expect()
         return self._leaves
+
+    def _arrive_alone(self, storage: Storage, index: int, leaf: torch.Tensor) -> None:
+        """Take a gradient that came to a leaf by another way than the call's results.
+
+        The program has got a parameter from the call, or keeps what forward has computed.
+
+        Raises:
+            StaleParameterError: if parameters were written since the last call.
+        """
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        refuse_create_graph()
+        if storage.version() != self._versions[storage]:
+            raise StaleParameterError(
+                "parameters were changed in place after the forward pass that this backward pass "
+                "belongs to: call backward before the optimizer's step."
+            )
+        grads: list[torch.Tensor | None] = [None] * len(storage.layout.slots)
+        grads[index] = grad
+        self._engine.backward.add([(storage.gradient, grads)])
 
     def _results(
         self, out: Any, given: Any, use: Use, leaves: Sequence[torch.Tensor], first_node: int
@@ -558,7 +558,7 @@ class WholeModel:
             }
         if not wanted:
             return out
-        node = compiled_node(list(wanted.values()), leaves, first_node)
+        node = compiled_node(list(wanted.values()), first_node)
         gradients = LeafGradients(use, leaves, node)
         copies = Results.apply(gradients, self._owner, *wanted.values())
         shown = dict(zip(wanted, copies, strict=True))

@@ -41,9 +41,9 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: Use, leaf: torch.Tensor, *params: torch.Tensor | None
+        ctx: Any, use: Use, leaf: torch.Tensor, *params: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.use, ctx.params_given = use, [param is not None for param in params]
+        ctx.use = use
         ctx.set_materialize_grads(False)
         views = use.views()
         ctx.mark_non_differentiable(
@@ -56,14 +56,12 @@ class Unshard(torch.autograd.Function):
         refuse_create_graph()
         leaf, *nodes = [node for node, _ in ctx.next_functions]
         if nodes and not will_run(leaf):  # backward(inputs=...): the leaf is not among them
-            found = iter(nodes)
-            owners = [next(found) if is_given else None for is_given in ctx.params_given]
-            wanted = [node is not None and will_run(node) for node in owners]
+            wanted = [node is not None and will_run(node) for node in nodes]
             grads = tuple(
                 [grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)]
             )
         ctx.use.end(grads)
-        return (None, None, *[None for _ in ctx.params_given])
+        return (None,) * len(ctx.needs_input_grad)
 
 
 def refuse_transforms() -> None:
@@ -211,11 +209,6 @@ class Use:
             ]
 
     @property
-    def storages(self) -> Sequence[Storage]:
-        """That it gathers."""
-        return self._storages
-
-    @property
     def has_hooks(self) -> bool:
         """Whether the program's hooks for saved tensors, or those of a call around it, were set."""
         return self._hooks is not None
@@ -269,7 +262,8 @@ class Use:
         params = (
             []
             if engine.host.tape is not None
-            else [param for storage in self._storages for param in storage.params]
+            # the leaf in the place of those that the program has dropped
+            else [engine.leaf if x is None else x for one in self._storages for x in one.params]
         )
         views = list(Unshard.apply(self, engine.leaf, *params))
         if self._calls is Calls.OPEN:
