@@ -3,6 +3,7 @@ on all in time.
 """
 
 import functools
+import gc
 import math
 import warnings
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of
 from tests.waiting import wait_for
 
 import bmtrain
@@ -440,6 +442,29 @@ def give_other_values():
 
 def test_values_that_differ_between_ranks_are_refused():
     run_ranks(give_other_values, 2)
+
+
+def collected_on_one_rank():
+    """A sharded model is dropped; rank 1's collector has taken it when a plain one is trained."""
+    kept = bmtrain.BMTrainModelWrapper(layers(1)) if rank() == 0 else None
+    if kept is None:
+        bmtrain.BMTrainModelWrapper(layers(1))
+        gc.collect()
+    plain, found = layers(1), layers(1)
+    for model in (plain, found):
+        model(rows()).sum().backward()
+    steps = torch.optim.SGD(found.parameters(), lr=0.1)
+    steps.step()
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.sub_(grad_of(param), alpha=0.1)
+    models.assert_same_dicts(found.state_dict(), plain.state_dict(), "trained", 1e-7)
+    assert largest([float(rank())], world.current().mesh.world, "ranks") == [1.0]
+    del kept
+
+
+def test_when_a_rank_collects_a_dropped_model_changes_nothing():
+    run_ranks(collected_on_one_rank, 2)
 
 
 def give_to_strangers():

@@ -132,15 +132,14 @@ class Engine:
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
         world.service(Sameness)  # refuses wrappers that take over modules
-        self.steps = Steps(
-            self.transport.ledger, world.mesh.world, self.replicated, self._gradients, self.host
-        )
+        self.steps = Steps(self.transport.ledger, world.mesh.world, self.replicated, self.host)
         self._with_grad = True  # grad mode of the last forward pass
         self._num_turns = 0  # storages met in the pass
 
     def new_label(self, axis: Axis, names: Sequence[str]) -> Label:
         """The label of the next storage."""
         self.num_registered += 1
+        self.steps.has_sharded = True
         return Label(self.num_registered - 1, axis, names)
 
     def register(self, residence: Residence, gradient: Gradient) -> None:

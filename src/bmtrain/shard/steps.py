@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,26 +32,17 @@ class Steps:
             from then on.
         axis: of all ranks.
         replicated: the ordinary parameters whose gradients are summed over ranks.
-        sharded: everything that is sharded in this run; while it is empty, ordinary parameters are
-            not checked.
         host: refuses steps inside of a CUDA graph.
+
+    Attributes:
+        has_sharded: whether anything has been sharded in this run; ordinary parameters are not
+            checked before. It stays true when models are dropped: each rank's collector takes them
+            at a time of its own, and the check is collective.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        axis: Axis,
-        replicated: Replicated,
-        sharded: Collection[object],
-        host: HostSteps,
-    ) -> None:
-        self._ledger, self._axis, self._replicated, self._sharded, self._host = (
-            ledger,
-            axis,
-            replicated,
-            sharded,
-            host,
-        )
+    def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated, host: HostSteps) -> None:
+        self._ledger, self._axis, self._replicated, self._host = ledger, axis, replicated, host
+        self.has_sharded = False
         self._ordinary: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ordinary] = (
             weakref.WeakKeyDictionary()
         )
@@ -106,7 +97,7 @@ class Steps:
                 raise _not_summed(
                     optimizer, alone[0], "its gradient is that of this rank's rows alone"
                 )
-        if not (ordinary and self._sharded):
+        if not (ordinary and self.has_sharded):
             return
         state = self._ordinary.setdefault(optimizer, _Ordinary())
         state.num_steps += 1
