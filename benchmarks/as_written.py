@@ -320,6 +320,8 @@ OURS, PLAIN, GRAPHED = "ours", "plain", "plain --mode reduce-overhead"
 SUITES: dict[str, tuple[int, str, Sequence[str]]] = {
     "gpt2-one-gpu": (1, "gpt2 --batch 8 32", (OURS, PLAIN, GRAPHED)),
     "gpt2-two-gpus": (2, "gpt2 --batch 8 32", (OURS, PLAIN, GRAPHED)),
+    "bert-one-gpu": (1, "bert-large --batch 256", (OURS, PLAIN)),
+    "t5-one-gpu": (1, "t5-base --batch 16", (OURS, PLAIN)),
     "bert-two-gpus": (2, "bert-large --batch 256", (OURS, PLAIN)),
     "t5-two-gpus": (2, "t5-base --batch 16", (OURS, PLAIN)),
     "llama-two-gpus": (2, "llama-8b --batch 3", (OURS, "fsdp2 --recomputes")),
