@@ -139,11 +139,6 @@ class Streams:
             surrounding.wait_stream(side)
 
 
-def make_streams(device: torch.device) -> Streams:
-    """The streams of a device."""
-    return Streams(device)
-
-
 @dataclasses.dataclass(frozen=True)
 class Pending:
     """Communication in flight. Holds the tensors it accesses until the event is waited for."""

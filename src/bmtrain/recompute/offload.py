@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmtrain.distributed.transport import make_streams
+from bmtrain.distributed.transport import Streams
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.memory import free_host_memory
 from bmtrain.runtime.world import World
@@ -30,7 +30,7 @@ class Host:
 
     def __init__(self, world: World) -> None:
         self.device, self._local_size = world.device, world.local_size
-        self._streams = make_streams(world.device)
+        self._streams = Streams(world.device)
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._leaving: list[_Leaving] = []
         self._away: list[weakref.ref[Away]] = []

@@ -13,7 +13,7 @@ import torch
 
 from bmtrain.recompute.host_state import Begun, HostState
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.memory import Memory, Uncounted, memory_of
+from bmtrain.recompute.memory import Memory, memory_of
 from bmtrain.recompute.offload import Host, is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.recomputation import Recomputation
@@ -124,11 +124,9 @@ def _once(
     before, start = memory.allocated(), time.perf_counter()
     # Saved-tensor hooks make the compiler recompile. They are only needed on a device that does not
     # count memory.
-    with counter if isinstance(memory, Uncounted) else contextlib.nullcontext():
+    with contextlib.nullcontext() if memory.counts else counter:
         out, hidden = run(args, kwargs)
-    kept = (
-        counter.num_bytes + hidden if isinstance(memory, Uncounted) else memory.allocated() - before
-    )
+    kept = memory.allocated() - before if memory.counts else counter.num_bytes + hidden
     memory.take_peak()
     ends = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
     del out
