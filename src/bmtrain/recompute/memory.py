@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -115,3 +117,32 @@ def memory_of(world: World) -> Memory:
         if world.device.type == "cpu"
         else CudaMemory(world.service(DeviceMemory), world.device, limit)
     )
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
+    """Their storages by id. Held, so that no storage made later gets the id of one of them."""
+    return {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what autograd saves in its body: each storage once.
+
+    Attributes:
+        num_bytes: so far.
+
+    Args:
+        spare: tensors that do not count: parameters, and what others hold anyway.
+    """
+
+    def __init__(self, spare: Iterable[torch.Tensor]) -> None:
+        super().__init__(self._pack, lambda saved: saved)
+        self._seen = storages_of(spare)
+        self.num_bytes = 0
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        # The state of a random generator lies on the host.
+        if id(storage) not in self._seen and tensor.dtype != torch.uint8:
+            self._seen[id(storage)] = storage
+            self.num_bytes += storage.nbytes()
+        return tensor.detach()  # else a node would hold its own result, and so itself
