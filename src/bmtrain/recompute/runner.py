@@ -129,13 +129,13 @@ class Selective:
         if not self._keeps:
             return self._call(module, args, kwargs)
         if not in_backward():
-            with _Keeping(self._kept):
+            with _Keeping(self._kept, recalls=False):
                 return self._call(module, args, kwargs)
         # A run in backward may stop before it has consumed all results. Take them all now: with
         # `retain_graph=True` a second run would otherwise pop the leftovers in the place of its
         # own.
         kept, self._kept = self._kept, defaultdict(deque)
-        with _Recalling(kept):
+        with _Keeping(kept, recalls=True):
             return self._call(module, args, kwargs)
 
     def forget(self) -> None:
@@ -168,28 +168,22 @@ class _Result:
 
 
 class _Keeping(TorchDispatchMode):
-    def __init__(self, kept: dict[Any, deque[_Result]]) -> None:
+    """Keeps results, or, where it `recalls`, gives those that are there."""
+
+    def __init__(self, kept: dict[Any, deque[_Result]], *, recalls: bool) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept, self._recalls = kept, recalls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if _is_kept(func, args):
-            self._kept[func].append(_Result(out))
-        return out
-
-
-class _Recalling(TorchDispatchMode):
-    def __init__(self, kept: dict[Any, deque[_Result]]) -> None:
-        super().__init__()
-        self._kept = kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._kept.get(func) and _is_kept(func, args):
+        is_kept = _is_kept(func, args)
+        if is_kept and self._recalls and self._kept.get(func):
             result = self._kept[func].popleft()
             if result.is_unchanged():
                 return result.value
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if is_kept and not self._recalls:
+            self._kept[func].append(_Result(out))
+        return out
 
 
 def _is_kept(op: Any, args: Sequence[Any]) -> bool:
