@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from bmtrain.checkpoint import commands
 from bmtrain.plan import command as plan
@@ -15,17 +15,9 @@ from bmtrain.runtime.arguments import unknown
 from bmtrain.verification import command as verify
 from bmtrain.version import __version__
 
-
-class Command(Protocol):
-    """A command: its arguments, and what it does; that returns the exit status."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None: ...
-
-    def run(self, arguments: argparse.Namespace, /) -> int: ...
-
-
 BAD_INPUT = 2  # as argparse's
-COMMANDS: dict[str, tuple[Command, str]] = {
+# What has `add_arguments(parser)` and `run(arguments)`, which returns the exit status; its help.
+COMMANDS: dict[str, tuple[Any, str]] = {
     "verify": (
         verify,
         "run a program's steps in one process and on ranks, and compare them tensor by tensor",

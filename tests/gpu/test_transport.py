@@ -19,7 +19,7 @@ from tests.tensors import gradient_memory, source_of
 import bmtrain as bmt
 from bmtrain.distributed import collectives, exchange, transport
 from bmtrain.distributed.peers import PeerGroups
-from bmtrain.distributed.transport import make_streams
+from bmtrain.distributed.transport import Streams
 from bmtrain.kernels.sum_parts import sum_parts, sum_parts_reference
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
@@ -127,7 +127,7 @@ def test_gathers_are_bit_equal_and_sums_repeatable(level):
 
 def test_a_reduction_does_not_queue_behind_a_gather():
     """The copies of the two go on side streams of their own."""
-    streams = make_streams(torch.device("cuda", 0))
+    streams = Streams(torch.device("cuda", 0))
     with streams.gathering(None):
         # about a second
         streams.side_by_side([lambda: None, lambda: torch.cuda._sleep(2_000_000_000)])

@@ -25,9 +25,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bmtrain.distributed import transport
+from bmtrain.distributed import overlap
 from bmtrain.distributed.transport import Streams
+from bmtrain.recompute import offload
 from bmtrain.recompute.offload import Host
+from bmtrain.shard import engine
 
 COMPUTE = "compute"
 HOST = "host"  # no stream: nothing is reported of what runs there
@@ -285,9 +287,13 @@ def watching() -> Iterator[Order]:
         with order.on(HOST):
             return take(host, num_bytes)
 
-    simulated = mock.patch.object(
-        transport, "Streams", lambda _: SimulatedStreams(order, f"streams {next(numbers)}:")
-    )
-    with simulated, mock.patch.object(Host, "_take", take_on_host), Watch(order):
+    def simulated(_: torch.device) -> SimulatedStreams:
+        return SimulatedStreams(order, f"streams {next(numbers)}:")
+
+    with contextlib.ExitStack() as stack:
+        for module in (engine, overlap, offload):
+            stack.enter_context(mock.patch.object(module, "Streams", simulated))
+        stack.enter_context(mock.patch.object(Host, "_take", take_on_host))
+        stack.enter_context(Watch(order))
         yield order
     order.free()

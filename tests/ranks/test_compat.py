@@ -72,10 +72,6 @@ def local_gradients():
     x = own.clone().requires_grad_()
     bmt.distributed.all_reduce(x).sum().backward()
     assert grad_of(x).eq(size).all(), "complete without the keyword"
-    bad: Any = 1
-    for call in (bmt.distributed.all_reduce, bmt.distributed.all_gather):
-        with pytest.raises(ConfigurationError, match="local_gradient=1"):
-            call(x, local_gradient=bad)
 
 
 def test_gradients_of_collectives():
@@ -498,7 +494,7 @@ def stored_objects():
     from bmtrain.utils import tp_split_tensor
 
     rank, size, comm = bmt.rank(), bmt.world_size(), bmt.config["comm"]
-    for bad, options, words in ((comm, {"src": size}, "src="), (None, {}, "communicator")):
+    for bad, options, words in ((comm, {"src": size}, f"rank {size}"), (None, {}, "communicator")):
         with pytest.raises(ConfigurationError, match=words):
             broadcast_object(1, bad, **options)
     assert allgather_object(rank, comm) == list(range(size))

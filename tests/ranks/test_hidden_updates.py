@@ -37,7 +37,7 @@ from bmtrain.errors import (
 )
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.optim.streaming import Chunk, PendingUpdate, Slot, StateStreamer
-from bmtrain.recompute.memory import Uncounted, memory_of
+from bmtrain.recompute.memory import Memory, memory_of
 from bmtrain.runtime import world
 from bmtrain.shard.slices import local_of
 
@@ -614,7 +614,7 @@ def hides_what_fits(num_blocks: float) -> None:
         model = make_model(DTYPE, 3)
         room = int(2 * model[1].up.weight.storage_of.layout.shard_numel * num_blocks)
         is_least = bmt.rank() == bmt.world_size() - 1
-        world.current().services[memory_of] = Uncounted(room if is_least else 9 * room)
+        world.current().services[memory_of] = Memory(room if is_least else 9 * room)
         run = start(model=model, overlap=overlap)
         num_hidden = int(num_blocks) * overlap  # the last ones; the head takes the rest
         for step in range(3):

@@ -29,7 +29,7 @@ from torch import nn
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.memory import Uncounted, memory_of
+from bmtrain.recompute.memory import Memory, memory_of
 from bmtrain.recompute.planner import Planners
 from bmtrain.recompute.profiles import NUM_DIMS
 from bmtrain.runtime import world
@@ -37,7 +37,7 @@ from bmtrain.runtime import world
 ALL = (Level.NOTHING,) * NUM_LAYERS
 
 
-class Told(Uncounted):
+class Told(Memory):
     """Memory that says what the test says."""
 
     used = retries = peak = num_tidied = 0

@@ -167,9 +167,6 @@ def test_wrong_arguments_of_the_tables():
     for words, call, *given in (
         (r"print_inspect got int: expected a torch\.nn\.Module", calls.print_inspect, 3),
         ("print_inspect got 3 as pattern: expected a string", calls.print_inspect, CHAIN, 3),
-        (r"precision_report got int.*manager\.optimizers", calls.precision_report, CHAIN, 3),
-        (r"precision_report got int.*manager\.optimizers", calls.precision_report, CHAIN, [3]),
-        (r"precision_report got Linear.*manager\.opt", calls.precision_report, CHAIN, CHAIN),
     ):
         with pytest.raises(ConfigurationError, match=words):
             call(*given)

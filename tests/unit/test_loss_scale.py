@@ -61,7 +61,7 @@ def test_a_verdict_is_awaited_once_and_by_whoever_asks(number, value, good_steps
 
         arriving = HostCopy([torch.tensor(number, dtype=torch.float64)])
         scale.judge(True)
-        scale.judge_later(arriving, look)
+        scale.awaited = arriving, look
         assert not seen and scale.good_steps == 1
         ask(scale)
         ask(scale)
@@ -69,7 +69,7 @@ def test_a_verdict_is_awaited_once_and_by_whoever_asks(number, value, good_steps
         assert scale.state_dict() == {"value": value, "good_steps": good_steps}
         is_bad = not math.isfinite(number)
         assert (scale.num_skipped, scale.num_in_a_row) == (is_bad, 0)
-        scale.judge_later(arriving, lambda: None)
+        scale.awaited = arriving, lambda: None
         scale.load_state_dict({"value": 32.0, "good_steps": 5})
         assert scale.state_dict() == {"value": 32, "good_steps": 5}
 

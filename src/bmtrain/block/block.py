@@ -28,8 +28,8 @@ from bmtrain.recompute.plan import Option
 from bmtrain.recompute.planner import Subject
 from bmtrain.recompute.probe import Trials, measure, unmeasured
 from bmtrain.recompute.recomputation import Recomputation
-from bmtrain.recompute.runner import Eager, Runner, SeveralGraphsError, call
-from bmtrain.recompute.scripted import open_slots
+from bmtrain.recompute.runner import Runner, SeveralGraphsError, call
+from bmtrain.recompute.scripts import open_slots
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import known_keywords
 from bmtrain.runtime.log import warn
@@ -136,7 +136,7 @@ class Block(DistributedModule):
                 "init_distributed."
             )
         self._compiles = defaults.compile if compile is None else compile
-        self._eager = Eager(call_in_fp8 if self._fp8 else call)
+        self._eager = Runner(call_in_fp8 if self._fp8 else call)
         self._runner: Runner = self._eager
         self._shown: str | None = None
         self._stage: int | None = None  # pipeline stage; None outside of a pipeline

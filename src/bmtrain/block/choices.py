@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from bmtrain.recompute.host_state import names_in
+
 # What routes rows. A stack of layers that leaves some out by an argument has none of it: as one
 # Block it would be gathered whole.
 _ROUTES = frozenset({"argmax", "topk", "multinomial", "nonzero", "bincount", "argsort"})
@@ -49,19 +51,14 @@ def _chosen(kind: type, lists: frozenset[str]) -> frozenset[str]:
             plain = inspect.unwrap(method) if callable(method) else method
             if isinstance(plain, types.FunctionType) and name != "__init__":
                 methods.setdefault(name, plain)
-    if _ROUTES.isdisjoint(name for x in methods.values() for name in _names_in(x.__code__)):
+    if _ROUTES.isdisjoint(name for x in methods.values() for name in names_in(x.__code__)):
         return frozenset()
     return frozenset(
         name
         for name in lists
         for method in methods.values()
-        if name in _names_in(method.__code__) and _Method.chooses(method, name)
+        if name in names_in(method.__code__) and _Method.chooses(method, name)
     )
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    return {*code.co_names, *(name for x in inner for name in _names_in(x))}
 
 
 class _Method:

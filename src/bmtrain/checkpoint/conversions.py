@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from bmtrain.checkpoint.source import Header, Source
+from bmtrain.checkpoint.sources import Collected
 from bmtrain.errors import CheckpointError
 from bmtrain.shard.layout import round_up
 
@@ -64,40 +65,36 @@ class Group:
 
 
 class Converted(Source):
-    """A file of transformers under the names of the model's parameters.
+    """What transformers makes of tensors of a file, under the names of the model's parameters.
 
-    What is only renamed, or a slice of a stack of experts, is read alone; of other conversions all
-    that goes into them is read.
+    A slice of a stack of experts is read alone; of other conversions all that goes into them is.
 
     Args:
-        stored: the file's name of each tensor that is used as it is, by the model's; those that
-            the model does not have under their own, for the messages about them.
-        groups: of all others.
+        source: the file.
+        groups: of its tensors.
+
+    Attributes:
+        first: the first name in the file of what each tensor is made of.
     """
 
-    def __init__(self, source: Source, stored: Mapping[str, str], groups: Sequence[Group]) -> None:
-        self._source, self._stored = source, stored
-        headers = {name: source.headers[stored] for name, stored in self._stored.items()}
+    def __init__(self, source: Source, groups: Sequence[Group]) -> None:
+        self._source = source
         self._groups: dict[str, Group] = {}
+        self.first: dict[str, str] = {}
+        headers: dict[str, Header] = {}
         for group in groups:
-            for name, made in _try(group, source, self._empty).items():
+            for name, made in _try(group, source).items():
                 self._groups[name] = group
+                self.first[name] = next(iter(group.names.values()))[0]
                 headers[name] = Header(tuple(made.shape), made.dtype)
-        order = {name: place for place, name in enumerate(source.headers)}
-        super().__init__(
-            source.path,
-            dict(sorted(headers.items(), key=lambda item: order[self._first_of(item[0])])),
-            source.others,
-        )
+        super().__init__(source.path, headers, {})
         self._lock = threading.Lock()
         self._made = functools.lru_cache(KEPT)(self._make)
 
     def file_of(self, name: str) -> pathlib.Path:
-        return self._source.file_of(self._first_of(name))
+        return self._source.file_of(self.first[name])
 
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        if name in self._stored:
-            return self._source.part(self._stored[name], start, stop)
         group, shape = self._groups[name], self.headers[name].shape
         if not group.is_stack:
             return self._result(group, name, None)[start:stop]
@@ -108,14 +105,7 @@ class Converted(Source):
         return values[start - first * size : stop - first * size]
 
     def mapped(self, name: str) -> torch.Tensor:
-        if name in self._stored:
-            return self._source.mapped(self._stored[name])
         return self._groups[name].make(self._source.mapped)[name]
-
-    def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
-        if name in self._stored:
-            return self._source.read(self._stored[name], start, stop, scratch)
-        return super().read(name, start, stop, scratch)
 
     def _result(self, group: Group, name: str, index: int | None) -> torch.Tensor:
         """A tensor, or a slice of it, flattened."""
@@ -127,27 +117,20 @@ class Converted(Source):
         made = group.make(self._source.mapped, index)
         return {name: value.reshape(-1) for name, value in made.items()}
 
-    def _empty(self, name: str) -> torch.Tensor:
-        header = self._source.headers[name]
-        return torch.empty(header.shape, dtype=header.dtype, device="meta")
 
-    def _first_of(self, name: str) -> str:
-        """The first name in the file of what the tensor `name` is made of."""
-        if name in self._stored:
-            return self._stored[name]
-        return next(iter(self._groups[name].names.values()))[0]
-
-
-def _try(
-    group: Group, source: Source, values: Callable[[str], torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _try(group: Group, source: Source) -> dict[str, torch.Tensor]:
     """What the group makes of tensors without values.
 
     Raises:
         CheckpointError: naming what cannot be converted.
     """
+
+    def empty(name: str) -> torch.Tensor:
+        header = source.headers[name]
+        return torch.empty(header.shape, dtype=header.dtype, device="meta")
+
     try:
-        return group.make(values)
+        return group.make(empty)
     except (RuntimeError, ValueError, IndexError, KeyError, AttributeError) as error:
         names = [name for several in group.names.values() for name in several]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -183,13 +166,23 @@ def as_parameters(
     stored, groups = _conversion(source, model, shapes, tables, loading)
     if not groups and all(ours == name for ours, name in stored.items()):
         return source
-    return Converted(source, stored, groups)
+    converted = Converted(source, groups)
+    found: dict[str, tuple[Source, str]] = {ours: (source, name) for ours, name in stored.items()}
+    found |= {name: (converted, name) for name in converted.headers}
+    # In the order of the file, in which tensors are read.
+    order = {name: place for place, name in enumerate(source.headers)}
+    first = stored | converted.first
+    places = {name: found[name] for name in sorted(found, key=lambda name: order[first[name]])}
+    return Collected(source.path, places, source.others)
 
 
 def _conversion(
     source: Source, model: Any, shapes: Mapping[str, tuple[int, ...]], tables: Any, loading: Any
 ) -> tuple[dict[str, str], list[Group]]:
-    """Find for each tensor of the file what transformers makes of it: arguments of `Converted`."""
+    """Find for each tensor of the file what transformers makes of it: the file's name of each that
+    is used as it is, by the model's (those that the model does not have under their own, for the
+    messages about them), and the groups of all others.
+    """
     transforms = tables.get_model_conversion_mapping(model)
     renamings = [item for item in transforms if isinstance(item, loading.WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, loading.WeightConverter)]

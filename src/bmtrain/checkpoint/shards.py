@@ -326,9 +326,6 @@ class ShardedCheckpoint(Source):
         """Whether ranks had slices of the tensor, and not each all of it."""
         return self._tensors[name].dim >= 0
 
-    def mapped(self, name: str) -> torch.Tensor:
-        return self.whole(name)
-
     def all(self) -> dict[str, torch.Tensor]:
         """All tensors by all names; tied ones are one object."""
         found = {name: self.whole(name) for name in self._own}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -18,7 +17,7 @@ class Header:
     dtype: torch.dtype
 
 
-class Source(ABC):
+class Source:
     """An opened checkpoint.
 
     Attributes:
@@ -46,9 +45,11 @@ class Source(ABC):
         size = (stop - start) * self.headers[name].dtype.itemsize
         return self.read(name, start, stop, torch.empty(size, dtype=torch.uint8, device="cpu"))
 
-    @abstractmethod
     def mapped(self, name: str) -> torch.Tensor:
-        """The tensor as a memory-mapped view of the file: pages are read on first access."""
+        """The full tensor; where the format allows, a memory-mapped view of the file: its pages are
+        read on first access.
+        """
+        return self.whole(name)
 
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, in memory, in any shape.

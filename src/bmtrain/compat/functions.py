@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -11,7 +12,7 @@ import torch
 from bmtrain.block.block import Block
 from bmtrain.checkpoint.saving import collect
 from bmtrain.distributed import collectives
-from bmtrain.distributed.autograd import all_gather, all_reduce, broadcast, reduce_scatter
+from bmtrain.distributed.autograd import all_gather, all_reduce, broadcast, checked, reduce_scatter
 from bmtrain.errors import ConfigurationError, ParameterError, RemovedError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
@@ -97,28 +98,10 @@ def debug_extend(key: Any, value: Iterable[Any]) -> None:
 # bmtrain.distributed.ops and bmtrain.parameter: functions under their old names
 
 
-class OpAllGather:
-    """`all_gather` under its old name."""
-
-    apply = staticmethod(all_gather)
-
-
-class OpAllReduce:
-    """`all_reduce` under its old name."""
-
-    apply = staticmethod(all_reduce)
-
-
-class OpReduceScatter:
-    """`reduce_scatter` under its old name."""
-
-    apply = staticmethod(reduce_scatter)
-
-
-class OpBroadcast:
-    """`broadcast` under its old name."""
-
-    apply = staticmethod(broadcast)
+OpAllGather = types.SimpleNamespace(apply=all_gather)
+OpAllReduce = types.SimpleNamespace(apply=all_reduce)
+OpReduceScatter = types.SimpleNamespace(apply=reduce_scatter)
+OpBroadcast = types.SimpleNamespace(apply=broadcast)
 
 
 class OpGather:
@@ -197,8 +180,8 @@ def state_of_rank0(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
 
 def allgather_objects(obj: Any, comm: Axis | None = None) -> list[Any]:
     """Gather every rank's `obj`, which must be picklable, in rank order. Collective."""
-    current = world.current("allgather_objects")
-    axis = _checked(comm, "allgather_objects") if comm is not None else current.mesh.world
+    axis = world.current("allgather_objects").mesh.world
+    axis = axis if comm is None else checked("allgather_objects", comm)
     return collectives.gather_objects(obj, axis, "allgather_objects")
 
 
@@ -208,13 +191,7 @@ def broadcast_object(obj: Any, comm: Axis, src: int = 0) -> Any:
     Raises:
         ConfigurationError: for a `comm` that is no communicator, or a `src` outside of it.
     """
-    world.current("broadcast_object")
-    axis = _checked(comm, "broadcast_object")
-    if not 0 <= src < axis.size:
-        raise ConfigurationError(
-            f"broadcast_object got src={src} of a communicator of {axis.size} ranks: "
-            f"expected 0 to {axis.size - 1}."
-        )
+    axis = checked("broadcast_object", comm, src)
     return collectives.broadcast_object(obj, src, axis, "broadcast_object")
 
 
@@ -235,15 +212,6 @@ def save_to_rank0(
     out = OrderedDict() if destination is None else destination
     out.update({prefix + name: tensor for name, tensor in found.items()})
     return out
-
-
-def _checked(comm: Axis, what: str) -> Axis:
-    if not isinstance(comm, Axis):
-        raise ConfigurationError(
-            f"{what} got the communicator {comm!r}: expected one of bmtrain.config such as "
-            "config['comm']."
-        )
-    return comm
 
 
 # bmtrain.optim.optim_manager and bmtrain.loss._function

@@ -12,14 +12,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from bmtrain.compile import backend
 from bmtrain.compile.programs import Structure
-from bmtrain.recompute import level as recompute
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.runner import ModuleCall, Repeatable, SeveralGraphsError, Whole, call
+from bmtrain.recompute.runner import ModuleCall, Runner, SeveralGraphsError, call, policy
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import several_graphs_error
 
 
-class CompiledModule:
+class CompiledModule(Runner):
     """Runs modules through compiled code, for blocks with `compile=True` or options.
 
     The module is an argument of the compiled function, so modules of equal structure share the
@@ -37,21 +36,13 @@ class CompiledModule:
         _compile(call, options)
         lower: backend.Lower = backend.Seeded(backend.find(options.get("backend", "inductor")))
         options = {**options, "backend": backend.InFp8(lower) if structure.fp8 else lower}
-        self._plain = _compile(structure.code(call), options)
+        super().__init__(_compile(structure.code(call), options))
         one_graph = {**options, "fullgraph": True}
         self._recomputing = {
             level: _compile(structure.code(function), one_graph)
             for level, function in _RECOMPUTING.items()
         }
         self._recomputes_inside = True
-
-    def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """True: the program has asked for compiled code."""
-        return True
-
-    def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`module(*args, **kwargs)`."""
-        return self._plain(module, args, kwargs)
 
     def recomputing(self, level: Level) -> ModuleCall | None:
         """`plain` with recomputation at `level` inside; None if the module needs several graphs.
@@ -61,10 +52,6 @@ class CompiledModule:
         if not self._recomputes_inside:
             return None
         return partial(self._recompute, level)
-
-    def repeatable(self, level: Level) -> Repeatable:
-        """`plain` for one call, which the caller runs again in backward."""
-        return Whole(self.plain)
 
     def _recompute(
         self, level: Level, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -81,7 +68,7 @@ class CompiledModule:
             raise SeveralGraphsError(reason) from error
 
 
-class CompiledByDefault:
+class CompiledByDefault(Runner):
     """Runs modules through compiled code if they compile as one graph, and eagerly otherwise.
 
     For blocks that leave `compile` at its default: a failure to compile is never an error. A call
@@ -90,26 +77,18 @@ class CompiledByDefault:
     """
 
     is_compiled = True
-    runs_python = True
 
     def __init__(self, structure: Structure) -> None:
+        super().__init__(partial(structure.run, call))
         self._structure = structure
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
         """Whether this call of a module, with its submodules `modules`, can run compiled."""
         return self._structure.accepts(modules, arguments)
 
-    def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`module(*args, **kwargs)`."""
-        return self._structure.run(call, module, args, kwargs)
-
     def recomputing(self, level: Level) -> ModuleCall | None:
         """`plain` with recomputation at `level` inside."""
         return partial(self._structure.run, recomputing(level))
-
-    def repeatable(self, level: Level) -> Repeatable:
-        """`plain` for one call, which the caller runs again in backward."""
-        return Whole(self.plain)
 
 
 def _compile(function: ModuleCall, options: dict[str, Any]) -> ModuleCall:
@@ -133,10 +112,10 @@ def _call_recomputed_cheaply(
 class _Policy(partial[Any]):
     """A `context_fn` with a name for the key of torch's cache: torch caches none without."""
 
-    cache_hash = f"{recompute.policy.__module__}.{recompute.policy.__name__}"
+    cache_hash = f"{policy.__module__}.{policy.__name__}"
 
 
-_CHEAPLY = _Policy(create_selective_checkpoint_contexts, recompute.policy)
+_CHEAPLY = _Policy(create_selective_checkpoint_contexts, policy)
 _RECOMPUTING: dict[Level, ModuleCall] = {
     Level.CHEAP: _call_recomputed_cheaply,
     Level.BLOCK: _call_recomputed,

@@ -32,7 +32,7 @@ def all_gather(
     Args:
         local_gradient: backward takes this rank's part of its own gradient, as in BMTrain.
     """
-    axis = _axis(comm, "all_gather", local_gradient)
+    axis = _axis("all_gather", comm)
     out: torch.Tensor = _AllGather.apply(x, axis, local_gradient)
     return out
 
@@ -46,7 +46,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
         ConfigurationError: for an unknown `op` (sum, avg, max, min, prod) or a dim 0 that the ranks
             do not divide.
     """
-    axis = _axis(comm, "reduce_scatter")
+    axis = _axis("reduce_scatter", comm)
     collectives.check_op(op)
     if op in ("sum", "avg"):
         out: torch.Tensor = _ReduceScatter.apply(x, axis)
@@ -75,7 +75,7 @@ def all_reduce(
     Raises:
         ConfigurationError: for an unknown `op`.
     """
-    axis = _axis(comm, "all_reduce", local_gradient)
+    axis = _axis("all_reduce", comm)
     collectives.check_op(op)
     out: torch.Tensor
     if op == "prod":
@@ -99,8 +99,7 @@ def broadcast(
         local_gradient: backward gives that sum to every rank's `x`, as in BMTrain. The result then
             requires grad on all ranks if `x` does on any.
     """
-    axis = _axis(comm, "broadcast", local_gradient)
-    _check_place(root, axis, "broadcast")
+    axis = _axis("broadcast", comm, root)
     can_require_grad = x.is_floating_point() or x.is_complex()
     if torch.is_grad_enabled() and can_require_grad and axis.size > 1:
         wanted = torch.tensor([x.requires_grad], dtype=torch.uint8, device="cpu")
@@ -120,8 +119,7 @@ def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> 
     waits for the gradient from the receiver's backward and passes it on to `x`. Ignore it if `x`
     needs no gradient.
     """
-    axis = _axis(comm, "send_activations")
-    _check_place(target, axis, "send_activations")
+    axis = _axis("send_activations", comm, target)
     wants_grad = torch.is_grad_enabled() and x.requires_grad
     collectives.send_object((tuple(x.shape), x.dtype, wants_grad), target, axis)
     token: torch.Tensor = _Send.apply(x, target, axis)
@@ -134,40 +132,39 @@ def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
     The result requires grad if the sender's `x` does and gradients are enabled here; its backward
     then sends the gradient back, exactly once.
     """
-    current = world.current("recv_activations")
-    axis = _axis(comm, "recv_activations")
-    _check_place(source, axis, "recv_activations")
+    axis = _axis("recv_activations", comm, source)
     shape, dtype, wants_grad = collectives.receive_object(source, axis)
     # No input requires grad on this rank. The anchor makes the result require it, and never gets a
     # gradient itself.
-    anchor = torch.zeros((), device=current.device, requires_grad=wants_grad)
-    buffer = torch.empty(shape, dtype=dtype, device=current.device)
+    anchor = torch.zeros((), device=world.device(), requires_grad=wants_grad)
+    buffer = torch.empty(shape, dtype=dtype, device=world.device())
     out: torch.Tensor = _Receive.apply(anchor, buffer, source, axis)
     return out
 
 
-def _axis(comm: Axis | None, what: str, local_gradient: bool = False) -> Axis:
-    current = world.current(what)
-    if not isinstance(local_gradient, bool):
-        raise ConfigurationError(
-            f"{what} got local_gradient={local_gradient!r}: expected True or False."
-        )
-    if comm is None:
-        return current.mesh.world
+def checked(what: str, comm: Axis, place: int = 0) -> Axis:
+    """The communicator.
+
+    Raises:
+        ConfigurationError: for what is none, or does not have an index `place`.
+    """
+    world.current(what)
     if not isinstance(comm, Axis):
         raise ConfigurationError(
-            f"{what} got the communicator {comm!r}: expected None for all ranks, or "
-            "one of bmtrain.config such as config['comm']."
+            f"{what} got the communicator {comm!r}: expected one of the run after "
+            "init_distributed(), bmtrain.config['comm'] for example."
+        )
+    if not COUNT.holds(place) or place >= comm.size:
+        raise ConfigurationError(
+            f"{what} got rank {place!r} of a communicator of {comm.size} ranks: expected 0 "
+            f"to {comm.size - 1}."
         )
     return comm
 
 
-def _check_place(place: int, axis: Axis, what: str) -> None:
-    if not COUNT.holds(place) or place >= axis.size:
-        raise ConfigurationError(
-            f"{what} got rank {place!r} of a communicator of {axis.size} ranks: expected 0 "
-            f"to {axis.size - 1}."
-        )
+def _axis(what: str, comm: Axis | None, place: int = 0) -> Axis:
+    """The same; None is all ranks."""
+    return checked(what, world.current(what).mesh.world if comm is None else comm, place)
 
 
 class _AllGather(torch.autograd.Function):

@@ -48,14 +48,6 @@ class Exchange:
                 part.view(peers.axis.size, -1)[peers.axis.index] for part in self._memory.parts
             ]
 
-    def meet(self) -> None:
-        """Barrier after allocation, on the reduce stream.
-
-        Without it, a copy into a peer's memory could arrive before that peer's zero-fill, which
-        would erase it.
-        """
-        self._peers.barrier(REDUCTIONS)
-
     def send(self, parts: Sequence[torch.Tensor]) -> None:
         """Copy this rank's full gradient (n * ranks,) to the ranks that sum it.
 

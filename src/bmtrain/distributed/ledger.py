@@ -80,10 +80,6 @@ class _Line:
     )
     pending: _Pending | None = None
 
-    def newest(self, count: int) -> tuple[str, ...]:
-        """The names of the last operations, at most `count`, the newest last."""
-        return (*list(self.since)[-count:],) or (self.last,) * bool(self.number)
-
     @property
     def word(self) -> int:
         return (self.number % 2**_NUMBER_BITS) << _DIGEST_BITS | self.digest
@@ -185,8 +181,8 @@ class Ledger:
     def summary(self) -> list[Line]:
         """The collectives so far, axis by axis; called by the watchdog's thread."""
         return [
-            Line(ranks, line.number, line.digest, line.newest(_NUM_TOLD))
-            for ranks, line in list(self._lines.items())
+            Line(ranks, x.number, x.digest, list(x.since)[-_NUM_TOLD:] or [x.last][: x.number])
+            for ranks, x in list(self._lines.items())
         ]
 
     def enter(self, axis: Axis, what: str, *, is_on_host: bool) -> None:

@@ -14,7 +14,6 @@ import torch
 from bmtrain.distributed import autograd, collectives
 from bmtrain.errors import ConfigurationError, RemovedError
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import COUNT
 from bmtrain.runtime.mesh import KINDS, Axis
 from bmtrain.runtime.world import World
 
@@ -141,39 +140,23 @@ def commInitRank(unique_id: bytes, world_size: int, rank: int) -> NoReturn:
 
 def commCount(comm: Axis) -> int:
     """Number of ranks of a communicator."""
-    _check("commCount", comm)
-    return comm.size
+    return autograd.checked("nccl.commCount", comm).size
 
 
 def commRank(comm: Axis) -> int:
     """This rank's index in a communicator."""
-    _check("commRank", comm)
-    return comm.index
+    return autograd.checked("nccl.commRank", comm).index
 
 
 def commDestroy(comm: Axis) -> None:
     """Only checks its argument: the run owns all communicators and closes them at its end."""
-    _check("commDestroy", comm)
-
-
-def _check(what: str, comm: Axis, peer: int = 0) -> None:
-    """Raise ConfigurationError if `comm` is no communicator or `peer` is not in it."""
-    if not isinstance(comm, Axis):
-        raise ConfigurationError(
-            f"nccl.{what} got {type(comm).__name__} as communicator: expected one of the run, "
-            "bmtrain.config['comm'] for example, after init_distributed()."
-        )
-    if not COUNT.holds(peer) or peer >= comm.size:
-        raise ConfigurationError(
-            f"nccl.{what} got rank {peer!r}: expected 0 to {comm.size - 1}, a place in its "
-            "communicator."
-        )
+    autograd.checked("nccl.commDestroy", comm)
 
 
 def _is_queued(what: str, x: torch.Tensor, peer: int, comm: Axis, *, is_sent: bool) -> bool:
     """Whether a transfer is left to groupEnd; one that is not must go to another rank."""
     batch = world.current(f"nccl.{what}").service(_Batch)
-    _check(what, comm, peer)
+    autograd.checked(f"nccl.{what}", comm, peer)
     if batch.depth:
         batch.queued.append((comm, is_sent, x, peer))
     elif peer == comm.index:
@@ -213,7 +196,7 @@ def _pair(
     scatters: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flat source and destination, of dtypes, devices and numbers of elements that fit."""
-    _check(what, comm, root)
+    autograd.checked(f"nccl.{what}", comm, root)
     source, target = _flat(what, src), _flat(what, dst)
     for kind, own, theirs in (
         ("dtype", source.dtype, target.dtype),

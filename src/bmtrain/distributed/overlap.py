@@ -15,7 +15,7 @@ import dataclasses
 
 import torch
 
-from bmtrain.distributed.transport import gather_shards, make_streams, reduce_shards
+from bmtrain.distributed.transport import Streams, gather_shards, reduce_shards
 from bmtrain.runtime.world import World
 
 
@@ -60,7 +60,7 @@ class Overlap:
 
     def __init__(self, world: World) -> None:
         self.axis = world.mesh.tp
-        self._streams = make_streams(world.device)
+        self._streams = Streams(world.device)
 
     def gather(self, own: torch.Tensor, num_chunks: int, *, whole: bool = False) -> Gathering:
         """Start gathering every rank's `own` (rows, n), in at most `num_chunks` equal chunks."""

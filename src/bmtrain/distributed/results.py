@@ -24,15 +24,11 @@ class LastLoss:
     """
 
     def __init__(self, world: World) -> None:
-        self._loss: weakref.ref[torch.Tensor] | None = None
-
-    def remember(self, loss: torch.Tensor) -> None:
-        """Record `loss` as the one for a `backward` without argument."""
-        self._loss = weakref.ref(loss)
+        self.loss: weakref.ref[torch.Tensor] | None = None
 
     def take(self) -> torch.Tensor | None:
         """Return that loss, once; None if it is gone."""
-        loss, self._loss = self._loss, None
+        loss, self.loss = self.loss, None
         return loss() if loss is not None else None
 
 
@@ -62,7 +58,7 @@ def sum_loss(
     if not isinstance(loss, torch.Tensor):
         loss = torch.tensor(float(loss), device=current.device)
     if loss.requires_grad:
-        current.service(LastLoss).remember(loss)
+        current.service(LastLoss).loss = weakref.ref(loss)
     wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
     mean = all_reduce(wide, "avg", comm, local_gradient=local_gradient)
     return mean.to(loss.dtype) if loss.is_floating_point() else mean

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from bmtrain.distributed.exchange import Exchange, rotated
 from bmtrain.distributed.ledger import Ledger
-from bmtrain.distributed.peers import GATHERS, PeerGroups, PeerMemory, Peers
+from bmtrain.distributed.peers import GATHERS, REDUCTIONS, PeerGroups, PeerMemory, Peers
 from bmtrain.runtime.mesh import Axis
 from bmtrain.torch_internals import (
     add_each_,
@@ -137,11 +137,6 @@ class Streams:
         # the memory they still read.
         for side in used:
             surrounding.wait_stream(side)
-
-
-def make_streams(device: torch.device) -> Streams:
-    """The streams of a device."""
-    return Streams(device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,7 +341,9 @@ class Transport:
         if peers is not None:
             exchange = Exchange(peers, numel, dtype, self.streams.side_by_side)
             with self.streams.reducing():
-                exchange.meet()
+                # Without it, a copy into a peer's memory could arrive before that peer's
+                # zero-fill, which would erase it.
+                peers.barrier(REDUCTIONS)
             self._exchanges[key] = exchange
 
     def reduce(self, reductions: Sequence[Reduction], axis: Axis) -> None:

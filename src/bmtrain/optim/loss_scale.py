@@ -56,7 +56,9 @@ class LossScale:
         self._value = min(max(float(value), minimum), maximum)
         self.good_steps = 0
         self.num_skipped = self.num_in_a_row = 0
-        self._awaited: tuple[HostCopy, Callable[[], None]] | None = None
+        #: of a step that the device skips if this number, on its way here, is not finite; and what
+        #: undoes then what the host did for the step
+        self.awaited: tuple[HostCopy, Callable[[], None]] | None = None
 
     def __str__(self) -> str:
         """What must be the same on all ranks, once the last step is known to be good or bad."""
@@ -81,16 +83,9 @@ class LossScale:
         self.num_in_a_row += self._value <= self.minimum
         self.shrink()
 
-    def judge_later(self, number: HostCopy, take_back: Callable[[], None]) -> None:
-        """Register a step that the device skips if this number, on its way here, is not finite.
-
-        `wait` then calls `take_back` to undo what the host did for the step.
-        """
-        self._awaited = number, take_back
-
     def wait(self) -> None:
         """Wait for the pending check, if any, and act on it."""
-        awaited, self._awaited = self._awaited, None
+        awaited, self.awaited = self.awaited, None
         if awaited is not None:
             is_finite = math.isfinite(awaited[0].values()[0])
             if not is_finite:

@@ -291,7 +291,7 @@ class OptimManager:
             isinstance(optimizer, AdamBase) and optimizer.skips_on_device
             for optimizer in self.optimizers
         ) and all(map(is_restorable, self._schedules)):
-            self._scale.judge_later(arriving, self._advance_if_finite(scale, total))
+            self._scale.awaited = arriving, self._advance_if_finite(scale, total)
             if not arriving.needs_waiting:
                 self._scale.wait()
         else:

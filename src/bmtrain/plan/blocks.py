@@ -13,9 +13,10 @@ import torch
 from bmtrain.compile import backend
 from bmtrain.compile.compiled import recomputing
 from bmtrain.plan import lifetimes
-from bmtrain.plan.meter import Meter, Saved, storages_of, tensors_in
-from bmtrain.recompute.level import Level, Selective
-from bmtrain.recompute.runner import call
+from bmtrain.plan.meter import Meter, tensors_in
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.memory import Saved, storages_of
+from bmtrain.recompute.runner import Selective, call
 
 COUNTED = (Level.NOTHING, Level.CHEAP, Level.BLOCK)
 

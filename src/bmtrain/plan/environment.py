@@ -25,8 +25,8 @@ from bmtrain.plan.settings import GIB
 from bmtrain.runtime import world
 from bmtrain.version import __version__
 
-PACKAGES = """torch, triton, transformers, tokenizers, peft, safetensors, datasets, accelerate,
-deepspeed, plainshard, bmtrain, model-center, numpy, ray, tensorboard, wandb"""
+PACKAGES = """torch triton transformers tokenizers peft safetensors datasets accelerate deepspeed
+plainshard bmtrain model-center numpy ray tensorboard wandb"""
 # Variables that change what a run does, and those of launchers, by patterns of whole names. Values
 # of others are never shown: what a secret is called nobody knows.
 VARIABLES = r"""CC|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON(PATH|HASHSEED|UTF8|WARNINGS|MALLOC)
@@ -92,13 +92,11 @@ def _read(item: Callable[[], Any]) -> Any:
 
 
 def _packages() -> dict[str, str]:
-    def version(name: str) -> str:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return "not installed"
-
-    return {name: version(name) for name in PACKAGES.replace("\n", " ").split(", ")}
+    found = {
+        str(one.name).lower().replace("_", "-"): one.version
+        for one in importlib.metadata.distributions()
+    }
+    return {name: found.get(name, "not installed") for name in PACKAGES.split()}
 
 
 def _gpus() -> list[str]:
@@ -137,19 +135,6 @@ def _of_torch() -> dict[str, Any]:
     }
 
 
-def _memory() -> dict[str, Any]:
-    text = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
-    sizes = {n: int(kib) * 1024 for n, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-    return {
-        "all": f"{sizes['MemTotal'] / GIB:.1f} GiB",
-        "available": f"{sizes['MemAvailable'] / GIB:.1f} GiB",
-        "limit of the control group": _read(lambda: _limit("memory.max")),
-        "shared memory (/dev/shm)": _read(
-            lambda: f"{shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB"
-        ),
-    }
-
-
 def _limit(name: str) -> str:
     return (_GROUP / name).read_text("ascii").strip()
 
@@ -164,7 +149,10 @@ ITEMS: dict[str, Callable[[], Any]] = {
     "topology": lambda: _output("nvidia-smi", "topo", "-m"),
     "cores of this process": world.num_cores,
     "limit of the control group, of cores": lambda: _limit("cpu.max"),
-    "host memory": _memory,
+    "limit of the control group, of memory": lambda: _limit("memory.max"),
+    # in all, free and available
+    "host memory": lambda: pathlib.Path("/proc/meminfo").read_text("ascii").splitlines()[:3],
+    "shared memory (/dev/shm)": lambda: f"{shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB",
     "network interfaces": lambda: sorted(os.listdir("/sys/class/net")),
     "variables": lambda: shown(world.environment(), VARIABLES),
     "launcher's variables": lambda: shown(world.environment(), LAUNCHERS),

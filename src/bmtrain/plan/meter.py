@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors without memory: those alive, their peak, what autograd saves."""
+"""Counts the bytes of tensors without memory: those alive, and their peak."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from typing import Any
 import torch
 
 from bmtrain.loss.linear_cross_entropy import chunk_rows
+from bmtrain.recompute.memory import storages_of
 from bmtrain.torch_internals import TorchDispatchMode, tree_leaves
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in nested containers, data classes of transformers' among them."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
-    """Their storages by id. Held, so that no storage made later gets the id of one of them."""
-    return {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
 
 
 def workspace(func: Any, args: Any) -> int:
@@ -86,27 +82,3 @@ class Meter(TorchDispatchMode):
     def _freed(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.live -= num_bytes
-
-
-class Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what autograd saves in its body: each storage once.
-
-    Attributes:
-        num_bytes: so far.
-
-    Args:
-        spare: tensors that do not count: parameters, and what others hold anyway.
-    """
-
-    def __init__(self, spare: Iterable[torch.Tensor]) -> None:
-        super().__init__(self._pack, lambda saved: saved)
-        self._seen = storages_of(spare)
-        self.num_bytes = 0
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        # The state of a random generator lies on the host.
-        if id(storage) not in self._seen and tensor.dtype != torch.uint8:
-            self._seen[id(storage)] = storage
-            self.num_bytes += storage.nbytes()
-        return tensor.detach()  # else a node would hold its own result, and so itself

@@ -24,6 +24,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from bmtrain.errors import RecomputationError
@@ -182,7 +183,7 @@ class Snapshot:
             self._add_object(value, kind, where)
         elif isinstance(value, bytearray | array.array):
             self._add_noticed(lambda: (bytes(value),), where)
-        elif _is_ndarray(value):
+        elif isinstance(value, np.ndarray):
             self._add_noticed(lambda: (value.tobytes(),), where)
         elif isinstance(value, Iterator):
             self.obstacle = f"{where} is an iterator, which a pass uses up"
@@ -234,7 +235,7 @@ class Snapshot:
                 if function is None or name in overridden:
                     continue
                 self._add_function(function)
-                if "super" not in _names_in(function.__code__):
+                if "super" not in names_in(function.__code__):
                     overridden.add(name)
             names = [name for name in vars(base) if not name.startswith("__")]
             self._add_names(vars(base), names, f"of class {base.__name__}")
@@ -254,7 +255,7 @@ class Snapshot:
             self.add(_contents(cell)[0], f"{name!r} of a closure")
         for value in function.__defaults__ or ():
             self.add(value, f"a default of {function.__name__}")
-        names = _names_in(code)
+        names = names_in(code)
         self._add_names(function.__globals__, names, "among globals")
         for name in names:
             value = function.__globals__.get(name)
@@ -470,10 +471,10 @@ def _contents(cell: types.CellType) -> tuple[Any]:
         return (_MISSING,)
 
 
-def _names_in(code: types.CodeType) -> list[str]:
+def names_in(code: types.CodeType) -> list[str]:
     """The names of globals and attributes in a function's code, inner functions included."""
     inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(name for x in inner for name in _names_in(x))]))
+    return list(dict.fromkeys([*code.co_names, *(name for x in inner for name in names_in(x))]))
 
 
 def _function_of(value: Any) -> Any:
@@ -492,8 +493,3 @@ def _is_plain(thing: Any) -> bool:
     """Whether a class, function or module is the program's."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
     return (name or "").partition(".")[0] not in _FOREIGN or thing in _FOLLOWED
-
-
-def _is_ndarray(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)

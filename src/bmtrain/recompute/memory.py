@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pathlib
-from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -13,61 +14,43 @@ from bmtrain.runtime.world import World
 MARGIN = 0.03  # of all memory, left for fragmentation and allocations outside of torch
 
 
-class Memory(ABC):
-    """Memory of one device. All figures are bytes."""
+class Memory:
+    """Memory of one device: a CPU, which does not count. All figures are bytes.
 
-    #: there is no limit
-    limit_is_open = False
+    Args:
+        limit: bounds what blocks keep for backward; None for no limit.
 
-    @abstractmethod
+    Attributes:
+        limit_is_open: whether there is no limit.
+    """
+
+    #: whether it counts what tensors hold
+    counts = False
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit, self.limit_is_open = limit, limit is None
+
     def allocated(self) -> int:
         """Bytes that tensors hold now."""
+        return 0
 
-    @abstractmethod
     def take_peak(self) -> int:
         """Peak of `allocated` since the last call; restarts the measurement."""
+        return 0
 
-    @abstractmethod
     def limit(self) -> int:
         """Most bytes that tensors may hold."""
+        return self._limit or 0
 
-    @abstractmethod
     def num_retries(self) -> int:
         """Allocations so far that succeeded only after the allocator had emptied its cache."""
+        return 0
 
-    @abstractmethod
     def tidy(self) -> None:
         """Return cached memory to the device, when sizes of allocations are about to change."""
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait for all work on the device."""
-
-
-class Uncounted(Memory):
-    """A CPU, which does not count. A limit bounds only what blocks keep for backward."""
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit_is_open = limit is None
-        self._limit = limit or 0
-
-    def allocated(self) -> int:
-        return 0
-
-    def take_peak(self) -> int:
-        return 0
-
-    def limit(self) -> int:
-        return self._limit
-
-    def num_retries(self) -> int:
-        return 0
-
-    def tidy(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
 
 
 class CudaMemory(Memory):
@@ -78,8 +61,11 @@ class CudaMemory(Memory):
     is depends on the sizes of a step, so it is measured from `tidy` on, and out of the limit.
     """
 
+    counts = True
+
     def __init__(self, memory: DeviceMemory, device: torch.device, limit: int | None) -> None:
-        self._memory, self._device, self._given = memory, device, limit
+        super().__init__(limit)
+        self._memory, self._device, self.limit_is_open = memory, device, False
         self._peak, self._since_tidy = memory.new_peak(), memory.new_peak()
 
     def allocated(self) -> int:
@@ -91,7 +77,7 @@ class CudaMemory(Memory):
     def limit(self) -> int:
         lost = max(self._memory.cached() - self._since_tidy.so_far(), 0)
         usable = self._memory.within_reach() - lost - int(self._memory.total() * MARGIN)
-        return usable if self._given is None else min(usable, self._given)
+        return usable if self._limit is None else min(usable, self._limit)
 
     def num_retries(self) -> int:
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
@@ -127,7 +113,36 @@ def memory_of(world: World) -> Memory:
     """The memory of this rank's device. One per run, from `world.service(memory_of)`."""
     limit = world.defaults.memory_limit
     return (
-        Uncounted(limit)
+        Memory(limit)
         if world.device.type == "cpu"
         else CudaMemory(world.service(DeviceMemory), world.device, limit)
     )
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
+    """Their storages by id. Held, so that no storage made later gets the id of one of them."""
+    return {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what autograd saves in its body: each storage once.
+
+    Attributes:
+        num_bytes: so far.
+
+    Args:
+        spare: tensors that do not count: parameters, and what others hold anyway.
+    """
+
+    def __init__(self, spare: Iterable[torch.Tensor]) -> None:
+        super().__init__(self._pack, lambda saved: saved)
+        self._seen = storages_of(spare)
+        self.num_bytes = 0
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        # The state of a random generator lies on the host.
+        if id(storage) not in self._seen and tensor.dtype != torch.uint8:
+            self._seen[id(storage)] = storage
+            self.num_bytes += storage.nbytes()
+        return tensor.detach()  # else a node would hold its own result, and so itself

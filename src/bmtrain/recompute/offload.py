@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmtrain.distributed.transport import make_streams
+from bmtrain.distributed.transport import Streams
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.memory import free_host_memory
 from bmtrain.runtime.world import World
@@ -30,7 +30,7 @@ class Host:
 
     def __init__(self, world: World) -> None:
         self.device, self._local_size = world.device, world.local_size
-        self._streams = make_streams(world.device)
+        self.streams = Streams(world.device)
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._leaving: list[_Leaving] = []
         self._away: list[weakref.ref[Away]] = []
@@ -46,10 +46,6 @@ class Host:
             _Moves(self, inputs, inner if isinstance(inner, saved_tensors_hooks) else None)
         )
 
-    def mark(self) -> torch.Event | None:
-        """An event after all work on the compute stream."""
-        return self._streams.mark_compute()
-
     def settle(self) -> None:
         """Release the tensors whose copies to the host have been issued.
 
@@ -61,7 +57,7 @@ class Host:
         # Compute waits for the copies: without it, later kernels can reuse the memory of a tensor
         # while its copy still reads it.
         for entry in leaving:
-            self._streams.compute_waits(entry.left)
+            self.streams.compute_waits(entry.left)
         for entry in leaving:
             if entry.tensor._version != entry.version and entry.away() is not None:
                 raise RecomputationError(
@@ -89,9 +85,9 @@ class Host:
             x = x.detach()
         num_bytes = x.nbytes
         buffer = self._take(num_bytes)
-        with self._streams.gathering(ready), torch.no_grad():
+        with self.streams.gathering(ready), torch.no_grad():
             buffer[:num_bytes].view(x.dtype).copy_(x.view(-1), non_blocking=True)
-            left = self._streams.mark_current()
+            left = self.streams.mark_current()
         away = Away(self, buffer, num_bytes, x.dtype, self._previous())
         self._away.append(weakref.ref(away))
         self._leaving.append(_Leaving(x, x._version, left, self._away[-1]))
@@ -104,13 +100,13 @@ class Host:
             # Allocated on the compute stream, whose earlier kernels may still use this memory: the
             # copy below waits for them, or it would overwrite what they read.
             x = torch.empty(away.num_bytes, dtype=torch.uint8, device=self.device).view(away.dtype)
-        with self._streams.gathering(self._streams.mark_compute()), torch.no_grad():
+        with self.streams.gathering(self.streams.mark_compute()), torch.no_grad():
             x.copy_(away.buffer[: away.num_bytes].view(away.dtype), non_blocking=True)
-            return x, self._streams.mark_current()
+            return x, self.streams.mark_current()
 
     def receive(self, event: torch.Event | None) -> None:
         """Make the compute stream wait for a copy back."""
-        self._streams.compute_waits(event)
+        self.streams.compute_waits(event)
 
     def _previous(self) -> Away | None:
         while self._away:
@@ -221,7 +217,7 @@ class _Moves:
         self, host: Host, inputs: Sequence[torch.Tensor], inner: saved_tensors_hooks | None
     ) -> None:
         # The event precedes the block's own kernels: the copies need not wait for those.
-        self._host, self._inner, self._ready = host, inner, host.mark()
+        self._host, self._inner, self._ready = host, inner, host.streams.mark_compute()
         self._movable = {x.untyped_storage().data_ptr(): x for x in inputs if is_movable(x)}
         self._away: dict[int, Away] = {}
 

@@ -10,13 +10,14 @@ that pass.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import itertools
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -109,12 +110,11 @@ class _Watch:
         self.forward += [peak] if self._has_begun else []
         self._has_begun, self._at_call = True, self._memory.allocated()
 
-    def pause(self) -> None:
-        """Stop counting until `resume`: measuring runs are not part of the pass."""
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing counts: measuring runs are not part of the pass."""
         self._peak = max(self._peak, self._memory.take_peak())
-
-    def resume(self) -> None:
-        """Continue counting."""
+        yield
         self._memory.take_peak()
 
     def close(self, following: int | None = None) -> None:
@@ -260,11 +260,8 @@ class Planner:
             profile.append(subject.kind, subject.shape)
         key = subject.kind, subject.shape
         if key not in current.found:
-            if current.watch is not None:
-                current.watch.pause()
-            current.found[key] = options([level for level in LEVELS if level in current.wanted])
-            if current.watch is not None:
-                current.watch.resume()
+            with contextlib.nullcontext() if current.watch is None else current.watch.paused():
+                current.found[key] = options([level for level in LEVELS if level in current.wanted])
         if number < len(profile.options):
             profile.options[number].update(current.found[key])
 

@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from bmtrain.recompute.host_state import Begun, HostState
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.memory import Memory, Uncounted, memory_of
+from bmtrain.recompute.memory import Memory, Saved, memory_of
 from bmtrain.recompute.offload import Host, is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.recomputation import Recomputation
@@ -54,14 +54,10 @@ class Trials:
         draws = world.current("Block").draws
         begun = self._state.begin([*enumerate(args), *kwargs.items()], draws)
         recomputation = Recomputation(
-            body, begun, lambda _: None, _nowhere, lambda _: call.forget()
+            body, begun, lambda _: None, lambda place: place, lambda _: call.forget()
         )
         recomputation.save(args, kwargs)
         return recomputation.run(args, kwargs), call.num_bytes()
-
-
-def _nowhere(place: object) -> NoReturn:
-    raise RuntimeError("parameters of a measuring run have no place")
 
 
 def measure(
@@ -117,18 +113,16 @@ def _once(
     kwargs: dict[str, Any],
     memory: Memory,
 ) -> Option:
-    args, kwargs = map_tensors(_apart, (args, kwargs))
+    args, kwargs = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
     leaves = [x for x in [*tensors_of((args, kwargs)), *params] if x.requires_grad]
-    counter = _Counter(params)
+    counter = Saved(params)
     memory.synchronize()
     before, start = memory.allocated(), time.perf_counter()
     # Saved-tensor hooks make the compiler recompile. They are only needed on a device that does not
     # count memory.
-    with counter if isinstance(memory, Uncounted) else contextlib.nullcontext():
+    with contextlib.nullcontext() if memory.counts else counter:
         out, hidden = run(args, kwargs)
-    kept = (
-        counter.num_bytes + hidden if isinstance(memory, Uncounted) else memory.allocated() - before
-    )
+    kept = memory.allocated() - before if memory.counts else counter.num_bytes + hidden
     memory.take_peak()
     ends = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
     del out
@@ -150,24 +144,3 @@ def _offloaded(block: Option, moved: Sequence[torch.Tensor], host: Host) -> Opti
     return Option(
         max(block.kept - num_bytes, 0), block.peak + num_bytes, block.seconds + stall + 0.02 * trip
     )
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Detached; it requires grad as before."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-class _Counter(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the memory autograd saves: `num_bytes`, each storage once, without parameters."""
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        super().__init__(self._pack, lambda saved: saved)
-        self._seen = {param.untyped_storage().data_ptr() for param in params}
-        self.num_bytes = 0
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.num_bytes += storage.nbytes()
-        return tensor.detach()  # else a node would hold its own result, and so itself

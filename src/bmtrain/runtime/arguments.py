@@ -44,7 +44,7 @@ def _number(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return check
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
+def _whole(least: float) -> Callable[[Any], bool]:
     return lambda value: (
         isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
     )
@@ -58,9 +58,7 @@ SHARE = Rule("a number from 0 to 1", _number(lambda x: 0 <= x <= 1))
 PART = Rule("a number from 0 to below 1", _number(lambda x: 0 <= x < 1))
 SIZE = Rule("a whole number above 0", _whole(1))
 COUNT = Rule("a whole number from 0 on", _whole(0))
-WHOLE = Rule(
-    "a whole number", lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool)
-)
+WHOLE = Rule("a whole number", _whole(-math.inf))
 FLAG = Rule("True or False", lambda value: isinstance(value, bool | int) and value in (0, 1))
 
 

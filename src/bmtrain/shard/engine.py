@@ -12,7 +12,7 @@ import torch
 from bmtrain.distributed.agreement import largest
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import PeerGroups
-from bmtrain.distributed.transport import Transport, make_streams
+from bmtrain.distributed.transport import Streams, Transport
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import NO_PASS, Backward, HostSteps
@@ -116,7 +116,7 @@ class Engine:
         self.defaults = world.defaults
         self.mesh = world.mesh
         self.transport = Transport(
-            make_streams(world.device), world.service(PeerGroups), world.service(Ledger)
+            Streams(world.device), world.service(PeerGroups), world.service(Ledger)
         )
         self.schedule: Schedule[Residence] = Schedule()
         self.host = HostSteps(self.transport.ledger)
