@@ -188,8 +188,11 @@ has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_g
 
 
 def in_transform() -> bool:
-    """Whether a torch.func transform (grad, vmap, jvp and the like) is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a torch.func transform (grad, vmap, jvp, ...) or forward-mode AD is active."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def hooks_of(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:

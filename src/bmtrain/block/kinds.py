@@ -25,7 +25,7 @@ _WRITING = {"resize_token_embeddings": "call it before bmtrain.BMTrainModelWrapp
 
 
 def become_distributed(
-    module: torch.nn.Module, forward: Callable[[Method], Method] | None = None
+    module: torch.nn.Module, forward: Callable[[Any], Method] | None = None
 ) -> None:
     """Change the class of `module` to one that gathers parameters when they are read.
 
@@ -34,7 +34,7 @@ def become_distributed(
 
     Args:
         module: becomes distributed.
-        forward: makes the class's method `forward` of the original one.
+        forward: makes the class's method `forward`, given the original class.
     """
     kind: Any = module.__class__ if is_made_distributed(module) else type(module)
     _CLASS.__set__(module, _distributed(kind, forward))
@@ -50,7 +50,7 @@ def has_methods_of_whole_models(module: torch.nn.Module) -> bool:
     return bool(_methods_of_whole_models(type(module)))
 
 
-def _made_distributed(kind: Any, forward: Callable[[Method], Method] | None = None) -> Any:
+def _made_distributed(kind: Any, forward: Callable[[Any], Method] | None = None) -> Any:
     def fill(namespace: dict[str, Any]) -> None:
         namespace["__doc__"] = kind.__doc__
         namespace["__module__"] = kind.__module__
@@ -59,7 +59,7 @@ def _made_distributed(kind: Any, forward: Callable[[Method], Method] | None = No
         namespace["__class__"] = property(lambda _: kind, _become)
         namespace["compile"] = _refuse_to_compile
         if forward is not None:
-            namespace["forward"] = forward(kind.forward)
+            namespace["forward"] = forward(kind)
         namespace.update(_methods_of_whole_models(kind))
 
     # transformers looks up conversions of a model's tensors by the name of its type.

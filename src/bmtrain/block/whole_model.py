@@ -27,6 +27,7 @@ from bmtrain.compile.programs import NoProgramError, Program, changing, is_watch
 from bmtrain.distributed.agreement import largest
 from bmtrain.errors import StaleParameterError
 from bmtrain.recompute.memory import memory_of
+from bmtrain.recompute.runner import ModuleCall
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.seeding import get_random_state, set_random_state
@@ -228,10 +229,13 @@ class Gate:
         return run
 
 
-def as_whole(forward: Forward) -> Forward:
-    """A method `forward` of a wrapped model that runs small models whole where that can be."""
+def as_whole(kind: Any) -> Forward:
+    """A method `forward` for wrapped models of a class: runs small ones whole where that can be."""
 
-    @functools.wraps(forward)
+    def forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return kind.forward(model, *args, **kwargs)  # programs exchange it
+
+    @functools.wraps(kind.forward)
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             whole = self.__dict__.get(_KEY)
@@ -240,7 +244,7 @@ def as_whole(forward: Forward) -> Forward:
             found = None if whole is None else whole.call(self, args, kwargs)
             if found is not None:
                 return found[0]
-        return forward(self, *args, **kwargs)
+        return forward(self, args, kwargs)
 
     return run
 
@@ -253,7 +257,7 @@ class WholeModel:
     reference to the model, whose `__dict__` keeps this object.
     """
 
-    def __init__(self, model: torch.nn.Module, forward: Forward, current: World) -> None:
+    def __init__(self, model: torch.nn.Module, forward: ModuleCall, current: World) -> None:
         self._name, self._forward, self._world = type(model).__name__, forward, current
         self._context = current.service(Context)
         self._engine, self._axis = self._context.engine, self._context.mesh.world
@@ -279,11 +283,8 @@ class WholeModel:
         self._kept = 0  # bytes that its forward pass has left on the device
         self._stage = Stage.UNTRIED if self._is_small() else Stage.APART
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy of the model makes its own
-
     def __reduce__(self) -> Any:
-        return (_nothing, ())
+        return (type(None), ())  # copies of the model, and pickled ones, make their own
 
     def _is_small(self) -> bool:
         """The same on all ranks, whose models and settings are."""
@@ -297,9 +298,8 @@ class WholeModel:
             # Its statistics are sums over the ranks, which a graph does not take.
             or (mesh.world.size > 1 and any(isinstance(x, BatchNorm) for x in self._root.modules()))
             or not all(block.runs_compiled_by_default for block in blocks)
+            or not self._is_sharded()
         ):
-            return False
-        if not self._is_sharded():
             return False
         num_bytes = sum(2 * x.numel() * x.element_size() for x in self._root.parameters())
         if self._context.device.type == "cpu":
@@ -517,9 +517,9 @@ class WholeModel:
                 if is_trained:
                     hook = functools.partial(_if_alive, arrive, *slot)
                     leaf.register_post_accumulate_grad_hook(hook)
-            params = [each.params[i] for each, i in slots]
             root = self._engine.leaf
-            self._owner = Owner.apply(root, *[root if x is None else x for x in params])
+            params = [root if x is None else x for each in table.storages for x in each.params]
+            self._owner = Owner.apply(root, *params)
         self._versions = {storage: storage.version() for storage in table.storages}
         use.expect()
         return self._leaves
@@ -577,7 +577,7 @@ class WholeModel:
             views = use.open()
             bound = use.select(views, table.storages, table.positions)
             with self._binding.running(table, bound, is_compiled=False):
-                out = self._forward(model, *args, **kwargs)
+                out = self._forward(model, args, kwargs)
             use.check_unchanged()
         if self._axis.size > 1:
             out = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=False)
@@ -586,12 +586,7 @@ class WholeModel:
     def _program(self, is_training: bool) -> Program:
         if is_training not in self._programs:
             options = {} if self._context.device.type == "cpu" else _ON_GPU
-            forward = self._forward
-
-            def call(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-                return forward(model, *args, **kwargs)
-
-            self._programs[is_training] = Program(call, self._gate, _NUM_SPECIAL, options)
+            self._programs[is_training] = Program(self._forward, self._gate, _NUM_SPECIAL, options)
         return self._programs[is_training]
 
     @contextlib.contextmanager
@@ -610,7 +605,3 @@ class WholeModel:
 def _inner(block: Block) -> torch.nn.Module:
     _, module = next(block.sharded_modules())
     return module
-
-
-def _nothing() -> None:
-    """In a pickled model."""

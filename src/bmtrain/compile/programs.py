@@ -17,6 +17,8 @@ from bmtrain.compile.fp8 import call_in_fp8
 from bmtrain.recompute.runner import ModuleCall, call
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
+from bmtrain.shard.backward import refuse_create_graph
+from bmtrain.shard.outputs import before_backward_of
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.torch_internals import (
     DeviceContext,
@@ -26,6 +28,7 @@ from bmtrain.torch_internals import (
     in_transform,
     is_of_compiler,
     is_tracing,
+    next_node_number,
     num_dispatch_modes,
     patches_compiler,
     run_any_number,
@@ -227,8 +230,9 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
     Raises:
         NoProgramError: if the compiler fails, which happens before any operator has run.
     """
+    first_node = next_node_number()
     try:
-        return compiled(*arguments)
+        out = compiled(*arguments)
     except too_many_forms_error() as error:
         reason = "its arguments or attributes change too often"
         raise NoProgramError(reason, has_too_many=True) from error
@@ -244,6 +248,8 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
             f"{type(cause).__name__}: {lines[0]}",
             is_expected=isinstance(cause, backend.CommunicationError),
         ) from error
+    before_backward_of(out, first_node, refuse_create_graph)
+    return out
 
 
 def changing(arguments: Iterable[Any]) -> Any:

@@ -189,7 +189,7 @@ class ShardSource:
         self.memory = memory
         self.name = f"{shard.numel()} elements of every rank"
         if memory is not None:  # it maps this shard too: held on, the memory would never be freed
-            self.when_gone(self._unmap)
+            weakref.finalize(shard, self._unmap)
 
     def get(self) -> torch.Tensor:
         """The shard (numel,), or zeros once it has been freed."""
@@ -202,12 +202,6 @@ class ShardSource:
         """A full buffer, uninitialised; usable in training even if allocated in inference mode."""
         with torch.inference_mode(False):
             return torch.empty(self.numel * num_shards, dtype=self._dtype, device=self._device)
-
-    def when_gone(self, do: Callable[[], None]) -> None:
-        """Call `do` when the shard is freed."""
-        shard = self._shard()
-        if shard is not None:
-            weakref.finalize(shard, do)
 
     def _unmap(self) -> None:
         self.memory = None

@@ -137,16 +137,18 @@ class OpenUse(Protocol):
 
 
 def refuse_create_graph() -> None:
-    """ParameterError if a pass with create_graph=True has reached a sharded parameter.
+    """ParameterError if a pass with create_graph=True has reached a sharded parameter, or code that
+    torch has compiled.
 
     The reduction is outside of any graph, so the gradient would have none.
     """
     if torch.is_grad_enabled():
         raise ParameterError(
             "backward(create_graph=True) came to a sharded parameter, whose gradient "
-            "is summed over ranks outside of any graph. "
-            "Take gradients of gradients with respect to inputs of the model, or to "
-            "whole = param.gather() and compute with that."
+            "is summed over ranks outside of any graph, or to compiled code, which torch cannot "
+            "differentiate twice. Take gradients of gradients with respect to inputs of the model, "
+            "after init_distributed(compile=False), or to whole = param.gather() and compute with "
+            "that."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -74,6 +75,9 @@ class Replicated:
         if self not in self._backward.participants:
             self._backward.participants.append(self)
         known = {id(param) for param in self}
+        # Those that all ranks have dropped: each rank's collector takes them at its own time.
+        alive = self._host.any_rank([x() is not None for x in self._params], self._world)
+        self._params = [*itertools.compress(self._params, alive)]
         for param in params:
             if id(param) in known:
                 continue
@@ -105,14 +109,16 @@ class Replicated:
             self.discard()  # else the next pass would add the gradients of this one
             raise
         incoming = [None if param is None else self._incoming.get(id(param)) for param in params]
+        # whether it had one before this pass, which has put zeros where none was
+        had = [x if x is None else self._had.get(id(x), x.grad is not None) for x in params]
         kinds = [
             (
                 grad is not None and not grad.is_sparse,
                 grad is not None and grad.is_sparse,
-                param is not None and self._had_gradient(param),
-                param is not None and not self._had_gradient(param),
+                before is True,
+                before is False,
             )
-            for param, grad in zip(params, incoming, strict=True)
+            for grad, before in zip(incoming, had, strict=True)
         ]
         # A rank whose rows did not use a parameter has no gradient, but must take part in its sum:
         # the others would hang.
@@ -131,10 +137,6 @@ class Replicated:
             )
             param.grad = total if param.grad is None else _plus_(param.grad, total)
         self.discard()
-
-    def _had_gradient(self, param: torch.nn.Parameter) -> bool:
-        """Whether it had one before this pass, which has put zeros where none was."""
-        return self._had.get(id(param), param.grad is not None)
 
     def _total(self, grad: torch.Tensor, *, keeps_rows: bool) -> torch.Tensor:
         """The sum over ranks; with `keeps_rows` sparse, with the rows that any rank has."""
