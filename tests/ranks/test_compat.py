@@ -316,7 +316,7 @@ def distil():
         models.assert_same_dicts(student.state_dict(), plain.state_dict(), "after training")
 
 
-def prune() -> None:
+def prune():
     """The two larger of four neighbours stay, as BMCook chooses and keeps them: it asks for the
     type of blocks, whose storages it would cut, and takes other modules by their weights.
     """
@@ -340,7 +340,7 @@ def prune() -> None:
                 masks.append((weight, mask.view(weight.shape)))
         assert len(masks) == 2 * LAYERS + 1
 
-        def step(masks: Any = masks, old: Any = optimizer.step) -> None:
+        def step(masks=masks, old=optimizer.step):
             for weight, mask in masks:
                 weight.grad.mul_(mask)
             old()
@@ -348,7 +348,7 @@ def prune() -> None:
                 for weight, mask in masks:
                     weight.mul_(mask)
 
-        optimizer.step = step  # type: ignore[method-assign, assignment]
+        optimizer.step = step  # type: ignore[method-assign]
     for number in range(2):
         ids, targets = data(number)
         manager.zero_grad()

@@ -181,7 +181,7 @@ def noise(x: Tensor) -> Tensor:
 
 
 @noise.register_fake
-def _(x: Tensor) -> Tensor:
+def _(x):
     return torch.empty_like(x)
 
 

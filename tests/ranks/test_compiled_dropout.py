@@ -33,7 +33,7 @@ def attention(x: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
 
 
 @attention.register_fake
-def _(x: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
+def _(x, dropout):
     return torch.empty_like(x), torch.empty_like(x)
 
 

@@ -2,8 +2,6 @@
 and by torchrun.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -45,7 +43,7 @@ COMMANDS = {
 }
 
 
-def losses(command: str, folder: Path) -> list[float]:
+def losses(command, folder):
     """What the README's program prints, started so; the last save is whole."""
     folder.mkdir()
     (folder / "train.py").write_text(README, "utf-8")
@@ -67,7 +65,7 @@ def losses(command: str, folder: Path) -> list[float]:
 
 
 @pytest.mark.long
-def test_the_readme_program(tmp_path: Path) -> None:
+def test_the_readme_program(tmp_path):
     """Rank 0 alone prints; the losses are those of one process; the last save, in the background,
     is whole when it ends.
     """
