@@ -2,7 +2,6 @@
 
 import os
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def pytest_sessionfinish(session):
     """Count this process, the programs that it has waited for, and the ranks, which it has not."""
     spent = {"tests": sum(os.times()[:4]), "ranks": POOL.processor_time()}
     POOL.close()
-    told: Any = getattr(session.config, "workeroutput", None)
+    told = getattr(session.config, "workeroutput", None)
     if told is not None:
         told["spent"] = spent
     session.config.stash[_SPENT].append(spent)

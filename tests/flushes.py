@@ -15,8 +15,8 @@ class Flushes:
     """
 
     def __init__(self):
-        self._contents: dict[int, bytes | list[str]] = {}  # by inode
-        self.renamed: list[tuple[str, bool]] = []
+        self._contents = {}  # by inode
+        self.renamed = []
 
     def has(self, path):
         """Whether a file's content, or the names that there are in a folder, are on the disk."""

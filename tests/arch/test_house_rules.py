@@ -100,7 +100,7 @@ def _calls(module, names):
 
 
 # Each rule with lines that break it.
-RULES: dict[Rule, list[str]] = {
+RULES = {
     asserts: ["assert x"],
     global_state: ["def f():\n    global x"],
     late_attributes: ["hasattr(x, 'y')", "setattr(x, 'y', 1)"],

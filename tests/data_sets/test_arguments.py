@@ -5,7 +5,6 @@ not fit.
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from model_center.training.optimization import in_steps
 
 # As documented there.
 NAMES = "model_config base_path dataset_name load save save_name lr_decay_iters local_rank"
-DEFAULTS: dict[str, Any] = dict.fromkeys(NAMES.split()) | {
+DEFAULTS = dict.fromkeys(NAMES.split()) | {
     "save_iters": 1000,
     "inspect_iters": 1000,
     "train_iters": 1000000,

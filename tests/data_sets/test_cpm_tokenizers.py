@@ -3,7 +3,6 @@ batches look like.
 """
 
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -87,7 +86,7 @@ def test_cpm1_names_and_sizes(tmp_path):
     assert (reader.vocab_size, len(reader), reader.model_max_length) == (16, 18, 9)
     assert (reader.unk_id, reader.eod_id, reader.pad_id) == (0, 2, 3)
     assert (reader.unk_token_id, reader.eos_token_id, reader.pad_token_id) == (0, 2, 3)
-    either: list[Any] = [[6, 7], torch.tensor([6, 7])]
+    either = [[6, 7], torch.tensor([6, 7])]
     for ids in either:
         assert reader.convert_ids_to_tokens(ids) == ["今天", "天"]
     assert reader.convert_tokens_to_ids(["天", "猫"]) == [7, 0]
@@ -103,7 +102,7 @@ def test_cpm1_names_and_sizes(tmp_path):
 def test_cpm1_makes_batches(tmp_path):
     """Pairs, padding, truncation and tensors, as with every tokenizer of transformers."""
     reader = cpm1(tmp_path)
-    how: Any = {"padding": True, "truncation": True, "max_length": 5, "return_tensors": "pt"}
+    how = {"padding": True, "truncation": True, "max_length": 5, "return_tensors": "pt"}
     batch = reader(["今天", "今天天气"], ["好", "好好好"], **how)
     assert batch["input_ids"].tolist() == [[6, 9, 3, 3, 3], [6, 7, 8, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]

@@ -182,7 +182,7 @@ def read_otherwise(how):
     elif how in ("seed", "batch_size"):
         options[how] = 1 + rank
     loader = loader_of(rows, **options)
-    said: list[str] = []
+    said = []
     if how == "look" and rank == 0:
         next(iter(loader))
     next(iter(loader))
@@ -208,7 +208,7 @@ def test_workers_that_outlive_an_epoch_are_told_the_next(workers):
     """After a pass that was left early, and in a resumed one, too. Nothing reaches the copies of a
     stream: it has workers for each.
     """
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "persistent_workers": True}
+    options = {"batch_size": 2, "num_workers": workers, "persistent_workers": True}
     loader = DistributedDataLoader(Subset(Told(6), range(6)), **options)
 
     def rows(epoch, *starts):
@@ -321,11 +321,11 @@ def evaluate(rows, batch_size):
     """
     with pytest.raises(DataError, match="1 rows for 3 ranks"):
         loader_of(1)
-    seen: list[int] = []
+    seen = []
     for batch in loader_of(rows, batch_size=batch_size):
         bmt.sum_loss(batch.float().mean())  # stands for the gathers of a sharded forward pass
         seen.extend(batch.tolist())
-    gathered: list[int] = bmt.gather_result(torch.tensor(seen).int()).tolist()
+    gathered = bmt.gather_result(torch.tensor(seen).int()).tolist()
     return gathered
 
 
@@ -347,7 +347,7 @@ def train(batch_size, state, steps, workers=0):
     loader = loader_of(ROWS, shuffle=True, seed=5, batch_size=batch_size, num_workers=workers)
     if state is not None:
         loader.load_state_dict(state)
-    read: list[list[int]] = []
+    read = []
     while True:
         for batch in loader:
             read.append(batch.tolist())

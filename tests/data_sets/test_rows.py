@@ -3,10 +3,7 @@
 import copy
 import gzip
 import json
-import pathlib
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -52,7 +49,7 @@ def one(row, tmp_path):
 
 
 SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-ROWS: dict[str, dict[str, Any]] = {
+ROWS = {
     "nulls": {"messages": None, "prompt": "a", "response": "b", "text": None},
     "null weights": {"messages": [{**turn, "weight": None} for turn in TALK]},
     "turns of the other kind": {"conversations": TALK},
@@ -150,7 +147,7 @@ def as_parquet(path, rows):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
-WRITE: dict[str, Callable[[pathlib.Path], Any]] = {
+WRITE = {
     "a.jsonl": lambda path: write_rows(path, *PAIRS),
     "b.jsonl": lambda path: path.write_text(
         "\n" + "".join(json.dumps(row) + "\r\n" for row in PAIRS), "utf-8-sig"
@@ -190,7 +187,7 @@ def test_files_of_all_kinds_are_one_data_set(tmp_path):
 
 def test_structs_of_tables_have_nulls(tmp_path):
     """Arguments of another row's call are none of this one's."""
-    calls: list[dict[str, Any]] = [{"a": 1}, {"b": "x"}]
+    calls = [{"a": 1}, {"b": "x"}]
     rows = [
         {"messages": [TALK[0], {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": call}}]}]}
         for call in calls
@@ -288,7 +285,7 @@ def test_tokens_are_made_once(workers, tmp_path):
     """
     rows = [{"prompt": f"What is {n}?", "response": str(n)} for n in range(FEW + 300)]
     path, cache = write_rows(tmp_path / "a.jsonl", *rows), tmp_path / "cache"
-    seen: list[int] = []
+    seen = []
     alone = tokens_of(source(path), GPT2)
     made = tokens_of(source(path), GPT2, cache, workers=workers, report=seen.append)
     assert seen[-1] == len(made) == len(rows) and seen == sorted(seen)

@@ -4,7 +4,6 @@ import argparse
 import importlib
 import re
 import shlex
-from collections.abc import Callable
 from unittest import mock
 
 from tests.docs.pages import ROOT
@@ -68,7 +67,7 @@ def check(words):
     name, rest = words[0], words[1:]
     if name in FOREIGN or "/bin/" in name:  # an environment of its own
         return
-    checks: dict[str, Callable[[list[str]], None]] = {
+    checks = {
         "pip": _pip,
         "make": _make,
         "torchrun": _torchrun,

@@ -89,7 +89,7 @@ def enter(folder, cache):
 def run_blocks(page, parts, folder, cache):
     """On a rank: Python blocks, in order."""
     enter(folder, cache)
-    names: dict[str, object] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     for block in parts:
         # the lines of a traceback are those of the page
         code = compile("\n" * block.line + block.text, page, "exec")

@@ -6,7 +6,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -55,7 +54,7 @@ def hold_lock():
     ctypes.PyDLL(None).sleep(600)  # PyDLL keeps Python's lock
 
 
-FAULTS: dict[str, Callable[[], object]] = {
+FAULTS = {
     "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: ctypes.string_at(0),

@@ -18,7 +18,7 @@ from bmtrain.runtime.process import Exit
 
 WATCHDOG_S = 2.0
 # Of the fault: what some rank must have said of rank 1, a pattern; exit codes of ranks 0 and 1.
-TABLE: dict[str, tuple[str, int, int | None]] = {
+TABLE = {
     "exception": ("it has failed: KeyError: 'the culprit'", Exit.PARTED, Exit.FAILED),
     "exit": ("rank 1 did not come to the next: it has left the run", Exit.PARTED, 3),
     "return": ("rank 1 did not come to the next: it has left the run", Exit.PARTED, 0),

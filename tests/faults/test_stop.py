@@ -118,7 +118,7 @@ def test_a_step_that_does_not_end(how, patience, code, words, tmp_path):
 
 def handlers():
     """Taken, called for what they are, and put back."""
-    said: list[int] = []
+    said = []
 
     def own(number, frame):
         said.append(number)
@@ -146,7 +146,7 @@ def test_earlier_handlers_come_back(tmp_path):
 
 def beside_the_main_thread():
     """The loop runs in another thread; a third one of rank 1 asks."""
-    answers: list[bool] = []
+    answers = []
     before = [signal.getsignal(number) for number in SIGNALS]
 
     def loop():

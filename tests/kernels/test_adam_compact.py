@@ -3,7 +3,6 @@ AdamW.
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -52,7 +51,7 @@ def written(members):
 
 
 def settings(step=1):
-    values: Any = {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.2}
+    values = {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.2}
     return AdamSettings(**values, step=step, scale=8.0, maximize=step == 2)
 
 

@@ -27,7 +27,7 @@ def test_every_element_belongs_to_one_program():
     tensors = [torch.zeros(size) for size in sizes]
     got = [element for table in tables(tensors) for element in elements(table, 16)]
     assert sorted(got) == sorted(x.data_ptr() + 4 * i for x in tensors for i in range(x.numel()))
-    empty: list[torch.Tensor] = []
+    empty = []
     for nothing in ([empty], [[torch.empty(0)]] * 2):
         assert tables(*nothing) == []
 

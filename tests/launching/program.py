@@ -27,7 +27,7 @@ def in_one_process(ranks):
     """Gradients of the first step and parameters after the last, by plain torch."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    first: list[torch.Tensor] = []
+    first = []
     for step in range(STEPS):
         optimizer.zero_grad()
         sum(net(rows(step, rank)).square().sum() for rank in range(ranks)).backward()
@@ -47,7 +47,7 @@ def sharded():
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     manager = bmt.optim.OptimManager(loss_scale=None)
     manager.add_optimizer(optimizer)
-    first: list[torch.Tensor] = []
+    first = []
     for step in range(STEPS):
         manager.zero_grad()
         manager.backward(net(rows(step, bmt.rank())).square().sum())

@@ -106,8 +106,8 @@ class Pool:
 
     def __init__(self):
         self.is_fresh = False
-        self._members: list[_Member] = []
-        self._store: Any = None
+        self._members = []
+        self._store = None
 
     def outcomes(self, jobs, deadline):
         """Perform a job on each rank; those that arrive before the deadline."""
@@ -203,7 +203,7 @@ def perform(fn, world_size, *args, timeout, init, fresh):
 
 def _on_fresh_processes(jobs, deadline, timeout):
     members = [_started(job.rank, job) for job in jobs]
-    outcomes: list[Outcome] = []
+    outcomes = []
     try:
         outcomes = _collect(members, deadline)
     finally:
@@ -287,13 +287,13 @@ def _started(rank, job):
 
 def _collect(members, deadline):
     """The outcomes that arrive before the deadline, which the first failure brings forward."""
-    waiting: dict[Any, int] = {member.pipe: rank for rank, member in enumerate(members)}
-    outcomes: list[Outcome] = []
+    waiting = {member.pipe: rank for rank, member in enumerate(members)}
+    outcomes = []
     while waiting and time.monotonic() < deadline:
         for pipe in connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
             rank = waiting.pop(pipe)
             try:
-                outcome: Outcome = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                outcome = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except (EOFError, ConnectionResetError):
                 members[rank].process.join(GRACE_S)
                 code = members[rank].process.exitcode
@@ -362,10 +362,10 @@ def _serve(pipe):
     """The life of a process of many jobs."""
     _settle()
     gc.freeze()  # each collection would else walk the heap of torch and transformers: 0.4 s
-    sizes: set[str] = set()
+    sizes = set()
     while True:
         try:
-            job: _Job = pipe.recv()
+            job = pipe.recv()
         except EOFError:
             os._exit(0)
         before = _held()

@@ -82,9 +82,9 @@ class Order:
 
     def __init__(self):
         self.current = COMPUTE
-        self.clocks: defaultdict[str, Clock] = defaultdict(Clock)
-        self.races: Counter[tuple[str, str, str]] = Counter()
-        self._memory: dict[int, Memory] = {}
+        self.clocks = defaultdict(Clock)
+        self.races = Counter()
+        self._memory = {}
 
     @contextlib.contextmanager
     def on(self, stream):
@@ -166,7 +166,7 @@ def _overlapping(table, span):
 
 def _lines():
     """The innermost lines of the engine that are running."""
-    found: list[tuple[str, int]] = []
+    found = []
     frame = sys._getframe(1)
     while frame.f_back is not None and len(found) < NUM_LINES:
         if "/src/bmtrain/" in frame.f_code.co_filename:
@@ -243,8 +243,8 @@ class Watch(TorchDispatchMode):
         )
         if is_view or func.overloadpacket is torch.ops.aten.set_:
             return out
-        reads: list[torch.Tensor] = []
-        writes: list[torch.Tensor] = []
+        reads = []
+        writes = []
         for position, argument in enumerate(schema.arguments):
             value = kwargs.get(argument.name, args[position] if position < len(args) else None)
             is_written = argument.alias_info is not None and argument.alias_info.is_write

@@ -32,9 +32,7 @@ def freed():
         pair.zero_grad()
         pair.backward(step)
         params[0].grad = grad_of(params[0]).clone()
-        kept: list[weakref.ref[Any]] = [
-            weakref.ref(grad_of(param)) for param in (params[0], *params[-2:])
-        ]
+        kept = [weakref.ref(grad_of(param)) for param in (params[0], *params[-2:])]
         kept += [weakref.ref(grad_of(param).untyped_storage()) for param in params[-2:]]
         pair.clip()
         pair.step()

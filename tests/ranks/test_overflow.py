@@ -7,7 +7,6 @@ import copy
 import functools
 import io
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -252,7 +251,7 @@ def sparse():
     """Beside a dense layer, in an optimizer of its own, as in one process; rows that occur twice
     count as their sum.
     """
-    nets: list[Any] = []
+    nets = []
     kinds = (torch.optim.SparseAdam, torch.optim.SGD)
     for _ in range(2):
         torch.manual_seed(0)

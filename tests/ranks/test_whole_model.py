@@ -232,7 +232,7 @@ def _passes(model):
     """Gradients of passes through a part of the graph: of parameters, and of the input."""
     params = dict(model.named_parameters())
     some = [params["layers.0.map.weight"], params["heads.0.bias"]]
-    of_params: dict[str, Tensor | None] = {}
+    of_params = {}
 
     def note(what):
         for name, param in params.items():

@@ -12,7 +12,6 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -143,7 +142,7 @@ class GPT(bmt.DistributedModule):
         if dim_head * num_heads != dim_model or not bias or max_distance < LENGTH:
             raise ValueError("these are not the README's arguments")
         dim, heads, ff = dim_model // 64, num_heads // 8, dim_ff // 64
-        self.word: Any = parts.embedding(vocab_size // 256, dim, dtype=dtype)
+        self.word = parts.embedding(vocab_size // 256, dim, dtype=dtype)
         self.position = parts.embedding(LENGTH, dim, dtype=dtype)
         self.transformers = parts.stack(
             [TransformerLayer(dim, heads, ff, dtype, parts) for _ in range(num_layers // 4)]
@@ -155,7 +154,7 @@ class GPT(bmt.DistributedModule):
         return F.linear(F.layer_norm(x, x.shape[-1:]), self.word.weight)
 
 
-README_SIZES: dict[str, Any] = {
+README_SIZES = {
     "num_layers": 8,
     "vocab_size": 10240,
     "dim_model": 2560,

@@ -57,7 +57,7 @@ def adapted(seed=3):
         torch.nn.init.constant_(model.model.layers[1].mlp.up_proj.weight, seed)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     torch.manual_seed(1)
-    wrapped: torch.nn.Module = bmt.BMTrainModelWrapper(peft.get_peft_model(model, config))
+    wrapped = bmt.BMTrainModelWrapper(peft.get_peft_model(model, config))
     return wrapped
 
 

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -126,7 +125,7 @@ def nothing(patch, subject):
 
 
 # The template, the rows, the fault, and what is said of it.
-FAULTS: dict[str, tuple[str, list[Any] | None, Fault, str | None]] = {
+FAULTS = {
     "none": (PLAIN, None, nothing, None),
     "none, invited unasked": (ALWAYS, TALKS, nothing, None),
     "system": (

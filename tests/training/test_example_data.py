@@ -108,7 +108,7 @@ def test_held_out_documents_are_whole_and_decode_to_their_text(tmp_path):
     """A text that spells the end-of-text token does not end it."""
     text = corpus.own_text(write_text(tmp_path / "a.txt"))
     tokens, split = cached(text, tmp_path / "cache"), data.split_documents(text)
-    expected: dict[str, list[str]] = {"train": [], "valid": []}
+    expected = {"train": [], "valid": []}
     for document in text.documents():
         is_held_out = data.name_hash(document.name) <= split.held_out
         expected["valid" if is_held_out else "train"].append(document.text)
@@ -159,7 +159,7 @@ def test_order_of_reading_survives_another_number_of_ranks():
     """Two steps on two ranks, then two on others."""
     straight = [sequences_of(1001, 1).sequence(sample) for sample in range(72)]
     for ranks in (1, 3):
-        read: list[int] = []
+        read = []
         consumed = 0
         for size in (2, 2, ranks, ranks):
             for micro in range(3):
@@ -173,7 +173,7 @@ def test_order_of_reading_survives_another_number_of_ranks():
 def test_validation_is_the_same_on_any_number_of_ranks():
     tokens = np.arange(211, dtype=np.uint16)
     for ranks in (1, 3):
-        seen: list[int] = []
+        seen = []
         each = [[*data.validation_batches(tokens, 10, 4, r, ranks, limit=13)] for r in range(ranks)]
         assert len({len(batches) for batches in each}) == 1, "ranks call the model equally often"
         for inputs, targets in itertools.chain(*each):

@@ -96,7 +96,7 @@ def training(folder, raises):
     """
     model, args = net(), flags(f"--save {folder}")
     bmt.save(model, os.path.join(folder, "first.pt"))
-    heard: Values = []
+    heard = []
 
     def on_step(values):
         heard.append(values)
@@ -120,7 +120,7 @@ def plain_training(first, rows_of_steps):
     """
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(WIDTH, 8), "down": torch.nn.Linear(8, 3)})
     model.load_state_dict(first)
-    groups: list[dict[str, Any]] = [
+    groups = [
         {"params": [model[name].weight for name in model], "weight_decay": 1e-2},
         {"params": [model[name].bias for name in model], "weight_decay": 0.0},
     ]
@@ -232,7 +232,7 @@ def test_what_is_decayed():
     gpt2 = GPT2Config(num_layers=1, tied=False, dtype=torch.float32)
     t5 = T5Config(num_encoder_layers=1, num_decoder_layers=1, dtype=torch.float32)
     with torch.device("meta"):
-        models: list[torch.nn.Module] = [GPT2(gpt2), T5(t5)]
+        models = [GPT2(gpt2), T5(t5)]
     for model in models:
         for name, param in model.named_parameters():
             is_matrix = param.dim() > 1 and "relative_attention_bias" not in name
@@ -243,7 +243,7 @@ def test_what_is_decayed():
 CODES = {name + kind for name in ("exp_avg", "exp_avg_sq") for kind in ("_codes", "_scales")}
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 # By flags: the names of the states that a bf16 parameter has.
-MADE: dict[str, set[str]] = {
+MADE = {
     "--optimizer adam": {"master", *MOMENTS},
     "--optimizer adam-offload": {"master", *MOMENTS},
     "--optimizer adam-offload --moments 8bit": {"master", *CODES},

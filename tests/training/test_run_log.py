@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -31,7 +30,7 @@ from model_center.training.run_log import METRICS, RunLog, StepReport
 ROOT = Path(__file__).resolve().parents[2]
 
 
-FIGURES: dict[str, Any] = {"grad_norm": 0.5, "lr": 3e-4, "loss_scale": 1.0, "mfu": 0.4567}
+FIGURES = {"grad_norm": 0.5, "lr": 3e-4, "loss_scale": 1.0, "mfu": 0.4567}
 FIGURES |= {"tokens_per_second": 12345.6, "memory": 3 * 2**29, "seconds": 0.25}
 
 
@@ -108,7 +107,7 @@ def told(folder, out):
     path, broken = Path(folder), mock.Mock()
     for name in ("add", "close"):
         getattr(broken, name).side_effect = RuntimeError("no network")
-    said: list[str] = []
+    said = []
     with mock.patch("model_center.training.run_log.say", said.append):
         log = RunLog(path, first_step=0, num_steps=3, log_every=1)
         log.curves = [broken]
@@ -131,7 +130,7 @@ def test_telling_ends_nothing(error, tmp_path):
     """
     (tmp_path / "run").mkdir()
     raw = io.BytesIO()
-    out: Any = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    out = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     if error is not None:
         out = mock.Mock(spec=io.TextIOWrapper, encoding="ascii", isatty=lambda: False)
         out.write.side_effect = error

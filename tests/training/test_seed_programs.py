@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ def losses(command, folder):
     places = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
     words = [sys.executable, *COMMANDS[command].format(port).split()]
-    how: Any = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run(words, timeout=300, check=False, **how)
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 import peft
 import pytest
@@ -99,10 +98,8 @@ def test_flags_in_a_file(tmp_path):
 def test_adapters_and_their_model(tmp_path, capsys):
     """A run's folder means what the run has made; `merge` makes a model of it."""
     base = tiny("llama", tmp_path)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted: Any = peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["q_proj", "down_proj"])
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     with torch.no_grad():
         for name, param in adapted.named_parameters():

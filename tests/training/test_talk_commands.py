@@ -4,7 +4,6 @@ import argparse
 import io
 import os
 import sys
-from typing import Any
 
 import peft
 import pytest
@@ -97,7 +96,7 @@ def test_a_conversation(llama, capsys, monkeypatch):
 def adapted(base, folder, **options):
     """What peft's model with random adapters, written to a folder, says of a text."""
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **options)
-    wrapped: Any = peft.get_peft_model(plain(base), config)
+    wrapped = peft.get_peft_model(plain(base), config)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, param in wrapped.named_parameters():
@@ -127,7 +126,7 @@ def test_adapters(options, llama, tmp_path, capsys):
         assert run_ranks(sharded, 2, llama, "--adapter", folder, join=False) == [given, ""]
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
-    tokenizer: Any = LlamaTokenizer.from_pretrained(llama)
+    tokenizer = LlamaTokenizer.from_pretrained(llama)
     for template in (tokenizer.chat_template, "another"):
         args = parser.parse_args(["--model-config", llama, "--adapter", folder])
         assert opened(args, Session()).tokenizer.chat_template == template

@@ -5,7 +5,6 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from model_center.dataset.squad import SQuAD_Dataset
 from model_center.tokenizer import T5Tokenizer
 from model_center.tools.indexed_dataset import make_builder
 
-T5: Any = T5Tokenizer.from_pretrained(DATA / "tokenizers" / "t5")
+T5 = T5Tokenizer.from_pretrained(DATA / "tokenizers" / "t5")
 
 
 def main(path, output, arguments):
