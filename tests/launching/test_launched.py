@@ -86,9 +86,17 @@ def agent(port, hosts, per_host):
 
 
 @pytest.mark.long
-def test_two_agents_of_torchrun():
-    command = [*agent(free_port(), 2, 1), "-m", "tests.launching.program"]
-    assert places(launch([(command, {})] * 2)) == [[0, 2, 0, 1], [1, 2, 0, 1]]
+def test_torchs_launchers():
+    """Two agents of torchrun; the older one, as BMTrain's documents have it; and none."""
+    module = ["-m", "tests.launching.program"]
+    old = f"-m torch.distributed.launch --master_port {free_port()} --nnodes 1 --node_rank 0"
+    one_host = [sys.executable, *old.split(), "--nproc_per_node", "2", *module]
+    for command, count, expected in (
+        ([*agent(free_port(), 2, 1), *module], 2, [[0, 2, 0, 1], [1, 2, 0, 1]]),
+        (one_host, 1, [[0, 2, 0, 2], [1, 2, 1, 2]]),
+        ([sys.executable, *module], 1, [[0, 1, 0, 1]]),
+    ):
+        assert places(launch([(command, {})] * count)) == expected
 
 
 def step(rank, size, **more):

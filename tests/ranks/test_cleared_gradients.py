@@ -296,6 +296,8 @@ def deferred_and_failed(run):
             run.fails(*LOST, run.manager.step)
             run.clear(run.net.row, run.weight)
             run.fails(*LOST, run.backward, 2)
+            run.fails(*LOST, run.backward, 2, **LATER)
+            run.fails(*LOST, getattr, run.net.parts[2].b.weight, "grad")
             run.fails(*LOST, run.manager.clip_grad_norm, run.params, 1.0)
         run.clear()
         run.backward(2, HALF, **LATER)

@@ -222,7 +222,6 @@ FRAGMENTS = {
     "gpt_optimizer": GPT_OPTIMIZER,
     "gpt_loop": GPT_LOOP,
     "gpt_loop_zh": GPT_LOOP.replace("optim_manager.backward()", "optim_manager.backward(loss)"),
-    "classifier_loop": CLASSIFIER_LOOP,
 }
 
 

@@ -6,11 +6,8 @@ names, for the answer.
 """
 
 import dataclasses
-import importlib.machinery
-import importlib.util
 import itertools
 import math
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -166,19 +163,6 @@ README_SIZES = {
 }
 
 
-class Classifier(torch.nn.Module):
-    """ModelCenter's quick start: a pretrained body and a new head in a plain module."""
-
-    def __init__(self, dtype, parts=DISTRIBUTED):
-        super().__init__()
-        self.body = GPT(**README_SIZES, dtype=dtype, parts=parts)
-        self.dense = parts.linear(40, 2, dtype=dtype)
-
-    def forward(self, input_ids, attention_mask):
-        pos = torch.arange(LENGTH, device=input_ids.device).repeat(len(input_ids), 1)
-        return self.dense(self.body(input_ids, pos, attention_mask).mean(1))
-
-
 def batch(number, rank, world_size):
     """A rank's rows of tokens, lengths and next tokens; outside a run on the CPU."""
     device = bmt.device() if bmt.is_initialized() else torch.device("cpu")
@@ -195,31 +179,9 @@ def load_data(number):
     return batch(number, bmt.rank(), bmt.world_size())
 
 
-def labelled(numbers, rank, world_size):
-    """What ModelCenter's data loader gives: one batch per number."""
-    batches = []
-    for number in numbers:
-        ids, length, _ = batch(number, rank, world_size)
-        mask = torch.arange(LENGTH, device=ids.device)[None, :] < length[:, None]
-        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.sum(1) % 2})
-    return batches
-
-
 def first_of(count):
     """A `range` that ends early."""
     return lambda stop: itertools.islice(iter(range(stop)), count)
-
-
-def offer_sklearn():
-    """`sklearn.metrics.accuracy_score`, whether scikit-learn is there or not."""
-    package, metrics = (
-        importlib.util.module_from_spec(importlib.machinery.ModuleSpec(n, None))
-        for n in ("sklearn", "sklearn.metrics")
-    )
-    metrics.__dict__["accuracy_score"] = lambda truth, found: (
-        sum(a == b for a, b in zip(truth, found, strict=True)) / len(truth)
-    )
-    sys.modules |= {"sklearn": package, "sklearn.metrics": metrics}
 
 
 def offer_cuda():

@@ -68,12 +68,6 @@ def test_the_programs_of_the_guide(folder):
     assert files == {"config.json", "pytorch_model.pt", *tokenizer}
 
 
-def test_every_section_shows_something():
-    sections = [name.rpartition(" ")[0] for name in PROGRAMS]
-    expected = ["Quick start", "Loading", "Your own data", "Generation", "LoRA", "Files out"]
-    assert [*dict.fromkeys(sections)] == expected
-
-
 def test_the_commands_of_the_readme():
     """Each names a program that there is, and flags that it has; all programs are named."""
     blocks = re.findall(
