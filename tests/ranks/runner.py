@@ -16,6 +16,8 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pathlib
@@ -177,6 +179,23 @@ def run_ranks(fn, world_size, *args, timeout=TIMEOUT_S, device="cpu", init=None,
     is_fresh = POOL.is_fresh or not join
     outcomes, printed = perform(fn, world_size, *args, timeout=timeout, init=given, fresh=is_fresh)
     return _results(outcomes, world_size, printed)
+
+
+def on_ranks(world_size, **options):
+    """The test runs on so many ranks, with these options of `run_ranks`."""
+
+    def decorate(test):
+        @functools.wraps(test)
+        def started(**given):
+            run_ranks(_call, world_size, test.__module__, test.__name__, given, **options)
+
+        return started
+
+    return decorate
+
+
+def _call(module, name, given):
+    return inspect.unwrap(getattr(importlib.import_module(module), name))(**given)
 
 
 def perform(fn, world_size, *args, timeout, init, fresh):

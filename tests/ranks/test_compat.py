@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
 
@@ -27,7 +27,8 @@ def drawn(seed, *shape):
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def local_gradients():
+@on_ranks(3)
+def test_gradients_of_collectives():
     """Values of all ranks, gradients as BMTrain gives them; backward on one rank alone waits for
     nobody. The first row is the same on all ranks, the last is 0 on the first.
     """
@@ -76,10 +77,6 @@ def local_gradients():
     for call in (bmt.distributed.all_reduce, bmt.distributed.all_gather):
         with pytest.raises(ConfigurationError, match="local_gradient=1"):
             call(x, local_gradient=bad)
-
-
-def test_gradients_of_collectives():
-    run_ranks(local_gradients, 3)
 
 
 # -- whole programs
@@ -386,7 +383,8 @@ class CutAttention(bmt.DistributedModule):
         return x + self.out(found[0])[None]
 
 
-def cut_sequences():
+@on_ranks(2, init={"tp_size": 2})
+def test_a_tensor_parallel_program_that_cuts_sequences():
     """Losses, norms and weights of three steps beside one process, with as many heads as ranks."""
     size, place = bmt.world_size(), bmt.rank()
     table = bmt.nn.VPEmbedding(2 * VOCAB, DIM)
@@ -433,10 +431,6 @@ def cut_sequences():
         models.assert_same(found_now, torch.stack([want.detach(), whole]), f"step {step}")
     state = {**layers.state_dict(), "table": table.state_dict()["weight"]}
     models.assert_same_dicts(state, {name: x.detach() for name, x in plain.items()}, "weights")
-
-
-def test_a_tensor_parallel_program_that_cuts_sequences():
-    run_ranks(cut_sequences, 2, init={"tp_size": 2})
 
 
 # -- single names
@@ -561,16 +555,13 @@ def ring():
     assert got.eq(sum(range(count))).all()
 
 
-def single_names():
+@on_ranks(2, init={"zero_level": 2})
+def test_single_names():
     states_of_both_libraries()
     written_config()
     stored_objects()
     state_of_rank_0()
     ring()
-
-
-def test_single_names():
-    run_ranks(single_names, 2, init={"zero_level": 2})
 
 
 def split_tensor():
@@ -597,7 +588,8 @@ def test_sizes_of_the_mesh():
     assert run_ranks(positions, 2, join=False) == [[2, True, 4, 1, 2]] * 2
 
 
-def old_loss_scale():
+@on_ranks(2, init={"loss_scale_factor": 8, "loss_scale_steps": 2})
+def test_loss_scale_of_old_programs():
     """CPM-Live's programs of 0.1.x give factor and steps to `init_distributed`, and "inf" to
     `clip_grad_norm`.
     """
@@ -615,7 +607,3 @@ def old_loss_scale():
         bmt.optim_step(optimizer)
     assert optimizer.scale == 32 * 8**2
     assert bmt.config["loss_scale_factor"] == 8 and bmt.config["loss_scale_steps"] == 2
-
-
-def test_loss_scale_of_old_programs():
-    run_ranks(old_loss_scale, 2, init={"loss_scale_factor": 8, "loss_scale_steps": 2})

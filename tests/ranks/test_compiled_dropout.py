@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.ranks import draws, models
-from tests.ranks.passes import on_ranks
+from tests.ranks.runner import on_ranks
 from torch import Tensor, nn
 
 import bmtrain as bmt

@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
 
@@ -804,7 +804,10 @@ def test_steps_for_which_there_is_no_room_are_refused(tmp_path):
 # ---- ranks of which each knows something else ----
 
 
-def trains_one_stage():
+@long
+@on_ranks(2, init={"pipe_size": 2})
+def test_a_stage_of_a_pipeline_that_trains_nothing():
+    """It has no copies of gradients, but agrees with the others about their room."""
     use_streamer(LateStreamer())
     found = []
     for overlap in (False, True):
@@ -821,12 +824,6 @@ def trains_one_stage():
             run.manager.step()
         found.append({name: local_of(x).clone() for name, x in blocks.named_parameters()})
     check_equal(found[0], found[1])
-
-
-@long
-def test_a_stage_of_a_pipeline_that_trains_nothing():
-    """It has no copies of gradients, but agrees with the others about their room."""
-    run_ranks(trains_one_stage, 2, init={"pipe_size": 2})
 
 
 def in_files(folder):
@@ -853,14 +850,11 @@ def test_states_in_files(tmp_path):
     run_ranks(in_files, 2, tmp_path)
 
 
-def parts_ways(name):
+@pytest.mark.parametrize("name", ["overlap", "device_bytes"])
+@on_ranks(2)
+def test_ranks_that_hide_otherwise_are_told(name):
+    """They would gather in another order, or have states in other places."""
     settings: dict[str, Any] = {name: bmt.rank()}
     run = start(**settings)
     with pytest.raises(RanksDivergedError, match=name):
         train(run, 0, 1)
-
-
-@pytest.mark.parametrize("name", ["overlap", "device_bytes"])
-def test_ranks_that_hide_otherwise_are_told(name):
-    """They would gather in another order, or have states in other places."""
-    run_ranks(parts_ways, 2, name)

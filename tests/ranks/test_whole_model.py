@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from tests.garbage import without_collector
 from tests.ranks import models
-from tests.ranks.passes import on_ranks
+from tests.ranks.runner import on_ranks
 from torch import Tensor, nn
 
 import bmtrain as bmt

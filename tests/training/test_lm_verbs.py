@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from tensorboard.backend.event_processing import event_accumulator
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from torch.utils.data import Dataset
 
 import bmtrain as bmt
@@ -285,7 +285,8 @@ RATES = [
 ]
 
 
-def schedules():
+@on_ranks(1)
+def test_schedules():
     optimizer = make_optimizer(net(), flags())
     for style, step, last, want in RATES:
         more = f"--lr-decay-style {style} --warmup-iters 20 --start-step {step} --lr-end {last}"
@@ -306,10 +307,6 @@ def schedules():
         for more in ("", "--dtype fp16", "--dtype fp16 --loss-scale 0")
     ]
     assert scales == [1, 65536, 1]
-
-
-def test_schedules():
-    run_ranks(schedules, 1)
 
 
 def unwritable(folder):
