@@ -1,11 +1,7 @@
 """What all tests have in common: ranks of their own where they ask for them, and what a run took."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -22,22 +18,22 @@ _SPENT = pytest.StashKey[list[dict[str, float]]]()
 _BEGAN = pytest.StashKey[float]()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     """Give tests that ask for it ranks of their own."""
     POOL.is_fresh = any(item.get_closest_marker(name) for name in OWN_PROCESSES)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Begin to count."""
     config.stash[_SPENT], config.stash[_BEGAN] = [], time.monotonic()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+def pytest_sessionfinish(session):
     """Count this process, the programs that it has waited for, and the ranks, which it has not."""
     spent = {"tests": sum(os.times()[:4]), "ranks": POOL.processor_time()}
     POOL.close()
-    told: Any = getattr(session.config, "workeroutput", None)
+    told = getattr(session.config, "workeroutput", None)
     if told is not None:
         told["spent"] = spent
     session.config.stash[_SPENT].append(spent)
@@ -45,12 +41,12 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
+def pytest_testnodedown(node):
     """What a worker of xdist has spent; not known of one that has crashed."""
     node.config.stash[_SPENT].append(getattr(node, "workeroutput", {}).get("spent", {}))
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     """Say what the run took, and whether the GPU tests have seen these sources."""
     tests, ranks = (
         sum(one.get(name, 0.0) for one in config.stash[_SPENT]) for name in ("tests", "ranks")
@@ -67,5 +63,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(stale)
 
 
-def _minutes(seconds: float) -> str:
+def _minutes(seconds):
     return f"{int(seconds) // 60} min {int(seconds) % 60} s"

@@ -1,12 +1,10 @@
 """How the many processes of the tests share a machine's cores."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 
 
-def share_cores() -> None:
+def share_cores():
     """Let this process, and all that it starts, run in batches.
 
     A thread of Gloo that wakes up would else push aside the one that wakes it, which holds the lock

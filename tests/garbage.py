@@ -1,16 +1,13 @@
 """Memory that must be free without Python's collector of reference cycles."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
-from collections.abc import Iterator
 
 import torch
 
 
 @contextlib.contextmanager
-def without_collector() -> Iterator[None]:
+def without_collector():
     """It has run, and does not run inside."""
     gc.collect()
     gc.disable()
@@ -21,7 +18,7 @@ def without_collector() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def given_back() -> Iterator[int]:
+def given_back():
     """All memory of the GPU that is taken inside is free at the end. Gives the bytes of before."""
     gc.collect()
     torch.cuda.empty_cache()

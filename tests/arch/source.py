@@ -3,13 +3,10 @@
 Nothing is imported.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("bmtrain", "model_center")
@@ -35,23 +32,23 @@ class Module:
     tree: ast.Module
 
     @property
-    def room(self) -> str:
+    def room(self):
         """First name below the package: a folder (`shard`) or the stem of a file (`errors`,
         `__init__`).
         """
         return pathlib.PurePosixPath(self.path.parts[1]).stem
 
     @property
-    def in_bmtrain(self) -> bool:
+    def in_bmtrain(self):
         """Whether the file belongs to `bmtrain` rather than `model_center`."""
         return self.path.parts[0] == "bmtrain"
 
-    def where(self, node: ast.AST | Import, what: str) -> str:
+    def where(self, node, what):
         """`path:line: what`, as editors understand it."""
         line = node.line if isinstance(node, Import) else getattr(node, "lineno", 1)
         return f"src/{self.path}:{line}: {what}"
 
-    def imports(self) -> Iterator[Import]:
+    def imports(self):
         """Every imported module; `from a import b` is `a.b` where that is a file or folder of
         `src/`, else `a`.
         """
@@ -71,19 +68,19 @@ class Module:
                 yield Import(module=name, line=node.lineno, late=id(node) not in top)
 
 
-def is_module(name: str) -> bool:
+def is_module(name):
     """Whether this dotted name is a file or folder of `src/`."""
     path = ROOT / "src" / name.replace(".", "/")
     return not name.startswith(".") and (path.is_dir() or path.with_suffix(".py").is_file())
 
 
-def parse(text: str, path: str = "bmtrain/somewhere.py") -> Module:
+def parse(text, path="bmtrain/somewhere.py"):
     """A module from its text; `path` is relative to `src/`."""
     return Module(path=pathlib.PurePosixPath(path), text=text, tree=ast.parse(text))
 
 
 @functools.cache
-def modules() -> tuple[Module, ...]:
+def modules():
     """Every Python file of the packages in `src/`."""
     found = []
     for package in PACKAGES:
@@ -92,7 +89,7 @@ def modules() -> tuple[Module, ...]:
     return tuple(found)
 
 
-def dotted(node: ast.AST) -> str:
+def dotted(node):
     """`a.b.c` of a chain of attributes; empty for anything else."""
     match node:
         case ast.Name(id=name):
@@ -103,6 +100,6 @@ def dotted(node: ast.AST) -> str:
             return ""
 
 
-def within(name: str, *packages: str) -> bool:
+def within(name, *packages):
     """Whether a dotted module name is one of these packages or lies below one."""
     return any(name == package or name.startswith(package + ".") for package in packages)

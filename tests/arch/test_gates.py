@@ -3,13 +3,9 @@
 The aims are 150,000 tokens, 42,000 of them in the spine, and 350 functions of one statement.
 """
 
-from __future__ import annotations
-
 import ast
 import io
-import pathlib
 import tokenize
-from collections.abc import Iterable
 
 from tests.arch.source import ROOT
 
@@ -20,18 +16,18 @@ MOST_OF_ONE_STATEMENT, MOST_SMALL_FILES = 557, 29
 _COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 
 
-def _is_docstring(node: ast.stmt) -> bool:
+def _is_docstring(node):
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _documented(tree: ast.Module) -> Iterable[list[ast.stmt]]:
+def _documented(tree):
     yield tree.body
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.body
 
 
-def num_tokens(text: str) -> int:
+def num_tokens(text):
     """Names, operators, numbers and strings, without docstrings."""
     skipped = {
         line
@@ -43,7 +39,7 @@ def num_tokens(text: str) -> int:
     return sum(x.type in _COUNTED and x.start[0] not in skipped for x in tokens)
 
 
-def num_of_one_statement(text: str) -> int:
+def num_of_one_statement(text):
     """Functions whose body is one statement, and not a block of its own."""
     bodies = [
         node.body[_is_docstring(node.body[0]) :]
@@ -54,7 +50,7 @@ def num_of_one_statement(text: str) -> int:
     return sum(len(x) <= 1 and not any(isinstance(y, blocks) for y in x) for x in bodies)
 
 
-def test_the_engine_does_not_grow() -> None:
+def test_the_engine_does_not_grow():
     files = {path.relative_to(ENGINE): path.read_text(encoding="utf-8") for path in _files()}
     tokens = {path: num_tokens(text) for path, text in files.items()}
     assert sum(tokens.values()) <= MOST_TOKENS
@@ -63,11 +59,11 @@ def test_the_engine_does_not_grow() -> None:
     assert sum(len(text.splitlines()) < 60 for text in files.values()) <= MOST_SMALL_FILES
 
 
-def _files() -> list[pathlib.Path]:
+def _files():
     return sorted(ENGINE.rglob("*.py"))
 
 
-def test_what_is_counted() -> None:
+def test_what_is_counted():
     text = '"""Not counted."""\ndef f(x):\n    """Nor this."""\n    return x + 1  # nor this\n'
     assert num_tokens(text) == 10
     assert num_of_one_statement(text) == 1

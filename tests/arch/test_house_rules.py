@@ -2,8 +2,6 @@
 docstrings are its own); each is tried on a line that breaks it.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 
@@ -13,24 +11,24 @@ from tests.arch.source import Module, dotted, modules, parse
 Rule = Callable[[Module], Iterator[ast.AST]]
 
 
-def asserts(module: Module) -> Iterator[ast.AST]:
+def asserts(module):
     """`assert` vanishes under -O and teaches nobody: raise an error with name, got, expected,
     remedy.
     """
     return (node for node in ast.walk(module.tree) if isinstance(node, ast.Assert))
 
 
-def global_state(module: Module) -> Iterator[ast.AST]:
+def global_state(module):
     """`global`: every fact has one owner, handed over by constructor."""
     return (node for node in ast.walk(module.tree) if isinstance(node, ast.Global))
 
 
-def late_attributes(module: Module) -> Iterator[ast.AST]:
+def late_attributes(module):
     """`hasattr` and `setattr`: every attribute exists after `__init__`."""
     return _calls(module, {"hasattr", "setattr"})
 
 
-def dropped_errors(module: Module) -> Iterator[ast.AST]:
+def dropped_errors(module):
     """`except ...: pass`: an error caught and dropped."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ExceptHandler) and all(
@@ -39,7 +37,7 @@ def dropped_errors(module: Module) -> Iterator[ast.AST]:
             yield node
 
 
-def device_names(module: Module) -> Iterator[ast.AST]:
+def device_names(module):
     """`"cuda"` written out: only runtime/ chooses a device."""
     if module.room == "runtime":
         return
@@ -49,7 +47,7 @@ def device_names(module: Module) -> Iterator[ast.AST]:
             yield node
 
 
-def environment(module: Module) -> Iterator[ast.AST]:
+def environment(module):
     """`os.environ` or `os.getenv`: runtime/world.py is the sole reader of the environment."""
     if str(module.path) == "bmtrain/runtime/world.py":
         return
@@ -63,7 +61,7 @@ def environment(module: Module) -> Iterator[ast.AST]:
             yield node
 
 
-def transport(module: Module) -> Iterator[ast.AST]:
+def transport(module):
     """`torch.distributed.x` without an import of it: only runtime/ and distributed/ speak to it."""
     if module.in_bmtrain and module.room in {"runtime", "distributed", "torch_internals"}:
         return
@@ -72,7 +70,7 @@ def transport(module: Module) -> Iterator[ast.AST]:
             yield node
 
 
-def internals(module: Module) -> Iterator[ast.AST]:
+def internals(module):
     """What torch does not make public, by a name with an underscore: torch_internals.py is the one
     place that names it.
     """
@@ -89,20 +87,20 @@ def internals(module: Module) -> Iterator[ast.AST]:
             yield node
 
 
-def _is_internal(name: str) -> bool:
+def _is_internal(name):
     return name.startswith("torch.") and any(
         part.startswith("_") and not part.endswith("__") for part in name.split(".")
     )
 
 
-def _calls(module: Module, names: set[str]) -> Iterator[ast.AST]:
+def _calls(module, names):
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and dotted(node.func) in names:
             yield node
 
 
 # Each rule with lines that break it.
-RULES: dict[Rule, list[str]] = {
+RULES = {
     asserts: ["assert x"],
     global_state: ["def f():\n    global x"],
     late_attributes: ["hasattr(x, 'y')", "setattr(x, 'y', 1)"],
@@ -127,7 +125,7 @@ class A:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_source_keeps_the_rule(rule: Rule) -> None:
+def test_the_source_keeps_the_rule(rule):
     """No file of src/ breaks it. The rule finds what breaks it, as one that cannot fail proves
     nothing, and lets an annotated method of a documented module pass.
     """

@@ -1,7 +1,5 @@
 """What `import bmtrain` costs, and that it does nothing else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -29,7 +27,7 @@ print(torch.distributed.is_initialized(), torch.cuda.is_initialized(), torch.get
 """
 
 
-def in_a_fresh_process(program: str) -> str:
+def in_a_fresh_process(program):
     """What `program` prints when it is run by this interpreter alone."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # programs compile their modules once
@@ -40,7 +38,7 @@ def in_a_fresh_process(program: str) -> str:
 
 
 @pytest.mark.long
-def test_import_is_cheap() -> None:
+def test_import_is_cheap():
     """A sixth of the processor time of `import torch` on top of it; the least of three, as caches
     are shared too.
     """
@@ -51,6 +49,6 @@ def test_import_is_cheap() -> None:
     )
 
 
-def test_import_does_nothing() -> None:
+def test_import_does_nothing():
     """No process group, no CUDA context, no change of the number of threads."""
     assert in_a_fresh_process(INSPECT) == "False False True"

@@ -2,10 +2,8 @@
 not to the root.
 """
 
-from __future__ import annotations
-
 import pytest
-from tests.arch.source import Module, modules, parse, within
+from tests.arch.source import modules, parse, within
 
 LAYERS = (
     {"errors", "version", "torch_internals"},
@@ -45,7 +43,7 @@ TRANSPORT = {"runtime", "distributed", "torch_internals"}
 OUTSIDE = ("examples", "tests", "benchmarks", "scripts")
 
 
-def offences(module: Module) -> list[str]:
+def offences(module):
     """Every import of `module` that breaks a rule, with the rule."""
     return [
         module.where(imported, f"imports {imported.module}: {rule}")
@@ -54,7 +52,7 @@ def offences(module: Module) -> list[str]:
     ]
 
 
-def _broken_rule(module: Module, name: str, late: bool) -> str:
+def _broken_rule(module, name, late):
     if name.startswith("."):
         return "write the absolute name"
     if within(name, *OUTSIDE):
@@ -79,7 +77,7 @@ def _broken_rule(module: Module, name: str, late: bool) -> str:
     return _wrong_direction(module.room, name, "bmtrain", LEVEL) if within(name, "bmtrain") else ""
 
 
-def _wrong_direction(room: str, name: str, package: str, level: dict[str, int]) -> str:
+def _wrong_direction(room, name, package, level):
     if name == package:
         return "name the module, not the package root"
     target = name.split(".")[1]
@@ -92,13 +90,13 @@ def _wrong_direction(room: str, name: str, package: str, level: dict[str, int]) 
     return ""
 
 
-def test_imports_keep_the_rules() -> None:
+def test_imports_keep_the_rules():
     """No import of any file breaks a rule."""
     found = [offence for module in modules() for offence in offences(module)]
     assert not found, "\n".join(found)
 
 
-def test_every_room_has_a_layer() -> None:
+def test_every_room_has_a_layer():
     """A new folder or file must be given its place in the table."""
     rooms = {(module.in_bmtrain, module.room) for module in modules()}
     table = {(True, room) for room in LEVEL} | {(False, room) for room in MODEL_CENTER_LEVEL}
@@ -139,7 +137,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("path", "line", "complaint"), LINES)
-def test_bad_imports_are_found(path: str, line: str, complaint: str) -> None:
+def test_bad_imports_are_found(path, line, complaint):
     """Each rule does fail on what it forbids, and lets pass what the table allows."""
     found = "".join(offences(parse(line, path)))
     assert complaint in found and bool(found) == bool(complaint)

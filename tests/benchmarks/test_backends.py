@@ -1,10 +1,6 @@
 """Backends train the same model on the same data: from the same values, their losses are the same."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +15,12 @@ import bmtrain as bmt
 RUNS = ("bmtrain none", "bmtrain all", "fsdp2 none", "fsdp2 all", "fsdp2 selective", "plain none")
 
 
-def made(bench: Modules, words: str) -> Any:
+def made(bench, words):
     options = bench.options.from_words(f"{words} --device cpu")
     return bench.backends.BACKENDS[options.backend](options)
 
 
-def load(model: nn.Module, file: str) -> None:
+def load(model, file):
     """Full tensors under plain names, into a model of any backend."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.module.load_state_dict(torch.load(file))
@@ -35,7 +31,7 @@ def load(model: nn.Module, file: str) -> None:
         set_model_state_dict(model, torch.load(file), options=options)
 
 
-def losses_of(shape: str, folder: str) -> dict[str, list[float]]:
+def losses_of(shape, folder):
     """Of every backend and way to recompute, on this rank."""
     found, bench = {}, Modules()
     with importable(BENCHMARKS), warnings.catch_warnings():
@@ -60,7 +56,7 @@ def losses_of(shape: str, folder: str) -> dict[str, list[float]]:
 
 @pytest.mark.fresh  # meshes of FSDP keep sockets
 @pytest.mark.parametrize("shape", ["llama-tiny", pytest.param("tiny", marks=pytest.mark.long)])
-def test_losses(shape: str, tmp_path: Path) -> None:
+def test_losses(shape, tmp_path):
     """Only where bf16 rounds is different; the loss falls from that of guessing (6.24)."""
     for found in run_ranks(losses_of, 2, shape, str(tmp_path)):
         reference = found["plain none"]

@@ -1,10 +1,5 @@
 """Interval arithmetic, and what it says of a traced step."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 COMPUTE, SIDE = 7, 20
@@ -41,7 +36,7 @@ something new | other
 """
 
 
-def test_kinds(bench: Any) -> None:
+def test_kinds(bench):
     for line in KINDS.strip().splitlines():
         name, kind, *rest = map(str.strip, line.split(" | "))
         category, stream = (rest[0] if rest else f"kernel {COMPUTE}").split()
@@ -51,7 +46,7 @@ def test_kinds(bench: Any) -> None:
         assert bench.device_time.kind_of(work, COMPUTE) == kind, line
 
 
-def test_summary(bench: Any) -> None:
+def test_summary(bench):
     """Two steps of 2 ms each, worked out by hand; a copy inside the GPU fetches from a peer, as it is on
     a side stream.
     """
@@ -90,7 +85,7 @@ TRACE = """{"traceEvents": [
 ]}"""
 
 
-def test_reading_a_trace(bench: Any, tmp_path: Path) -> None:
+def test_reading_a_trace(bench, tmp_path):
     """Only what the device did counts: no operators, annotations, launches, or marks without a
     duration.
     """

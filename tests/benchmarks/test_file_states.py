@@ -1,10 +1,6 @@
 """The programs that measure states in files and in few bits, with sizes for a CPU."""
 
-from __future__ import annotations
-
 import importlib
-from pathlib import Path
-from typing import Any
 
 import torch
 from tests.benchmarks.conftest import BENCHMARKS
@@ -14,12 +10,12 @@ from tests.ranks.runner import run_ranks
 import bmtrain as bmt
 
 
-def program(name: str) -> Any:
+def program(name):
     with importable(BENCHMARKS):
         return importlib.import_module(name)
 
 
-def file_states(folder: str) -> list[dict[str, Any]]:
+def file_states(folder):
     """On a rank, as the program's `main` begins."""
     files = program("file_states")
     files.LOAD_BYTES, files.NUM_LOADS, files.DIM = 1 << 20, 2, 1024
@@ -28,7 +24,7 @@ def file_states(folder: str) -> list[dict[str, Any]]:
     return [*files.disk_records(folder), *updates]
 
 
-def test_files_and_updates_are_measured(tmp_path: Path) -> None:
+def test_files_and_updates_are_measured(tmp_path):
     (found,) = run_ranks(file_states, 1, str(tmp_path), join=False, timeout=120)
     *disk, host, files = found
     assert len(disk) == 7
@@ -38,7 +34,7 @@ def test_files_and_updates_are_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "files have no names"
 
 
-def test_both_ways_of_writing_arrive(tmp_path: Path) -> None:
+def test_both_ways_of_writing_arrive(tmp_path):
     file = program("file_states").File(str(tmp_path))
     for fill, write in ((3, file.write), (4, file.write_directly)):
         file.load.fill_(fill)

@@ -1,15 +1,11 @@
 """The models that all backends train: sizes, arithmetic and values."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import transformers
 from torch import nn
 
 
-def test_sizes_are_those_of_the_model(bench: Any) -> None:
+def test_sizes_are_those_of_the_model(bench):
     """6 FLOP per element of every matrix and token, and half of the attention square in forward and
     backward.
     """
@@ -52,7 +48,7 @@ NAMES = dict(
 )
 
 
-def name_in_transformers(name: str) -> str:
+def name_in_transformers(name: str):
     """`blocks.3.query.weight` is `model.layers.3.self_attn.q_proj.weight`."""
     first, part, *rest = name.split(".")
     if first == "token":
@@ -63,7 +59,7 @@ def name_in_transformers(name: str) -> str:
     return f"model.layers.{number}.{NAMES[part]}.{kind}"
 
 
-def test_llama_is_that_of_transformers(bench: Any) -> None:
+def test_llama_is_that_of_transformers(bench):
     """The same weights give the same loss and gradients."""
     shape = bench.models.LlamaShape(2, 32, 4, 2, 48, vocab=50, seq=16)
     config = transformers.LlamaConfig(

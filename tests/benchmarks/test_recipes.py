@@ -1,15 +1,11 @@
 """The recipes that are measured are those of the pages, and their figures go into a table."""
 
-from __future__ import annotations
-
 import json
-import pathlib
-from typing import Any
 
 import pytest
 
 
-def test_each_recipe_is_one_command_of_its_page(bench: Any) -> None:
+def test_each_recipe_is_one_command_of_its_page(bench):
     recipes = bench.recipes
     commands = [recipes.command_of(recipe) for recipe in recipes.RECIPES]
     assert len({" ".join(words) for words in commands}) == len(recipes.RECIPES)
@@ -22,7 +18,7 @@ def test_each_recipe_is_one_command_of_its_page(bench: Any) -> None:
         recipes.command_of(recipe)
 
 
-def test_figures_are_medians_after_the_first_steps(bench: Any, tmp_path: pathlib.Path) -> None:
+def test_figures_are_medians_after_the_first_steps(bench, tmp_path):
     """Of few steps the last one counts; records of validation are no steps."""
     steps = [
         {"seconds": s, "tokens_per_second": 1000 / s, "memory": 2**30, "loss": s}

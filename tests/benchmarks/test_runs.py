@@ -1,14 +1,11 @@
 """Runs as processes: what they leave, how they fail, and that nothing of them stays."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.waiting import wait_for
@@ -20,7 +17,7 @@ SLEEPY = (
 )
 
 
-def test_what_takes_too_long_is_ended_with_all_it_started(bench: Any, tmp_path: Path) -> None:
+def test_what_takes_too_long_is_ended_with_all_it_started(bench, tmp_path):
     log, began = tmp_path / "log", time.monotonic()
     assert not bench.runs.finishes([sys.executable, "-c", SLEEPY], log, 3.0)
     assert time.monotonic() - began < 20
@@ -47,7 +44,7 @@ no Error at the start => it ended without a word
 """
 
 
-def test_what_logs_say(bench: Any) -> None:
+def test_what_logs_say(bench):
     """Why it failed; and notes, of several ranks once."""
     for line in LOGS.strip().splitlines():
         log, why = line.split(" => ")
@@ -58,7 +55,7 @@ def test_what_logs_say(bench: Any) -> None:
     assert bench.runs.notes_of(log) == ["Head runs uncompiled: because.", planned]
 
 
-def compare(folder: Path, *words: str, runs: tuple[str, ...], **variables: str) -> Any:
+def compare(folder, *words, runs, **variables):
     """`subprocess` arguments of the program on the CPU."""
     command = f"benchmarks/compare.py --device cpu --gpus 1 --name try --folder {folder}".split()
     command += [
@@ -70,7 +67,7 @@ def compare(folder: Path, *words: str, runs: tuple[str, ...], **variables: str) 
 
 
 @pytest.mark.long
-def test_comparing_goes_on_after_a_failure(tmp_path: Path) -> None:
+def test_comparing_goes_on_after_a_failure(tmp_path):
     """The whole program on the CPU; a run that cannot work comes first."""
     words = "--no-compile --warmup 1 --steps 2 --batch"
     runs = (f"--backend bmtrain --tp 2 {words} 2", f"--backend bmtrain {words} 2 4")
@@ -87,7 +84,7 @@ def test_comparing_goes_on_after_a_failure(tmp_path: Path) -> None:
     assert "bmtrain + eager, tiny, batch 4: " in done.stdout
 
 
-def test_what_does_not_fit_in_time_is_left_out(tmp_path: Path) -> None:
+def test_what_does_not_fit_in_time_is_left_out(tmp_path):
     """It is in the records and the table, with the reason; nothing is started for it."""
     runs = ("--backend bmtrain --batch 2 4",)
     given = compare(tmp_path, "--within", "7", "--repeat", "2", runs=runs)

@@ -1,7 +1,5 @@
 """First steps with cold and warm caches: what is started, what is written, and how it looks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -16,7 +14,7 @@ WORDS = "--backend bmtrain --device cpu --shape tiny --batch 4 2 --profile"
 
 @pytest.mark.long
 @pytest.mark.compiler
-def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing(tmp_path):
     """The whole program, on the CPU."""
     words = f"benchmarks/startup.py --device cpu --gpus 1 --name try --folder {tmp_path} --run"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}

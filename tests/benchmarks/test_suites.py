@@ -1,10 +1,7 @@
 """Which runs there are, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,7 @@ ONE = {"gpt2": [1], "2.7b-offload": [1]}
 FOUR = {**ONE, "2.7b": [4], "llama-8b": [4], "13b": [4], "13b-large": [4], "scaling": [1, 2, 4]}
 
 
-def test_words_of_all_suites_are_understood(bench: Any) -> None:
+def test_words_of_all_suites_are_understood(bench):
     """Each compares this library with another one. Smaller batches come first: a batch that does not fit
     ends its run; and a large one must not find memory cut up for its first tries.
     """
@@ -30,7 +27,7 @@ def test_words_of_all_suites_are_understood(bench: Any) -> None:
     assert dataclasses.replace(suite, repeat=3).minutes(2) == 12.0
 
 
-def test_the_default_depends_on_the_machine(bench: Any) -> None:
+def test_the_default_depends_on_the_machine(bench):
     chosen = bench.suites.chosen
     two = ONE | {"2.7b": [2], "scaling": [1, 2]}
     for available, expected in {0: {}, 1: ONE, 2: two, 4: FOUR, 7: FOUR}.items():
@@ -55,7 +52,7 @@ fsdp2 --memory-limit 68 | --memory-limit 68.0: fsdp2 does not have it
 """
 
 
-def test_options(bench: Any) -> None:
+def test_options(bench):
     """What a backend does not have is refused. States take 16 bytes a parameter, shared by all GPUs
     unless they are replicated; 14 where weights are half of the masters, 4 where the optimizer's are
     elsewhere.
@@ -79,7 +76,7 @@ def test_options(bench: Any) -> None:
         assert options.state_bytes(4) == expected * number
 
 
-def test_what_cannot_fit_is_not_tried(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_fit_is_not_tried(bench, monkeypatch):
     """13e9 parameters take 200 GiB: on two GPUs of 80 GiB there is no point in trying."""
     monkeypatch.setattr(bench.runs, "machine_from_outside", lambda: {"gpu_gib": 80})
     for words, fits in (

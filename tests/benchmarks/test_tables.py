@@ -1,11 +1,7 @@
 """Markdown and plots from records, old and new."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,14 +13,14 @@ MACHINE = json.loads("""{"num_gpus": 2, "gpu": "NVIDIA H200", "torch": "2.11", "
 "nccl": "2.28", "deepspeed": "0.19"}""")
 
 
-def value(text: str) -> Any:
+def value(text):
     """A word of JSON, or the word itself."""
     with contextlib.suppress(ValueError):
         return json.loads(text)
     return text
 
 
-def records(table: str) -> list[dict[str, Any]]:
+def records(table):
     """As throughput.py writes them; of lines such as "fsdp2 500 batch=24"."""
     found = []
     for backend, rate, *others in map(str.split, table.strip().splitlines()):
@@ -35,18 +31,18 @@ def records(table: str) -> list[dict[str, Any]]:
     return found
 
 
-def report(*records: dict[str, Any], gpu: str = "NVIDIA H200") -> dict[str, Any]:
+def report(*records, gpu="NVIDIA H200"):
     found = {"machine": MACHINE | {"gpu": gpu}, "date": "2026-11-21", "command": "x"}
     return found | {"commit": "0123456789abcdef", "records": list(records)}
 
 
-def failed(backend: str, why: str) -> dict[str, Any]:
+def failed(backend, why):
     (whole,) = records(f"{backend} 0")
     kept = ("backend", "shape", "gpus", "seq", "batch", "compile", "recompute", "offload")
     return {name: whole[name] for name in kept} | {"failure": why}
 
 
-def lines_of(bench: Any, *records: dict[str, Any], **others: Any) -> list[str]:
+def lines_of(bench, *records, **others):
     return bench.tables.tables_of(report(*records, **others)).splitlines()
 
 
@@ -63,7 +59,7 @@ recompute=selective memory_limit=null master_weights=fp32 => compile + recompute
 """
 
 
-def test_modes(bench: Any) -> None:
+def test_modes(bench):
     for line in MODES.strip().splitlines():
         words, expected = line.split("=> ")
         (found,) = records(f"bmtrain 1 {words}")
@@ -86,7 +82,7 @@ fsdp2 550
 """
 
 
-def test_rows(bench: Any) -> None:
+def test_rows(bench):
     """Medians of repeats, compared with our fastest in the same precision; what failed has its reason in
     place of numbers. What was not begun is named below, by its mode, unless that was measured elsewhere
     in the file, and with the number of GPUs if there are several.
@@ -139,7 +135,7 @@ fsdp2 600 batch=24
 """
 
 
-def test_like_is_compared_with_like(bench: Any) -> None:
+def test_like_is_compared_with_like(bench):
     """With ours that has the same options, where it was measured, and with our fastest, which is named;
     FP8 with nothing.
     """
@@ -179,9 +175,7 @@ plain 200 shape=gpt2
 """
 
 
-def test_this_library_beside_others(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_library_beside_others(bench, tmp_path, monkeypatch):
     """By the fastest of each, and with the options of the fastest other where ours has them; what
     computes in another precision, in less memory or on the CPU is left out, as is a model that no other
     was measured on.
@@ -219,7 +213,7 @@ def test_this_library_beside_others(
     assert first == second and all(word in first for word in (*words, bench.plot.said(rows)))
 
 
-def test_pages_and_picture_are_those_of_the_results(bench: Any) -> None:
+def test_pages_and_picture_are_those_of_the_results(bench):
     """`python benchmarks/tables.py` would change nothing. The picture by the numbers that it carries and
     shows; another matplotlib draws other lines.
     """

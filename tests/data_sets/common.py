@@ -1,13 +1,8 @@
 """What tests of data sets share: tokenizers, refusals, rows that are filled up."""
 
-from __future__ import annotations
-
 import functools
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,22 +15,22 @@ CLASSES = {"bert": "Bert", "gpt2": "GPT2", "llama": "Llama", "t5": "T5", "cpm1":
 
 
 @functools.cache
-def tokenizer(name: str) -> Any:
+def tokenizer(name):
     """The small tokenizer of this folder of tests/data/tokenizers."""
     kind = getattr(tokenizers, f"{CLASSES.get(name, name.upper())}Tokenizer")
     return kind.from_pretrained(FOLDERS / name)
 
 
-def refused(words: str) -> AbstractContextManager[pytest.ExceptionInfo[DataError]]:
+def refused(words):
     """A DataError with these words, a pattern, is raised inside."""
     return pytest.raises(DataError, match=words)
 
 
-def filled(ids: Sequence[int], length: int, fill: int = 0) -> list[int]:
+def filled(ids, length, fill=0):
     return [*ids, *[fill] * (length - len(ids))]
 
 
-def write_rows(file: Path, *rows: Any) -> Path:
+def write_rows(file, *rows):
     """A file of these rows as JSON lines, and of texts as they are."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows]

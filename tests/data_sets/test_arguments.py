@@ -2,12 +2,9 @@
 not fit.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ from model_center.training.optimization import in_steps
 
 # As documented there.
 NAMES = "model_config base_path dataset_name load save save_name lr_decay_iters local_rank"
-DEFAULTS: dict[str, Any] = dict.fromkeys(NAMES.split()) | {
+DEFAULTS = dict.fromkeys(NAMES.split()) | {
     "save_iters": 1000,
     "inspect_iters": 1000,
     "train_iters": 1000000,
@@ -38,11 +35,11 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(NAMES.split()) | {
 OWN = {"dtype": "bf16", "gradient_accumulation": 1, "optimizer": "adam", "use_checkpoint": True}
 
 
-def parse(*arguments: str, required: tuple[str, ...] = ()) -> Any:
+def parse(*arguments, required=()):
     return parse_args(make_parser(), arguments, required)
 
 
-def test_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_defaults(monkeypatch):
     """And what the command line says in their place."""
     monkeypatch.setattr(sys, "argv", ["train.py"])
     values, expected = vars(model_center.get_args()), {**DEFAULTS, **OWN, "zero_level": 3}
@@ -53,7 +50,7 @@ def test_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (args.model_config, args.lr) == ("bert-base-cased", 1e-5)
 
 
-def test_spellings() -> None:
+def test_spellings():
     """Shell scripts of old write --dataset; older launchers pass an underscore, newer ones a
     hyphen, without an effect. Both groups fit another parser, as programs of old put them together.
     """
@@ -87,35 +84,33 @@ def test_spellings() -> None:
         ("--batch 3", "unrecognized arguments: --batch 3"),
     ],
 )
-def test_what_does_not_fit(
-    arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit(arguments, complaint, capsys):
     with pytest.raises(SystemExit) as left:
         parse(*arguments.split())
     assert left.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_what_a_program_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_program_needs(capsys):
     with pytest.raises(SystemExit):
         parse("--base-path", "data", required=("--model-config", "--base-path", "--dataset-name"))
     assert "this program needs --model-config, --dataset-name" in capsys.readouterr().err
 
 
-def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_flag(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in text for name in DEFAULTS if name != "local_rank")
 
 
-def test_warm_up() -> None:
+def test_warm_up():
     """Below 1 a share of all steps, from 1 on a number of steps."""
     given = [(0.01, 1000), (0.01, 40), (0.5, 3), (0, 50), (1, 50), (200.0, 50)]
     assert [in_steps(*one) for one in given] == [10, 0, 2, 0, 1, 200]
 
 
-def test_the_guide_names_every_flag() -> None:
+def test_the_guide_names_every_flag():
     """The reference page of model_center has a table of them."""
     page = Path(__file__).parents[2] / "docs/site/en/reference/model_center.md"
     text = page.read_text("utf-8")

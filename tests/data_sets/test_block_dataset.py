@@ -2,8 +2,6 @@
 broken ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -30,7 +28,7 @@ from model_center.dataset.loader import DistributedDataLoader
 BLOCK = 64  # a record of one small number has 18 bytes with its header: three to a block
 
 
-def build(path: Path | str, name: str, numbers: range, block_size: int | None = BLOCK) -> str:
+def build(path, name, numbers, block_size=BLOCK):
     """A file of numbers."""
     with build_dataset(str(path), name, block_size) as dataset:
         for number in numbers:
@@ -39,26 +37,26 @@ def build(path: Path | str, name: str, numbers: range, block_size: int | None = 
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> str:
+def folder(tmp_path):
     """The numbers 0 to 22 in two files: blocks of 3, the last of each file of 1."""
     build(tmp_path / "data", "a", range(10))
     return build(tmp_path / "data", "b", range(10, 23))
 
 
-def names(path: str) -> list[str]:
+def names(path):
     """What lies in a folder."""
     return sorted(entry.name for entry in Path(path).iterdir())
 
 
-def read(path: str, **options: Any) -> list[Any]:
+def read(path, **options):
     return list(SimpleDataset(path, **options))
 
 
-def meta_of(path: str) -> Any:
+def meta_of(path):
     return json.loads(Path(path, "meta.json").read_text())
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path):
     """Records in order, over blocks; the writer's counts; the layout of the file."""
     texts = ["x" * length for length in range(8)]
     with build_dataset(str(tmp_path), "a", block_size=256) as dataset:
@@ -79,7 +77,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert names(str(tmp_path)) == ["a", "meta.json"]
 
 
-def test_records_fill_blocks_to_the_last_byte(tmp_path: Path) -> None:
+def test_records_fill_blocks_to_the_last_byte(tmp_path):
     """No padding where none is left, and none needed; what fits no block is refused, and the
     writer goes on.
     """
@@ -98,7 +96,7 @@ def test_records_fill_blocks_to_the_last_byte(tmp_path: Path) -> None:
     assert len(read(str(tmp_path))) == 6
 
 
-def test_simple_dataset(folder: str) -> None:
+def test_simple_dataset(folder):
     """Every pass reads all; len, bytes and blocks without masked files; worker processes share."""
     dataset = SimpleDataset(folder)
     assert list(dataset) == list(dataset) == list(range(23))
@@ -110,7 +108,7 @@ def test_simple_dataset(folder: str) -> None:
     assert (len(hidden), hidden.nbytes, DistributedDataset(folder).nbytes) == (13, 234, 234)
 
 
-def test_ranks_divide_the_blocks(folder: str) -> None:
+def test_ranks_divide_the_blocks(folder):
     """Each epoch every record on one rank; iteration ends; `epoch` counts; a fixed order; a rank
     without a block is an error on all.
     """
@@ -128,7 +126,7 @@ def test_ranks_divide_the_blocks(folder: str) -> None:
             DistributedDataset(folder, rank, ranks)
 
 
-def test_read_never_ends(folder: str) -> None:
+def test_read_never_ends(folder):
     """Epoch after epoch, and iteration goes on from where it is."""
     dataset = DistributedDataset(folder, 1, 2)
     one = list(DistributedDataset(folder, 1, 2))
@@ -138,7 +136,7 @@ def test_read_never_ends(folder: str) -> None:
     assert dataset.epoch == 3
 
 
-def test_files_may_be_added_and_hidden_while_reading(folder: str) -> None:
+def test_files_may_be_added_and_hidden_while_reading(folder):
     """New ones join the epoch at hand, once; hidden ones leave; shown again, they are not read as
     often as they missed.
     """
@@ -157,7 +155,7 @@ def test_files_may_be_added_and_hidden_while_reading(folder: str) -> None:
     assert dataset.epoch == 7
 
 
-def test_lost_files_are_left_out_with_a_warning(folder: str) -> None:
+def test_lost_files_are_left_out_with_a_warning(folder):
     """And forgotten by compact_dataset; open readers say what to do, and go on when the files are
     where they were.
     """
@@ -179,9 +177,7 @@ def test_lost_files_are_left_out_with_a_warning(folder: str) -> None:
     assert [reader.read() for _ in range(3)] == [3, 4, 5]
 
 
-def test_compact_from_elsewhere(
-    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_compact_from_elsewhere(folder, monkeypatch, tmp_path):
     """A relative path, another working directory; a folder without any of its files is not
     believed.
     """
@@ -199,7 +195,7 @@ def test_compact_from_elsewhere(
 # --- the place
 
 
-def test_resume_on_one_rank(folder: str) -> None:
+def test_resume_on_one_rank(folder):
     """The record after the last, and all others, in the same order; also in a reader that is in
     the middle of something else.
     """
@@ -213,7 +209,7 @@ def test_resume_on_one_rank(folder: str) -> None:
         assert [again.read() for _ in range(50)] == [dataset.read() for _ in range(50)]
 
 
-def read_and_resume(folder: str, steps: int) -> tuple[Any, ...]:
+def read_and_resume(folder, steps):
     """Read some, the second rank fewer; the place; the rest of the epoch, and once more from the
     place, with the epoch behind it.
     """
@@ -224,7 +220,7 @@ def read_and_resume(folder: str, steps: int) -> tuple[Any, ...]:
     return done, state, list(dataset), list(again), list(again)
 
 
-def test_resume_on_other_numbers_of_ranks(folder: str) -> None:
+def test_resume_on_other_numbers_of_ranks(folder):
     """What two ranks had not read in the epoch is read by 1, 2, 3 or 4, once; then whole epochs."""
     for steps in (2, 7):
         first, second = run_ranks(read_and_resume, 2, folder, steps)
@@ -242,7 +238,7 @@ def test_resume_on_other_numbers_of_ranks(folder: str) -> None:
             assert sorted(itertools.chain(*whole)) == list(range(23))
 
 
-def test_places_that_do_not_fit(folder: str) -> None:
+def test_places_that_do_not_fit(folder):
     """Other blocks; a state that the ranks here cannot put together. A reader that refuses one
     reads on.
     """
@@ -262,7 +258,7 @@ def test_places_that_do_not_fit(folder: str) -> None:
         DistributedDataset(folder, 0, 2).state_dict()
 
 
-def test_the_state_goes_through_torch_save(folder: str, tmp_path: Path) -> None:
+def test_the_state_goes_through_torch_save(folder, tmp_path):
     """Without pickled classes; and through the loader."""
     loader, again = (DistributedDataLoader(DistributedDataset(folder), batch_size=4) for _ in "ab")
     batches = iter(loader)
@@ -272,7 +268,7 @@ def test_the_state_goes_through_torch_save(folder: str, tmp_path: Path) -> None:
     assert [*itertools.chain(*done, *(batch.tolist() for batch in again))] == list(range(23))
 
 
-def test_workers_share_a_part(folder: str) -> None:
+def test_workers_share_a_part(folder):
     """Every record of the part once per epoch."""
     for rank, ranks in ((0, 2), (4, 5)):  # the second has one block: a worker has none
         part = DistributedDataset(folder, rank, ranks)
@@ -284,7 +280,7 @@ def test_workers_share_a_part(folder: str) -> None:
 
 
 @pytest.mark.parametrize("bucket_size", [2**30, 100, 1])
-def test_shuffle(folder: str, tmp_path: Path, bucket_size: int) -> None:
+def test_shuffle(folder, tmp_path, bucket_size):
     """All records once in another order, with small and large buckets; the block size is honoured;
     it ends.
     """
@@ -298,12 +294,12 @@ def test_shuffle(folder: str, tmp_path: Path, bucket_size: int) -> None:
     assert names(target) == ["meta.json", "shuffled"]
 
 
-def test_shuffled_orders_depend_on_the_seed(folder: str, tmp_path: Path) -> None:
+def test_shuffled_orders_depend_on_the_seed(folder, tmp_path):
     """The same for the same; every place equally likely (for the first record, over many seeds);
     never into a dataset.
     """
 
-    def shuffled(name: object, seed: int | None, progress_bar: bool = False) -> list[int]:
+    def shuffled(name, seed, progress_bar=False):
         target = str(tmp_path / str(name))
         shuffle_dataset(folder, target, None, 100, progress_bar, seed)
         return read(target)
@@ -328,7 +324,7 @@ def test_shuffled_orders_depend_on_the_seed(folder: str, tmp_path: Path) -> None
 # --- what goes wrong
 
 
-def test_a_failed_build_leaves_nothing(folder: str) -> None:
+def test_a_failed_build_leaves_nothing(folder):
     """Neither a file nor an entry; the name is free again; names are checked."""
     with pytest.raises(ZeroDivisionError), build_dataset(folder, "c") as dataset:
         dataset.write(1)
@@ -350,7 +346,7 @@ def test_a_failed_build_leaves_nothing(folder: str) -> None:
     assert read(folder) == list(range(25))
 
 
-def test_two_builders_at_once(folder: str) -> None:
+def test_two_builders_at_once(folder):
     """Both files are there in the end, with blocks of their own; the same name only once."""
     with build_dataset(folder, "c") as one, build_dataset(folder, "d") as two:
         for number in range(5):
@@ -363,7 +359,7 @@ def test_two_builders_at_once(folder: str) -> None:
     assert read(folder)[-3:] == [0, 1, 2]
 
 
-def test_a_full_disk(folder: str, small_disk: None, tmp_path: Path) -> None:
+def test_a_full_disk(folder, small_disk, tmp_path):
     """An error, and the dataset is what it was; also where it is full at the meta file."""
     with pytest.raises(OSError, match="File too large"):
         build(folder, "c", range(2000))
@@ -378,7 +374,7 @@ def test_a_full_disk(folder: str, small_disk: None, tmp_path: Path) -> None:
     assert read(folder) == list(range(25))
 
 
-def damage(path: Path, at: int, content: bytes) -> None:
+def damage(path, at, content):
     data = bytearray(path.read_bytes())
     data[at : at + len(content)] = content
     path.write_bytes(data)
@@ -395,7 +391,7 @@ def damage(path: Path, at: int, content: bytes) -> None:
         (0, b"\x1f" + pickle.dumps(1), "this record is a pickle"),
     ],
 )
-def test_damaged_blocks(folder: str, at: int, content: bytes, complaint: str) -> None:
+def test_damaged_blocks(folder, at, content, complaint):
     """Said where."""
     damage(Path(folder, "a"), at, content)
     reader = DistributedDataset(folder)
@@ -404,7 +400,7 @@ def test_damaged_blocks(folder: str, at: int, content: bytes, complaint: str) ->
             list(reader)
 
 
-def test_other_damage(folder: str, tmp_path: Path) -> None:
+def test_other_damage(folder, tmp_path):
     """Truncated files, broken meta data, no dataset."""
     with refused("blocks of 64 bytes, not 32"):
         SimpleDataset(folder, block_size=32)
@@ -443,7 +439,7 @@ def test_other_damage(folder: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(params=["class method", "state"])
-def old(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def old(tmp_path, request, monkeypatch):
     """Pickled meta data and records, put together by hand; their class is pickled in either way
     that fits its description.
     """
@@ -468,7 +464,7 @@ def old(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     return str(tmp_path / "old")
 
 
-def test_old_datasets_need_a_word(old: str, tmp_path: Path) -> None:
+def test_old_datasets_need_a_word(old, tmp_path):
     """Pickles run code, so they are read only when the caller says so; the block size was not
     stored. What is shuffled has no pickles any more, and what is changed has plain meta data.
     """
@@ -483,7 +479,7 @@ def test_old_datasets_need_a_word(old: str, tmp_path: Path) -> None:
     assert names(old) == ["meta.bin", "x"]
 
 
-def test_meta_files_run_no_code(tmp_path: Path) -> None:
+def test_meta_files_run_no_code(tmp_path):
     """Even when pickles are allowed: what names another class is no meta file."""
     ran = str(tmp_path / "ran").encode()
     old = b"cmodel_center\nFileInfo\n"

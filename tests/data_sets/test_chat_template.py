@@ -1,7 +1,5 @@
 """Chat templates of others run within limits of time and memory, and write what they write."""
 
-from __future__ import annotations
-
 import copy
 import resource
 import sys
@@ -42,9 +40,7 @@ GROWING = (
         ("{{ messages[7].content }}", "undefined|no element"),
     ],
 )
-def test_a_template_that_takes_too_much_is_refused(
-    template: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_takes_too_much_is_refused(template, words, monkeypatch):
     """Within seconds; the limits are those of before, and the next conversation is written."""
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
     monkeypatch.setattr(chat_template, "NUM_BYTES", 64 << 20)

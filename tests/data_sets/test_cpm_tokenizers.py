@@ -2,11 +2,7 @@
 batches look like.
 """
 
-from __future__ import annotations
-
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +19,13 @@ WORDS = "今天 天 气 好 a abc b A ! 学校"
 GLM = FOLDERS / "glm" / "vocab.model"
 
 
-def cpm1(folder: Path, more: str = "", **options: Any) -> CPM1Tokenizer:
+def cpm1(folder, more="", **options):
     """A tokenizer over `WORDS` and `more`."""
     write(folder, *SPECIAL, *BLANKS, *WORDS.split(), *more.split())
     return CPM1Tokenizer(folder / "vocab.txt", **options)
 
 
-def cpm2(folder: Path, num_sentinels: int = 3, **options: Any) -> CPM2Tokenizer:
+def cpm2(folder, num_sentinels=3, **options):
     """A tokenizer over `WORDS`, with CPM-2's tokens for blanks and three sentinels, ids 16 to
     18.
     """
@@ -37,7 +33,7 @@ def cpm2(folder: Path, num_sentinels: int = 3, **options: Any) -> CPM2Tokenizer:
     return CPM2Tokenizer.from_pretrained(folder, max_sentinels=num_sentinels, **options)
 
 
-def write(folder: Path, *words: str) -> None:
+def write(folder, *words):
     text = "".join(f"{word}\n" for word in words)
     (folder / "vocab.txt").write_text(text, "utf-8")
 
@@ -61,7 +57,7 @@ ENCODED = [
 
 
 @pytest.mark.parametrize("row", ENCODED, ids=lambda row: row[0][:9])
-def test_cpm1_encodes_and_decodes(tmp_path: Path, row: tuple[str, ...]) -> None:
+def test_cpm1_encodes_and_decodes(tmp_path, row):
     """Ids as the vocabulary's lines say, no special tokens added; decoding gives the blanks
     back.
     """
@@ -71,7 +67,7 @@ def test_cpm1_encodes_and_decodes(tmp_path: Path, row: tuple[str, ...]) -> None:
     assert reader.convert_tokens_to_ids(reader.tokenize(text)) == ids
 
 
-def test_full_width_characters_are_folded_when_asked(tmp_path: Path) -> None:
+def test_full_width_characters_are_folded_when_asked(tmp_path):
     """ "Ａ！" are A and !; the wide blank becomes a visible one, which CPM-1's vocabulary does not
     have.
     """
@@ -82,7 +78,7 @@ def test_full_width_characters_are_folded_when_asked(tmp_path: Path) -> None:
     assert cpm2(tmp_path, q2b=True).encode("好\u3000好") == [9, 4, 9]
 
 
-def test_cpm1_names_and_sizes(tmp_path: Path) -> None:
+def test_cpm1_names_and_sizes(tmp_path):
     """Two private tokens follow the vocabulary: `len` counts them, `vocab_size` does not, and they
     decode to blanks.
     """
@@ -90,7 +86,7 @@ def test_cpm1_names_and_sizes(tmp_path: Path) -> None:
     assert (reader.vocab_size, len(reader), reader.model_max_length) == (16, 18, 9)
     assert (reader.unk_id, reader.eod_id, reader.pad_id) == (0, 2, 3)
     assert (reader.unk_token_id, reader.eos_token_id, reader.pad_token_id) == (0, 2, 3)
-    either: list[Any] = [[6, 7], torch.tensor([6, 7])]
+    either = [[6, 7], torch.tensor([6, 7])]
     for ids in either:
         assert reader.convert_ids_to_tokens(ids) == ["今天", "天"]
     assert reader.convert_tokens_to_ids(["天", "猫"]) == [7, 0]
@@ -103,10 +99,10 @@ def test_cpm1_names_and_sizes(tmp_path: Path) -> None:
         reader.decode([18])
 
 
-def test_cpm1_makes_batches(tmp_path: Path) -> None:
+def test_cpm1_makes_batches(tmp_path):
     """Pairs, padding, truncation and tensors, as with every tokenizer of transformers."""
     reader = cpm1(tmp_path)
-    how: Any = {"padding": True, "truncation": True, "max_length": 5, "return_tensors": "pt"}
+    how = {"padding": True, "truncation": True, "max_length": 5, "return_tensors": "pt"}
     batch = reader(["今天", "今天天气"], ["好", "好好好"], **how)
     assert batch["input_ids"].tolist() == [[6, 9, 3, 3, 3], [6, 7, 8, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
@@ -117,7 +113,7 @@ def test_cpm1_makes_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [cpm1, cpm2])
-def test_cpm_survives_saving_and_pickling(tmp_path: Path, make: Any) -> None:
+def test_cpm_survives_saving_and_pickling(tmp_path, make):
     """A saved tokenizer encodes as before, with its options; so does a pickled one."""
     folder = tmp_path / "second"
     reader, text = make(tmp_path, q2b=True), "今天 Ａ\n学校猫"
@@ -130,7 +126,7 @@ def test_cpm_survives_saving_and_pickling(tmp_path: Path, make: Any) -> None:
     assert loaded.decode(ids, skip_special_tokens=True) == "今天 A\n学校"
 
 
-def test_cpm2_has_sentinels_and_blanks_of_its_own(tmp_path: Path) -> None:
+def test_cpm2_has_sentinels_and_blanks_of_its_own(tmp_path):
     """Spaces are "▂", ends of lines "▃"; sentinels are numbered from 0."""
     reader = cpm2(tmp_path)
     assert reader.encode("今天 好\n") == [6, 4, 9, 5]
@@ -144,7 +140,7 @@ def test_cpm2_has_sentinels_and_blanks_of_its_own(tmp_path: Path) -> None:
         reader.get_sentinel_id(3)
 
 
-def test_the_stored_vocabularies_know_the_chinese_corpus() -> None:
+def test_the_stored_vocabularies_know_the_chinese_corpus():
     """No unknown character, and the text comes back."""
     lines = (DATA / "corpus" / "chinese.txt").read_text("utf-8").splitlines()
     text = "\n".join(lines[:20])
@@ -154,7 +150,7 @@ def test_the_stored_vocabularies_know_the_chinese_corpus() -> None:
         assert tokenizer(name).decode(ids) == text
 
 
-def test_vocabularies_that_will_not_do(tmp_path: Path) -> None:
+def test_vocabularies_that_will_not_do(tmp_path):
     """At construction: without the named tokens, not there, a folder without one, no text, and a
     name that stands for nothing.
     """
@@ -178,7 +174,7 @@ def test_vocabularies_that_will_not_do(tmp_path: Path) -> None:
         read_vocabulary(tmp_path / "vocab.txt")
 
 
-def test_a_token_may_stand_on_two_lines(tmp_path: Path) -> None:
+def test_a_token_may_stand_on_two_lines(tmp_path):
     """Ids are line numbers all the same; texts get the last one. Tokens can be added: they get ids
     of their own, after all others, and are found in texts where that is allowed.
     """
@@ -193,13 +189,13 @@ def test_a_token_may_stand_on_two_lines(tmp_path: Path) -> None:
         assert "<new>" in one.decode([before])
 
 
-def test_longest_pieces_go_on_after_what_is_unknown() -> None:
+def test_longest_pieces_go_on_after_what_is_unknown():
     """One unknown per character, then the longest piece again."""
     assert longest_pieces("xabcyab", {"a", "ab", "abc"}, "?") == ["?", "abc", "?", "ab"]
     assert longest_pieces("", {"a"}, "?") == []
 
 
-def test_glm_has_its_special_tokens() -> None:
+def test_glm_has_its_special_tokens():
     """Published ids, decoded by name; pieces in between are text again."""
     reader = GLMTokenizer(GLM)
     pieces = reader.pieces
@@ -221,7 +217,7 @@ def test_glm_has_its_special_tokens() -> None:
         reader.decode([40000])
 
 
-def test_glm_makes_batches_and_survives_saving(tmp_path: Path) -> None:
+def test_glm_makes_batches_and_survives_saving(tmp_path):
     """The stored small vocabulary has its special tokens right after the pieces."""
     reader = tokenizer("glm")
     assert reader.mask_token_id == reader.vocab_size + 8

@@ -2,8 +2,6 @@
 real classes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -42,7 +40,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["tokenizer.json", "old files"])
-def test_ids_are_those_of_transformers_5(tmp_path: Path, family: str, kind: str) -> None:
+def test_ids_are_those_of_transformers_5(tmp_path, family, kind):
     """For a folder of today and for one with nothing but the vocabulary, whichever version there
     is; a saved tokenizer is the same again.
     """
@@ -69,7 +67,7 @@ def test_ids_are_those_of_transformers_5(tmp_path: Path, family: str, kind: str)
     assert told(getattr(ours, name).from_pretrained(tmp_path / "saved")) == expected
 
 
-def told(tokenizer: Any) -> dict[str, Any]:
+def told(tokenizer):
     """What `IDS` has of a tokenizer: version 4 counts the extra tokens among the special ones."""
     ids = [tokenizer.encode(text) for text in TEXTS]
     return {
@@ -84,7 +82,7 @@ def told(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def test_files_that_the_installed_tokenizers_does_not_know_are_refused(tmp_path: Path) -> None:
+def test_files_that_the_installed_tokenizers_does_not_know_are_refused(tmp_path):
     """Merges that nothing can read; `ignore_merges`, which old versions read over in silence."""
     text, file = (
         (FOLDERS / "gpt2" / "tokenizer.json").read_text("utf-8"),
@@ -105,7 +103,7 @@ def test_files_that_the_installed_tokenizers_does_not_know_are_refused(tmp_path:
         assert json.loads(tokenizer.backend_tokenizer.to_str())["model"]["ignore_merges"] is True
 
 
-def test_the_other_byte_level_tokenizers_read_their_files(tmp_path: Path) -> None:
+def test_the_other_byte_level_tokenizers_read_their_files(tmp_path):
     """Their `tokenizer.json` decides; in 5 RoBERTa's class adds `<s>` and `</s>` to it. OPT's
     published folder is GPT-2's old files, and a configuration that asks for a first token.
     """
@@ -124,16 +122,16 @@ def test_the_other_byte_level_tokenizers_read_their_files(tmp_path: Path) -> Non
     assert ours.OPTTokenizer.from_pretrained(tmp_path).encode("Anna was") == expected
 
 
-def copy(family: str, folder: Path, *files: str) -> None:
+def copy(family, folder, *files):
     for file in files:
         shutil.copy(FOLDERS / family / file, folder)
 
 
-def configured(folder: Path, **values: Any) -> None:
+def configured(folder, **values):
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
 
 
-def test_classes_can_be_constructed_and_saved(tmp_path: Path) -> None:
+def test_classes_can_be_constructed_and_saved(tmp_path):
     """From a vocabulary, which transformers 5 takes in memory and 4 in a file; transformers reads
     what they save.
     """
@@ -148,7 +146,7 @@ def test_classes_can_be_constructed_and_saved(tmp_path: Path) -> None:
     assert ours.BertTokenizer.from_pretrained(tmp_path).encode("cat dog") == [2, 5, 1, 3]
 
 
-def test_llama_3_is_what_its_files_say(tmp_path: Path) -> None:
+def test_llama_3_is_what_its_files_say(tmp_path):
     """A byte-level BPE under LLaMA's name: no SentencePiece blanks in it, and its own ids at the
     ends.
     """
@@ -166,7 +164,7 @@ def test_llama_3_is_what_its_files_say(tmp_path: Path) -> None:
     assert tokenizer.bos_token == "<|endoftext|>"
 
 
-def test_llama_without_end_tokens_gets_its_own(tmp_path: Path) -> None:
+def test_llama_without_end_tokens_gets_its_own(tmp_path):
     """Meta's bare `tokenizer.model`: `<s>` in front, ids 1 and 2. Early conversions wrote "" for
     them.
     """
@@ -185,7 +183,7 @@ def test_llama_without_end_tokens_gets_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_jieba_is_silent(tmp_path: Path) -> None:
+def test_jieba_is_silent(tmp_path):
     """No warning, which would be an error here, when it is compiled for the first time; no word
     about its dictionary.
     """

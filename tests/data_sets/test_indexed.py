@@ -2,8 +2,6 @@
 are broken.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import struct
@@ -27,18 +25,11 @@ CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 6: "f", 7: "d", 8: "H"}  # stru
 ROWS = [[5, 6, 7], [], [8], [9, 10, 11, 12]]
 
 
-def packed(letter: str, *numbers: int) -> bytes:
+def packed(letter, *numbers):
     return struct.pack(f"<{len(numbers)}{letter}", *numbers)
 
 
-def by_hand(
-    prefix: Path,
-    rows: list[list[int]],
-    code: int = 4,
-    letter: str | None = None,
-    marks: tuple[int, ...] = (0, 2, 4),
-    old: bool = False,
-) -> str:
+def by_hand(prefix, rows, code=4, letter=None, marks=(0, 2, 4), old=False):
     """The two files as the format is described, with nothing but struct; or the older format.
 
     `letter`: what the elements really are.
@@ -59,7 +50,7 @@ def by_hand(
     return str(prefix)
 
 
-def build(prefix: Path, rows: list[list[int]], dtype: Any = np.int32) -> str:
+def build(prefix, rows, dtype=np.int32):
     """With the builder, a document per row."""
     with make_builder(f"{prefix}.bin", "mmap", dtype) as builder:
         for row in rows:
@@ -69,13 +60,13 @@ def build(prefix: Path, rows: list[list[int]], dtype: Any = np.int32) -> str:
     return str(prefix)
 
 
-def lists(dataset: Any) -> list[list[int]]:
+def lists(dataset):
     """All sequences as lists."""
     return [dataset[number].tolist() for number in range(len(dataset))]
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_files_are_those_written_by_hand(tmp_path: Path, code: int) -> None:
+def test_files_are_those_written_by_hand(tmp_path, code):
     """Every dtype: read, with numbers, sizes and documents; written byte for byte, from tensors,
     arrays and lists.
     """
@@ -99,7 +90,7 @@ def test_files_are_those_written_by_hand(tmp_path: Path, code: int) -> None:
         assert (tmp_path / f"got{ending}").read_bytes() == Path(want + ending).read_bytes()
 
 
-def test_indices_of_every_kind(tmp_path: Path) -> None:
+def test_indices_of_every_kind(tmp_path):
     """numpy's integers, negative ones, slices with steps; what is out of range is an IndexError, so
     loops end. It pickles as its path, for worker processes, and small.
     """
@@ -126,7 +117,7 @@ def test_indices_of_every_kind(tmp_path: Path) -> None:
     assert not MMapIndexedDataset.exists(str(tmp_path / "b"))
 
 
-def test_empty_sequences_and_float64_under_code_6(tmp_path: Path) -> None:
+def test_empty_sequences_and_float64_under_code_6(tmp_path):
     """No sequence, or only empty ones. Old tools wrote float64 so; the size of the data tells, also
     when the last sequences are empty.
     """
@@ -144,7 +135,7 @@ def test_empty_sequences_and_float64_under_code_6(tmp_path: Path) -> None:
         MMapIndexedDataset(str(path.with_suffix("")))
 
 
-def test_the_older_format(tmp_path: Path) -> None:
+def test_the_older_format(tmp_path):
     """Read under its names; kept in memory where that is asked for: the file may go. The wrong kind
     is an error, not another error later.
     """
@@ -170,7 +161,7 @@ def test_the_older_format(tmp_path: Path) -> None:
     assert lists(cached) == [ROWS[0], [], [0], ROWS[3]]
 
 
-def overwrite(path: Path, at: int, content: bytes) -> None:
+def overwrite(path, at, content):
     data = bytearray(path.read_bytes())
     data[at : at + len(content)] = content
     path.write_bytes(data)
@@ -189,7 +180,7 @@ BROKEN: dict[str, tuple[str, bytes | int | None, str]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_files_are_named(tmp_path: Path, what: str) -> None:
+def test_broken_files_are_named(tmp_path, what):
     """At opening, with what is wrong."""
     prefix = by_hand(tmp_path / "a", ROWS)
     ending, content, complaint = BROKEN[what]
@@ -204,7 +195,7 @@ def test_broken_files_are_named(tmp_path: Path, what: str) -> None:
     assert lists(MMapIndexedDataset(prefix)) == ROWS
 
 
-def test_broken_numbers_are_named(tmp_path: Path) -> None:
+def test_broken_numbers_are_named(tmp_path):
     """Of either format; an offset into nothing is found when the sequence is read."""
     for old, at, content, complaint in (
         (False, 106, b"x", r"a\.idx is longer"),
@@ -228,7 +219,7 @@ def test_broken_numbers_are_named(tmp_path: Path) -> None:
         assert dataset[3].tolist() == ROWS[3]
 
 
-def test_merge(tmp_path: Path) -> None:
+def test_merge(tmp_path):
     """Sequences and documents follow each other; another dtype is refused, and the builder goes
     on.
     """
@@ -245,7 +236,7 @@ def test_merge(tmp_path: Path) -> None:
     assert merged.doc_idx.tolist() == [0, 2, 3, 5, 7]
 
 
-def test_nothing_is_left_behind(tmp_path: Path, small_disk: None) -> None:
+def test_nothing_is_left_behind(tmp_path, small_disk):
     """By a block that raises, one that does not finalize, a builder that is forgotten, and a full
     disk, while sequences are added or when the last are written; what was there stays.
     """
@@ -265,7 +256,7 @@ def test_nothing_is_left_behind(tmp_path: Path, small_disk: None) -> None:
     assert lists(MMapIndexedDataset(prefix)) == [[2, 3]]
 
 
-def test_files_are_on_the_disk_before_they_take_their_names(tmp_path: Path) -> None:
+def test_files_are_on_the_disk_before_they_take_their_names(tmp_path):
     with recorded_flushes() as flushes:
         build(tmp_path / "a", ROWS)
     assert flushes.renamed == [("a.bin", True), ("a.idx", True)]
@@ -281,7 +272,7 @@ def test_files_are_on_the_disk_before_they_take_their_names(tmp_path: Path) -> N
         (np.int32, [[1], [2]], "1-D"),
     ],
 )
-def test_numbers_that_do_not_fit(tmp_path: Path, dtype: Any, item: Any, complaint: str) -> None:
+def test_numbers_that_do_not_fit(tmp_path, dtype, item, complaint):
     """Instead of being wrapped around; the builder goes on."""
     limits = np.iinfo(dtype)
     with make_builder(str(tmp_path / "a.bin"), "mmap", dtype) as builder:
@@ -292,7 +283,7 @@ def test_numbers_that_do_not_fit(tmp_path: Path, dtype: Any, item: Any, complain
     assert lists(MMapIndexedDataset(str(tmp_path / "a"))) == [[limits.min, limits.max]]
 
 
-def test_builders_of_other_kinds(tmp_path: Path) -> None:
+def test_builders_of_other_kinds(tmp_path):
     """Said, with what to use. The old import path has the same objects."""
     with refused("impl='mmap'"):
         make_builder(str(tmp_path / "a.bin"), "cached")
@@ -309,18 +300,18 @@ def test_builders_of_other_kinds(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """23 sequences [0], [1], ... in three files."""
     for number, (start, stop) in enumerate([(0, 10), (10, 10), (10, 23)]):
         build(tmp_path / f"part_{number}", [[row] for row in range(start, stop)])
     return tmp_path
 
 
-def part(path: object, rank: int = 0, total: int = 1, name: str = "part") -> Any:
+def part(path, rank=0, total=1, name="part"):
     return DistributedMMapIndexedDataset(str(path), name, rank, total)
 
 
-def test_ranks_divide_all_sequences(folder: Path) -> None:
+def test_ranks_divide_all_sequences(folder):
     """Each once, none left out, lengths differ by one at most; any order of access; sizes; both
     spellings of the path.
     """
@@ -341,7 +332,7 @@ def test_ranks_divide_all_sequences(folder: Path) -> None:
         assert len(part(path, name=name)) == 23
 
 
-def test_bad_parts(folder: Path, tmp_path: Path) -> None:
+def test_bad_parts(folder, tmp_path):
     """Wrong rank, wrong name, two places. Numbers may start at one; gaps are an error."""
     for rank, total in ((2, 2), (-1, 2), (0, 0)):
         with refused("is no part"):
@@ -360,11 +351,11 @@ def test_bad_parts(folder: Path, tmp_path: Path) -> None:
         part(folder)
 
 
-def as_lists(rows: list[Any]) -> list[list[int]]:
+def as_lists(rows):
     return [row.tolist() for row in rows]
 
 
-def test_workers_read_it(folder: Path) -> None:
+def test_workers_read_it(folder):
     """It travels to other processes; divided already, it is refused by the loader that would divide
     it again.
     """

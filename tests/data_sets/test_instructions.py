@@ -2,13 +2,9 @@
 side.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,29 +20,29 @@ LLAMA, GPT2 = tokenizer("llama"), tokenizer("gpt2")
 END = "<|endoftext|>"
 
 
-def stored(name: str, reader: Any = GPT2, length: int = 512) -> InstructionDataset:
+def stored(name, reader=GPT2, length=512):
     """The conversations of a stored file."""
     return InstructionDataset(CHAT / name, reader, length)
 
 
-def items_of(dataset: Any) -> Iterator[dict[str, torch.Tensor]]:
+def items_of(dataset):
     """All items in order. Python iterates by `__getitem__`, which torch does not declare."""
     return iter(dataset)
 
 
-def learnt(item: dict[str, torch.Tensor]) -> list[int]:
+def learnt(item):
     """The ids that are to be predicted, each of which must be the next one."""
     for place in (item["targets"] >= 0).nonzero().flatten().tolist():
         assert item["targets"][place] == item["input_ids"][place + 1]
     return item["targets"][item["targets"] >= 0].tolist()
 
 
-def answers(dataset: Any, reader: Any = GPT2) -> list[str]:
+def answers(dataset, reader=GPT2):
     """The text that is to be predicted in each item."""
     return [reader.decode(learnt(item)) for item in items_of(dataset)]
 
 
-def test_a_chat_template_decides_the_text_and_answers_are_learnt() -> None:
+def test_a_chat_template_decides_the_text_and_answers_are_learnt():
     """The whole conversation is read; each answer, and the token that ends it, is learnt."""
     for name in ("train.jsonl", "val.jsonl"):
         items = stored(name, LLAMA)
@@ -60,7 +56,7 @@ def test_a_chat_template_decides_the_text_and_answers_are_learnt() -> None:
             assert said.replace(" ", "") == "".join(want).replace(" ", "")
 
 
-def test_without_a_template_there_are_headings() -> None:
+def test_without_a_template_there_are_headings():
     """Alpaca's and ShareGPT's formats, byte for byte as plain text."""
     items = stored("alpaca.jsonl")
     asked = "Translate the word into English.\n\nHaus"
@@ -75,7 +71,7 @@ def test_without_a_template_there_are_headings() -> None:
     assert answers(shared)[1] == f"White.{END}Black.{END}"
 
 
-def test_long_conversations_lose_their_end() -> None:
+def test_long_conversations_lose_their_end():
     """Ids and targets alike; the last place has nothing to predict. Batches are padded, with -100
     where nothing is to be predicted.
     """
@@ -94,7 +90,7 @@ def test_long_conversations_lose_their_end() -> None:
     assert found == [learnt(item) for item in items_of(items)]
 
 
-def test_packed_rows_are_their_samples() -> None:
+def test_packed_rows_are_their_samples():
     """Every sample once, whole, with positions of its own; twice the same rows."""
     samples = stored("train.jsonl", LLAMA, 100)
     packed = PackedSamples(samples, 160)
@@ -120,7 +116,7 @@ def test_packed_rows_are_their_samples() -> None:
     assert 0 < partly.num_without_answer < len(partly.samples)
 
 
-def test_rows_are_filled_well() -> None:
+def test_rows_are_filled_well():
     """Each place once, no row too long, no two rows that would fit into one, and near to the least
     number of rows.
     """
@@ -172,23 +168,23 @@ QWEN3 = """
 """
 
 
-def rewriting(template: str = QWEN3) -> Any:
+def rewriting(template=QWEN3):
     reader = copy.deepcopy(GPT2)
     reader.chat_template = template
     return reader
 
 
-def items_from(folder: Path, *rows: Any, reader: Any = GPT2) -> InstructionDataset:
+def items_from(folder, *rows, reader=GPT2):
     return InstructionDataset(write_rows(folder / "a.jsonl", *rows), reader, 4096)
 
 
-def turns(*texts: str) -> list[dict[str, Any]]:
+def turns(*texts):
     """Of user and assistant in turn."""
     roles = "user", "assistant"
     return [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
 
 
-def test_a_template_may_rewrite_earlier_messages(tmp_path: Path) -> None:
+def test_a_template_may_rewrite_earlier_messages(tmp_path):
     """What is learnt is what the template writes of the whole conversation: earlier answers without
     thoughts, the last one with them.
     """
@@ -202,7 +198,7 @@ def test_a_template_may_rewrite_earlier_messages(tmp_path: Path) -> None:
     assert answers(items) == ["4<|im_end|>6<|im_end|><think>\neight\n</think>\n\n8<|im_end|>"]
 
 
-def test_calls_of_tools_are_answers(tmp_path: Path) -> None:
+def test_calls_of_tools_are_answers(tmp_path):
     """What tools return is not learnt; thoughts of a call before the last question are left out."""
     call = {"name": "add", "arguments": {"a": 2, "b": 3}}
     tools = [{"type": "function", "function": {"name": "add"}}]
@@ -262,12 +258,12 @@ INVITED = "{% endfor %}{% if add_generation_prompt %}"
         "invites unasked",
     ],
 )
-def test_other_templates_that_rewrite(template: str, expected: str, tmp_path: Path) -> None:
+def test_other_templates_that_rewrite(template, expected, tmp_path):
     rows = {"messages": turns(*"abcd")}
     assert answers(items_from(tmp_path, rows, reader=rewriting(template))) == [expected]
 
 
-def test_pairs_and_texts(tmp_path: Path) -> None:
+def test_pairs_and_texts(tmp_path):
     """A question and its answer; a text, of which all is learnt; an answer of weight 0, as OpenAI's
     fine-tuning has it, is not.
     """
@@ -321,13 +317,13 @@ def test_pairs_and_texts(tmp_path: Path) -> None:
         ('{"prompt": "a", "response": "b", "tools": {"a": 1}}', "line 1: got the tools"),
     ],
 )
-def test_bad_conversations_are_refused(tmp_path: Path, line: str, complaint: str) -> None:
+def test_bad_conversations_are_refused(tmp_path, line, complaint):
     """At construction, with file and line."""
     with refused(complaint):
         items_from(tmp_path, line + "\n")
 
 
-def test_a_conversation_that_the_template_refuses_is_shown(tmp_path: Path) -> None:
+def test_a_conversation_that_the_template_refuses_is_shown(tmp_path):
     """With the file, and what the template says."""
     strict = rewriting(
         "{% if messages[0].role != 'user' %}{{ raise_exception('no system here') }}{% endif %}"
@@ -348,7 +344,7 @@ def test_a_conversation_that_the_template_refuses_is_shown(tmp_path: Path) -> No
         items_from(tmp_path, talk, reader=counting)
 
 
-def test_bad_arguments_are_named(tmp_path: Path) -> None:
+def test_bad_arguments_are_named(tmp_path):
     """No file, a slow tokenizer, rows shorter than samples, answers out of reach."""
     with refused(r"no file .*b\.jsonl"):
         InstructionDataset(tmp_path / "b.jsonl", GPT2, 64)

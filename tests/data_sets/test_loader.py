@@ -2,9 +2,6 @@
 workers, interrupted anywhere.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,40 +23,40 @@ Steps = tuple[list[list[int]], dict[str, Any]]  # rows of each step on one rank,
 class Numbers(Dataset[int]):
     """Row i is i."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows):
         self.rows = rows
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.rows
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
 
 class Words(Numbers):
     """Rows of different lengths, padded by the dataset itself; they differ from epoch to epoch."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows):
         super().__init__(rows)
         self.epoch = Epoch()
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch.number = epoch
 
-    def __getitem__(self, index: int) -> list[int]:  # type: ignore[override]
+    def __getitem__(self, index):
         return [self.epoch.number] + [index] * (index % 3)
 
-    def collate(self, rows: list[list[int]]) -> list[list[int]]:
+    def collate(self, rows):
         return [row + [-1] * (3 - len(row)) for row in rows]
 
 
 class Stream(IterableDataset[int]):
     """0, 1, ... 9, from where it is."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.at = 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         while self.at < 10:
             self.at += 1
             yield self.at - 1
@@ -69,17 +66,17 @@ class Stream(IterableDataset[int]):
 class KeptStream(Stream):
     """The same, with a place."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 
 class ToldStream(Stream):
     """The same, with epochs."""
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         pass
 
 
@@ -88,23 +85,23 @@ class Told(Numbers):
 
     epoch = -1
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return 100 * self.epoch + index
 
 
-def loader_of(rows: int, **options: Any) -> DistributedDataLoader:
+def loader_of(rows, **options):
     return DistributedDataLoader(Numbers(rows), **options)
 
 
-def numbers(loader: DistributedDataLoader) -> list[list[int]]:
+def numbers(loader):
     """One pass as lists."""
     return [batch.tolist() for batch in loader]
 
 
-def test_one_rank_reads_what_torchs_loader_reads() -> None:
+def test_one_rank_reads_what_torchs_loader_reads():
     """len() is what comes; each epoch has its own order, passes count, set_epoch goes anywhere, the
     seed matters. torch's generator, which dropout uses, is left alone.
     """
@@ -129,7 +126,7 @@ def test_one_rank_reads_what_torchs_loader_reads() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_a_pass_left_early_is_over() -> None:
+def test_a_pass_left_early_is_over():
     """The next one is the next epoch, from its start; two iterators do not disturb each other."""
     loader = loader_of(9, shuffle=True, batch_size=2)
     first = iter(loader)
@@ -140,7 +137,7 @@ def test_a_pass_left_early_is_over() -> None:
     assert loader.state_dict() == {"epoch": 1, "row": 2, "num_rows": 9, "shuffle": True, "seed": 0}
 
 
-def test_rows_since_a_place() -> None:
+def test_rows_since_a_place():
     """The row numbers of a rank's batches; None of another epoch, and of a stream."""
     loader = loader_of(9, shuffle=True, batch_size=2)
     order, places = permutation(9, 0, 0).tolist(), [loader.place]
@@ -163,7 +160,7 @@ def test_rows_since_a_place() -> None:
     "workers",
     [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}],
 )
-def test_the_dataset_collates_and_knows_the_epoch(workers: dict[str, Any]) -> None:
+def test_the_dataset_collates_and_knows_the_epoch(workers):
     """In the process and in workers, those that outlive an epoch too; under Subset as well."""
     dataset = Words(6)
     loader = DistributedDataLoader(Subset(dataset, [1, 2, 5]), batch_size=2, **workers)
@@ -175,7 +172,7 @@ def test_the_dataset_collates_and_knows_the_epoch(workers: dict[str, Any]) -> No
 USUAL = {"shuffle": True, "batch_size": 2}
 
 
-def read_otherwise(how: str) -> list[str]:
+def read_otherwise(how):
     """Each way but the first would take some rows twice and leave out others. What is said at the
     next collectives.
     """
@@ -185,7 +182,7 @@ def read_otherwise(how: str) -> list[str]:
     elif how in ("seed", "batch_size"):
         options[how] = 1 + rank
     loader = loader_of(rows, **options)
-    said: list[str] = []
+    said = []
     if how == "look" and rank == 0:
         next(iter(loader))
     next(iter(loader))
@@ -199,7 +196,7 @@ def read_otherwise(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["alike", "seed", "rows", "batch_size", "look"])
-def test_ranks_that_read_in_other_orders_are_told(how: str) -> None:
+def test_ranks_that_read_in_other_orders_are_told(how):
     """At the next collective, and again at the one after it."""
     messages = run_ranks(read_otherwise, 2, how)
     assert len({*messages[0], *messages[1]}) == 1
@@ -207,14 +204,14 @@ def test_ranks_that_read_in_other_orders_are_told(how: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_that_outlive_an_epoch_are_told_the_next(workers: int) -> None:
+def test_workers_that_outlive_an_epoch_are_told_the_next(workers):
     """After a pass that was left early, and in a resumed one, too. Nothing reaches the copies of a
     stream: it has workers for each.
     """
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "persistent_workers": True}
+    options = {"batch_size": 2, "num_workers": workers, "persistent_workers": True}
     loader = DistributedDataLoader(Subset(Told(6), range(6)), **options)
 
-    def rows(epoch: int, *starts: int) -> list[list[int]]:
+    def rows(epoch, *starts):
         return [[100 * epoch + row, 100 * epoch + row + 1] for row in starts]
 
     for epoch in (0, 1):
@@ -230,7 +227,7 @@ def test_workers_that_outlive_an_epoch_are_told_the_next(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_place_counts_what_was_handed_out(workers: int) -> None:
+def test_the_place_counts_what_was_handed_out(workers):
     """Not what workers fetched ahead: from every place, the rest is what an uninterrupted run
     reads.
     """
@@ -248,7 +245,7 @@ def test_the_place_counts_what_was_handed_out(workers: int) -> None:
         assert rest[: len(read) - step] == read[step:]
 
 
-def test_a_place_in_another_order_is_refused() -> None:
+def test_a_place_in_another_order_is_refused():
     """Other rows, other seed, shuffled or not: going on would repeat and leave out rows."""
     state = loader_of(11, shuffle=True, seed=1).state_dict()
     for rows, shuffle, seed, complaint in (
@@ -265,7 +262,7 @@ def test_a_place_in_another_order_is_refused() -> None:
     loader_of(11, seed=2).load_state_dict(loader_of(11, seed=1).state_dict())
 
 
-def test_streams_pass_through() -> None:
+def test_streams_pass_through():
     """They keep their order, and their place if they can tell it."""
     loader, again = (DistributedDataLoader(KeptStream(), batch_size=4) for _ in range(2))
     assert numbers(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -291,7 +288,7 @@ class Part(Numbers):
 class Endless(Dataset[int]):
     """Rows without a number of rows."""
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
 
@@ -309,7 +306,7 @@ class Endless(Dataset[int]):
         (Endless(), {}, "no length"),
     ],
 )
-def test_bad_arguments(dataset: Dataset[int], arguments: dict[str, Any], complaint: str) -> None:
+def test_bad_arguments(dataset, arguments, complaint):
     """Each is an error that says what to do."""
     with refused(complaint):
         DistributedDataLoader(dataset, **arguments)
@@ -318,22 +315,22 @@ def test_bad_arguments(dataset: Dataset[int], arguments: dict[str, Any], complai
 # --- several ranks
 
 
-def evaluate(rows: int, batch_size: int) -> list[int]:
+def evaluate(rows, batch_size):
     """The quick start's evaluation: a collective per batch, then all rows gathered. Fewer rows than
     ranks are an error on every rank, before anything waits.
     """
     with pytest.raises(DataError, match="1 rows for 3 ranks"):
         loader_of(1)
-    seen: list[int] = []
+    seen = []
     for batch in loader_of(rows, batch_size=batch_size):
         bmt.sum_loss(batch.float().mean())  # stands for the gathers of a sharded forward pass
         seen.extend(batch.tolist())
-    gathered: list[int] = bmt.gather_result(torch.tensor(seen).int()).tolist()
+    gathered = bmt.gather_result(torch.tensor(seen).int()).tolist()
     return gathered
 
 
 @pytest.mark.parametrize(("rows", "batch_size"), [(7, 2), (7, 1), (33, 8), (3, 8)])
-def test_evaluation_counts_every_row_once(rows: int, batch_size: int) -> None:
+def test_evaluation_counts_every_row_once(rows, batch_size):
     """No hang, no row twice, no row missing."""
     results = run_ranks(evaluate, 3, rows, batch_size)
     assert all(sorted(result) == list(range(rows)) for result in results)
@@ -343,14 +340,14 @@ ROWS, GLOBAL_BATCH = 43, 8  # 43 = 5 * 8 + 3: on 4 ranks the last two steps shar
 UNINTERRUPTED = [row for epoch in range(3) for row in permutation(ROWS, 5, epoch).tolist()]
 
 
-def train(batch_size: int, state: dict[str, Any] | None, steps: int, workers: int = 0) -> Steps:
+def train(batch_size, state, steps, workers=0):
     """Some steps, over the ends of epochs, from a place; the rows of every step on this rank, and
     the place after.
     """
     loader = loader_of(ROWS, shuffle=True, seed=5, batch_size=batch_size, num_workers=workers)
     if state is not None:
         loader.load_state_dict(state)
-    read: list[list[int]] = []
+    read = []
     while True:
         for batch in loader:
             read.append(batch.tolist())
@@ -358,7 +355,7 @@ def train(batch_size: int, state: dict[str, Any] | None, steps: int, workers: in
                 return read, loader.state_dict()
 
 
-def joined(results: list[Steps]) -> list[int]:
+def joined(results):
     """The rows of all steps and ranks, in order."""
     assert all(state == results[0][1] for _, state in results)
     steps = zip(*(read for read, _ in results), strict=True)
@@ -366,7 +363,7 @@ def joined(results: list[Steps]) -> list[int]:
 
 
 @pytest.mark.fresh
-def test_resume_is_exact_at_another_number_of_ranks() -> None:
+def test_resume_is_exact_at_another_number_of_ranks():
     """Read on into the next epoch, with workers that fetch ahead: bit for bit the same order of
     rows. The place is a row, so another global batch needs no rounding.
     """
@@ -377,7 +374,7 @@ def test_resume_is_exact_at_another_number_of_ranks() -> None:
     assert second[0][1]["row"] == len(rows) % ROWS and len(rows) > ROWS
 
 
-def built_before() -> tuple[list[list[int]], bool]:
+def built_before():
     batch = {"ids": torch.zeros(2), "pair": (torch.ones(1), ["text", 3])}
     moved = on_device(batch, torch.device("meta"))
     is_moved = moved["ids"].is_meta and moved["pair"][0].is_meta
@@ -388,7 +385,7 @@ def built_before() -> tuple[list[list[int]], bool]:
     return numbers(loader), is_moved and moved["pair"][1] == ["text", 3]
 
 
-def test_a_loader_built_before_the_process_group() -> None:
+def test_a_loader_built_before_the_process_group():
     """It divides the rows all the same. Batches of any shape move to the device: containers keep
     their kind, other values stay as they are.
     """

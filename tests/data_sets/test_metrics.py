@@ -1,7 +1,5 @@
 """Metrics on several ranks, against plain Python over all rows."""
 
-from __future__ import annotations
-
 import collections
 import random
 from typing import Any
@@ -36,7 +34,7 @@ WORDS = ["the old harbour", "Harbour!", "a  market", "river Ald", "", "the"]
 TEXTS = [(RNG.choice(WORDS), {*RNG.choices(WORDS, k=RNG.randint(1, 3))}) for _ in ROWS]
 
 
-def plain_f1(label: int, predictions: list[int], labels: list[int]) -> float:
+def plain_f1(label, predictions, labels):
     """From precision and recall, in words."""
     hits = sum(p == t == label for p, t in zip(predictions, labels, strict=True))
     if not hits:
@@ -45,11 +43,11 @@ def plain_f1(label: int, predictions: list[int], labels: list[int]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def mean(values: list[Any]) -> float:
+def mean(values):
     return float(sum(values)) / len(values)
 
 
-def plain_results() -> dict[str, Any]:
+def plain_results():
     """Every metric over all rows, without any of ours."""
     right_of: dict[int, list[bool]] = collections.defaultdict(list)
     best: dict[int, int] = {}
@@ -72,7 +70,7 @@ def plain_results() -> dict[str, Any]:
     }
 
 
-def every_metric() -> dict[str, Any]:
+def every_metric():
     return {
         "accuracy": Accuracy(4),
         "macro": MacroF1(4),
@@ -83,7 +81,7 @@ def every_metric() -> dict[str, Any]:
     }
 
 
-def measured() -> list[Any]:
+def measured():
     """What metrics say when no rank has a row; the same of our metrics as of the plain ones, each
     rank given its rows in pieces, the last rank none when there are three; asked twice.
     """
@@ -108,7 +106,7 @@ def measured() -> list[Any]:
     return [*each, complaints]
 
 
-def test_results_are_those_of_all_rows() -> None:
+def test_results_are_those_of_all_rows():
     """On every rank, whatever part of the rows each had, and without a process group."""
     want = plain_results()
     assert not bmt.is_initialized()
@@ -122,7 +120,7 @@ def test_results_are_those_of_all_rows() -> None:
             assert value == pytest.approx(want[name], abs=1e-12), name
 
 
-def record_scores() -> list[tuple[float, float]]:
+def record_scores():
     """Exact match and F1 of ReCoRD's dev split when each rank, of part of the rows, prefers right
     entities, and wrong ones.
     """
@@ -140,7 +138,7 @@ def record_scores() -> list[tuple[float, float]]:
     return found
 
 
-def test_record_is_scored_by_its_best_entities() -> None:
+def test_record_is_scored_by_its_best_entities():
     """From rows on different ranks to one score."""
     assert run_ranks(record_scores, 2) == [[(1.0, 1.0), (0.0, 0.0)]] * 2
 
@@ -158,15 +156,13 @@ def test_record_is_scored_by_its_best_entities() -> None:
         ("theatre", "atre", False, 0.0),  # an article is a word
     ],
 )
-def test_answers_are_compared_as_squad_says(
-    prediction: str, answer: str, exact: bool, f1: float
-) -> None:
+def test_answers_are_compared_as_squad_says(prediction, answer, exact, f1):
     """Without case, punctuation, articles and spare blanks."""
     assert exact_match(prediction, answer) is exact
     assert token_f1(prediction, answer) == pytest.approx(f1)
 
 
-def test_bad_rows_are_refused() -> None:
+def test_bad_rows_are_refused():
     """Different numbers, classes that are none, questions without answers; they count for
     nothing.
     """

@@ -2,8 +2,6 @@
 missing.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -41,7 +39,7 @@ with contextlib.suppress(SystemExit):
 """
 
 
-def test_what_is_missing_is_named() -> None:
+def test_what_is_missing_is_named():
     with pytest.raises(
         ConfigError,
         match=r"this needs the package its_name \(No module named 'no_such_package'\): "
@@ -50,7 +48,7 @@ def test_what_is_missing_is_named() -> None:
         package("no_such_package", "this", ConfigError, name="its_name", instead="wait")
 
 
-def test_what_it_lacks_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_lacks_itself_is_named(tmp_path, monkeypatch):
     """A package that is there, and needs one that is not."""
     (tmp_path / "half_installed.py").write_text("import no_such_package")
     monkeypatch.syspath_prepend(tmp_path)
@@ -58,7 +56,7 @@ def test_what_it_lacks_itself_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         package("half_installed", "this")
 
 
-def test_warnings_are_shown_once() -> None:
+def test_warnings_are_shown_once():
     """Asking again for a package does not make Python show again what it has shown."""
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
@@ -68,14 +66,14 @@ def test_warnings_are_shown_once() -> None:
     assert len(shown) == 1
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
+def run(program):
     command = [sys.executable, "-c", program, str(ROOT / "tests" / "data" / "tokenizers")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
 
 @pytest.mark.long
-def test_the_others_work_without() -> None:
+def test_the_others_work_without():
     """In a process that cannot import them. Converting needs no transformers; preparing data says
     that it does.
     """

@@ -2,13 +2,10 @@
 broken.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.data_sets.common import DATA, FOLDERS, tokenizer
@@ -23,28 +20,28 @@ ENGLISH = DATA / "corpus" / "english.txt"
 Said = pytest.CaptureFixture[str]
 
 
-def preprocess(source: object, out: Path, more: str = "", reader: str = GPT2) -> list[list[int]]:
+def preprocess(source, out, more="", reader=GPT2):
     """Run the command in this process; the sequences that it wrote."""
     assert run(source, out, more, reader) == 0
     return [row.tolist() for row in opened(out)]
 
 
-def run(source: object, out: object, more: str = "", reader: str = GPT2) -> int:
+def run(source, out, more="", reader=GPT2):
     words = f"preprocess --input {source} --output {out} --tokenizer {reader} {more}"
     return main(words.split())
 
 
-def opened(out: Path) -> Any:
+def opened(out):
     return MMapIndexedDataset(str(out))
 
 
-def expected(*lines: str, end: bool = False) -> list[list[int]]:
+def expected(*lines, end=False):
     """What transformers makes of each."""
     reader = tokenizer("gpt2")
     return [reader.encode(line) + [reader.eos_token_id] * end for line in lines]
 
 
-def test_text(tmp_path: Path, capsys: Said) -> None:
+def test_text(tmp_path, capsys):
     """A document per line, ended; the folder of the output is made; a summary on stderr. Long ones
     are split into pieces that join to the document.
     """
@@ -62,7 +59,7 @@ def test_text(tmp_path: Path, capsys: Said) -> None:
     assert opened(tmp_path / "out").doc_idx.tolist() == ends
 
 
-def test_lines_of_every_kind(tmp_path: Path) -> None:
+def test_lines_of_every_kind(tmp_path):
     """JSON lines of several files in the order given, under any key; blank lines and empty texts are
     skipped; odd characters survive; the end of a line is no part of the document.
     """
@@ -78,9 +75,7 @@ def test_lines_of_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_workers_keep_the_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
-) -> None:
+def test_workers_keep_the_order(tmp_path, monkeypatch, capsys):
     """Byte for byte the same files; an error in one of them comes out as it is, the first in the
     file's order, and nothing is left.
     """
@@ -105,7 +100,7 @@ def test_workers_keep_the_order(
 
 
 @pytest.fixture
-def letters(tmp_path: Path) -> str:
+def letters(tmp_path):
     """A vocabulary of single characters: id 0 to 5 as CPM-1's, then a, b, c, ..."""
     folder = tmp_path / "vocabulary"
     folder.mkdir()
@@ -117,7 +112,7 @@ def letters(tmp_path: Path) -> str:
 SPACE, A, B = 3, 6, 7
 
 
-def test_the_preset_of_cpm1(tmp_path: Path, letters: str) -> None:
+def test_the_preset_of_cpm1(tmp_path, letters):
     """Worked out by hand: see the comment beside the preset. Given arguments go before it."""
     text, out = tmp_path / "a.txt", tmp_path / "out"
     odd = "a" * 16 + "<n>" + "Ω" * 9 + "b" * 16
@@ -140,7 +135,7 @@ def test_the_preset_of_cpm1(tmp_path: Path, letters: str) -> None:
     assert opened(out).sizes.tolist() == [40, 32]
 
 
-def test_the_program_of_model_center(tmp_path: Path, letters: str) -> None:
+def test_the_program_of_model_center(tmp_path, letters):
     """Its flags, and its names of files; the same bytes as with the preset."""
     text = tmp_path / "part_3.txt"
     text.write_text("\n".join(["a " * 275, "b" * 40]))
@@ -171,7 +166,7 @@ def test_the_program_of_model_center(tmp_path: Path, letters: str) -> None:
         (b"\n\n", "no document in .*: 2 lines"),
     ],
 )
-def test_broken_text_is_named(tmp_path: Path, content: bytes, complaint: str, capsys: Said) -> None:
+def test_broken_text_is_named(tmp_path, content, complaint, capsys):
     """With file and line, exit status 1, and nothing is left behind: not even the folder."""
     source = tmp_path / "a.jsonl"
     source.write_bytes(content)
@@ -193,16 +188,14 @@ def test_broken_text_is_named(tmp_path: Path, content: bytes, complaint: str, ca
         (ENGLISH, f"--tokenizer {FOLDERS / 'bert'} --append-eod", "no end-of-document token"),
     ],
 )
-def test_arguments_that_cannot_work(
-    tmp_path: Path, source: object, more: str, complaint: str, capsys: Said
-) -> None:
+def test_arguments_that_cannot_work(tmp_path, source, more, complaint, capsys):
     """Each is said before anything is written."""
     assert run(source, tmp_path / "out", more) == 1
     assert complaint in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_line(tmp_path: Path, capsys: Said) -> None:
+def test_the_command_line(tmp_path, capsys):
     """Each command has its arguments, and says its errors plainly."""
     for words, said in (
         (["--help"], r"preprocess\s+text to token data(.|\n)*convert\s+a folder of Hugging Face"),

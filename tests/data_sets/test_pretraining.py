@@ -1,11 +1,8 @@
 """Rows for pre-training: packed documents, and those of CPM-1 and CPM-2, against plain Python."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +24,7 @@ from model_center.dataset.packed import PackedDataset
 Documents = Sequence[Sequence[Sequence[int]]]
 
 
-def build(
-    prefix: Path, documents: Documents, *, dtype: Any = np.int32, marked: int = 10**6
-) -> MMapIndexedDataset:
+def build(prefix, documents, *, dtype=np.int32, marked=10**6):
     """Documents of sequences of ids; the ends of the first `marked` are marked."""
     with make_builder(f"{prefix}.bin", "mmap", dtype) as builder:
         for number, document in enumerate(documents):
@@ -41,17 +36,17 @@ def build(
     return MMapIndexedDataset(str(prefix))
 
 
-def random_documents(count: int, *, empty: bool = True) -> list[list[list[int]]]:
+def random_documents(count, *, empty=True):
     """Documents of some sequences of some ids; all ids differ."""
     draw, ids, low = np.random.default_rng(0), itertools.count(1), int(not empty)
 
-    def some(most: int) -> range:
+    def some(most):
         return range(draw.integers(low, most))
 
     return [[[next(ids) for _ in some(9)] for _ in some(4)] for _ in range(count)]
 
 
-def stream_of(documents: Documents, separator: int | None, epoch: int | None, seed: int) -> Any:
+def stream_of(documents, separator, epoch, seed):
     """All ids of an epoch in a row; documents without ids are none. Without an epoch in order."""
     flat = [list(itertools.chain(*document)) for document in documents if any(document)]
     end = [] if separator is None else [separator]
@@ -59,7 +54,7 @@ def stream_of(documents: Documents, separator: int | None, epoch: int | None, se
     return [number for place in order for number in [*flat[place], *end]]
 
 
-def check(dataset: PackedDataset, stream: list[int], length: int, fill: int = 0) -> None:
+def check(dataset, stream, length, fill=0):
     """Rows of `length`, targets one later, to the very last token."""
     assert len(dataset) == -(-(len(stream) - 1) // length)
     for row, start in enumerate(range(0, len(stream) - 1, length)):
@@ -71,7 +66,7 @@ def check(dataset: PackedDataset, stream: list[int], length: int, fill: int = 0)
 
 
 @pytest.mark.parametrize("separator", [None, 0, 999])
-def test_packed_rows_cover_every_token(tmp_path: Path, separator: int | None) -> None:
+def test_packed_rows_cover_every_token(tmp_path, separator):
     """In the order of every epoch, and without shuffling."""
     documents = random_documents(25)
     indexed = build(tmp_path / "a", documents)
@@ -84,7 +79,7 @@ def test_packed_rows_cover_every_token(tmp_path: Path, separator: int | None) ->
         check(plain, stream_of(documents, separator, None, 0), length, separator or 0)
 
 
-def test_unmarked_sequences_are_documents(tmp_path: Path) -> None:
+def test_unmarked_sequences_are_documents(tmp_path):
     """Where nothing is marked, and after the last mark."""
     documents = random_documents(9, empty=False)
     for marked in (0, 2):
@@ -93,7 +88,7 @@ def test_unmarked_sequences_are_documents(tmp_path: Path) -> None:
         check(dataset, stream_of([*documents[:marked], *rest], None, 0, 0), 4)
 
 
-def test_packed_rows_through_the_loader(tmp_path: Path) -> None:
+def test_packed_rows_through_the_loader(tmp_path):
     """Workers that outlive an epoch read the next one in its order; the dataset pickles small."""
     documents = random_documents(30)
     dataset = PackedDataset(build(tmp_path / "a", documents), 6)
@@ -106,7 +101,7 @@ def test_packed_rows_through_the_loader(tmp_path: Path) -> None:
     assert len(pickle.dumps(dataset)) < 3000
 
 
-def test_packed_bad_arguments(tmp_path: Path) -> None:
+def test_packed_bad_arguments(tmp_path):
     """Nothing to predict, no length, no such row."""
     nothing: tuple[Documents, ...] = ([], [[[1]]], [[[]], [[]]])
     for documents in nothing:
@@ -128,18 +123,18 @@ def test_packed_bad_arguments(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> tuple[Any, Any]:
+def pairs(tmp_path):
     """Four pairs; the second and the last are too long for 5 and 5."""
     ctx = build(tmp_path / "ctx", [[[1, 2, 3]], [[1] * 6], [[4]], [[26239, 26240]]])
     tgt = build(tmp_path / "tgt", [[[7, 8, 9]], [[1]], [[5, 26429, 6]], [[1] * 6]])
     return ctx, tgt
 
 
-def listed(row: dict[str, Any]) -> dict[str, Any]:
+def listed(row):
     return {key: np.asarray(value).tolist() for key, value in row.items()}
 
 
-def test_cpm1_pairs(pairs: tuple[Any, Any]) -> None:
+def test_cpm1_pairs(pairs: tuple[Any, Any]):
     """Padded; long ones left out, and counted. The packages stand beside the task datasets' modules
     of similar names.
     """
@@ -156,7 +151,7 @@ def test_cpm1_pairs(pairs: tuple[Any, Any]) -> None:
     assert CPM1_Dataset.__module__.startswith("model_center.dataset.cpm1")
 
 
-def test_cpm2_pairs(pairs: tuple[Any, Any]) -> None:
+def test_cpm2_pairs(pairs: tuple[Any, Any]):
     """One more place for the decoder's first id; the vocabulary's gap is closed."""
     dataset = CPM2_Dataset(*pairs, max_source_length=5, max_target_length=3)
     assert (len(dataset), dataset.num_skipped) == (2, 2)
@@ -173,7 +168,7 @@ def test_cpm2_pairs(pairs: tuple[Any, Any]) -> None:
     assert whole[3]["tgt"].shape == (257,)
 
 
-def test_files_that_do_not_belong_together(pairs: tuple[Any, Any], tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together(pairs, tmp_path):
     """Other numbers of sequences; and what is divided already is not divided again."""
     with refused("ctx has 4 sequences and tgt 1"):
         CPM2_Dataset(pairs[0], build(tmp_path / "short", [[[1]]]))
@@ -188,7 +183,7 @@ def test_files_that_do_not_belong_together(pairs: tuple[Any, Any], tmp_path: Pat
         CPM1_Dataset(part, build(tmp_path / "whole", [[[1, 2]]] * 3))
 
 
-def test_merged_spans(tmp_path: Path) -> None:
+def test_merged_spans(tmp_path):
     """Where they may begin and end, what is predicted from where, and the end of a line."""
     lengths = [2, 3, 4, 8, 21, 64]
     rows = [*(list(range(10, 10 + length)) for length in lengths), [5, 6, 7, 4]]
@@ -218,7 +213,7 @@ def test_merged_spans(tmp_path: Path) -> None:
     assert {right for _, right in seen[5]} == set(range(48, 65))
 
 
-def test_merged_rows_of_small_ids_make_batches(tmp_path: Path) -> None:
+def test_merged_rows_of_small_ids_make_batches(tmp_path):
     """Rows keep the file's dtype, uint16 here; batches are int64."""
     indexed = build(tmp_path / "a", [[[60000, 7, 8], [9, 10]]], dtype=np.uint16)
     dataset = CPM1_Dataset_Merge(indexed)
@@ -229,11 +224,11 @@ def test_merged_rows_of_small_ids_make_batches(tmp_path: Path) -> None:
     assert batch["targets"].tolist()[1] == [10, -100, -100]
 
 
-def test_merged_rows_are_a_function_of_seed_epoch_and_row(tmp_path: Path) -> None:
+def test_merged_rows_are_a_function_of_seed_epoch_and_row(tmp_path):
     """In worker processes too; the loader tells the epoch; batches are padded."""
     indexed = build(tmp_path / "a", [[list(range(10, 10 + length))] for length in range(30, 60, 3)])
 
-    def epochs(seed: int, workers: int) -> list[list[dict[str, torch.Tensor]]]:
+    def epochs(seed, workers):
         dataset = CPM1_Dataset_Merge(indexed, seed=seed)
         loader = DistributedDataLoader(dataset, batch_size=4, num_workers=workers)
         return [list(loader) for _ in range(2)]

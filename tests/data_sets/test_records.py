@@ -1,7 +1,5 @@
 """Records as bytes: what comes back, what is refused, what damage does."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -33,18 +31,18 @@ DTYPES = [
 ]
 
 
-def again(value: Any) -> Any:
+def again(value):
     return records.loads(records.dumps(value))
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
-def test_plain_values_come_back(value: Any) -> None:
+def test_plain_values_come_back(value):
     """Equal and of the same type."""
     assert again(value) == value
     assert type(again(value)) is type(value)
 
 
-def test_arrays_and_numbers_of_numpy_come_back() -> None:
+def test_arrays_and_numbers_of_numpy_come_back():
     """Values, shape, dtype (in little-endian order), and they can be written to; plain numbers."""
     for array in ARRAYS:
         (back,) = again([array])
@@ -56,7 +54,7 @@ def test_arrays_and_numbers_of_numpy_come_back() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_come_back(dtype: torch.dtype) -> None:
+def test_tensors_come_back(dtype):
     """Bit for bit, transposed ones and parameters too."""
     for shape in ((), (3,), (2, 0), (2, 3)):
         tensor = (torch.randn(shape) * 3).to(dtype)
@@ -77,13 +75,13 @@ def test_tensors_come_back(dtype: torch.dtype) -> None:
         ({frozenset(): 1}, r"frozenset \(at record \(a key\)"),
     ],
 )
-def test_other_values_are_refused(value: Any, complaint: str) -> None:
+def test_other_values_are_refused(value, complaint):
     """Saying where they are."""
     with refused(complaint):
         records.dumps(value)
 
 
-def test_damage_is_an_error_and_nothing_else() -> None:
+def test_damage_is_an_error_and_nothing_else():
     """Any bytes give a value or a DataError: no other exception, no code run."""
     content = records.dumps({"a": [1, "text", np.arange(3), torch.ones(2)], "b": (None, 2**70)})
     for length in range(len(content)):

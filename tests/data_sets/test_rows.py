@@ -1,14 +1,9 @@
 """Data as people have it: every form and every file is read alike, or refused with its place."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json
-import pathlib
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -29,7 +24,7 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 ASKED = f"{END}### User:\na\n\n### Assistant:\n"
 
 
-def read(path: Any, length: int = 512, **options: Any) -> list[tuple[str, str]]:
+def read(path, length=512, **options):
     """What each sample is, and what is learnt of it."""
     data = InstructionDataset(path, GPT2, length, **options)
     found = []
@@ -48,13 +43,13 @@ def read(path: Any, length: int = 512, **options: Any) -> list[tuple[str, str]]:
     return found
 
 
-def one(row: Any, tmp_path: pathlib.Path) -> tuple[str, str]:
+def one(row, tmp_path):
     (found,) = read(write_rows(tmp_path / "a.jsonl", row))
     return found
 
 
 SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-ROWS: dict[str, dict[str, Any]] = {
+ROWS = {
     "nulls": {"messages": None, "prompt": "a", "response": "b", "text": None},
     "null weights": {"messages": [{**turn, "weight": None} for turn in TALK]},
     "turns of the other kind": {"conversations": TALK},
@@ -70,7 +65,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_a_row_may_be_said_so(row: dict[str, Any], tmp_path: pathlib.Path) -> None:
+def test_a_row_may_be_said_so(row, tmp_path):
     assert one(row, tmp_path) == (f"{ASKED}b{END}\n\n", f"b{END}")
 
 
@@ -115,9 +110,7 @@ WHOLE = f"{END}### User:\nx\n\n### Assistant:\ny{END}\n\n{ASKED.removeprefix(END
         ({"messages": [TALK[0], {"role": "assistant", "content": "\ue000"}]}, f"{ASKED}\ue000{END}\n\n", f"\ue000{END}"),
     ],
 )  # fmt: skip
-def test_what_was_passed_over_is_read(
-    row: dict[str, Any], text: str, learnt: str, tmp_path: pathlib.Path
-) -> None:
+def test_what_was_passed_over_is_read(row, text, learnt, tmp_path):
     assert one(row, tmp_path) == (text, learnt)
 
 
@@ -142,7 +135,7 @@ def test_what_was_passed_over_is_read(
         ('{"prompt": ' + "1" * 5000 + ', "response": "a"}\n', "line 1: Exceeds the limit"),
     ],
 )  # fmt: skip
-def test_what_would_be_lost_is_refused(row: Any, complaint: str, tmp_path: pathlib.Path) -> None:
+def test_what_would_be_lost_is_refused(row, complaint, tmp_path):
     with refused(rf"a\.jsonl, line 1: .*{complaint}|a\.jsonl, {complaint}"):
         one(row, tmp_path)
 
@@ -150,11 +143,11 @@ def test_what_would_be_lost_is_refused(row: Any, complaint: str, tmp_path: pathl
 PAIRS = [{"prompt": f"What is {n}?", "response": str(n)} for n in range(3)]
 
 
-def as_parquet(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+def as_parquet(path, rows):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
-WRITE: dict[str, Callable[[pathlib.Path], Any]] = {
+WRITE = {
     "a.jsonl": lambda path: write_rows(path, *PAIRS),
     "b.jsonl": lambda path: path.write_text(
         "\n" + "".join(json.dumps(row) + "\r\n" for row in PAIRS), "utf-8-sig"
@@ -175,7 +168,7 @@ WRITE: dict[str, Callable[[pathlib.Path], Any]] = {
 }
 
 
-def test_files_of_all_kinds_are_one_data_set(tmp_path: pathlib.Path) -> None:
+def test_files_of_all_kinds_are_one_data_set(tmp_path):
     """By themselves and as a folder, in which texts are documents and what is of no kind is told."""
     for name, write in WRITE.items():
         write(tmp_path / name)
@@ -192,9 +185,9 @@ def test_files_of_all_kinds_are_one_data_set(tmp_path: pathlib.Path) -> None:
     assert source(tmp_path).passed_over == (tmp_path / "i.dat",)
 
 
-def test_structs_of_tables_have_nulls(tmp_path: pathlib.Path) -> None:
+def test_structs_of_tables_have_nulls(tmp_path):
     """Arguments of another row's call are none of this one's."""
-    calls: list[dict[str, Any]] = [{"a": 1}, {"b": "x"}]
+    calls = [{"a": 1}, {"b": "x"}]
     rows = [
         {"messages": [TALK[0], {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": call}}]}]}
         for call in calls
@@ -223,9 +216,7 @@ def test_structs_of_tables_have_nulls(tmp_path: pathlib.Path) -> None:
         ("folder/a.bin", b"", "holds no data: expected files that end with"),
     ],
 )
-def test_bad_files_are_named(
-    name: str, content: bytes, complaint: str, tmp_path: pathlib.Path
-) -> None:
+def test_bad_files_are_named(name, content, complaint, tmp_path):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
@@ -233,7 +224,7 @@ def test_bad_files_are_named(
         read(path.parent if "/" in name else path)
 
 
-def test_a_name_of_the_hub() -> None:
+def test_a_name_of_the_hub():
     """Needs its package."""
     with refused("there is no file nowhere/rows.jsonl: expected a file, a folder, or a name"):
         source("nowhere/rows.jsonl")
@@ -243,7 +234,7 @@ def test_a_name_of_the_hub() -> None:
             next(source("org/name:test").rows())
 
 
-def test_texts_go_on_in_the_next_sample(tmp_path: pathlib.Path) -> None:
+def test_texts_go_on_in_the_next_sample(tmp_path):
     """Each token but the first is learnt once, whatever the length; both ends of a document that is
     set aside are.
     """
@@ -266,7 +257,7 @@ def test_texts_go_on_in_the_next_sample(tmp_path: pathlib.Path) -> None:
         assert {*rest.numbers}.isdisjoint(aside.numbers) and len(aside.numbers) == 2
 
 
-def test_conversations_that_do_not_fit(tmp_path: pathlib.Path) -> None:
+def test_conversations_that_do_not_fit(tmp_path):
     """Are cut, dropped or refused, and counted."""
     rows = [
         PAIRS[0],
@@ -288,13 +279,13 @@ def test_conversations_that_do_not_fit(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_tokens_are_made_once(workers: int, tmp_path: pathlib.Path) -> None:
+def test_tokens_are_made_once(workers, tmp_path):
     """By other processes as by one; found again where the data lie elsewhere, and not for other
     data, another tokenizer or another template.
     """
     rows = [{"prompt": f"What is {n}?", "response": str(n)} for n in range(FEW + 300)]
     path, cache = write_rows(tmp_path / "a.jsonl", *rows), tmp_path / "cache"
-    seen: list[int] = []
+    seen = []
     alone = tokens_of(source(path), GPT2)
     made = tokens_of(source(path), GPT2, cache, workers=workers, report=seen.append)
     assert seen[-1] == len(made) == len(rows) and seen == sorted(seen)

@@ -1,7 +1,5 @@
 """The arithmetic of batches and orders, tried on every small case."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -17,9 +15,7 @@ CASES = [
 ]
 
 
-def batches(
-    rows: int, cut: Cut, *, epoch: int = 0, row: int = 0, shuffle: bool = True
-) -> list[list[list[int]]]:
+def batches(rows, cut, *, epoch=0, row=0, shuffle=True):
     """Per rank, the batches of an epoch from `row` on."""
     out = []
     for rank in range(cut.world_size):
@@ -29,12 +25,12 @@ def batches(
     return out
 
 
-def flat(per_rank: list[list[list[int]]]) -> list[int]:
+def flat(per_rank):
     """All rows in the order of the epoch: step by step, rank by rank."""
     return [row for step in zip(*per_rank, strict=True) for batch in step for row in batch]
 
 
-def test_every_row_once_and_equally_many_batches() -> None:
+def test_every_row_once_and_equally_many_batches():
     """Over all ranks each row once, in the order of the epoch; no batch is empty; len() is what
     comes; the work of a step is even.
     """
@@ -52,7 +48,7 @@ def test_every_row_once_and_equally_many_batches() -> None:
             assert max(map(len, step)) - min(map(len, step)) <= 1
 
 
-def test_drop_last_keeps_full_batches_only() -> None:
+def test_drop_last_keeps_full_batches_only():
     """As torch's: what does not fill a step is left out."""
     for rows, batch_size, ranks in CASES:
         cut = Cut(batch_size=batch_size, world_size=ranks, drop_last=True)
@@ -63,7 +59,7 @@ def test_drop_last_keeps_full_batches_only() -> None:
         assert {len(of_rank) for of_rank in got} == {cut.count(rows)}
 
 
-def test_an_epoch_goes_on_from_any_step() -> None:
+def test_an_epoch_goes_on_from_any_step():
     """What is left after k steps is the same batches, whoever asks; at another number of ranks the
     rest of the epoch's order, once: only fewer rows than ranks are left out.
     """
@@ -78,7 +74,7 @@ def test_an_epoch_goes_on_from_any_step() -> None:
             assert rest == (flat(whole)[row:] if rows - row >= others else [])
 
 
-def test_too_few_rows_are_an_error() -> None:
+def test_too_few_rows_are_an_error():
     """Nothing to read, fewer rows than ranks, and drop_last of everything."""
     for rows, ranks, drop_last, complaint in (
         (0, 1, False, "empty"),
@@ -91,7 +87,7 @@ def test_too_few_rows_are_an_error() -> None:
     check_rows(4, Cut(batch_size=2, world_size=4))
 
 
-def test_orders_are_permutations_of_their_key() -> None:
+def test_orders_are_permutations_of_their_key():
     """Every number once; equal keys equal orders; other keys others; and the first order is this
     one for ever.
     """
@@ -102,7 +98,7 @@ def test_orders_are_permutations_of_their_key() -> None:
     assert len({tuple(permutation(100, *key).tolist()) for key in keys * 2}) == 9
 
 
-def test_draws_cover_their_range() -> None:
+def test_draws_cover_their_range():
     """Both ends, about equally often."""
     counts = np.bincount([draw(2, 5, 11, number) for number in range(4000)], minlength=6)
     assert counts[:2].tolist() == [0, 0]

@@ -1,11 +1,8 @@
 """SQuAD for T5 and LCQMC for CPM, against the texts of their files written out here."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +17,12 @@ from model_center.tokenizer import CPM1Tokenizer
 T5, CPM1, CPM2 = map(tokenizer, ("t5", "cpm1", "cpm2"))
 
 
-def squad(
-    split: str, *lengths: int, path: Path = DATA / "squad", reader: Any = T5, seed: int = 0
-) -> Any:
+def squad(split, *lengths, path=DATA / "squad", reader=T5, seed=0):
     """SQuAD as T5 reads it."""
     return t5dataset.DATASET["SQuAD"](path, split, reader, *(lengths or (256, 32)), seed)
 
 
-def questions(split: str) -> list[tuple[str, list[str]]]:
+def questions(split):
     """Prompts and answers of the stored file."""
     data = json.loads((DATA / "squad" / f"{split}-v1.1.json").read_text("utf-8"))["data"]
     found = []
@@ -39,11 +34,11 @@ def questions(split: str) -> list[tuple[str, list[str]]]:
     return found
 
 
-def listed(item: dict[str, torch.Tensor]) -> dict[str, Any]:
+def listed(item):
     return {key: value.tolist() for key, value in item.items()}
 
 
-def test_squad_is_trained_as_text_to_text() -> None:
+def test_squad_is_trained_as_text_to_text():
     """Prompt and answer between sentinels, padded; the decoder reads the target one place later."""
     items = squad("train")
     for item, (prompt, answers) in zip(items, questions("train"), strict=True):
@@ -67,7 +62,7 @@ def test_squad_is_trained_as_text_to_text() -> None:
         assert short[key].shape[1] < value.shape[1]
 
 
-def test_squad_is_evaluated_by_texts() -> None:
+def test_squad_is_evaluated_by_texts():
     """Prompts, and the set of right answers."""
     items = squad("dev")
     expected = [(prompt, set(answers)) for prompt, answers in questions("dev")]
@@ -77,7 +72,7 @@ def test_squad_is_evaluated_by_texts() -> None:
     assert batch == {"inputs": [*inputs], "targets": [*targets]}
 
 
-def test_a_test_split_of_squad(tmp_path: Path) -> None:
+def test_a_test_split_of_squad(tmp_path):
     """Empty without its file, as in ModelCenter, whose example makes one; like "dev" with it."""
     assert len(squad("test")) == 0 and not list(DistributedDataLoader(squad("test"), batch_size=2))
     dev = (DATA / "squad" / "dev-v1.1.json").read_text("utf-8")
@@ -86,7 +81,7 @@ def test_a_test_split_of_squad(tmp_path: Path) -> None:
     assert found == expected and (tmp_path / "test-v1.1.json").read_text() != dev
 
 
-def test_squad_cuts_ends_and_chooses_one_answer(tmp_path: Path) -> None:
+def test_squad_cuts_ends_and_chooses_one_answer(tmp_path):
     """The end of the context is lost, not the question; the answer is the same every time, another
     by another seed.
     """
@@ -118,14 +113,14 @@ def test_squad_cuts_ends_and_chooses_one_answer(tmp_path: Path) -> None:
         ('{"data": []}', "holds no questions"),
     ],
 )
-def test_bad_squad_files_are_refused(tmp_path: Path, content: str, complaint: str) -> None:
+def test_bad_squad_files_are_refused(tmp_path, content, complaint):
     """At construction."""
     (tmp_path / "train-v1.1.json").write_text(content)
     with refused(complaint):
         squad("train", path=tmp_path)
 
 
-def test_bad_arguments_of_squad(tmp_path: Path) -> None:
+def test_bad_arguments_of_squad(tmp_path):
     """A split that is none or not there, lengths, a tokenizer without sentinels for a row."""
     with refused(r"there is no .*dev-v1\.1\.json"):
         squad("dev", path=tmp_path)
@@ -142,25 +137,25 @@ def test_bad_arguments_of_squad(tmp_path: Path) -> None:
         squad("train", 64, 8, reader=other)[0]
 
 
-def pairs(split: str) -> list[list[str]]:
+def pairs(split):
     """The cells of LCQMC's stored file, without its header."""
     file = DATA / "paraphrase" / "LCQMC" / f"{split}.tsv"
     return [line.split("\t") for line in file.read_text("utf-8").splitlines()[1:]]
 
 
-def lcqmc(split: str, *lengths: int, path: Path = DATA / "paraphrase") -> Any:
+def lcqmc(split, *lengths, path=DATA / "paraphrase"):
     """LCQMC as CPM-1 reads it, or CPM-2, which has a length of the decoder too."""
     table, reader = (cpm2dataset, CPM2) if len(lengths) == 2 else (cpm1dataset, CPM1)
     return table.DATASET["LCQMC"](path, split, 0, 1, reader, *lengths)
 
 
-def check_dtypes(item: dict[str, torch.Tensor], **others: torch.dtype) -> None:
+def check_dtypes(item, **others):
     """As in ModelCenter: int64 targets, int32 for the rest."""
     expected = dict.fromkeys(item, torch.int32) | {"targets": torch.int64} | others
     assert {key: value.dtype for key, value in item.items()} == expected
 
 
-def test_lcqmc_for_cpm1_has_a_blank() -> None:
+def test_lcqmc_for_cpm1_has_a_blank():
     """Seen from both sides; the token before it chooses the class. Padding counts as context."""
     items = lcqmc("train", 64)
     for item, (first, second, label) in zip(items, pairs("train"), strict=True):
@@ -183,7 +178,7 @@ def test_lcqmc_for_cpm1_has_a_blank() -> None:
         assert torch.equal(short[key], value[:, :longest] if value.dim() == 2 else value)
 
 
-def test_lcqmc_for_cpm2_ends_in_a_sentinel() -> None:
+def test_lcqmc_for_cpm2_ends_in_a_sentinel():
     """With which the decoder starts, and where the class is chosen."""
     items, sentinel = lcqmc("dev", 64, 4), CPM2.get_sentinel_id(0)
     for item, (first, second, label) in zip(items, pairs("dev"), strict=True):
@@ -203,7 +198,7 @@ def test_lcqmc_for_cpm2_ends_in_a_sentinel() -> None:
     assert listed(pickle.loads(pickle.dumps(items))[3]) == listed(items[3])
 
 
-def test_long_pairs_of_lcqmc_lose_the_end_of_the_longer_text(tmp_path: Path) -> None:
+def test_long_pairs_of_lcqmc_lose_the_end_of_the_longer_text(tmp_path):
     """Never what stands around the texts, and no more than is needed."""
     (tmp_path / "train.tsv").write_text(
         f"text_a\ttext_b\tlabel\n{'好' * 50}\t天{'气' * 20}\t1\n好\t好\t0\n"
@@ -237,7 +232,7 @@ def test_long_pairs_of_lcqmc_lose_the_end_of_the_longer_text(tmp_path: Path) -> 
             lcqmc("train", *lengths, path=tmp_path)
 
 
-def test_words_of_lcqmc_are_looked_up(tmp_path: Path) -> None:
+def test_words_of_lcqmc_are_looked_up(tmp_path):
     """Two ids of a small vocabulary, if it has them; of one as large as the published,
     ModelCenter's.
     """
@@ -268,7 +263,7 @@ def test_words_of_lcqmc_are_looked_up(tmp_path: Path) -> None:
         ("text_a\ttext_b\tlabel\n好\n", "line 2: got .*: expected two texts"),
     ],
 )
-def test_bad_lcqmc_files_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
+def test_bad_lcqmc_files_are_refused(tmp_path, text, complaint):
     """At construction, with the line."""
     (tmp_path / "train.tsv").write_text(text, "utf-8")
     for split, words in (

@@ -2,15 +2,12 @@
 tokenised whole.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import json
 import pickle
 import random
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,14 +33,14 @@ SPECIAL = "PAD UNK CLS SEP MASK"
 GOOD = {"premise": "a", "hypothesis": "b", "label": "entailment"}
 
 
-def dataset(model: str, task: str, split: str, *lengths: int, path: Path = SUPERGLUE) -> Any:
+def dataset(model, task, split, *lengths, path=SUPERGLUE):
     """A task's split as one of these models reads it."""
     lengths = lengths or tuple(LENGTHS.get(model, [512]))
     table: Any = TABLES[model]
     return table.DATASET[task](path, split, 0, 1, tokenizer(model), *lengths)
 
 
-def rows(task: str, split: str) -> list[dict[str, Any]]:
+def rows(task, split):
     """The lines of a task's file."""
     text = (SUPERGLUE / task / f"{split}.jsonl").read_text("utf-8")
     return [json.loads(line) for line in text.splitlines()]
@@ -54,7 +51,7 @@ LABELS = {"contradiction": 0, "not_entailment": 0, "entailment": 1, "neutral": 2
 SENTENCES = "Sentence 1: {} Sentence 2: {}"
 
 
-def single(task: str, row: dict[str, Any]) -> str:
+def single(task, row):
     """The prompt of a row that is one example."""
     if task == "BoolQ":
         return f"{row['passage']}. {row['question']}?"
@@ -72,7 +69,7 @@ def single(task: str, row: dict[str, Any]) -> str:
     return f"{row['text']} Does {target['span2_text']} refers to {target['span1_text']}?"
 
 
-def examples(task: str, row: dict[str, Any]) -> list[tuple[str, int]]:
+def examples(task, row):
     """Prompts and labels of a row."""
     if task not in {"MultiRC", "ReCoRD"}:
         return [(single(task, row), int(LABELS.get(row["label"], row["label"])))]
@@ -98,7 +95,7 @@ def examples(task: str, row: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("model", "task"), [pair for pair in ALL if pair[0] != "bert"])
-def test_prompts_end_where_the_answer_is_expected(model: str, task: str) -> None:
+def test_prompts_end_where_the_answer_is_expected(model, task):
     """Every row of the dev split, padded with zeros: the last ids of its prompt, its length,
     targets, index and class.
     """
@@ -133,14 +130,14 @@ def test_prompts_end_where_the_answer_is_expected(model: str, task: str) -> None
             assert all(item[key].dtype == torch.int32 for key in item.keys() - wide)
 
 
-def test_bert_reads_texts_and_pairs() -> None:
+def test_bert_reads_texts_and_pairs():
     """BoolQ and WSC as one text, WiC without its word, both choices of COPA; as its tokenizer pads
     and cuts them.
     """
     pairs = {"CB": "premise hypothesis", "RTE": "premise hypothesis", "WiC": "sentence1 sentence2"}
     for length, task in itertools.product((256, 24, 8), ["BoolQ", *pairs, "WSC", "COPA"]):
 
-        def read(*texts: str, length: int = length) -> dict[str, list[int]]:
+        def read(*texts, length=length):
             how = {"max_length": length, "padding": "max_length", "truncation": True}
             return dict(tokenizer("bert")(*texts, **how))
 
@@ -160,7 +157,7 @@ def test_bert_reads_texts_and_pairs() -> None:
 
 
 @pytest.mark.parametrize(("model", "task"), ALL)
-def test_batches_are_rows_without_common_padding(model: str, task: str) -> None:
+def test_batches_are_rows_without_common_padding(model, task):
     """torch's DataLoader stacks the rows as they are; our loader cuts the columns that are padding
     in each, of all keys of a sequence alike. A test split has numbers and no labels.
     """
@@ -187,7 +184,7 @@ def test_batches_are_rows_without_common_padding(model: str, task: str) -> None:
     assert batch.keys() == items[0].keys() - {"targets" if model == "t5" else "labels"} | {"idx"}
 
 
-def test_rare_classes_of_cb_come_more_often_for_bert() -> None:
+def test_rare_classes_of_cb_come_more_often_for_bert():
     """In train only, each class floor(most frequent / its count) times."""
     counts = collections.Counter(row["label"] for row in rows("CB", "train"))
     items = dataset("bert", "CB", "train")
@@ -198,7 +195,7 @@ def test_rare_classes_of_cb_come_more_often_for_bert() -> None:
     assert len(dataset("bert", "CB", "dev")) == len(rows("CB", "val"))
 
 
-def test_choices_of_copa_come_both_ways() -> None:
+def test_choices_of_copa_come_both_ways():
     """In train only: the same premise with the choices swapped has the other label."""
     train = rows("COPA", "train")
     row = train[1]
@@ -214,7 +211,7 @@ def test_choices_of_copa_come_both_ways() -> None:
         assert (items[2][target], items[3][target]) == (row["label"], 1 - row["label"])
 
 
-def test_answers_and_entities_belong_to_their_questions() -> None:
+def test_answers_and_entities_belong_to_their_questions():
     """Every row is in the dataset of every rank, once, and groups number the questions."""
     multirc = gpt2dataset.DATASET["MultiRC"](SUPERGLUE, "dev", 1, 4, tokenizer("gpt2"), 512)
     expected = [
@@ -235,7 +232,7 @@ def test_answers_and_entities_belong_to_their_questions() -> None:
     assert found == ("0-0", "Ravewick", {"Tom Pike"})
 
 
-def test_verbalizers() -> None:
+def test_verbalizers():
     """The first ids of the words, special tokens passed over; words that begin alike are told apart
     by the first token in which they differ; a vocabulary that has neither word is refused, when it
     is asked.
@@ -262,7 +259,7 @@ def test_verbalizers() -> None:
     assert gpt2dataset.DATASET["RTE"](SUPERGLUE, "dev", 0, 1, nothing, 64)[0]["input_length"] > 2
 
 
-def test_the_stored_boolq_is_that_of_its_program() -> None:
+def test_the_stored_boolq_is_that_of_its_program():
     """As many yes as no; the test split has no labels."""
     rng = random.Random(0)
     assert rows("BoolQ", "train") == list(make_test_data.boolq(rng, 200))
@@ -271,7 +268,7 @@ def test_the_stored_boolq_is_that_of_its_program() -> None:
     assert not any("label" in row for row in rows("BoolQ", "test"))
 
 
-def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_rows_are_read_when_they_are_asked_for(tmp_path):
     """Nothing is tokenised or kept at construction; the dataset pickles and works in loader
     workers. The folder is the root of all tasks, or the task's own; splits are "dev" and "val".
     """
@@ -298,7 +295,7 @@ def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
         assert torch.equal(one["input_ids"], other["input_ids"])
 
 
-def of_multirc(**passage: Any) -> dict[str, Any]:
+def of_multirc(**passage):
     return {"idx": 0, "passage": {"text": "a", **passage}, "qas": []}
 
 
@@ -326,16 +323,14 @@ def of_multirc(**passage: Any) -> dict[str, Any]:
         ("ReCoRD", [of_multirc(entities=[{"start": 0}])], "no field 'end'"),
     ],
 )
-def test_bad_files_are_refused_at_construction(
-    tmp_path: Path, task: str, lines: list[Any], complaint: str
-) -> None:
+def test_bad_files_are_refused_at_construction(tmp_path, task, lines, complaint):
     """With the file and the line."""
     write_rows(tmp_path / task / "train.jsonl", *lines)
     with refused(complaint):
         dataset("gpt2", task, "train", path=tmp_path)
 
 
-def test_bad_arguments_are_named(tmp_path: Path) -> None:
+def test_bad_arguments_are_named(tmp_path):
     """A task, split, folder, length or tokenizer that will not do. A test split that is missing is
     empty, as in ModelCenter: a dataset without rows, a loader without batches.
     """

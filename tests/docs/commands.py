@@ -1,13 +1,9 @@
 """Commands on the pages: what a program's own parser says of them."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import re
 import shlex
-from collections.abc import Callable
-from typing import Any, NoReturn
 from unittest import mock
 
 from tests.docs.pages import ROOT
@@ -34,11 +30,11 @@ class _Parsed(Exception):
     """A program has read its arguments; that is all that is asked of it here."""
 
 
-def _stop_behind_the_parser(main: Callable[[list[str]], Any], words: list[str]) -> None:
+def _stop_behind_the_parser(main, words):
     """Call a program's `main`, and end it as soon as it has read its arguments."""
     parse = argparse.ArgumentParser.parse_args
 
-    def parse_and_stop(parser: argparse.ArgumentParser, *given: Any, **more: Any) -> NoReturn:
+    def parse_and_stop(parser, *given, **more):
         parse(parser, *given, **more)
         raise _Parsed
 
@@ -50,7 +46,7 @@ def _stop_behind_the_parser(main: Callable[[list[str]], Any], words: list[str]) 
     raise BadCommand("the program reads no arguments")
 
 
-def lines(text: str) -> list[list[str]]:
+def lines(text):
     """The commands of a block, each cut into words, without settings of variables before it."""
     commands = []
     for line in text.replace("\\\n", " ").splitlines():
@@ -63,7 +59,7 @@ def lines(text: str) -> list[list[str]]:
     return commands
 
 
-def check(words: list[str]) -> None:
+def check(words):
     """Raise BadCommand if the command is one of ours and would be refused.
 
     A command that nobody knows is refused too.
@@ -71,7 +67,7 @@ def check(words: list[str]) -> None:
     name, rest = words[0], words[1:]
     if name in FOREIGN or "/bin/" in name:  # an environment of its own
         return
-    checks: dict[str, Callable[[list[str]], None]] = {
+    checks = {
         "pip": _pip,
         "make": _make,
         "torchrun": _torchrun,
@@ -91,7 +87,7 @@ def check(words: list[str]) -> None:
         raise BadCommand(str(error)) from error
 
 
-def _python(words: list[str]) -> None:
+def _python(words):
     while words and words[0] in ("-W", "-u", "-X"):
         words = words[1:] if words[0] == "-u" else words[2:]
     if words[0] == "-m":
@@ -100,7 +96,7 @@ def _python(words: list[str]) -> None:
         _program(words[0], words[1:])
 
 
-def _torchrun(words: list[str]) -> None:
+def _torchrun(words):
     parser = get_args_parser()
     options = parser.parse_args(words)
     if options.module:
@@ -109,7 +105,7 @@ def _torchrun(words: list[str]) -> None:
         _program(options.training_script, options.training_script_args)
 
 
-def _module(name: str, words: list[str]) -> None:
+def _module(name, words):
     if name in ("bmtrain", "model_center"):
         _stop_behind_the_parser(importlib.import_module(f"{name}.__main__").main, words)
     elif name == "torch.distributed.run":
@@ -121,7 +117,7 @@ def _module(name: str, words: list[str]) -> None:
 OWN_FLAGS = {"finetune_t5_squad.py": ["--beam-size"]}
 
 
-def _program(name: str, words: list[str]) -> None:
+def _program(name, words):
     path = ROOT / name
     if "/" not in name:
         return  # a file of the reader's
@@ -138,7 +134,7 @@ def _program(name: str, words: list[str]) -> None:
         _launch(words)
 
 
-def _launch(words: list[str]) -> None:
+def _launch(words):
     parser = argparse.ArgumentParser()
     parser.add_argument("--nproc", type=int)
     parser.add_argument("program")
@@ -147,13 +143,13 @@ def _launch(words: list[str]) -> None:
     _program(options.program, options.arguments)
 
 
-def _gpt2(words: list[str]) -> None:
+def _gpt2(words):
     with importable(ROOT / "examples" / "gpt2"):
         parser = importlib.import_module("options").build_parser()
     parser.parse_args(words)
 
 
-def _make(words: list[str]) -> None:
+def _make(words):
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M)
     settings = dict(word.split("=", 1) for word in words if "=" in word)
     goals = [word for word in words if "=" not in word]
@@ -169,7 +165,7 @@ def _make(words: list[str]) -> None:
             _gpt2(arguments)
 
 
-def _pip(words: list[str]) -> None:
+def _pip(words):
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     extras = re.findall(
         r"^(\w+) = \[", project.partition("[project.optional-dependencies]")[2], re.M

@@ -3,8 +3,6 @@ optimizer, and batches, run in the place of such a block's own beginning; or, fo
 `<!-- given: adapter MODEL FOLDER -->`, the adapter that a command of the page leaves.
 """
 
-from __future__ import annotations
-
 TEXT = """
 import torch
 import bmtrain as bmt
@@ -56,7 +54,7 @@ rebuild_index = list
 """
 
 
-def adapter(name: str, folder: str) -> None:
+def adapter(name, folder):
     """A LoRA adapter of a model of the hub, with its tokenizer, in the folder.
 
     In a process of its own: the libraries import Triton, whose interpreter tests/kernels asks for

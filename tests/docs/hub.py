@@ -1,9 +1,6 @@
 """Tiny models under the names of real ones, in a cache like that of the hub's client."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import huggingface_hub.constants
 from tests.training.lm_programs import tiny
@@ -26,7 +23,7 @@ MODELS = {
 }
 
 
-def fill(cache: Path) -> None:
+def fill(cache):
     """Make the cache."""
     models = cache.with_name("models")
     models.mkdir()
@@ -40,7 +37,7 @@ def fill(cache: Path) -> None:
             (snapshots / REVISION).symlink_to(tiny(family, models), target_is_directory=True)
 
 
-def use(cache: str) -> None:
+def use(cache):
     """Let this process see that cache and no network.
 
     As HF_HUB_CACHE and HF_HUB_OFFLINE would, had they been set before the client was imported.

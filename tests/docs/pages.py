@@ -9,8 +9,6 @@ A comment in the lines before a block says what is special about it:
     <!-- ranks: 2 -->                   anywhere on the page: its Python blocks run on two ranks
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -34,17 +32,17 @@ class Block:
     remarks: dict[str, str]
 
 
-def pages() -> list[Path]:
+def pages():
     """Every page that somebody has written."""
     return sorted(path for name in LANGUAGES for path in (SITE / name).rglob("*.md"))
 
 
-def name_of(page: Path) -> str:
+def name_of(page):
     """A page's name in messages: en/guides/speed."""
     return page.relative_to(SITE).with_suffix("").as_posix()
 
 
-def blocks(page: Path) -> list[Block]:
+def blocks(page):
     """The page's blocks, in order."""
     text = page.read_text("utf-8")
     found = []
@@ -58,7 +56,7 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def ranks_of(page: Path) -> int:
+def ranks_of(page):
     """On how many ranks the page's programs run."""
     found = re.search(r"<!-- ranks: (\d+) -->", page.read_text("utf-8"))
     return int(found[1]) if found else 1

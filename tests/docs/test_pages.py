@@ -5,8 +5,6 @@ says. Before a block that calls `init_distributed`, the run of the blocks before
 models on the hub are those of tiny models (see hub.py).
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.docs import commands, given, hub
-from tests.docs.pages import ROOT, Block, blocks, name_of, pages, ranks_of
+from tests.docs.pages import ROOT, blocks, name_of, pages, ranks_of
 from tests.ranks.runner import run_ranks
 
 from bmtrain.runtime import world
@@ -34,7 +32,7 @@ ELSEWHERE = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """A cache of the hub."""
     folder = tmp_path_factory.mktemp("hub") / "cache"
     folder.mkdir()
@@ -53,7 +51,7 @@ QUICK = "en/migrate/fsdp"  # one page in `make test`
         if name not in ELSEWHERE
     ],
 )
-def test_the_programs_of_a_page(name: str, cache: Path, tmp_path: Path) -> None:
+def test_the_programs_of_a_page(name, cache, tmp_path):
     page, places = PAGES[name], (str(tmp_path), str(cache))
     executed = (block for block in blocks(page) if is_executed(block))
     for is_command, part in itertools.groupby(executed, key=is_run):
@@ -65,17 +63,17 @@ def test_the_programs_of_a_page(name: str, cache: Path, tmp_path: Path) -> None:
             run_ranks(run_blocks, ranks_of(page), *jobs, join=False, timeout=200)
 
 
-def is_run(block: Block) -> bool:
+def is_run(block):
     """Whether it is a shell block that is run."""
     return block.language in SHELLS and "run" in block.remarks
 
 
-def is_executed(block: Block) -> bool:
+def is_executed(block):
     """Whether it is run at all, and not only read."""
     return "not run" not in block.remarks and (block.language == "python" or is_run(block))
 
 
-def enter(folder: str, cache: str) -> None:
+def enter(folder, cache):
     """On a rank: the page's folder, without GPUs and network."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(folder)
@@ -88,10 +86,10 @@ def enter(folder: str, cache: str) -> None:
     warnings.filterwarnings("ignore", message=".*lm_head.* of it is not used")
 
 
-def run_blocks(page: str, parts: list[Block], folder: str, cache: str) -> None:
+def run_blocks(page, parts, folder, cache):
     """On a rank: Python blocks, in order."""
     enter(folder, cache)
-    names: dict[str, object] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     for block in parts:
         # the lines of a traceback are those of the page
         code = compile("\n" * block.line + block.text, page, "exec")
@@ -110,7 +108,7 @@ def run_blocks(page: str, parts: list[Block], folder: str, cache: str) -> None:
         exec(code, names)
 
 
-def run_command(words: list[str], folder: str, cache: str) -> None:
+def run_command(words, folder, cache):
     """In a process of its own: `python FILE ...` or `python -m MODULE ...`."""
     enter(folder, cache)
     for name in [name for name in os.environ if "RANK" in name or "TORCHELASTIC" in name]:
@@ -130,7 +128,7 @@ def run_command(words: list[str], folder: str, cache: str) -> None:
         assert not end.code, f"{' '.join(words)} ended with {end.code}"
 
 
-def test_the_commands_of_all_pages() -> None:
+def test_the_commands_of_all_pages():
     """Each names a program that there is, and flags that it has."""
     bad = []
     for name, page in PAGES.items():
@@ -145,7 +143,7 @@ def test_the_commands_of_all_pages() -> None:
     assert not bad, "\n".join(bad)
 
 
-def test_blocks_that_do_not_run() -> None:
+def test_blocks_that_do_not_run():
     """They are few, each with its reason; the list is here to be read. Every block has a language,
     so that none escapes for want of one; output and trees have "text" or nothing.
     """
@@ -164,7 +162,7 @@ def test_blocks_that_do_not_run() -> None:
     assert len(shown) <= 3 * len(NOT_RUN)
 
 
-def test_programs_print_once() -> None:
+def test_programs_print_once():
     """Not once a rank: a program of a run prints by `bmt.print_rank`. READMEs are short: what is
     longer belongs into docs/.
     """
@@ -192,7 +190,7 @@ NOT_RUN = [
 ]
 
 
-def test_a_wrong_command_is_found() -> None:
+def test_a_wrong_command_is_found():
     """The check can fail."""
     for text in (
         "torchrun --standalone -m model_center train --model-config x --no-such-flag",

@@ -1,7 +1,5 @@
 """The site: it builds without a warning, its pictures are up to date, nothing public is left out."""
 
-from __future__ import annotations
-
 import collections
 import importlib
 import inspect
@@ -9,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +26,7 @@ MODULES = [f"{package}.{name}" for package, names in PARTS.items() for name in n
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """The site, as `make docs` builds it."""
     folder = tmp_path_factory.mktemp("site")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
@@ -42,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_pages_are_built_and_languages_link_to_each_other(built: Path) -> None:
+def test_pages_are_built_and_languages_link_to_each_other(built):
     """Each page that has a counterpart; and every link between the trees leads to a page."""
     assert (built / "index.html").is_file()
     names = {name_of(page) for page in pages()}
@@ -59,7 +56,7 @@ def test_pages_are_built_and_languages_link_to_each_other(built: Path) -> None:
 
 
 @pytest.mark.long
-def test_every_public_name_is_in_the_api(built: Path) -> None:
+def test_every_public_name_is_in_the_api(built):
     texts = [page.read_text("utf-8") for page in (built / "en" / "api").glob("*.html")]
     ids = [one for text in texts for one in re.findall(r'<dt class="sig[^>]* id="([^"]+)"', text)]
     submodules = {name for name in bmt.__all__ if inspect.ismodule(getattr(bmt, name))}
@@ -73,7 +70,7 @@ def test_every_public_name_is_in_the_api(built: Path) -> None:
 
 
 @pytest.mark.long
-def test_pictures_are_those_that_the_program_draws() -> None:
+def test_pictures_are_those_that_the_program_draws():
     command = [sys.executable, str(SITE / "draw.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
@@ -90,7 +87,7 @@ KNOBS: list[Any] = [
 ]
 
 
-def test_every_knob_is_explained() -> None:
+def test_every_knob_is_explained():
     text = (SITE / "en" / "knobs.md").read_text("utf-8")
     named = set(re.findall(r"`(\w+)`", text))
     for knob in KNOBS:
@@ -98,7 +95,7 @@ def test_every_knob_is_explained() -> None:
         assert not wanted - named, knob
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_lead_somewhere():
     """To files that there are, and to headings that these have."""
     dead = []
     for page in DOCUMENTS:
@@ -112,7 +109,7 @@ def test_links_lead_somewhere() -> None:
     assert not dead, "\n".join(dead)
 
 
-def links(text: str) -> list[str]:
+def links(text):
     """Targets of links and pictures in Markdown, but for those on the network."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     outside = re.sub(r"`[^`\n]*`", "", outside)
@@ -120,14 +117,14 @@ def links(text: str) -> list[str]:
     return [target for target in found if not re.match(r"[a-z]+:", target)]
 
 
-def headings(text: str) -> set[str]:
+def headings(text):
     """The anchors of a page, as GitHub and MyST make them."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     titles = re.findall(r"^#+ (.*)$", outside, flags=re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_pages_begin_with_what_they_are_for() -> None:
+def test_pages_begin_with_what_they_are_for():
     """English pages that guide: a paragraph that says what a reader gets, before any code or table."""
     for page in pages():
         name = name_of(page)
@@ -165,7 +162,7 @@ PROSE = [
 ]
 
 
-def test_prose_has_no_coined_words() -> None:
+def test_prose_has_no_coined_words():
     """Blocks and names in backticks quote programs, and are left out."""
     found = []
     for path in PROSE:

@@ -1,14 +1,11 @@
 """Trains a tiny model, in which one rank meets with a fault: `program.py FAULT WATCHDOG`."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -22,14 +19,14 @@ STEPS, FAULTY_STEP = 6, 3
 class Training:
     """A model of two blocks with its optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*[bmt.Block(torch.nn.Linear(8, 8)) for _ in range(2)])
         self.optimizer = bmt.optim.AdamOptimizer(self.model.parameters(), lr=1e-3)
         self.manager = bmt.optim.OptimManager()
         self.manager.add_optimizer(self.optimizer)
 
-    def step(self, number: int, *, skipping: bool = False) -> float:
+    def step(self, number, *, skipping=False):
         """One step; its loss."""
         torch.manual_seed(number)
         self.manager.zero_grad()
@@ -39,25 +36,25 @@ class Training:
             self.manager.step()
         return bmt.sum_loss(loss.detach()).item()
 
-    def save(self) -> None:
+    def save(self):
         """Collective, on the ranks that come."""
         with tempfile.TemporaryDirectory() as folder:
             bmt.save(self.model, f"{folder}/model.pt")
 
 
-def fail() -> None:
+def fail():
     raise KeyError("the culprit")
 
 
-def abort() -> None:
+def abort():
     ctypes.CDLL(None).abort()
 
 
-def hold_lock() -> None:
+def hold_lock():
     ctypes.PyDLL(None).sleep(600)  # PyDLL keeps Python's lock
 
 
-FAULTS: dict[str, Callable[[], object]] = {
+FAULTS = {
     "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: ctypes.string_at(0),
@@ -69,7 +66,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
-def train(fault: str, culprit: int, watchdog: float, *, is_immediate: bool = True) -> None:
+def train(fault, culprit, watchdog, *, is_immediate=True):
     """The program of one rank; ranks compare what they do before they do it if `is_immediate`."""
     bmt.init_distributed(device=os.environ.get("DEVICE"), timeout=60, watchdog=watchdog)
     if not is_immediate:

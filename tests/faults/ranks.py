@@ -1,7 +1,5 @@
 """Ranks that may die: processes with the exit codes and the output that programs would have."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses
@@ -10,9 +8,6 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,21 +29,14 @@ class Left:
     ended: float
 
     @property
-    def seconds(self) -> float:
+    def seconds(self):
         """From the fault, whose time a rank has printed, to the end."""
         found = re.search(r"^fault at (.*)$", "\n".join(self.printed), re.MULTILINE)
         assert found is not None, self.printed
         return self.ended - float(found.group(1))
 
 
-def run(
-    program: Callable[..., Any],
-    *args: Any,
-    ranks: int = 2,
-    folder: Path,
-    timeout: float = 60.0,
-    hosted: bool = False,
-) -> Left:
+def run(program, *args, ranks=2, folder, timeout=60.0, hosted=False):
     """Run `program(*args)` on each rank, as the main program of a process.
 
     Args:
@@ -72,14 +60,7 @@ def run(
         return run_in(environments, program, *args, folder=folder, timeout=timeout)
 
 
-def run_in(
-    environments: Sequence[Mapping[str, str]],
-    program: Callable[..., Any],
-    *args: Any,
-    folder: Path,
-    timeout: float = 60.0,
-    grace: float = 3.0,
-) -> Left:
+def run_in(environments, program, *args, folder, timeout=60.0, grace=3.0):
     """Run `program(*args)` in a process for each of these environments.
 
     Args:
@@ -108,7 +89,7 @@ def run_in(
 
 
 @contextlib.contextmanager
-def _store(hosted: bool) -> Iterator[int]:
+def _store(hosted):
     """The port of the store."""
     if hosted:
         with socket.socket() as free:
@@ -121,9 +102,7 @@ def _store(hosted: bool) -> Iterator[int]:
     del store
 
 
-def _live(
-    environment: dict[str, str], log: str, program: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _live(environment, log, program, args):
     """What the interpreter does with a main program."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)

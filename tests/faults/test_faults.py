@@ -1,15 +1,11 @@
 """One rank meets with a fault: who is named, how soon, and with which exit codes all end."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tests.faults import program
@@ -22,7 +18,7 @@ from bmtrain.runtime.process import Exit
 
 WATCHDOG_S = 2.0
 # Of the fault: what some rank must have said of rank 1, a pattern; exit codes of ranks 0 and 1.
-TABLE: dict[str, tuple[str, int, int | None]] = {
+TABLE = {
     "exception": ("it has failed: KeyError: 'the culprit'", Exit.PARTED, Exit.FAILED),
     "exit": ("rank 1 did not come to the next: it has left the run", Exit.PARTED, 3),
     "return": ("rank 1 did not come to the next: it has left the run", Exit.PARTED, 0),
@@ -39,7 +35,7 @@ TABLE: dict[str, tuple[str, int, int | None]] = {
 HANGS = ("sigstop", "sleep", "lock")
 
 
-def faulty(fault: str, culprit: int = 1) -> None:
+def faulty(fault, culprit=1):
     """The program of a rank."""
     program.train(fault, culprit, WATCHDOG_S)
 
@@ -51,7 +47,7 @@ def faulty(fault: str, culprit: int = 1) -> None:
         for name in TABLE
     ],
 )
-def test_the_culprit_is_named(fault: str, tmp_path: Path) -> None:
+def test_the_culprit_is_named(fault, tmp_path):
     """Rank 1, in the first line of the first who speaks, and by nobody else's name."""
     words, first, second = TABLE[fault]
     left = run(faulty, fault, folder=tmp_path)
@@ -72,7 +68,7 @@ def test_the_culprit_is_named(fault: str, tmp_path: Path) -> None:
         assert "program.py" in left.printed[1] and "Fatal Python error" in left.printed[1]
 
 
-def faulty_without_waiting(fault: str) -> None:
+def faulty_without_waiting(fault):
     """As on GPUs, where the host goes ahead of its device."""
     program.train(fault, 1, WATCHDOG_S, is_immediate=False)
 
@@ -86,9 +82,7 @@ def faulty_without_waiting(fault: str) -> None:
     ],
     ids=["save", "sleep"],
 )
-def test_the_culprit_is_named_where_the_host_does_not_wait(
-    fault: str, words: str, tmp_path: Path
-) -> None:
+def test_the_culprit_is_named_where_the_host_does_not_wait(fault, words, tmp_path):
     """The watchdog says what the ledger would have said."""
     left = run(faulty_without_waiting, fault, ranks=3, folder=tmp_path)
     said = "".join(left.printed)
@@ -98,7 +92,7 @@ def test_the_culprit_is_named_where_the_host_does_not_wait(
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["exception", "return", "sleep", "sigstop"])
-def test_rank_0_is_named(fault: str, tmp_path: Path) -> None:
+def test_rank_0_is_named(fault, tmp_path):
     """Also where it takes the store with it, or where the store stands still and nothing can be
     exchanged: each rank says what it knows, and ends.
     """
@@ -111,7 +105,7 @@ def test_rank_0_is_named(fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_nothing_is_said_of_a_run_without_fault(tmp_path: Path) -> None:
+def test_nothing_is_said_of_a_run_without_fault(tmp_path):
     """Steps, evaluation and end, also where rank 0 hosts the store."""
     for hosted in (False, True):
         folder = tmp_path / str(hosted)
@@ -120,7 +114,7 @@ def test_nothing_is_said_of_a_run_without_fault(tmp_path: Path) -> None:
         assert (left.codes, left.printed) == ([0, 0], ["", ""])
 
 
-def slow_but_alive() -> None:
+def slow_but_alive():
     """Twice the limit, in a step's middle and beside the steps, said to be long."""
     bmt.init_distributed(device="cpu", timeout=60, watchdog=1.0)
     time.sleep(1.5)  # nothing has been trained
@@ -138,7 +132,7 @@ def slow_but_alive() -> None:
 ALL = -1  # ranks
 
 
-def hangs_by_default(fault: str, culprit: int, number: int) -> None:
+def hangs_by_default(fault, culprit, number):
     """Without a limit of the program's; the times after which ranks ask are shortened."""
     watchdog.ASK_S = (1.0, 2.5, 30.0)
     bmt.init_distributed(device="cpu")
@@ -150,11 +144,11 @@ def hangs_by_default(fault: str, culprit: int, number: int) -> None:
         training.step(step)
 
 
-def work() -> None:
+def work():
     time.sleep(6)
 
 
-def loop() -> None:
+def loop():
     end = time.monotonic() + 6
     while time.monotonic() < end:
         sum(range(1000))
@@ -180,7 +174,7 @@ def loop() -> None:
         ),
     ],
 )
-def test_who_hangs_is_named_by_default(fault: str, culprit: int, step: int, tmp_path: Path) -> None:
+def test_who_hangs_is_named_by_default(fault, culprit, step, tmp_path):
     """From the beginning on. A rank that answers nobody and does nothing ends the run; of one that
     is at work it is said where, once, and the run goes on; of all of them, too, unless they
     compute before the first step.
@@ -202,7 +196,7 @@ def test_who_hangs_is_named_by_default(fault: str, culprit: int, step: int, tmp_
     assert re.search(words, said) and said.count("has not come") == 1, said
 
 
-def joins() -> None:
+def joins():
     bmt.init_distributed(device="cpu", timeout=6)
     bmt.synchronize()
 
@@ -216,7 +210,7 @@ def joins() -> None:
         pytest.param("absent", "rank 2 has not come", marks=pytest.mark.long),
     ],
 )
-def test_joining_ends_in_time(address: str, words: str, tmp_path: Path) -> None:
+def test_joining_ends_in_time(address, words, tmp_path):
     """On every rank, by the true cause: a name that nobody has, a port of another program, a rank
     that is not started. An address in brackets is one.
     """
@@ -247,7 +241,7 @@ def test_joining_ends_in_time(address: str, words: str, tmp_path: Path) -> None:
         assert re.search(f"JoinError: rank . of . could not join.*{words}", text), text
 
 
-def never_comes() -> None:
+def never_comes():
     """Before the first step, with and without a communicator of its own."""
     bmt.init_distributed(device="cpu", timeout=10, watchdog=None)
     if bmt.rank() == 1:
@@ -258,7 +252,7 @@ def never_comes() -> None:
     sys.exit(20 if 9 < time.monotonic() - begin < 30 else 21)
 
 
-def one_rank_stands_still() -> None:
+def one_rank_stands_still():
     bmt.init_distributed(device="cpu", watchdog=1.0)
     program.Training().step(0)
     time.sleep(600)
@@ -269,9 +263,7 @@ def one_rank_stands_still() -> None:
     ("work", "ranks", "code"),
     [(slow_but_alive, 2, 0), (never_comes, 2, 20), (one_rank_stands_still, 1, Exit.HUNG)],
 )
-def test_how_long_may_a_rank_take(
-    work: Callable[[], None], ranks: int, code: int, tmp_path: Path
-) -> None:
+def test_how_long_may_a_rank_take(work, ranks, code, tmp_path):
     """What takes long is no alarm; a rank that never comes ends the others after `timeout`, without
     the watchdog; one rank is watched when asked.
     """

@@ -1,7 +1,5 @@
 """torchrun is killed: its ranks end, wherever they are."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import signal
@@ -41,7 +39,7 @@ bmt.synchronize()
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["before", "collective", "training"])
-def test_ranks_end_with_their_launcher(where: str, tmp_path: pathlib.Path) -> None:
+def test_ranks_end_with_their_launcher(where, tmp_path):
     """Killed before they join the run, and while a rank waits in a collective, another in
     C. A training run saves first."""
     program, mark = tmp_path / "program.py", tmp_path / "marks"

@@ -1,31 +1,28 @@
 """A few cells of the matrix of faults, and that its verdict can be red."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
-from pathlib import Path
 
 import pytest
-from scripts.fault_matrix.cells import Bench, Cell, Result, blamed, cells
+from scripts.fault_matrix.cells import Bench, Result, blamed, cells
 from scripts.fault_matrix.kills import Chain, Kill, with_step
-from scripts.fault_matrix.programs import Program, damaged, make_gpt2, records
+from scripts.fault_matrix.programs import damaged, make_gpt2, records
 from scripts.fault_matrix.tables import Table, read
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Program:
+def gpt2(tmp_path_factory):
     """The example."""
     return make_gpt2(tmp_path_factory.mktemp("programs") / "data")
 
 
 @pytest.fixture(scope="module")
-def bench(gpt2: Program, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(gpt2, tmp_path_factory):
     """With a run that nobody disturbed, and one that was stopped."""
     return Bench(gpt2, tmp_path_factory.mktemp("bench"))
 
 
-def cell(kind: str, moment: str, rank: int = 1) -> tuple[Cell, int]:
+def cell(kind, moment, rank=1):
     """That of the matrix, and its number."""
     return next(
         (one, number)
@@ -39,13 +36,13 @@ def cell(kind: str, moment: str, rank: int = 1) -> tuple[Cell, int]:
     ("kind", "moment", "rank"),
     [("SIGKILL of a rank", "before the manifest", 0), ("flipped bit", "before resuming", 1)],
 )
-def test_cells_are_green(bench: Bench, kind: str, moment: str, rank: int) -> None:
+def test_cells_are_green(bench, kind, moment, rank):
     result = bench.result(*cell(kind, moment, rank))
     assert result.is_green, result
 
 
 @pytest.mark.long
-def test_a_run_that_loses_something_is_red(bench: Bench) -> None:
+def test_a_run_that_loses_something_is_red(bench):
     """A program that goes on with another learning rate; a checkpoint that is damaged and counts;
     a fault of which nobody says who it was, and that does not come.
     """
@@ -62,7 +59,7 @@ def test_a_run_that_loses_something_is_red(bench: Bench) -> None:
 
 
 @pytest.mark.long
-def test_what_is_damaged_and_lost(bench: Bench, tmp_path: Path) -> None:
+def test_what_is_damaged_and_lost(bench, tmp_path):
     folder = shutil.copytree(bench.stopped, tmp_path / "stopped")
     assert damaged(folder) == [] and records(folder)[-1]["step"] == 7
     file = next((folder / "step-00000007").glob("rank-00000-*.bin"))
@@ -70,7 +67,7 @@ def test_what_is_damaged_and_lost(bench: Bench, tmp_path: Path) -> None:
     assert file.name in "".join(damaged(folder))
 
 
-def test_who_is_named() -> None:
+def test_who_is_named():
     """Who is missing counts before who did something else, and that before torchrun's words."""
     parted = "rank 0 did number 3: barrier; rank 1 did "
     launcher = " failed (exitcode: 82) local_rank: 0 (pid: 7)"
@@ -82,7 +79,7 @@ def test_who_is_named() -> None:
     assert blamed("[rank 1] this rank failed; the run ends. rank 0 has ended (process 3).") == {0}
 
 
-def test_the_table_counts_what_is_red(tmp_path: Path) -> None:
+def test_the_table_counts_what_is_red(tmp_path):
     """Cells, which differ, kills and runs; a red one is written as such."""
     keys = [one.key for one in cells()]
     assert len(set(keys)) == len(keys)
@@ -107,7 +104,7 @@ def test_the_table_counts_what_is_red(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("flags", ["", "--offload --dtype bf16 --moments 8bit"])
-def test_kills_at_random_times(gpt2: Program, flags: str, tmp_path: Path) -> None:
+def test_kills_at_random_times(gpt2, flags, tmp_path):
     """Two, and the run comes to its end as if there had been none; also of runs that save and end
     while updates are under way.
     """

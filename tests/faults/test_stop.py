@@ -1,13 +1,9 @@
 """Asked to stop: by signals and by calls, on one rank, in time and out of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +20,12 @@ from model_center.training.metrics_file import read_metrics
 from model_center.training.stop import SIGNALS, StopRequest
 
 
-def train(folder: str, last: int | None, how: str, more: str) -> None:
+def train(folder, last, how, more):
     """A run that rank 1 is asked to stop in step `last`."""
     bmt.init_distributed(device="cpu")
     args = flags(f"--save {folder} {more}")
 
-    def ask_in_time(values: dict[str, Any]) -> None:
+    def ask_in_time(values):
         if values["step"] + 1 == last and bmt.rank() == 1:
             ask(going, how)
 
@@ -40,7 +36,7 @@ def train(folder: str, last: int | None, how: str, more: str) -> None:
     print("after the run")
 
 
-def ask(going: Run, how: str) -> None:
+def ask(going, how):
     """By a signal, or by a call from another thread."""
     if how.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[how])
@@ -50,12 +46,12 @@ def ask(going: Run, how: str) -> None:
     thread.join()
 
 
-def lines(folder: Path) -> list[tuple[int, float]]:
+def lines(folder):
     return [(record["step"], record["loss"]) for record in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
+def whole(tmp_path_factory):
     """Steps and losses of a run that nobody stopped."""
     folder = tmp_path_factory.mktemp("whole")
     left = run(train, str(folder), None, "", "", folder=folder)
@@ -72,7 +68,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
         pytest.param("call", marks=pytest.mark.long),
     ],
 )
-def test_a_run_stops_and_goes_on(how: str, whole: list[tuple[int, float]], tmp_path: Path) -> None:
+def test_a_run_stops_and_goes_on(how, whole, tmp_path):
     """All ranks after the step at hand, with a checkpoint from which the rest is bitwise that of a
     run that nobody stopped; the exit code tells a scheduler whether to start it again.
     """
@@ -86,7 +82,7 @@ def test_a_run_stops_and_goes_on(how: str, whole: list[tuple[int, float]], tmp_p
     assert lines(tmp_path) == whole
 
 
-def stuck(how: str, patience: float | None) -> None:
+def stuck(how, patience):
     """Rank 1 is in C when it is asked, and stays there; rank 0 waits for it."""
     bmt.init_distributed(device="cpu")
     StopRequest(patience)
@@ -111,9 +107,7 @@ def stuck(how: str, patience: float | None) -> None:
         ("twice", None, Exit.INTERRUPTED, "interrupted twice"),
     ],
 )
-def test_a_step_that_does_not_end(
-    how: str, patience: float | None, code: int, words: str, tmp_path: Path
-) -> None:
+def test_a_step_that_does_not_end(how, patience, code, words, tmp_path):
     """When patience ends, said, and the process ends; a second interrupt ends it at once, though
     the main thread never comes back to Python.
     """
@@ -122,11 +116,11 @@ def test_a_step_that_does_not_end(
     assert words in left.printed[1] and left.seconds < 30
 
 
-def handlers() -> None:
+def handlers():
     """Taken, called for what they are, and put back."""
-    said: list[int] = []
+    said = []
 
-    def own(number: int, frame: object) -> None:
+    def own(number, frame):
         said.append(number)
 
     signal.signal(signal.SIGTERM, own)
@@ -145,17 +139,17 @@ def handlers() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_earlier_handlers_come_back(tmp_path: Path) -> None:
+def test_earlier_handlers_come_back(tmp_path):
     left = run(handlers, ranks=1, folder=tmp_path)
     assert left.codes == [0], left.printed
 
 
-def beside_the_main_thread() -> list[bool]:
+def beside_the_main_thread():
     """The loop runs in another thread; a third one of rank 1 asks."""
-    answers: list[bool] = []
+    answers = []
     before = [signal.getsignal(number) for number in SIGNALS]
 
-    def loop() -> None:
+    def loop():
         request = StopRequest()
         answers.append(request.agreed())
         if bmt.rank() == 1:
@@ -174,5 +168,5 @@ def beside_the_main_thread() -> list[bool]:
     return [*answers, [signal.getsignal(number) for number in SIGNALS] == before]
 
 
-def test_a_request_beside_the_main_thread() -> None:
+def test_a_request_beside_the_main_thread():
     assert run_ranks(beside_the_main_thread, 2) == [[False, True, False, True, True]] * 2

@@ -2,11 +2,8 @@
 plain ones, compiled and not.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -23,18 +20,18 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 
 
-def skip_without_eight_bits() -> None:
+def skip_without_eight_bits():
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no eight-bit products")
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
+def bits(x):
     return x.view(torch.uint8)
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (53, 80), (1000, 336), (4096, 1024)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_kernel_is_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_kernel_is_its_twin(shape, dtype):
     skip_without_eight_bits()
     x = torch.randn(
         *shape, device=DEVICE, dtype=dtype, generator=torch.Generator(DEVICE).manual_seed(1)
@@ -46,7 +43,7 @@ def test_the_kernel_is_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> N
         assert torch.equal(bits(fp8.transposed(codes)), bits(fp8.transposed_reference(codes)))
 
 
-def test_an_overflow_stays_visible() -> None:
+def test_an_overflow_stays_visible():
     skip_without_eight_bits()
     for bad in (float("inf"), float("nan")):
         x = torch.ones(32, 32, device=DEVICE)
@@ -66,7 +63,7 @@ def test_an_overflow_stays_visible() -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_products_are_those_of_fp32(fast: bool) -> None:
+def test_products_are_those_of_fp32(fast):
     skip_without_eight_bits()
     x, w, b = (torch.randn(*shape, device=DEVICE) for shape in ((200, 512), (96, 512), (96,)))
     (x8, xu), (w8, wu) = fp8.quantise(x, fp8.E4M3), fp8.quantise(w, fp8.E4M3)
@@ -85,16 +82,16 @@ def test_products_are_those_of_fp32(fast: bool) -> None:
 class Layer(torch.nn.Module):
     """A feed-forward block: (rows, dim) to the same."""
 
-    def __init__(self, dim: int = 256) -> None:
+    def __init__(self, dim=256):
         super().__init__()
         self.norm = torch.nn.LayerNorm(dim)
         self.up, self.down = torch.nn.Linear(dim, 4 * dim), torch.nn.Linear(4 * dim, dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def found(layer: Any, scale: int) -> list[torch.Tensor]:
+def found(layer, scale):
     x = torch.linspace(-1, 1, 77 * 256, device=bmt.device()).view(77, 256).requires_grad_()
     layer.zero_grad()
     out = layer(x)
@@ -103,13 +100,13 @@ def found(layer: Any, scale: int) -> list[torch.Tensor]:
     return [out.detach() - x.detach(), grad_of(x) * scale]
 
 
-def near(mine: torch.Tensor, plain: torch.Tensor, what: str, least: float = 0.0) -> None:
+def near(mine, plain, what, least=0.0):
     """Off by no more than eight bits are, and by `least`, which 16 bits are not."""
     error = ((mine.cpu() - plain.cpu()).norm() / plain.cpu().norm()).item()
     assert least <= error < 0.1, f"{what}: off by {error:.3f}"
 
 
-def blocks() -> None:
+def blocks():
     torch.manual_seed(1)
     plain = Layer().to(bmt.device())
     want = found(plain, 1)
@@ -128,6 +125,6 @@ def blocks() -> None:
             near(grad, gradients[name], f"{what}: {name}", least)
 
 
-def test_blocks_are_near_plain_ones() -> None:
+def test_blocks_are_near_plain_ones():
     skip_without_eight_bits()
     run_ranks(blocks, torch.cuda.device_count(), device=None, timeout=300)

@@ -15,7 +15,7 @@ from tests.models.test_generation_engine import VOCAB, made
 from tests.models.test_generation_steps import SEARCHES, TOLD, one_by_one
 
 from model_center.generation.engine import generate, stream
-from model_center.generation.recording import Repeated, recorder_for
+from model_center.generation.recording import Repeated
 from model_center.generation.session import Session
 from model_center.kernels import cached_attention as attention
 from model_center.kernels.gated import ACTIVATIONS, gated_by_triton, gated_reference
@@ -371,18 +371,3 @@ def test_memory_is_given_back():
         for length in (100, 90, 80):
             generate(model, ids[:, :length], max_new_tokens=200)
             assert torch.cuda.memory_allocated() <= allocated
-
-
-def test_a_recording_is_work_done_again():
-    """On the memory it was recorded with; results of one call are those of the next."""
-    counter = torch.zeros(1, device=DEVICE)
-
-    def work():
-        counter.add_(1)
-        return counter * 10
-
-    repeated = Repeated(recorder_for(DEVICE))
-    assert [repeated(work).item() for _ in range(4)] == [10, 20, 30, 40]
-    assert repeated.is_recorded
-    repeated.forget()
-    assert not repeated.is_recorded and [repeated(work).item() for _ in range(3)] == [50, 60, 70]

@@ -85,12 +85,6 @@ def run_compiled_on_gpus(program, world_size, *args, **options):
     return runner.run_ranks(functools.partial(on_its_gpu, program), world_size, *args, **options)
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """Lets the tests of a module start their ranks on GPUs."""
-    return lambda module: monkeypatch.setattr(module, "run_ranks", run_on_gpus)
-
-
 @pytest.mark.parametrize(
     "program", [test_inspect.parameters_of_odd_models, test_inspect.activations]
 )
@@ -115,9 +109,7 @@ OLD_PROGRAMS = (
 )
 
 
-def test_old_programs(gpus, capsys):
-    gpus(test_seeds)
-    test_seeds.test_model_center_training_loop(SIZE, torch.float32, capsys)
+def test_old_programs():
     for line in OLD_PROGRAMS:
         run_on_gpus(test_optim.program, SIZE, line)
 

@@ -2,8 +2,6 @@
 memory.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -37,9 +35,7 @@ FORMS: list[dict[str, str]] = [
 ]
 
 
-def tensors(
-    weight: torch.dtype, master: str, quantised: bool, grad: torch.dtype
-) -> list[AdamTensors]:
+def tensors(weight, master, quantised, grad):
     generator = torch.Generator("cuda").manual_seed(0)
     device, found = torch.device("cuda", torch.cuda.current_device()), []
     for number, (size, start) in enumerate(zip(SIZES, STARTS, strict=True)):
@@ -60,7 +56,7 @@ def tensors(
     return found
 
 
-def written(members: list[AdamTensors]) -> dict[str, list[torch.Tensor]]:
+def written(members):
     """By their names."""
     found: dict[str, list[torch.Tensor]] = {}
     for t in members:
@@ -75,9 +71,7 @@ def written(members: list[AdamTensors]) -> dict[str, list[torch.Tensor]]:
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize(("weight", "master"), KINDS)
-def test_kernel_equals_twin(
-    weight: torch.dtype, master: str, quantised: bool, grad: torch.dtype
-) -> None:
+def test_kernel_equals_twin(weight, master, quantised, grad):
     """Ten updates, bit by bit; the twin's moments and masters pass through the kernel of
     AdamOptimizer.
     """
@@ -102,7 +96,7 @@ def test_kernel_equals_twin(
     assert not differing
 
 
-def test_nothing_is_updated_on_a_verdict_that_is_not_finite() -> None:
+def test_nothing_is_updated_on_a_verdict_that_is_not_finite():
     """The host does not learn of it."""
     for master in ("split", "none"):
         members = tensors(torch.bfloat16, master, True, torch.float32)
@@ -118,7 +112,7 @@ def test_nothing_is_updated_on_a_verdict_that_is_not_finite() -> None:
             assert all(map(torch.equal, parts, before[name])), name
 
 
-def quiet(form: dict[str, str]) -> None:
+def quiet(form):
     training = Training(torch.bfloat16, None, **form)
     for step in range(8):
         forbid_waiting(step >= 2)
@@ -130,11 +124,11 @@ def quiet(form: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_training_step_does_not_wait_for_the_device(form: dict[str, str]) -> None:
+def test_a_training_step_does_not_wait_for_the_device(form):
     on_gpus(quiet, form)
 
 
-def in_host_memory(form: dict[str, str]) -> None:
+def in_host_memory(form):
     streaming.LOAD_BYTES = 20_000
     found: list[list[Any]] = []
     kinds: list[Any] = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
@@ -157,6 +151,6 @@ def in_host_memory(form: dict[str, str]) -> None:
 
 @pytest.mark.fresh  # sets a constant
 @pytest.mark.parametrize("form", FORMS)
-def test_states_in_host_memory_give_the_same_training(form: dict[str, str]) -> None:
+def test_states_in_host_memory_give_the_same_training(form):
     """AdamOffloadOptimizer against AdamOptimizer, bit for bit."""
     on_gpus(in_host_memory, form)

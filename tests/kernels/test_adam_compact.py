@@ -2,10 +2,7 @@
 AdamW.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -25,14 +22,12 @@ both_kinds = pytest.mark.parametrize("kind", ["split", "none"])
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch):
     """Several chunks of a short tensor."""
     monkeypatch.setattr(adam_compact, "CHUNK", 128)
 
 
-def tensors(
-    master: str, weight: torch.dtype = BF16, quantised: bool = True, grad: torch.dtype = FP32
-) -> list[AdamTensors]:
+def tensors(master, weight=BF16, quantised=True, grad=FP32):
     generator = torch.Generator().manual_seed(0)
     found = []
     for number, (size, start) in enumerate(SIZES.items()):
@@ -51,12 +46,12 @@ def tensors(
     return found
 
 
-def written(members: list[AdamTensors]) -> list[torch.Tensor]:
+def written(members):
     return [x for t in members for x in (t.weight, *t.state)]
 
 
-def settings(step: int = 1) -> AdamSettings:
-    values: Any = {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.2}
+def settings(step=1):
+    values = {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.2}
     return AdamSettings(**values, step=step, scale=8.0, maximize=step == 2)
 
 
@@ -71,13 +66,7 @@ def settings(step: int = 1) -> AdamSettings:
         (BF16, "none", FP32),
     ],
 )
-def test_kernel_equals_twin(
-    weight: torch.dtype,
-    master: str,
-    grad: torch.dtype,
-    quantised: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernel_equals_twin(weight, master, grad, quantised, monkeypatch):
     """Three updates of all tensors in one launch, bit by bit: the same values of codes, the same random
     bits for the same places. What Adam does in between is the kernel's in both.
     """
@@ -102,7 +91,7 @@ def test_kernel_equals_twin(
 
 @both_paths
 @both_kinds
-def test_rows_are_what_they_are_alone(path: Any, kind: str) -> None:
+def test_rows_are_what_they_are_alone(path, kind):
     """A part of a parameter, from a multiple of 64 on, is updated as within the whole; also of none."""
     (whole,), (cut,) = (tensors(kind)[-1:] for _ in range(2))
     for step in (1, 2):
@@ -118,7 +107,7 @@ def test_rows_are_what_they_are_alone(path: Any, kind: str) -> None:
 
 @both_paths
 @both_kinds
-def test_nothing_is_updated_on_a_verdict_that_is_not_finite(path: Any, kind: str) -> None:
+def test_nothing_is_updated_on_a_verdict_that_is_not_finite(path, kind):
     members = tensors(kind)
     before = [(x.clone(), x._version) for x in written(members)]
     for verdict in (math.nan, math.inf, -math.inf):
@@ -137,7 +126,7 @@ def test_nothing_is_updated_on_a_verdict_that_is_not_finite(path: Any, kind: str
 
 @both_paths
 @both_kinds
-def test_what_is_not_a_number_stays_one(path: Any, kind: str) -> None:
+def test_what_is_not_a_number_stays_one(path, kind):
     """Weights that a NaN or an infinity has reached do not become numbers again."""
     t = tensors(kind, quantised=False)[2]
     t.weight[0], t.weight[1], t.weight[2] = math.nan, math.inf, -math.inf

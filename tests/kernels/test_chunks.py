@@ -1,13 +1,11 @@
 """Tables of tensors for one launch."""
 
-from __future__ import annotations
-
 import torch
 
-from bmtrain.kernels.chunks import ALIGNMENT, Batch, Chunks
+from bmtrain.kernels.chunks import ALIGNMENT, Batch
 
 
-def elements(chunks: Chunks, length: int) -> list[int]:
+def elements(chunks, length):
     """Addresses in the first column of what the programs would work on, read from the table as a kernel
     does.
     """
@@ -19,22 +17,22 @@ def elements(chunks: Chunks, length: int) -> list[int]:
     return out
 
 
-def tables(*columns: list[torch.Tensor], length: int = 16) -> list[Chunks]:
+def tables(*columns, length=16):
     return [table for _, table in Batch(zip(*columns, strict=True)).tables(length)]
 
 
-def test_every_element_belongs_to_one_program() -> None:
+def test_every_element_belongs_to_one_program():
     """Whatever the lengths: 0, 1, below, at, above and at multiples of that of a chunk."""
     sizes = [0, 1, 15, 16, 17, 32, 48, 1000, 0, 160]
     tensors = [torch.zeros(size) for size in sizes]
     got = [element for table in tables(tensors) for element in elements(table, 16)]
     assert sorted(got) == sorted(x.data_ptr() + 4 * i for x in tensors for i in range(x.numel()))
-    empty: list[torch.Tensor] = []
+    empty = []
     for nothing in ([empty], [[torch.empty(0)]] * 2):
         assert tables(*nothing) == []
 
 
-def test_what_is_aligned_is_apart() -> None:
+def test_what_is_aligned_is_apart():
     """The widest loads are for rows of which every address and the length allow them; an odd end is cut
     off.
     """
@@ -43,7 +41,7 @@ def test_what_is_aligned_is_apart() -> None:
     parts = [[x[begin:end] for begin, end in bounds] for x in columns]
     aligned, rest = tables(*parts, length=64)
 
-    def rows(places: dict[int, int]) -> list[list[int]]:
+    def rows(places):
         return [[*(x[begin:].data_ptr() for x in columns), n] for begin, n in places.items()]
 
     assert aligned.is_aligned and not rest.is_aligned
@@ -52,7 +50,7 @@ def test_what_is_aligned_is_apart() -> None:
     assert not (aligned.rows[:, :3] % ALIGNMENT).any()
 
 
-def test_a_table_is_made_once_for_the_same_places() -> None:
+def test_a_table_is_made_once_for_the_same_places():
     """And anew when something lies elsewhere or has another length."""
     tensors = [torch.zeros(64) for _ in range(3)]
     (first,), (again,), (moved,), (longer,), (shorter,) = (
@@ -71,7 +69,7 @@ def test_a_table_is_made_once_for_the_same_places() -> None:
     assert shorter.count == 9
 
 
-def test_a_batch_has_tables_by_dtypes_and_makes_them_once() -> None:
+def test_a_batch_has_tables_by_dtypes_and_makes_them_once():
     """Rows of other dtypes are other kernels' work. None takes fp64 and strided tensors, or what is on
     the CPU.
     """

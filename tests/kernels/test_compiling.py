@@ -4,8 +4,6 @@ Triton's interpreter takes what its compiler does not: variables of loops that c
 example.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess
@@ -41,7 +39,7 @@ TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.int8: "i8", torch.uint8:
 TYPES |= {torch.float8_e4m3fn: "fp8e4nv"}
 
 
-def compiled(kernel: Any, *args: Any, num_warps: int = 4, **given: Any) -> None:
+def compiled(kernel, *args, num_warps=4, **given):
     """Compile a kernel for the arguments of a launch, as Triton specialises for them, in place of it."""
     given |= dict(zip(kernel.arg_names, args, strict=False))
     signature: dict[str, str] = {}
@@ -66,7 +64,7 @@ def compiled(kernel: Any, *args: Any, num_warps: int = 4, **given: Any) -> None:
     print(kernel.__name__, made.metadata.shared)
 
 
-def attend(dtype: torch.dtype, capacity: int, dim: int) -> None:
+def attend(dtype, capacity, dim):
     """A token that is there, and one that is added with rotary positions."""
     query, key, value = torch.ones(3, 2, 8, dim, dtype=dtype)
     keys, values = torch.ones(2, 2, 2, capacity, dim, dtype=dtype)
@@ -77,7 +75,7 @@ def attend(dtype: torch.dtype, capacity: int, dim: int) -> None:
         cached_attention.cached_attention_by_triton(query, keys, values, reach, 0.5, token)
 
 
-def multiply(dtype: torch.dtype) -> None:
+def multiply(dtype):
     """With nothing around it, a norm and a gate, a bias and a residual."""
     x, bias = torch.ones(2048, dtype=dtype), torch.ones(32, dtype=dtype)
     cases: list[dict[str, Any]] = [
@@ -90,7 +88,7 @@ def multiply(dtype: torch.dtype) -> None:
         row_products.row_products_by_triton(RowProducts(x=x, weights=weights, **case))
 
 
-def generate(dtype: torch.dtype) -> None:
+def generate(dtype):
     """The smaller kernels of generation."""
     heads, keys = torch.ones(2, 3, 4, 16, dtype=dtype), torch.ones(2, 3, 20, 16, dtype=dtype)
     angles, new = torch.ones(4, 8), heads[:, :, :1]
@@ -100,7 +98,7 @@ def generate(dtype: torch.dtype) -> None:
     cached_attention.store_tokens_by_triton(keys, keys, new, new, torch.zeros(1).long())
 
 
-def train(dtype: torch.dtype) -> None:
+def train(dtype):
     """Those of training: optimizers, norms, losses, sums."""
     x, wide = torch.ones(64, 4096, dtype=dtype), torch.ones(64, 4096)
     flat, of_flat = x.flatten(), wide.flatten()
@@ -130,7 +128,7 @@ def train(dtype: torch.dtype) -> None:
 
 
 @mock.patch.object(JITFunction, "run", compiled)
-def main() -> None:
+def main():
     """Compile all of them, with the largest blocks that there are."""
     attend(torch.bfloat16, 384, 64)
     attend(torch.float32, 5000, 256)
@@ -142,7 +140,7 @@ def main() -> None:
 
 @pytest.mark.long
 @pytest.mark.compiler
-def test_kernels_are_compiled(tmp_path: pathlib.Path) -> None:
+def test_kernels_are_compiled(tmp_path):
     """In a process without the interpreter, which this one has."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

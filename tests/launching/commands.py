@@ -1,11 +1,8 @@
 """Commands that start `python -m model_center train`, taken apart and checked."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
-from collections.abc import Sequence
 
 from torch.distributed.run import get_args_parser
 
@@ -17,20 +14,20 @@ SRUN = {"-n": 1, "-N": 1, "--gpus-per-node=8": 0, "--kill-on-bad-exit=1": 0}
 MPIRUN = {"-n": 1, "-x": 1, "--host": 1}
 
 
-def commands(text: str) -> list[list[str]]:
+def commands(text):
     """The words of each command of a shell script in which the program stands."""
     lines = re.sub(r"\\\n\s*", " ", text).splitlines()
     return [shlex.split(line) for line in lines if "model_center train" in line]
 
 
-def check(words: Sequence[str]) -> argparse.Namespace:
+def check(words):
     """AssertionError or SystemExit unless launcher and program take them; the program's arguments."""
     place = next(i for i in range(len(words)) if list(words[i : i + 3]) == PROGRAM)
     check_launcher(list(words[:place]))
     return check_program(words[place + 3 :])
 
 
-def check_program(arguments: Sequence[str]) -> argparse.Namespace:
+def check_program(arguments):
     parser = argparse.ArgumentParser(exit_on_error=False)
     train.add_arguments(parser)
     args = parser.parse_args(arguments)
@@ -38,7 +35,7 @@ def check_program(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def check_launcher(words: list[str]) -> None:
+def check_launcher(words):
     words = words[1:] if words[0] in ("exec",) else words
     while "=" in words[0] and not words[0].startswith("-"):  # variables
         words = words[1:]

@@ -1,7 +1,5 @@
 """How a rank's process ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -42,7 +40,7 @@ RANK = """
 """
 
 
-def start(program: str, **variables: str) -> subprocess.Popen[str]:
+def start(program, **variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
@@ -54,13 +52,13 @@ def start(program: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def first_line(process: subprocess.Popen[str]) -> str:
+def first_line(process):
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
 @pytest.mark.long
-def test_a_store_that_stands_still_at_the_end() -> None:
+def test_a_store_that_stands_still_at_the_end():
     """Ranks leave while the store's host answers nobody, for a while: they end as they should."""
     host = start(STORE)
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

@@ -2,8 +2,6 @@
 take.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 
@@ -19,7 +17,7 @@ SAME = vars(
 )
 
 
-def test_files_are_short_and_say_how_to_run_them() -> None:
+def test_files_are_short_and_say_how_to_run_them():
     """One for each launcher. The shell reads scripts, and one command in each starts the same
     training.
     """
@@ -38,7 +36,7 @@ def test_files_are_short_and_say_how_to_run_them() -> None:
             assert vars(check(words)) == SAME
 
 
-def test_slurms_directives() -> None:
+def test_slurms_directives():
     """They stand before the first command, else sbatch does not read them."""
     text = (FOLDER / "slurm.sbatch").read_text("utf-8")
     head, _, rest = text.partition("\n\n")
@@ -48,7 +46,7 @@ def test_slurms_directives() -> None:
     assert options["signal"].startswith("USR1@") and "requeue" in options
 
 
-def test_what_yaml_files_start() -> None:
+def test_what_yaml_files_start():
     """The same training; what ray_train.py does is tried by make test-ray: its arguments are in its
     docstring.
     """

@@ -2,15 +2,12 @@
 one process computes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +23,14 @@ LAUNCHERS = tuple(
 )
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
     return port
 
 
-def clean(more: Mapping[str, object]) -> dict[str, str]:
+def clean(more):
     """The environment without a launcher, and `more`."""
     kept = {
         name: value
@@ -50,9 +47,7 @@ def clean(more: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def launch(
-    commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], timeout: float = 180
-) -> list[tuple[int, str]]:
+def launch(commands, timeout=180):
     """Run commands beside each other; exit code and output of each."""
     how: Any = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     processes = [subprocess.Popen(command, env=clean(more), **how) for command, more in commands]
@@ -65,7 +60,7 @@ def launch(
     return [(process.returncode, text) for process, text in zip(processes, printed, strict=True)]
 
 
-def tasks(environments: Sequence[Mapping[str, object]], folder: Path) -> list[tuple[int, str]]:
+def tasks(environments, folder):
     """Run the program in processes with these environments; exit code and output of each.
 
     They are forked from the server of the tests, which spares each its imports.
@@ -76,14 +71,14 @@ def tasks(environments: Sequence[Mapping[str, object]], folder: Path) -> list[tu
     return [(-1 if code is None else code, text) for code, text in found]
 
 
-def places(found: Sequence[tuple[int, str]]) -> list[list[int]]:
+def places(found):
     """Rank, size, local rank, local size of every rank, sorted; all have compared well."""
     assert [code for code, _ in found] == [0] * len(found), found
     text = "".join(text for _, text in found)
     return sorted(json.loads(place) for place in re.findall(r"PLACE (\[.*?\])", text))
 
 
-def agent(port: int, hosts: int, per_host: int) -> list[str]:
+def agent(port, hosts, per_host):
     """torchrun on one of several hosts, which are all this one."""
     options = f"--nnodes {hosts} --nproc-per-node {per_host} --local-addr 127.0.0.1"
     meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id test"
@@ -91,12 +86,20 @@ def agent(port: int, hosts: int, per_host: int) -> list[str]:
 
 
 @pytest.mark.long
-def test_two_agents_of_torchrun() -> None:
-    command = [*agent(free_port(), 2, 1), "-m", "tests.launching.program"]
-    assert places(launch([(command, {})] * 2)) == [[0, 2, 0, 1], [1, 2, 0, 1]]
+def test_torchs_launchers():
+    """Two agents of torchrun; the older one, as BMTrain's documents have it; and none."""
+    module = ["-m", "tests.launching.program"]
+    old = f"-m torch.distributed.launch --master_port {free_port()} --nnodes 1 --node_rank 0"
+    one_host = [sys.executable, *old.split(), "--nproc_per_node", "2", *module]
+    for command, count, expected in (
+        ([*agent(free_port(), 2, 1), *module], 2, [[0, 2, 0, 1], [1, 2, 0, 1]]),
+        (one_host, 1, [[0, 2, 0, 2], [1, 2, 1, 2]]),
+        ([sys.executable, *module], 1, [[0, 1, 0, 1]]),
+    ):
+        assert places(launch([(command, {})] * count)) == expected
 
 
-def step(rank: int, size: int, **more: object) -> dict[str, object]:
+def step(rank, size, **more):
     """What srun sets for a task on this host, in a job of its own."""
     return {
         "SLURM_JOB_ID": os.getpid(),
@@ -112,7 +115,7 @@ def step(rank: int, size: int, **more: object) -> dict[str, object]:
     }
 
 
-def several_hosts(rank: int) -> dict[str, object]:
+def several_hosts(rank):
     """A task on a host of its own; the first host of the list is met by its name: here all names
     are this host's.
     """
@@ -121,7 +124,7 @@ def several_hosts(rank: int) -> dict[str, object]:
     return step(rank, 2, SLURM_STEP_ID=1, SLURM_LOCALID=0, **hosts, **where)
 
 
-def of_mpirun(rank: int) -> dict[str, object]:
+def of_mpirun(rank):
     numbers = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
     return {f"OMPI_COMM_WORLD_{name}": n for name, n in numbers.items()}
 
@@ -138,9 +141,7 @@ def of_mpirun(rank: int) -> dict[str, object]:
     ],
     ids=["srun", "srun on several hosts", "mpirun", "nobody says the hosts"],
 )
-def test_ranks_find_each_other(
-    environment: Callable[[int], dict[str, object]], local_ranks: tuple[int, int], tmp_path: Path
-) -> None:
+def test_ranks_find_each_other(environment, local_ranks, tmp_path):
     where = [environment(rank) for rank in range(2)]
     if "SLURM_JOB_ID" not in where[0]:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -150,7 +151,7 @@ def test_ranks_find_each_other(
 
 
 @pytest.mark.long
-def test_several_processes_without_ranks_end(tmp_path: Path) -> None:
+def test_several_processes_without_ranks_end(tmp_path):
     cases: list[tuple[dict[str, object], str]] = [
         ({"SLURM_NTASKS": 2}, "start the program with srun"),
         ({"WORLD_SIZE": 2}, "RANK is not set"),

@@ -1,10 +1,5 @@
 """A run goes on at another number of hosts, by the same command."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from tests.launching.test_launched import ROOT, agent, free_port, launch
 from tests.training.test_example_parallel import flags, resumed
@@ -14,15 +9,13 @@ from model_center.training.metrics_file import read_metrics
 GPT2 = str(ROOT / "examples" / "gpt2" / "train.py")
 
 
-def figures(records: list[dict[str, Any]]) -> dict[int, list[float]]:
+def figures(records):
     """Loss and gradient norm of each step."""
     return {one["step"]: [one["loss"], one["grad_norm"]] for one in records if "loss" in one}
 
 
 @pytest.mark.long
-def test_losses_are_those_of_an_unbroken_run(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_losses_are_those_of_an_unbroken_run(tmp_path, capfd):
     """Of six steps on two hosts of one rank each, the last three from a checkpoint on one host,
     with one rank (and twice the micro-batches) and with two.
     """

@@ -1,7 +1,5 @@
 """docs/site/en/guides/several-hosts.md: its commands, its program, and what it says is said."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
@@ -19,7 +17,7 @@ SHELL = [re.sub(r"\\\n\s*", " ", text).strip() for kind, text in BLOCKS if kind 
 ROWS = re.findall(r"^\| `([A-Z_]+=\d.*)` \| (.*) \|$", TEXT, re.MULTILINE)
 
 
-def test_commands_are_taken() -> None:
+def test_commands_are_taken():
     """By their launcher and the program, or they name a file of examples/launch; every file is
     named.
     """
@@ -41,12 +39,12 @@ def test_commands_are_taken() -> None:
 
 
 @pytest.mark.long
-def test_the_program_runs() -> None:
+def test_the_program_runs():
     (program,) = [text for kind, text in BLOCKS if kind == "python"]
     assert launch([([sys.executable, "-c", program], {})]) == [(0, "0 1\n")]
 
 
-def test_what_is_said_is_said() -> None:
+def test_what_is_said_is_said():
     """Every variable of another launcher that counts stands on the page."""
     assert len(ROWS) == 8
     for variables, words in ROWS:

@@ -293,7 +293,7 @@ def test_models_of_all_sources(tmp_path):
         assert found.peak.parts["activations"] > 2 * 2 * 16 * 64 * 2
 
 
-def test_the_flags_of_train(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flags_of_train(tmp_path, capsys):
     """Adapters and 4 bits are counted as `train` makes them; a pair is two rows."""
     config = transformers.Qwen3Config(
         hidden_size=64,
@@ -307,7 +307,7 @@ def test_the_flags_of_train(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
     )
     config.save_pretrained(tmp_path)
 
-    def forecast(words: str) -> dict[str, Any]:
+    def forecast(words):
         parser = argparse.ArgumentParser()
         model_center_plan.add_arguments(parser)
         line = f"--model-config {tmp_path} --gpu h200 --json --brief --max-length 32 {words}"

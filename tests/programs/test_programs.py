@@ -9,7 +9,7 @@ PER_TEST, NUM_TESTS = 15, 10
 
 
 @pytest.mark.parametrize("first", range(0, PER_TEST * NUM_TESTS, PER_TEST))
-def test_programs_are_right_or_refused(first: int) -> None:
+def test_programs_are_right_or_refused(first):
     """Each failing seed is named with its program, and with the command that runs it again."""
     failed = []
     for seed in range(first, first + PER_TEST):
@@ -23,7 +23,7 @@ def test_programs_are_right_or_refused(first: int) -> None:
     assert not failed, "\n".join(failed)
 
 
-def test_a_fault_is_found_and_made_small() -> None:
+def test_a_fault_is_found_and_made_small():
     """A parameter of another value on the ranks is wrong, whatever else the program does."""
     spec = draw(36, ranks=2)
     assert len(spec.layers) > 1 and spec.between and spec["clip"] != OPTIONS["clip"][0]
@@ -43,14 +43,14 @@ def test_a_fault_is_found_and_made_small() -> None:
     ]
 
 
-def test_a_program_is_that_of_its_seed() -> None:
+def test_a_program_is_that_of_its_seed():
     """Turning features on changes nothing but what belongs to them."""
     assert draw(5) == draw(5) and draw(5) != draw(6)
     assert draw(5).layers == draw(5, off=frozenset()).layers or "torchscript" in OFF
     assert OFF <= FEATURES, f"not names of features: {sorted(OFF - FEATURES)}"
 
 
-def test_seeds_reach_every_choice() -> None:
+def test_seeds_reach_every_choice():
     """Nothing of the tables is never drawn."""
     specs = [draw(seed, off=frozenset()) for seed in range(3000)]
     for name, choices in OPTIONS.items():

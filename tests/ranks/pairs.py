@@ -2,8 +2,6 @@
 goes to both, and weights, gradients, states and counts are compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import warnings
@@ -31,13 +29,13 @@ class Net(nn.Module):
     same in any order of sums.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(11)
         self.body = nn.Sequential(*(nn.Linear(*sizes) for sizes in SIZES[:3])).to(dtype)
         self.plain = nn.Linear(*SIZES[3]).to(dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         total, h = torch.zeros(()), x[:, :7]
         for layer, (before, after) in zip([*self.body, self.plain], SIZES, strict=True):
             if x.dtype == torch.float32:
@@ -47,7 +45,7 @@ class Net(nn.Module):
         return total + ((h - 1).square().sum() if x.dtype == torch.float32 else 0)
 
 
-def sharded(dtype: torch.dtype = torch.float32) -> Net:
+def sharded(dtype=torch.float32):
     """The same values in a block, a wrapper, and an ordinary layer."""
     net = Net(dtype)
     net.body[0] = bmt.Block(net.body[0])
@@ -55,7 +53,7 @@ def sharded(dtype: torch.dtype = torch.float32) -> Net:
     return net
 
 
-def rows(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def rows(step, dtype=torch.float32):
     """Small whole numbers (ROWS, 13) of all ranks."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(-2, 3, (ROWS, 13), generator=generator).to(dtype)
@@ -65,11 +63,11 @@ class ZeroGradient(torch.autograd.Function):
     """A loss that is NaN and has gradients of zero, as a mean over no targets."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, loss):
         return loss * math.nan
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         return torch.zeros_like(grad)
 
 
@@ -77,11 +75,11 @@ class BadGradient(torch.autograd.Function):
     """A finite loss whose gradient is not."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, loss):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         return grad * math.inf
 
 
@@ -102,7 +100,7 @@ KINDS: dict[str, tuple[Factory, ...]] = {
 }
 
 
-def groups(params: list[Any]) -> list[dict[str, Any]]:
+def groups(params):
     """Weights and biases, with settings of their own."""
     return [
         {"params": params[::2], "weight_decay": 0.3},
@@ -111,7 +109,7 @@ def groups(params: list[Any]) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def late_verdicts() -> Any:
+def late_verdicts():
     """The CPU knows at once what is finite; inside the host asks as late as with a GPU."""
     with mock.patch.object(HostCopy, "needs_waiting", True):
         yield
@@ -133,15 +131,15 @@ class Pair:
 
     def __init__(
         self,
-        kind: str | tuple[Factory, ...] = "adam",
-        dtype: torch.dtype = torch.float32,
-        api: str = "nnn",
-        schedule: Factory | None = None,
-        scale: float | None = None,
-        growth: int = 3,
-        limit: int = 100,
-        **options: Any,
-    ) -> None:
+        kind="adam",
+        dtype=torch.float32,
+        api="nnn",
+        schedule=None,
+        scale=None,
+        growth=3,
+        limit=100,
+        **options,
+    ):
         self.dtype, self.api, self.growth = dtype, api, growth
         self.model, self.twin = sharded(dtype), Net(dtype)
         makers = KINDS[kind] if isinstance(kind, str) else kind
@@ -168,19 +166,17 @@ class Pair:
         self.tolerance = 1e-5 if dtype == torch.float32 else 1e-3
 
     @property
-    def sides(self) -> list[list[Any]]:
+    def sides(self):
         """The parameters of both."""
         return [list(net.parameters()) for net in (self.model, self.twin)]
 
     @property
-    def loss_scale(self) -> float:
+    def loss_scale(self):
         """As the sharded side says it."""
         value: float = self.optimizer.scale if self.api == "old" else self.manager.loss_scale
         return value
 
-    def backward(
-        self, number: int, fault: str = "", keep: bool = False, count: int = 1, place: int = 0
-    ) -> None:
+    def backward(self, number, fault="", keep=False, count=1, place=0):
         """Of micro-batch `place` of `count`; a fault spoils the loss of the last rank."""
         x = rows(number, self.dtype)
         part = x.chunk(bmt.world_size())[bmt.rank()].chunk(count)[place]
@@ -199,13 +195,13 @@ class Pair:
         self.is_finite &= bool(whole.isfinite())
         whole.backward()
 
-    def edit(self, change: Callable[[list[Any]], object]) -> None:
+    def edit(self, change):
         """The program changes something, given the parameters, on both sides."""
         with torch.no_grad():
             for params in self.sides:
                 change(params)
 
-    def clip(self, bound: float = 0.5, order: float = 2) -> None:
+    def clip(self, bound=0.5, order=2):
         """Clip both, and compare the norms."""
         params = self.optimizer.param_groups
         if self.api[1] == "n":
@@ -221,7 +217,7 @@ class Pair:
             torch.testing.assert_close(norm.double(), want, rtol=self.tolerance, atol=0)
         assert norm.isfinite() == want.isfinite()
 
-    def step(self) -> None:
+    def step(self):
         """Both step, or skip."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="optim_step: a gradient is not finite")
@@ -244,7 +240,7 @@ class Pair:
                     param.copy_(master)
         self._judge()
 
-    def _judge(self) -> None:
+    def _judge(self):
         self.num_skipped += not self.is_finite
         self.num_good = self.num_good + 1 if self.is_finite else 0
         if self.scale is not None:
@@ -253,21 +249,21 @@ class Pair:
                 self.scale, self.num_good = self.scale * 2, 0
         self.is_finite = True
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none=True):
         """Of both."""
         owner: Any = self.optimizer if self.api == "old" else self.manager
         owner.zero_grad(set_to_none=set_to_none)
         self.twin.zero_grad(set_to_none=set_to_none)
         self.is_finite = True
 
-    def write(self, change: Callable[[list[Any]], object]) -> None:
+    def write(self, change):
         """The program writes weights, which masters follow."""
         self.edit(change)
         with torch.no_grad():
             for param, master in zip(self.sides[1], self.masters, strict=True):
                 master.copy_(torch.where(master.to(param.dtype) == param, master, param))
 
-    def run(self, steps: int | range, fault: str = "") -> Pair:
+    def run(self, steps, fault=""):
         """Steps with nothing special."""
         for step in range(steps) if isinstance(steps, int) else steps:
             self.zero_grad(set_to_none=step % 2 == 0)
@@ -275,12 +271,12 @@ class Pair:
             self.step()
         return self
 
-    def train(self, steps: int | range, fault: str = "") -> Pair:
+    def train(self, steps, fault=""):
         """The same, compared at the end."""
         self.run(steps, fault).check(f"after {steps}", with_gradients=not fault)
         return self
 
-    def check(self, what: str, with_gradients: bool = True) -> None:
+    def check(self, what, with_gradients=True):
         """Everything is the same on both sides; gradients but for the loss scale."""
         scale = self.loss_scale
         assert scale == (self.scale or 1), f"{what}: {scale}, expected {self.scale}"
@@ -301,7 +297,7 @@ class Pair:
             )
         self._check_states(what)
 
-    def _check_states(self, what: str) -> None:
+    def _check_states(self, what):
         if self.optimizer.__class__ is self.reference.__class__:
             states = self.manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
         else:

@@ -2,9 +2,6 @@
 
 import contextlib
 import copy
-import functools
-import importlib
-import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,30 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of, sharded_parameter
 from torch import Tensor, nn
 
 import bmtrain as bmt
 
 Call = Callable[[Any, Tensor], Tensor]
-
-
-def on_ranks(world_size, **options):
-    """The test runs on so many ranks, with these options of `run_ranks`."""
-
-    def decorate(test):
-        @functools.wraps(test)
-        def started(**given):
-            run_ranks(_call, world_size, test.__module__, test.__name__, given, **options)
-
-        return started
-
-    return decorate
-
-
-def _call(module, name, given):
-    return inspect.unwrap(getattr(importlib.import_module(module), name))(**given)
 
 
 def ask(module, x):

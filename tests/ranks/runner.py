@@ -10,14 +10,14 @@ Tests marked `fresh` or `compiler`, and calls with `join=False`, get processes o
 forked from a server that has imported torch and bmtrain already (multiprocessing's "forkserver").
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses
 import faulthandler
 import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pathlib
@@ -30,7 +30,6 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -88,7 +87,7 @@ class _Job:
     init: dict[str, Any] | None
 
     @property
-    def rank(self) -> int:
+    def rank(self):
         return int(self.environment["RANK"])
 
 
@@ -107,12 +106,12 @@ class Pool:
         is_fresh: whether the test that runs now wants processes of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.is_fresh = False
-        self._members: list[_Member] = []
-        self._store: Any = None
+        self._members = []
+        self._store = None
 
-    def outcomes(self, jobs: Sequence[_Job], deadline: float) -> list[Outcome]:
+    def outcomes(self, jobs, deadline):
         """Perform a job on each rank; those that arrive before the deadline."""
         while len(self._members) < len(jobs):
             self._members.append(_started(len(self._members), None))
@@ -129,7 +128,7 @@ class Pool:
         return outcomes
 
     @property
-    def port(self) -> int:
+    def port(self):
         """Of the store in which all runs of these processes meet.
 
         One per call would be gone while ranks that were told so late still speak to it.
@@ -138,7 +137,7 @@ class Pool:
             self._store = _store()
         return int(self._store.port)
 
-    def close(self) -> None:
+    def close(self):
         """Kill the ranks; the next call starts others."""
         members, self._members, self._store = self._members, [], None
         for member in members:
@@ -147,7 +146,7 @@ class Pool:
             member.process.join()
             member.pipe.close()
 
-    def processor_time(self) -> float:
+    def processor_time(self):
         """Seconds of the fork server and of all ranks so far, dead ones included."""
         server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         pids = [server, *(member.process.pid for member in self._members)]
@@ -159,15 +158,7 @@ class Pool:
 POOL = Pool()
 
 
-def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = TIMEOUT_S,
-    device: str | None = "cpu",
-    init: dict[str, Any] | None = None,
-    join: bool = True,
-) -> list[Any]:
+def run_ranks(fn, world_size, *args, timeout=TIMEOUT_S, device="cpu", init=None, join=True):
     """Run `fn(*args)` on `world_size` ranks, inside `bmtrain.init_distributed(**init)`.
 
     Args:
@@ -190,14 +181,24 @@ def run_ranks(
     return _results(outcomes, world_size, printed)
 
 
-def perform(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float,
-    init: dict[str, Any] | None,
-    fresh: bool,
-) -> tuple[list[Outcome], str]:
+def on_ranks(world_size, **options):
+    """The test runs on so many ranks, with these options of `run_ranks`."""
+
+    def decorate(test):
+        @functools.wraps(test)
+        def started(**given):
+            run_ranks(_call, world_size, test.__module__, test.__name__, given, **options)
+
+        return started
+
+    return decorate
+
+
+def _call(module, name, given):
+    return inspect.unwrap(getattr(importlib.import_module(module), name))(**given)
+
+
+def perform(fn, world_size, *args, timeout, init, fresh):
     """As `run_ranks`; the outcomes that arrive in time, in any order, and what the ranks print."""
     store = _store() if fresh else None
     port = POOL.port if store is None else store.port
@@ -219,9 +220,9 @@ def perform(
         return outcomes, "".join(map(_read_log, jobs))
 
 
-def _on_fresh_processes(jobs: Sequence[_Job], deadline: float, timeout: float) -> list[Outcome]:
+def _on_fresh_processes(jobs, deadline, timeout):
     members = [_started(job.rank, job) for job in jobs]
-    outcomes: list[Outcome] = []
+    outcomes = []
     try:
         outcomes = _collect(members, deadline)
     finally:
@@ -237,11 +238,11 @@ def _on_fresh_processes(jobs: Sequence[_Job], deadline: float, timeout: float) -
     return outcomes
 
 
-def _store() -> Any:
+def _store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def _environment(rank, world_size, port):
     """What torchrun would set, and which test runs.
 
     The agent's store is ours: its port was free when it was opened, with no race for it.
@@ -260,7 +261,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 @functools.cache
-def fork_server() -> multiprocessing.context.ForkServerContext:
+def fork_server():
     """The fork server, started at the first call.
 
     It inherits the environment that this sets for it.
@@ -292,7 +293,7 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _started(rank: int, job: _Job | None) -> _Member:
+def _started(rank, job):
     """A process that performs this job and ends, or without one serves until its pipe closes."""
     context = fork_server()
     here, there = context.Pipe()
@@ -303,15 +304,15 @@ def _started(rank: int, job: _Job | None) -> _Member:
     return _Member(process, here)
 
 
-def _collect(members: Sequence[_Member], deadline: float) -> list[Outcome]:
+def _collect(members, deadline):
     """The outcomes that arrive before the deadline, which the first failure brings forward."""
-    waiting: dict[Any, int] = {member.pipe: rank for rank, member in enumerate(members)}
-    outcomes: list[Outcome] = []
+    waiting = {member.pipe: rank for rank, member in enumerate(members)}
+    outcomes = []
     while waiting and time.monotonic() < deadline:
         for pipe in connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
             rank = waiting.pop(pipe)
             try:
-                outcome: Outcome = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                outcome = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except (EOFError, ConnectionResetError):
                 members[rank].process.join(GRACE_S)
                 code = members[rank].process.exitcode
@@ -326,7 +327,7 @@ def _collect(members: Sequence[_Member], deadline: float) -> list[Outcome]:
     return outcomes
 
 
-def _end(process: ForkServerProcess, patience: float) -> int | None:
+def _end(process, patience):
     """Wait for an orderly end, then kill. Returns the exit code."""
     process.join(patience)
     if process.is_alive():
@@ -335,7 +336,7 @@ def _end(process: ForkServerProcess, patience: float) -> int | None:
     return process.exitcode
 
 
-def _results(outcomes: Sequence[Outcome], world_size: int, printed: str) -> list[Any]:
+def _results(outcomes, world_size, printed):
     __tracebackhide__ = True
     failed = sorted(
         (outcome for outcome in outcomes if outcome.trace), key=lambda outcome: outcome.when
@@ -360,13 +361,13 @@ def _results(outcomes: Sequence[Outcome], world_size: int, printed: str) -> list
     ]
 
 
-def _read_log(job: _Job) -> str:
+def _read_log(job):
     path = pathlib.Path(job.log)
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return f"-- rank {job.rank} printed:\n{text.rstrip()}\n" if text.strip() else ""
 
 
-def _perform_alone(job: _Job, pipe: connection.Connection) -> None:
+def _perform_alone(job, pipe):
     """The life of a process of one job."""
     _settle()
     outcome = _perform(job)
@@ -376,14 +377,14 @@ def _perform_alone(job: _Job, pipe: connection.Connection) -> None:
         world.shutdown()
 
 
-def _serve(pipe: connection.Connection) -> None:
+def _serve(pipe):
     """The life of a process of many jobs."""
     _settle()
     gc.freeze()  # each collection would else walk the heap of torch and transformers: 0.4 s
-    sizes: set[str] = set()
+    sizes = set()
     while True:
         try:
-            job: _Job = pipe.recv()
+            job = pipe.recv()
         except EOFError:
             os._exit(0)
         before = _held()
@@ -399,7 +400,7 @@ def _serve(pipe: connection.Connection) -> None:
         pipe.send_bytes(pickle.dumps(outcome))
 
 
-def _settle() -> None:
+def _settle():
     """What all rank processes have in common."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest, which gets it too, ends the ranks
     torch.set_num_threads(1)
@@ -407,7 +408,7 @@ def _settle() -> None:
 
 
 @contextlib.contextmanager
-def _as_before() -> Iterator[None]:
+def _as_before():
     """Programs may change what is global; the next one starts from what the first one found."""
     environment, folder = dict(os.environ), pathlib.Path.cwd()
     dtype, hook = torch.get_default_dtype(), sys.excepthook
@@ -429,12 +430,12 @@ def _as_before() -> Iterator[None]:
         numpy.random.seed(0)
 
 
-def _held() -> tuple[int, int]:
+def _held():
     """Numbers of Python's threads and of open files of this process."""
     return threading.active_count(), len(_files())
 
 
-def _files() -> list[str]:
+def _files():
     """What the descriptors of this process name, without shared libraries' own."""
     found = []
     for entry in pathlib.Path("/proc/self/fd").glob("*"):
@@ -443,7 +444,7 @@ def _files() -> list[str]:
     return found
 
 
-def _ended(outcome: Outcome, before: tuple[int, int]) -> Outcome:
+def _ended(outcome, before):
     """End the run; a failure if something is left of it."""
     try:
         world.shutdown()
@@ -467,7 +468,7 @@ def _ended(outcome: Outcome, before: tuple[int, int]) -> Outcome:
     return outcome
 
 
-def _perform(job: _Job) -> Outcome:
+def _perform(job):
     """Run the function of a job."""
     log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -502,7 +503,7 @@ def _perform(job: _Job) -> Outcome:
             )
 
 
-def _pickled(error: BaseException) -> bytes:
+def _pickled(error):
     """The exception, if it survives the journey."""
     try:
         data = pickle.dumps(error)

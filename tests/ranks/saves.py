@@ -5,8 +5,6 @@ of a write that fail or wait.
 import contextlib
 import copy
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ class Twin:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(DIM, DIM) for _ in range(2)]
         self.plain = torch.nn.Sequential(*layers)
-        self.model: Any = bmt.BMTrainModelWrapper(copy.deepcopy(self.plain))
+        self.model = bmt.BMTrainModelWrapper(copy.deepcopy(self.plain))
         self.params = list(self.model.parameters())
         reference = kind if kind.__module__.startswith("torch") else torch.optim.AdamW
         settings = {"lr": 0.05, "weight_decay": 0.1, **options}
@@ -86,7 +84,7 @@ class Held:
 
     @contextlib.contextmanager
     def patched(self):
-        original: Callable[..., Any] = getattr(self.owner, self.name)
+        original = getattr(self.owner, self.name)
 
         def held(*args):
             self.reached.set()

@@ -9,15 +9,12 @@ stream while another stream has not been waited for. What it does not see: the o
 which barriers and collectives order, and the host, which waits for a device at `.item()`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -44,7 +41,7 @@ class Clock(dict[str, int]):
     event stands for.
     """
 
-    def wait(self, other: Clock) -> None:
+    def wait(self, other):
         """All that `other` knows to be over is known here too."""
         for stream, time in other.items():
             self[stream] = max(self.get(stream, 0), time)
@@ -59,7 +56,7 @@ class Access(NamedTuple):
     time: int
     lines: tuple[tuple[str, int], ...]
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"on {self.stream!r} at " + " < ".join(
             f"{file.split('/src/')[-1]}:{line}" for file, line in self.lines
         )
@@ -85,14 +82,14 @@ class Order:
     other) and how often.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.current = COMPUTE
-        self.clocks: defaultdict[str, Clock] = defaultdict(Clock)
-        self.races: Counter[tuple[str, str, str]] = Counter()
-        self._memory: dict[int, Memory] = {}
+        self.clocks = defaultdict(Clock)
+        self.races = Counter()
+        self._memory = {}
 
     @contextlib.contextmanager
-    def on(self, stream: str) -> Iterator[None]:
+    def on(self, stream):
         """Issue the operators of the body on `stream`."""
         before, self.current = self.current, stream
         try:
@@ -100,12 +97,7 @@ class Order:
         finally:
             self.current = before
 
-    def issue(
-        self,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        made: Sequence[torch.Tensor],
-    ) -> None:
+    def issue(self, reads, writes, made):
         """One operator on the current stream.
 
         It writes `made` too, be it empty: the stream may have used that memory before.
@@ -121,7 +113,7 @@ class Order:
         for x in (*writes, *made):
             self._write(self._find(x), _span(x, access), access)
 
-    def free(self) -> None:
+    def free(self):
         """The current stream's memory that nobody refers to any more: its next operator, which is
         to come now, may get it.
         """
@@ -137,18 +129,18 @@ class Order:
             for access in (*memory.writes.values(), *memory.reads.values()):
                 self._expect(EARLY_FREE, access, now)
 
-    def _find(self, x: torch.Tensor) -> Memory:
+    def _find(self, x):
         storage = x.untyped_storage()
         if storage._cdata not in self._memory:
             self._memory[storage._cdata] = Memory(StorageWeakRef(storage), self.current)
         return self._memory[storage._cdata]
 
-    def _read(self, memory: Memory, span: Span, access: Access) -> None:
+    def _read(self, memory, span, access):
         for written in _overlapping(memory.writes, span):
             self._expect(EARLY_READ, memory.writes[written], access)
         memory.reads[span] = access
 
-    def _write(self, memory: Memory, span: Span, access: Access) -> None:
+    def _write(self, memory, span, access):
         for what, table in ((UNORDERED_WRITES, memory.writes), (EARLY_WRITE, memory.reads)):
             for other in _overlapping(table, span):
                 ordered = self._expect(what, table[other], access)
@@ -156,27 +148,27 @@ class Order:
                     del table[other]  # what comes after this write comes after that too
         memory.writes[span] = access
 
-    def _expect(self, what: str, earlier: Access, later: Access) -> bool:
+    def _expect(self, what, earlier, later):
         ordered = self.clocks[later.stream].get(earlier.stream, 0) >= earlier.time
         if not ordered:
             self.races[what, str(earlier), str(later)] += 1
         return ordered
 
 
-def _span(x: torch.Tensor, access: Access) -> Span:
+def _span(x, access):
     """The bytes from the first element of `x` to its last."""
     size, begin = x.element_size(), int(x.storage_offset())
     last = begin + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return access.stream, begin * size, (last + 1) * size
 
 
-def _overlapping(table: dict[Span, Access], span: Span) -> list[Span]:
+def _overlapping(table, span):
     return [other for other in table if other[1] < span[2] and span[1] < other[2]]
 
 
-def _lines() -> tuple[tuple[str, int], ...]:
+def _lines():
     """The innermost lines of the engine that are running."""
-    found: list[tuple[str, int]] = []
+    found = []
     frame = sys._getframe(1)
     while frame.f_back is not None and len(found) < NUM_LINES:
         if "/src/bmtrain/" in frame.f_code.co_filename:
@@ -188,31 +180,31 @@ def _lines() -> tuple[tuple[str, int], ...]:
 class SimulatedStreams(Streams):
     """Streams of one user, as a GPU has them; events are clocks."""
 
-    def __init__(self, order: Order, name: str) -> None:
+    def __init__(self, order, name):
         self._order, self._gather_name, self._reduce_name = (
             order,
             f"{name} gather",
             f"{name} reduce",
         )
 
-    def mark_compute(self) -> torch.Event | None:
+    def mark_compute(self):
         return self.mark_current()
 
-    def mark_current(self) -> torch.Event | None:
+    def mark_current(self):
         return cast(torch.Event, Clock(self._order.clocks[self._order.current]))
 
-    def compute_waits(self, event: torch.Event | None) -> None:
+    def compute_waits(self, event):
         self._wait(self._order.current, event)
 
-    def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
+    def gathering(self, after):
         self._wait(self._gather_name, after)
         return self._order.on(self._gather_name)
 
-    def reducing(self) -> contextlib.AbstractContextManager[object]:
+    def reducing(self):
         self._wait(self._reduce_name, self.mark_current())
         return self._order.on(self._reduce_name)
 
-    def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
+    def side_by_side(self, jobs):
         surrounding, before = self._order.current, self.mark_current()
         sides = [f"{surrounding}, side {number}" for number in range(1, len(jobs))]
         for job, side in zip(jobs[1:], sides, strict=True):
@@ -224,14 +216,14 @@ class SimulatedStreams(Streams):
         for side in sides:
             self._order.clocks[surrounding].wait(self._order.clocks[side])
 
-    def join(self) -> None:
+    def join(self):
         for side in (self._gather_name, self._reduce_name):
             self._order.clocks[self._order.current].wait(self._order.clocks[side])
 
-    def renew(self) -> None:
+    def renew(self):
         raise NotImplementedError("CUDA graphs are not simulated")
 
-    def _wait(self, stream: str, event: torch.Event | None) -> None:
+    def _wait(self, stream, event):
         if event is not None:
             self._order.clocks[stream].wait(cast(Clock, event))
 
@@ -239,11 +231,11 @@ class SimulatedStreams(Streams):
 class Watch(TorchDispatchMode):
     """Tells an Order which memory every operator reads and writes, as its schema says."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order):
         super().__init__()
         self._order = order
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         schema = func._schema
@@ -253,8 +245,8 @@ class Watch(TorchDispatchMode):
         )
         if is_view or func.overloadpacket is torch.ops.aten.set_:
             return out
-        reads: list[torch.Tensor] = []
-        writes: list[torch.Tensor] = []
+        reads = []
+        writes = []
         for position, argument in enumerate(schema.arguments):
             value = kwargs.get(argument.name, args[position] if position < len(args) else None)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
@@ -266,7 +258,7 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def _tensors(value: object) -> list[torch.Tensor]:
+def _tensors(value):
     """Those that have memory."""
     return [
         x
@@ -276,14 +268,14 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[Order]:
+def watching():
     """Simulated streams for whatever of the run is made inside, and the order of what runs
     there.
     """
     order, numbers, take = Order(), itertools.count(1), Host._take
 
     # pinned memory: no stream has used it before
-    def take_on_host(host: Host, num_bytes: int) -> torch.Tensor:
+    def take_on_host(host, num_bytes):
         with order.on(HOST):
             return take(host, num_bytes)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests.ranks.pairs import Pair
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from torch import nn
 
 import bmtrain as bmt
@@ -233,17 +233,14 @@ def of_losses():
     pair.train(range(1, 3))
 
 
-def refused(cases):
+@pytest.mark.parametrize("cases", [of_optimizers, of_modules, of_states, of_models, of_losses])
+@on_ranks(2)
+def test_bad(cases):
+    """Each bad argument is refused on every rank, with what was got and what was expected."""
     for make, error, words in cases():
         with pytest.raises(error, match=re.escape(words)):
             make()
     bmt.synchronize()
-
-
-@pytest.mark.parametrize("cases", [of_optimizers, of_modules, of_states, of_models, of_losses])
-def test_bad(cases):
-    """Each bad argument is refused on every rank, with what was got and what was expected."""
-    run_ranks(refused, 2, cases)
 
 
 def before_init():

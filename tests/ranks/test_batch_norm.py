@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks
 from torch import nn
 
 import bmtrain as bmt
@@ -45,7 +45,9 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.frozen(x)).mean((2, 3)))
 
 
-def trained(use_checkpoint):
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@on_ranks(3)
+def test_statistics_are_of_all_rows(use_checkpoint):
     world.current("a test").draws.same_rows = False
     torch.manual_seed(2)
     plain, rows = Net().train().double(), torch.randn(10, 2, 5, 5, dtype=torch.float64)
@@ -72,24 +74,16 @@ def trained(use_checkpoint):
     )
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-def test_statistics_are_of_all_rows(use_checkpoint):
-    run_ranks(trained, 3, use_checkpoint)
-
-
 class Own(nn.BatchNorm1d):
     def forward(self, x):
         return super().forward(x)
 
 
-def refused():
+@on_ranks(2)
+def test_another_forward_pass_is_refused_in_training():
     world.current("a test").draws.same_rows = False
     plain = nn.Sequential(Own(3))
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
     with pytest.raises(ParameterError, match=r"Own has a forward pass of its own.*BatchNorm"):
         model(torch.ones(2, 3))
     models.assert_same(model.eval()(torch.ones(2, 3)), plain.eval()(torch.ones(2, 3)), "evaluation")
-
-
-def test_another_forward_pass_is_refused_in_training():
-    run_ranks(refused, 2)

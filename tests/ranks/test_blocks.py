@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -175,13 +175,10 @@ def test_a_block_computes_what_its_module_computes(name):
     run_ranks(run_case, ranks, name, [MODES[first], MODES[3 - first]])
 
 
-def run_cases():
+@on_ranks(1)
+def test_a_block_on_one_rank():
     for name in ("attention", "spectral norm", "twice", "dropout twice", "mixed dtypes"):
         run_case(name, MODES)
-
-
-def test_a_block_on_one_rank():
-    run_ranks(run_cases, 1)
 
 
 def feed(level, recompute):
@@ -509,15 +506,12 @@ def lists():
 IN_ALL_MODES = [passes, copies, hooks, moving_buffers, returned_parameters, nested]
 
 
-def in_all_modes(program):
-    for mode in MODES:
-        program(*mode)
-
-
 @pytest.mark.parametrize("program", IN_ALL_MODES)
+@on_ranks(2)
 def test_program_in_all_modes(program):
     """What the function of this name states, against plain PyTorch."""
-    run_ranks(in_all_modes, 2, program)
+    for mode in MODES:
+        program(*mode)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks
 from torch import nn
 
 import bmtrain as bmt
@@ -296,6 +296,8 @@ def deferred_and_failed(run):
             run.fails(*LOST, run.manager.step)
             run.clear(run.net.row, run.weight)
             run.fails(*LOST, run.backward, 2)
+            run.fails(*LOST, run.backward, 2, **LATER)
+            run.fails(*LOST, getattr, run.net.parts[2].b.weight, "grad")
             run.fails(*LOST, run.manager.clip_grad_norm, run.params, 1.0)
         run.clear()
         run.backward(2, HALF, **LATER)
@@ -359,7 +361,9 @@ PROGRAMS = [
 ]
 
 
-def compare(program):
+@pytest.mark.parametrize("program", PROGRAMS)
+@on_ranks(2)
+def test_the_next_steps_are_those_of_one_process(program):
     left_out = PROGRAMS.index(program) % len(MODES)
     plain, *sharded = [Run(mode) for mode in (None, *MODES[:left_out], *MODES[left_out + 1 :])]
     for run in (plain, *sharded):
@@ -369,8 +373,3 @@ def compare(program):
         for index, (got, want) in enumerate(zip(run.seen, plain.seen, strict=True)):
             models.assert_same_dicts(got, want, f"look {index}")
         models.assert_same_dicts(run.net.state_dict(), plain.net.state_dict(), "values")
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_the_next_steps_are_those_of_one_process(program):
-    run_ranks(compare, 2, program)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 
 import bmtrain as bmt
 from bmtrain import benchmark, distributed
@@ -213,7 +213,8 @@ def test_nccl_verbs(ranks):
     run_ranks(verbs, ranks)
 
 
-def groups():
+@on_ranks(4, init=MESH)
+def test_groups_of_sends_and_receives_in_any_order():
     """Sends before receives, receives before sends, several to one peer, two communicators in
     orders that differ.
     """
@@ -254,11 +255,8 @@ def groups():
     assert found == [(rank ^ 1) + 0.5, (rank ^ 2) + 0.25, 4.0, 4.0]
 
 
-def test_groups_of_sends_and_receives_in_any_order():
-    run_ranks(groups, 4, init=MESH)
-
-
-def wrong_calls():
+@on_ranks(2)
+def test_wrong_calls_are_explained():
     """They are explained on every rank, and leave nothing half done."""
     comm, x, y, nowhere = config["comm"], torch.ones(4), torch.ones(4), None
     sent: Any = nowhere
@@ -316,10 +314,6 @@ def wrong_calls():
             total = torch.full((4,), -1.0)
             nccl.allReduce(x, total, "sum", comm)
             assert total.tolist() == [2.0] * 4
-
-
-def test_wrong_calls_are_explained():
-    run_ranks(wrong_calls, 2)
 
 
 def losses_and_rows():
@@ -473,20 +467,6 @@ def test_printing_on_one_rank(tmp_path, capsys):
     assert [zero.count(text) for text in PRINTED] == [1] * len(PRINTED)
 
 
-def to_the_end():
-    """Gloo's threads are there while the run lasts, and gone after it though a model keeps the
-    axes.
-    """
-    block = bmt.Block(torch.nn.Linear(3, 3))
-    block(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    axis = world.current().mesh.world
-    assert num_gloo_threads() > 0
-    world.shutdown()
-    with pytest.raises(RuntimeError, match="the run has ended"):
-        collectives.all_gather(torch.ones(2), axis)
-    assert num_gloo_threads() == 0 and isinstance(block, bmt.Block)
-
-
 def num_gloo_threads():
     tasks = pathlib.Path("/proc/self/task").iterdir()
     names = [task.joinpath("comm").read_text() for task in tasks]
@@ -497,6 +477,16 @@ def num_gloo_threads():
     not pathlib.Path("/proc/self/task").exists(),
     reason="reads the names of threads from Linux's /proc",
 )
+@on_ranks(2)
 def test_no_thread_of_gloo_outlives_the_run():
-    """One that gives back a tensor when the interpreter ends would abort the process."""
-    run_ranks(to_the_end, 2)
+    """One that gives back a tensor when the interpreter ends would abort the process. Gloo's
+    threads are there while the run lasts, and gone after it though a model keeps the axes.
+    """
+    block = bmt.Block(torch.nn.Linear(3, 3))
+    block(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    axis = world.current().mesh.world
+    assert num_gloo_threads() > 0
+    world.shutdown()
+    with pytest.raises(RuntimeError, match="the run has ended"):
+        collectives.all_gather(torch.ones(2), axis)
+    assert num_gloo_threads() == 0 and isinstance(block, bmt.Block)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
 
@@ -27,7 +27,8 @@ def drawn(seed, *shape):
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def local_gradients():
+@on_ranks(3)
+def test_gradients_of_collectives():
     """Values of all ranks, gradients as BMTrain gives them; backward on one rank alone waits for
     nobody. The first row is the same on all ranks, the last is 0 on the first.
     """
@@ -72,10 +73,6 @@ def local_gradients():
     x = own.clone().requires_grad_()
     bmt.distributed.all_reduce(x).sum().backward()
     assert grad_of(x).eq(size).all(), "complete without the keyword"
-
-
-def test_gradients_of_collectives():
-    run_ranks(local_gradients, 3)
 
 
 # -- whole programs
@@ -312,7 +309,7 @@ def distil():
         models.assert_same_dicts(student.state_dict(), plain.state_dict(), "after training")
 
 
-def prune() -> None:
+def prune():
     """The two larger of four neighbours stay, as BMCook chooses and keeps them: it asks for the
     type of blocks, whose storages it would cut, and takes other modules by their weights.
     """
@@ -336,7 +333,7 @@ def prune() -> None:
                 masks.append((weight, mask.view(weight.shape)))
         assert len(masks) == 2 * LAYERS + 1
 
-        def step(masks: Any = masks, old: Any = optimizer.step) -> None:
+        def step(masks=masks, old=optimizer.step):
             for weight, mask in masks:
                 weight.grad.mul_(mask)
             old()
@@ -344,7 +341,7 @@ def prune() -> None:
                 for weight, mask in masks:
                     weight.mul_(mask)
 
-        optimizer.step = step  # type: ignore[method-assign, assignment]
+        optimizer.step = step  # type: ignore[method-assign]
     for number in range(2):
         ids, targets = data(number)
         manager.zero_grad()
@@ -382,7 +379,8 @@ class CutAttention(bmt.DistributedModule):
         return x + self.out(found[0])[None]
 
 
-def cut_sequences():
+@on_ranks(2, init={"tp_size": 2})
+def test_a_tensor_parallel_program_that_cuts_sequences():
     """Losses, norms and weights of three steps beside one process, with as many heads as ranks."""
     size, place = bmt.world_size(), bmt.rank()
     table = bmt.nn.VPEmbedding(2 * VOCAB, DIM)
@@ -429,10 +427,6 @@ def cut_sequences():
         models.assert_same(found_now, torch.stack([want.detach(), whole]), f"step {step}")
     state = {**layers.state_dict(), "table": table.state_dict()["weight"]}
     models.assert_same_dicts(state, {name: x.detach() for name, x in plain.items()}, "weights")
-
-
-def test_a_tensor_parallel_program_that_cuts_sequences():
-    run_ranks(cut_sequences, 2, init={"tp_size": 2})
 
 
 # -- single names
@@ -557,16 +551,13 @@ def ring():
     assert got.eq(sum(range(count))).all()
 
 
-def single_names():
+@on_ranks(2, init={"zero_level": 2})
+def test_single_names():
     states_of_both_libraries()
     written_config()
     stored_objects()
     state_of_rank_0()
     ring()
-
-
-def test_single_names():
-    run_ranks(single_names, 2, init={"zero_level": 2})
 
 
 def split_tensor():
@@ -593,7 +584,8 @@ def test_sizes_of_the_mesh():
     assert run_ranks(positions, 2, join=False) == [[2, True, 4, 1, 2]] * 2
 
 
-def old_loss_scale():
+@on_ranks(2, init={"loss_scale_factor": 8, "loss_scale_steps": 2})
+def test_loss_scale_of_old_programs():
     """CPM-Live's programs of 0.1.x give factor and steps to `init_distributed`, and "inf" to
     `clip_grad_norm`.
     """
@@ -611,7 +603,3 @@ def old_loss_scale():
         bmt.optim_step(optimizer)
     assert optimizer.scale == 32 * 8**2
     assert bmt.config["loss_scale_factor"] == 8 and bmt.config["loss_scale_steps"] == 2
-
-
-def test_loss_scale_of_old_programs():
-    run_ranks(old_loss_scale, 2, init={"loss_scale_factor": 8, "loss_scale_steps": 2})

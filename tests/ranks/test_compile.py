@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.passes import ask, blocks_of, compare, gradients, on_ranks
+from tests.ranks.passes import ask, blocks_of, compare, gradients
+from tests.ranks.runner import on_ranks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -181,7 +182,7 @@ def noise(x: Tensor) -> Tensor:
 
 
 @noise.register_fake
-def _(x: Tensor) -> Tensor:
+def _(x):
     return torch.empty_like(x)
 
 

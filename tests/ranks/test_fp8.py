@@ -8,7 +8,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ranks.passes import ask, blocks_of, compare, on_ranks, run
+from tests.ranks.passes import ask, blocks_of, compare, run
+from tests.ranks.runner import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from tests.models import parity
 from tests.models.recording import recorded
-from tests.ranks.passes import on_ranks
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_memory import tensors
 from tests.tensors import storage_of
 

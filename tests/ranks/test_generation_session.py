@@ -12,8 +12,7 @@ from tests.models import parity
 from tests.models.recording import recorded
 from tests.models.test_generation_session import alive, watched_caches
 from tests.ranks import graphs, test_generation
-from tests.ranks.passes import on_ranks
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_generation import VOCAB, counted_gathers, saved
 from tests.tensors import own_slice
 from torch import Tensor

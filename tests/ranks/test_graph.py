@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import graph_programs, graphs
-from tests.ranks.passes import on_ranks
+from tests.ranks.runner import on_ranks
 from tests.tensors import grad_of
 from torch import nn
 

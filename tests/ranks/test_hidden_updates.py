@@ -4,8 +4,6 @@ and the values are bit for bit those of an update that nobody passes.
 A CPU updates in the step. `LateStreamer` makes it stand for a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -23,7 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
 
@@ -36,7 +34,7 @@ from bmtrain.errors import (
     StaleParameterError,
 )
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
-from bmtrain.optim.streaming import Chunk, PendingUpdate, Slot, StateStreamer
+from bmtrain.optim.streaming import StateStreamer
 from bmtrain.recompute.memory import Memory, memory_of
 from bmtrain.runtime import world
 from bmtrain.shard.slices import local_of
@@ -52,18 +50,18 @@ class LateStreamer(StateStreamer):
     when somebody waits for it or for a later one.
     """
 
-    def __init__(self, cycles: Callable[[], int] = lambda: 20_000_000) -> None:
+    def __init__(self, cycles=lambda: 20_000_000):
         super().__init__(world.current())
         self.chunk_bytes, self._cycles = 3000, cycles
         self.is_gpu, self.is_beside = self.is_beside, True
         self._waiting: list[Callable[[], object]] = []
         self._num_begun = 0
 
-    def make_slots(self) -> None:
+    def make_slots(self):
         if self.is_gpu:
             super().make_slots()
 
-    def run(self, chunk: Chunk, verdict: torch.Tensor | None, slot: Slot | None) -> Any:
+    def run(self, chunk, verdict, slot):
         if self.is_gpu:
             with torch.cuda.stream(self._update):
                 torch.cuda._sleep(self._cycles())
@@ -72,7 +70,7 @@ class LateStreamer(StateStreamer):
             return event
         run, reference = super().run, None if verdict is None else weakref.ref(verdict)
 
-        def late() -> None:
+        def late():
             # as on a GPU: what is read late must be alive, else its memory would be in use again
             assert all(part.update.tensors is not None for part in chunk)
             number = None if reference is None else reference()
@@ -83,47 +81,47 @@ class LateStreamer(StateStreamer):
         self._waiting.append(late)
         return self._num_begun + len(self._waiting)
 
-    def ran(self, chunk: Chunk) -> None:
+    def ran(self, chunk):
         """The update of a chunk has been issued."""
 
-    def wait_for(self, done: Any) -> None:
+    def wait_for(self, done):
         if self.is_gpu:
             super().wait_for(done)
         while not self.is_gpu and self._num_begun < (done or 0):
             self._num_begun += 1
             self._waiting.pop(0)()
 
-    def wait(self) -> None:
+    def wait(self):
         self.wait_for(self._num_begun + len(self._waiting)) if not self.is_gpu else super().wait()
 
-    def is_done(self, update: PendingUpdate) -> bool:
+    def is_done(self, update):
         done: Any = update.done
         return done is None or (done.query() if self.is_gpu else done <= self._num_begun)
 
 
-def use_streamer(streamer: Any) -> Any:
+def use_streamer(streamer):
     """For optimizers that are made from now on."""
     world.current().services[StateStreamer] = streamer
     return streamer
 
 
-def ones(*shape: int) -> torch.Tensor:
+def ones(*shape):
     return torch.ones(*shape, device=bmt.device())
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
         self.up = nn.Linear(DIM, 3 * DIM)
         self.down = nn.Linear(3 * DIM, DIM, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
         return y
 
 
-def make_model(dtype: torch.dtype, zero_level: int, use_checkpoint: bool = False) -> Any:
+def make_model(dtype, zero_level, use_checkpoint=False):
     torch.manual_seed(5)
     layers = [Layer() for _ in range(NUM_BLOCKS)]
     model = nn.Sequential(nn.Embedding(17, DIM), *layers, nn.Linear(DIM, 17))
@@ -133,7 +131,7 @@ def make_model(dtype: torch.dtype, zero_level: int, use_checkpoint: bool = False
     return bmt.BMTrainModelWrapper(model)
 
 
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+def loss_of(model, step):
     rows = torch.randint(17, (ROWS, 6), generator=torch.Generator().manual_seed(step))
     ids = rows.chunk(bmt.world_size())[bmt.rank()].to(bmt.device())
     logits = model(ids[:, :-1]).float()
@@ -153,12 +151,12 @@ class Run:
     folder: pathlib.Path
 
     @property
-    def param(self) -> Any:
+    def param(self):
         """Of the block that is updated last."""
         return self.model[NUM_BLOCKS].up.weight
 
     @property
-    def values(self) -> dict[str, torch.Tensor]:
+    def values(self):
         """Copies of this rank's weights and states, wherever those are."""
         found = {name: local_of(x) for name, x in self.model.named_parameters()}
         for place, state in enumerate(self.optimizer.state_dict()["state"].values()):
@@ -166,7 +164,7 @@ class Run:
         return {name: x.detach().cpu().clone() for name, x in found.items()}
 
 
-def train(run: Run, *steps: int) -> Run:
+def train(run, *steps):
     for step in steps:
         run.manager.zero_grad()
         run.manager.backward(loss_of(run.model, step))
@@ -175,7 +173,7 @@ def train(run: Run, *steps: int) -> Run:
     return run
 
 
-def start(place: pathlib.Path = HERE, num_steps: int = 0, model: Any = None, **options: Any) -> Run:
+def start(place=HERE, num_steps=0, model=None, **options):
     model = model or make_model(DTYPE, 3)
     optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, weight_decay=0.1, **options)
     manager = OptimManager()
@@ -183,18 +181,18 @@ def start(place: pathlib.Path = HERE, num_steps: int = 0, model: Any = None, **o
     return train(Run(model, optimizer, manager, place), *range(num_steps))
 
 
-def read_state(run: Run, name: str) -> Any:
+def read_state(run, name):
     """Its codes, where it has 8 bits."""
     state = run.optimizer.state[run.param]
     return state[name if name in state else f"{name}_codes"]
 
 
-def saved_file(run: Run) -> Any:
+def saved_file(run):
     bmt.save(run.model, str(run.folder / "model.pt"))
     return torch.load(run.folder / "model.pt") if bmt.rank() == 0 else None
 
 
-def checkpointed(run: Run) -> Any:
+def checkpointed(run):
     with CheckpointManager(run.folder / "checkpoints") as checkpoints:
         checkpoints.save(2, run.model, run.manager)
     other = start(overlap=False)
@@ -203,10 +201,10 @@ def checkpointed(run: Run) -> Any:
     return other.values
 
 
-def written(write: Callable[[Any], object], *steps: int) -> Callable[[Run], Any]:
+def written(write, *steps):
     """Masters follow weights that the program writes after the step, and only those."""
 
-    def change(run: Run) -> Any:
+    def change(run):
         with torch.no_grad():
             write(run.param)
         now = run.param.local.clone()
@@ -215,7 +213,7 @@ def written(write: Callable[[Any], object], *steps: int) -> Callable[[Run], Any]
     return change
 
 
-def restored(run: Run) -> Any:
+def restored(run):
     """What a load gives is not overwritten by an update that was under way."""
     saved = copy.deepcopy(run.optimizer.state_dict())
     weights = {name: x.clone() for name, x in run.model.state_dict().items()}
@@ -225,18 +223,18 @@ def restored(run: Run) -> Any:
     return [run.values, train(run, 3).values]
 
 
-def zeroed(run: Run) -> Any:
+def zeroed(run):
     run.optimizer.zero_grad(set_to_none=False)
     return run.values
 
 
-def loaded_at_once(run: Run) -> Any:
+def loaded_at_once(run):
     weights = make_model(run.param.dtype, 3).state_dict()
     run.model.load_state_dict({name: torch.full_like(x, 0.25) for name, x in weights.items()})
     return run.values
 
 
-def copied(run: Run) -> Any:
+def copied(run):
     memo: dict[int, Any] = {}
     model, optimizer = copy.deepcopy(run.model, memo), copy.deepcopy(run.optimizer, memo)
     manager = OptimManager()
@@ -245,8 +243,8 @@ def copied(run: Run) -> Any:
     return [one.values for one in (run, other)]
 
 
-def stepped_by(kind: Any) -> Callable[[Run], Any]:
-    def step(run: Run) -> Any:
+def stepped_by(kind):
+    def step(run):
         other = kind([run.param], lr=0.1)
         run.param.grad = torch.ones_like(run.param)
         other.step()
@@ -255,8 +253,8 @@ def stepped_by(kind: Any) -> Callable[[Run], Any]:
     return step
 
 
-def evaluated(mode: Any) -> Callable[[Run], Any]:
-    def evaluate(run: Run) -> Any:
+def evaluated(mode):
+    def evaluate(run):
         run.model.eval()
         with mode():
             return loss_of(run.model, 9).clone()
@@ -264,8 +262,8 @@ def evaluated(mode: Any) -> Callable[[Run], Any]:
     return evaluate
 
 
-def changed_gradients(change: Callable[[torch.Tensor], object]) -> Callable[[Run], Any]:
-    def steps(run: Run) -> Any:
+def changed_gradients(change):
+    def steps(run):
         for param in run.model.parameters():
             change(grad_of(param))
         first = run.values
@@ -276,12 +274,12 @@ def changed_gradients(change: Callable[[torch.Tensor], object]) -> Callable[[Run
     return steps
 
 
-def grown(run: Run) -> Any:
+def grown(run):
     run.optimizer.add_param_group({"params": [bmt.DistributedParameter(ones(5))]})
     return run.values
 
 
-def ran_backward_again(run: Run) -> Any:
+def ran_backward_again(run):
     """A graph of weights before the step is refused, whether the new ones are there or not."""
     loss = loss_of(run.model, 7)
     loss.backward(retain_graph=True)
@@ -336,7 +334,7 @@ READERS: dict[str, Callable[[Run], Any]] = {
 }
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     """Nothing of it changes later."""
     if isinstance(value, dict):
         return {name: plain(x) for name, x in value.items()}
@@ -345,7 +343,7 @@ def plain(value: Any) -> Any:
     return local_of(value).detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def check_equal(got: Any, want: Any, place: str = "") -> None:
+def check_equal(got, want, place=""):
     if isinstance(want, dict):
         assert got.keys() == want.keys(), place
         for name in want:
@@ -361,7 +359,7 @@ def check_equal(got: Any, want: Any, place: str = "") -> None:
         assert got == want, place
 
 
-def read(name: str, folder: pathlib.Path) -> None:
+def read(name, folder):
     for kind in ("at once", "beside"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
     cycles = [0]
@@ -376,12 +374,12 @@ def read(name: str, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=long), pytest.param(2, marks=long)])
-def test_every_reader_waits(first: int, tmp_path: pathlib.Path) -> None:
+def test_every_reader_waits(first, tmp_path):
     """However late the update is, each way to weights and states finds those of the step."""
     run_ranks(read_all, 2, list(READERS)[first::3], tmp_path, timeout=180)
 
 
-def read_all(names: list[str], folder: pathlib.Path) -> None:
+def read_all(names, folder):
     for place, name in enumerate(names):
         read(name, folder / str(place))
 
@@ -393,7 +391,7 @@ def read_all(names: list[str], folder: pathlib.Path) -> None:
 NOT_DRAWN = {"bmt.save", "CheckpointManager", "overwritten gradients", "steps without forward"}
 
 
-def program(seed: int, overlap: bool) -> list[Any]:
+def program(seed, overlap):
     """Train by settings and readers drawn from the seed; returns everything that they have seen."""
     draws = random.Random(seed)
     dtype = draws.choice([torch.float32, torch.bfloat16, torch.float16])
@@ -429,7 +427,7 @@ def program(seed: int, overlap: bool) -> list[Any]:
     return [*seen, run.values, run.manager.state_dict()["loss_scale_state"]]
 
 
-def compare(seeds: list[int]) -> None:
+def compare(seeds):
     for seed in seeds:
         draws = random.Random(seed + 1000 * bmt.rank())
         cycles = functools.partial(draws.choice, [0, 0, 4_000_000, 20_000_000])
@@ -439,7 +437,7 @@ def compare(seeds: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 4), pytest.param(4, 16, marks=long)])
-def test_programs_see_the_same_values(first: int, end: int) -> None:
+def test_programs_see_the_same_values(first, end):
     """Bit for bit, whatever the program does and however late the update is."""
     run_ranks(compare, 2, list(range(first, end)), timeout=180)
 
@@ -450,51 +448,51 @@ def test_programs_see_the_same_values(first: int, end: int) -> None:
 class WatchedStreamer(LateStreamer):
     """As a device that goes on copying a chunk until the host has waited for it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def ran(self, chunk: Chunk) -> None:
+    def ran(self, chunk):
         if self.is_gpu:
             self._down.synchronize()  # for the values to compare with
 
-        def keep(state: torch.Tensor) -> torch.Tensor:
+        def keep(state):
             self.sent.append((state, state.clone()))
             return state
 
         for part in chunk:
             part.tensors.placed(keep)
 
-    def wait(self) -> None:
+    def wait(self):
         super().wait()
         self.check()
         self.sent.clear()
 
-    def check(self) -> None:
+    def check(self):
         for state, value in self.sent:
             assert torch.equal(state, value), "written while it was on its way"
 
 
-def written_weights(run: Run) -> None:
+def written_weights(run):
     with torch.no_grad():
         run.param.mul_(0.5)
     run.optimizer.state_dict()  # masters follow
 
 
-def loaded_states(run: Run) -> None:
+def loaded_states(run):
     saved = copy.deepcopy(run.optimizer.state_dict())
     loss_of(train(run, 3).model, 3)
     run.optimizer.load_state_dict(saved)
 
 
-def filled_states(run: Run) -> None:
+def filled_states(run):
     state = run.optimizer.sharded_state_dict()
     loss_of(train(run, 3).model, 3)
     for values in run.optimizer.begin_restore(state).values():
         local_of(values["master"]).zero_()
 
 
-def kept_states(run: Run) -> None:
+def kept_states(run):
     kept = read_state(run, "master").local
     train(run, 3)
     kept.mul_(2.0)
@@ -508,7 +506,7 @@ STATE_WRITERS: list[Callable[[Run], object]] = [
 ]
 
 
-def write_states(overlap: bool) -> None:
+def write_states(overlap):
     for write in STATE_WRITERS:
         for sends_all in (True, False):
             streamer = use_streamer(WatchedStreamer())
@@ -523,7 +521,7 @@ def write_states(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=long), True])
-def test_states_are_not_written_while_they_are_on_their_way(overlap: bool) -> None:
+def test_states_are_not_written_while_they_are_on_their_way(overlap):
     """The device copies them when the program has long gone on; those of ordinary parameters are
     the program's after a step.
     """
@@ -531,7 +529,7 @@ def test_states_are_not_written_while_they_are_on_their_way(overlap: bool) -> No
     run_ranks(write_ordinary_states, 1)
 
 
-def write_ordinary_states() -> None:
+def write_ordinary_states():
     streamer = use_streamer(WatchedStreamer())
     param = nn.Parameter(ones(5).bfloat16())
     optimizer = AdamOffloadOptimizer([param], lr=0.05)
@@ -545,7 +543,7 @@ def write_ordinary_states() -> None:
 # ---- what is hidden, and in which order ----
 
 
-def hides(zero_level: int, use_checkpoint: bool) -> None:
+def hides(zero_level, use_checkpoint):
     """Nothing of the library's own counts as memory that the program holds."""
     use_streamer(LateStreamer())
     run = start(model=make_model(DTYPE, zero_level, use_checkpoint))
@@ -574,12 +572,12 @@ def hides(zero_level: int, use_checkpoint: bool) -> None:
 @pytest.mark.parametrize(
     ("zero_level", "use_checkpoint"), [(3, True), pytest.param(2, False, marks=long)]
 )
-def test_updates_of_ordinary_programs_are_hidden(zero_level: int, use_checkpoint: bool) -> None:
+def test_updates_of_ordinary_programs_are_hidden(zero_level, use_checkpoint):
     """All of them, but for those of which the program holds memory."""
     run_ranks(hides, 2, zero_level, use_checkpoint)
 
 
-def in_order() -> None:
+def in_order():
     streamer = use_streamer(LateStreamer())  # whose chunks are shorter than a block
     torch.manual_seed(1)
     done: list[int] = []
@@ -602,11 +600,11 @@ def in_order() -> None:
     assert done == [1, 2, 3, 4, 5]
 
 
-def late_blocks(run: Run) -> list[bool]:
+def late_blocks(run):
     return [run.model[place].up.weight.storage_of.residence.is_late for place in (1, 2, 3)]
 
 
-def hides_what_fits(num_blocks: float) -> None:
+def hides_what_fits(num_blocks):
     """Ranks have room for different numbers of copies; the least counts."""
     use_streamer(LateStreamer())
     found = []
@@ -624,7 +622,7 @@ def hides_what_fits(num_blocks: float) -> None:
     check_equal(found[0], found[1])
 
 
-def held_on_one_rank() -> None:
+def held_on_one_rank():
     """Of one block, of all but one, and of all: that rank alone waits, all gather in one order."""
     use_streamer(LateStreamer())
     for names in (["1.up"], ["1", "2", "4"], [""]):
@@ -645,13 +643,13 @@ def held_on_one_rank() -> None:
         check_equal(found[0], found[1])
 
 
-def places_itself() -> None:
+def places_itself():
     """Without a GPU everything stays in host memory; the values are those of any placement."""
     found = [start(num_steps=3, device_bytes=where).values for where in ("auto", 0)]
     check_equal(found[0], found[1])
 
 
-def updates_in_the_step() -> None:
+def updates_in_the_step():
     """On a CPU: memory that the program holds has the new values, and no block is late."""
     run = start(num_steps=1)
     kept = [param.local for param in run.model.parameters()]
@@ -663,7 +661,7 @@ def updates_in_the_step() -> None:
     check_equal(after, [param.local for param in run.model.parameters()])
 
 
-def copies_changes() -> None:
+def copies_changes():
     use_streamer(LateStreamer())
     run = start(num_steps=1, record_delta=True, device_bytes=4000)
     memo: dict[int, Any] = {}
@@ -686,7 +684,7 @@ def copies_changes() -> None:
         *(pytest.param(functools.partial(hides_what_fits, x), marks=long) for x in (0, 0.9, 2.9)),
     ],
 )
-def test_what_is_hidden(check: Callable[[], None]) -> None:
+def test_what_is_hidden(check):
     """Blocks are updated in the order of the forward pass, as many later as copies have room; what
     one rank alone holds changes no order; a copy knows what the last step has changed.
     """
@@ -699,11 +697,11 @@ def test_what_is_hidden(check: Callable[[], None]) -> None:
 class BrokenStreamer(StateStreamer):
     """Fails at one chunk; an interrupt comes when it has been updated, before the caller knows."""
 
-    def __init__(self, error: BaseException, number: int = 1) -> None:
+    def __init__(self, error, number=1):
         super().__init__(world.current())
         self.error, self.chunk_bytes, self.number = error, 3000, number
 
-    def run(self, chunk: Chunk, verdict: torch.Tensor | None, slot: Slot | None) -> Any:
+    def run(self, chunk, verdict, slot):
         self.number -= 1
         if self.number or isinstance(self.error, KeyboardInterrupt):
             super().run(chunk, verdict, slot)
@@ -711,7 +709,7 @@ class BrokenStreamer(StateStreamer):
             raise self.error
 
 
-def fails() -> None:
+def fails():
     for error in (MemoryError("no memory for a chunk"), KeyboardInterrupt()):
         use_streamer(BrokenStreamer(error))
         run = start()
@@ -728,7 +726,7 @@ def fails() -> None:
                 use()
 
 
-def fails_in_the_middle() -> None:
+def fails_in_the_middle():
     """Values of before the step do not pass for those after it."""
     for overlap, device_bytes in ((False, 2000), (True, 0)):
         error = torch.OutOfMemoryError("no memory for a chunk")
@@ -744,7 +742,7 @@ def fails_in_the_middle() -> None:
             run.optimizer.state_dict()
 
 
-def test_an_error_of_an_update_comes_up_wherever_values_are_asked_for() -> None:
+def test_an_error_of_an_update_comes_up_wherever_values_are_asked_for():
     """Again and again: no checkpoint can be taken of half a step; an interrupt is no error of
     whoever asks next.
     """
@@ -753,11 +751,11 @@ def test_an_error_of_an_update_comes_up_wherever_values_are_asked_for() -> None:
 
 
 class FullStreamer(StateStreamer):
-    def make_slots(self) -> None:
+    def make_slots(self):
         raise torch.OutOfMemoryError("no memory for chunks")
 
 
-def refused(error: type[BaseException], words: str, **options: Any) -> None:
+def refused(error, words, **options):
     """A step that changes neither weights, states nor step counts, and can be taken later."""
     want = train(start(num_steps=1), 1).values
     usual: Any = world.current().services.get(StateStreamer)
@@ -775,7 +773,7 @@ def refused(error: type[BaseException], words: str, **options: Any) -> None:
     check_equal(train(again, 0, 1).values, want, "after a refused step")
 
 
-def no_room(folder: pathlib.Path) -> None:
+def no_room(folder):
     count = sum(x.numel() for x in make_model(DTYPE, 3).parameters()) // bmt.world_size()
     for device_bytes in (0, 4000):
         refused(torch.OutOfMemoryError, "no memory for chunks", device_bytes=device_bytes)
@@ -798,7 +796,7 @@ def no_room(folder: pathlib.Path) -> None:
         refused(OSError, "No space left", host_bytes=6000, folder=folder)
 
 
-def test_steps_for_which_there_is_no_room_are_refused(tmp_path: pathlib.Path) -> None:
+def test_steps_for_which_there_is_no_room_are_refused(tmp_path):
     """On the device, in host memory, in files: on all ranks, before there are any states."""
     run_ranks(no_room, 2, tmp_path)
 
@@ -806,7 +804,10 @@ def test_steps_for_which_there_is_no_room_are_refused(tmp_path: pathlib.Path) ->
 # ---- ranks of which each knows something else ----
 
 
-def trains_one_stage() -> None:
+@long
+@on_ranks(2, init={"pipe_size": 2})
+def test_a_stage_of_a_pipeline_that_trains_nothing():
+    """It has no copies of gradients, but agrees with the others about their room."""
     use_streamer(LateStreamer())
     found = []
     for overlap in (False, True):
@@ -825,13 +826,7 @@ def trains_one_stage() -> None:
     check_equal(found[0], found[1])
 
 
-@long
-def test_a_stage_of_a_pipeline_that_trains_nothing() -> None:
-    """It has no copies of gradients, but agrees with the others about their room."""
-    run_ranks(trains_one_stage, 2, init={"pipe_size": 2})
-
-
-def in_files(folder: pathlib.Path) -> None:
+def in_files(folder):
     """Training with states on the device, in host memory and in files, or in files alone, against
     host memory alone; copies, checkpoints and readers of states that lie in files.
     """
@@ -851,18 +846,15 @@ def in_files(folder: pathlib.Path) -> None:
     assert not list(folder.iterdir()), "files are left"
 
 
-def test_states_in_files(tmp_path: pathlib.Path) -> None:
+def test_states_in_files(tmp_path):
     run_ranks(in_files, 2, tmp_path)
 
 
-def parts_ways(name: str) -> None:
+@pytest.mark.parametrize("name", ["overlap", "device_bytes"])
+@on_ranks(2)
+def test_ranks_that_hide_otherwise_are_told(name):
+    """They would gather in another order, or have states in other places."""
     settings: dict[str, Any] = {name: bmt.rank()}
     run = start(**settings)
     with pytest.raises(RanksDivergedError, match=name):
         train(run, 0, 1)
-
-
-@pytest.mark.parametrize("name", ["overlap", "device_bytes"])
-def test_ranks_that_hide_otherwise_are_told(name: str) -> None:
-    """They would gather in another order, or have states in other places."""
-    run_ranks(parts_ways, 2, name)

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_whole_parameters import SHARDED, Run, batch, compare, doubles, whole
 from torch import distributed as dist
 from torch import nn
@@ -625,16 +625,14 @@ def test_idioms_give_what_one_process_gets():
     run_ranks(all_idioms, 3, timeout=200)
 
 
-def as_on_a_gpu():
+@on_ranks(2)
+def test_scripts_outside_of_blocks_are_refused_where_they_are_fused():
     with mock.patch.object(Slices, "is_cuda", new=True):
         refused_script()
 
 
-def test_scripts_outside_of_blocks_are_refused_where_they_are_fused():
-    run_ranks(as_on_a_gpu, 2)
-
-
-def handed_over():
+@on_ranks(2)
+def test_whole_values_are_handed_over():
     """Whole values under DTensor's name: of parameters, gradients and states of optimizers."""
     for shard in SHARDED:
         expected, run = Run(), Run(shard)
@@ -659,10 +657,6 @@ def handed_over():
             assert param.full_tensor().any()
 
 
-def test_whole_values_are_handed_over():
-    run_ranks(handed_over, 2)
-
-
 class Reading(torch.utils.data.Dataset[float]):
     """A data set that looks at the model, as a normaliser may."""
 
@@ -676,7 +670,8 @@ class Reading(torch.utils.data.Dataset[float]):
         return float(self.param.detach().sum()) + index
 
 
-def elsewhere():
+@on_ranks(2)
+def test_models_and_parameters_stay_in_their_process():
     """In a file of the model itself, and in a worker that is forked. The run goes on."""
     for shard in SHARDED:
         run = Run(shard)
@@ -694,7 +689,3 @@ def elsewhere():
         copied(batch()).square().mean().backward()
         for param, other in zip(run.params, copied.parameters(), strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), other.grad.full_tensor() / 2)
-
-
-def test_models_and_parameters_stay_in_their_process():
-    run_ranks(elsewhere, 2)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks.passes import ask, blocks_of, compare, on_ranks, run
+from tests.ranks.passes import ask, blocks_of, compare, run
+from tests.ranks.runner import on_ranks
 from tests.waiting import wait_for
 from torch import nn
 from torch.utils.checkpoint import checkpoint

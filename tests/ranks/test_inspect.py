@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.saves import failing
 from tests.tensors import grad_of, own_slice, sharded_parameter
 from torch import nn
@@ -167,17 +167,14 @@ def bad_values_and_missing_gradients():
     assert "nan" in bmt.inspect.format_summary(summary)
 
 
-def parameters():
-    parameters_of_odd_models()
-    names_and_oddities()
-    bad_values_and_missing_gradients()
-
-
+@on_ranks(3)
 def test_parameters_and_gradients():
     """Prime sizes, scalars, tied, frozen, unused and replicated parameters, before and after
     backward; NaN, gradients that some ranks lack; errors on all ranks.
     """
-    run_ranks(parameters, 3)
+    parameters_of_odd_models()
+    names_and_oddities()
+    bad_values_and_missing_gradients()
 
 
 def tensor_parallel_parameters():
@@ -305,7 +302,10 @@ def test_activations_and_their_gradients():
     run_ranks(activations, 3)
 
 
-def compiled_blocks():
+@pytest.mark.compiler
+@on_ranks(2)
+def test_compiled_blocks_record_too():
+    """Recording costs no graph; while an inspector is open, blocks run uncompiled."""
     plain = plain_stack(2)
     _, want = seen_by(plain)
     layers = copy.deepcopy(list(plain.layers))
@@ -322,12 +322,6 @@ def compiled_blocks():
         models.assert_same_dicts(got, expected, f"step {step}")
         if inspector is not None:
             assert_same_rows(inspector.get_summary(), want, "compiled")
-
-
-@pytest.mark.compiler
-def test_compiled_blocks_record_too():
-    """Recording costs no graph; while an inspector is open, blocks run uncompiled."""
-    run_ranks(compiled_blocks, 2)
 
 
 def contexts():
@@ -438,15 +432,12 @@ def bad_records():
     assert names_of(inspector.get_summary()) == ["encoder.0.hidden", "0.logits"]
 
 
-def records():
+@on_ranks(3)
+def test_records_of_every_kind():
+    """Contexts; ragged, 0-dim, empty and integer tensors; ranks that differ; bad input."""
     contexts()
     tensors_of_every_kind()
     bad_records()
-
-
-def test_records_of_every_kind():
-    """Contexts; ragged, 0-dim, empty and integer tensors; ranks that differ; bad input."""
-    run_ranks(records, 3)
 
 
 def pipelined_list():
@@ -546,7 +537,9 @@ def test_where_numbers_are_not_finite():
 # -- tables
 
 
-def tables():
+@on_ranks(3)
+def test_tables():
+    """Equal layers are one line; slices of all ranks make the whole; only rank 0 prints."""
     layers = nn.ModuleList([bmt.Block(nn.Linear(16, 16)) for _ in range(12)])
     model = nn.ModuleDict({"layers": layers, "head": nn.Linear(16, 3)})
     out = io.StringIO()
@@ -562,8 +555,3 @@ def tables():
     text = out.getvalue()
     words = ("layers.[0-11].weight", "12 x (16, 16)", "26 parameters of 3,315 elements")
     assert all(word in text for word in words) if bmt.rank() == 0 else not text
-
-
-def test_tables():
-    """Equal layers are one line; slices of all ranks make the whole; only rank 0 prints."""
-    run_ranks(tables, 3)

@@ -4,12 +4,10 @@ import gc
 
 import pytest
 import torch
-from tests.ranks.pairs import Pair, rows
 from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
 
 import bmtrain as bmt
-from bmtrain.errors import ParameterError
 
 
 class Bomb(torch.autograd.Function):
@@ -26,63 +24,6 @@ class Bomb(torch.autograd.Function):
         if Bomb.armed:
             raise MemoryError("bomb")
         return grad
-
-
-def backward(pair, number=2, keep=False):
-    """Of the sharded side alone."""
-    x = rows(number, pair.dtype).chunk(bmt.world_size())[bmt.rank()]
-    pair.manager.backward(pair.model(x), reduce_gradients=not keep)
-
-
-def fail(pair, number, keep):
-    Bomb.armed = True
-    with pytest.raises(MemoryError):
-        backward(pair, number, keep)
-    Bomb.armed = False
-
-
-def interrupted(kind, dtype):
-    """Later layers have their gradients when the first block raises."""
-    pair = Pair(kind, dtype, scale=64.0)
-    pair.model.body[0].register_forward_hook(lambda _, __, out: Bomb.apply(out))
-    pair.train(2)
-    for keep in (False, True):
-        for clear in (pair.manager.zero_grad, pair.optimizer.zero_grad):
-            pair.zero_grad()
-            fail(pair, 1, keep)
-            clear()
-            pair.backward(0)
-            pair.check("cleared after a pass that raised")
-    uses = [
-        lambda: backward(pair, keep=True),
-        lambda: backward(pair),
-        pair.manager.step,
-        lambda: pair.manager.clip_grad_norm(pair.optimizer.param_groups, 1.0),
-        lambda: grad_of(next(pair.model.parameters())),
-    ]
-    for failed, keep in ((1, True), (2, False)):
-        for use in uses:
-            pair.zero_grad()
-            for number in range(failed):
-                pair.backward(number, keep=True)
-            fail(pair, failed, keep)
-            for _ in range(2):
-                with pytest.raises(ParameterError, match="begin with the first micro-batch again"):
-                    use()
-    pair.zero_grad()
-    fail(pair, 0, keep=True)  # nothing had been kept: there is nothing to lose
-    for number in range(3):
-        pair.backward(number, keep=number < 2)
-    pair.step()
-    pair.check("begun again")
-    pair.train(range(3, 5))
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("sgd", torch.float32), ("adam", torch.float16), ("offload", torch.float32)]
-)
-def test_a_pass_that_raises(kind, dtype):
-    run_ranks(interrupted, 2, kind, dtype)
 
 
 def without_a_gather():

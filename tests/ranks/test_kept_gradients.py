@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
 
@@ -123,7 +123,8 @@ def test_scales_do_not_show(program):
     run_ranks(program, 2)
 
 
-def set_by_hand():
+@on_ranks(2)
+def test_no_scale_is_applied_to_gradients_set_by_hand():
     """Gradients that a program has set carry the manager's scale, and no other, before its first
     step and later, in new tensors and in those that the last step has left.
     """
@@ -156,7 +157,3 @@ def set_by_hand():
                 manager.zero_grad()
         found = bmt.gather_result(param) if number % 3 else param
         torch.testing.assert_close(found.detach().float(), want.detach(), rtol=1e-3, atol=1e-3)
-
-
-def test_no_scale_is_applied_to_gradients_set_by_hand():
-    run_ranks(set_by_hand, 2)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.passes import gradients, on_ranks
+from tests.ranks.passes import gradients
+from tests.ranks.runner import on_ranks
 from tests.tensors import grad_of
 from torch import nn
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from torch import nn
 
 import bmtrain as bmt
@@ -205,14 +205,11 @@ def compared(make):
     models.assert_same_dicts(models.cloned_state(model), models.cloned_state(plain), "weights")
 
 
-def choosing(make):
+@pytest.mark.parametrize("make", [Enumerated, Continued, Hit, OfDict, Among])
+@on_ranks(3)
+def test_experts_that_only_some_ranks_call(make):
     compared(make)
     assert isinstance(bmt.BMTrainModelWrapper(make()), Block)
-
-
-@pytest.mark.parametrize("make", [Enumerated, Continued, Hit, OfDict, Among])
-def test_experts_that_only_some_ranks_call(make):
-    run_ranks(choosing, 3, make)
 
 
 def using(names):

@@ -5,7 +5,6 @@ last reference.
 import gc
 import itertools
 import weakref
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -150,7 +149,7 @@ def shares():
         manager.backward(loss_of(model))
         manager.step()
         (optimizer,), storages = manager.optimizers, [storage_of(block) for block in model]
-        held: list[list[Any]] = [
+        held = [
             [storage.shard for storage in storages],
             [storage.gradient.flat for storage in storages],
             *(

@@ -78,25 +78,6 @@ def test_training_gives_the_parameters_of_plain_pytorch(ranks, modes):
             models.assert_same_dicts(got, answer(), str(mode))
 
 
-def deferred_gradients():
-    plain = models.make_whole()
-    models.loss_of(plain, *models.batch(1), 1).backward()
-    for level, recompute, last_reduces in ((2, True, True), (3, False, False)):
-        model = models.shard_whole(level, recompute)
-        manager = managed(bmt.optim.AdamOptimizer(model.parameters()))
-        for number, loss in enumerate(losses(model, 1, 3)):
-            manager.backward(loss, reduce_gradients=last_reduces and number == 2)
-        if not last_reduces:
-            manager.clip_grad_norm(model.parameters(), 1e9)  # reduces what was kept back
-        found, want = models.full_gradients(model), models.plain_gradients(plain)
-        models.assert_same_dicts(found, want, f"{level}, {recompute}, {last_reduces}")
-
-
-def test_gradients_are_those_of_the_concatenated_batch():
-    """Deferred micro-batches sum up to plain PyTorch's gradient, with None where it has None."""
-    run_ranks(deferred_gradients, 3)
-
-
 def keep_on_one_rank():
     layer = bmt.BMTrainModelWrapper(torch.nn.Linear(5, 3))
     block = bmt.Block(torch.nn.Linear(4, 4), zero_level=2, use_checkpoint=False)

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of, sharded_parameter
 from torch import nn
 
@@ -342,8 +342,11 @@ def test_states_of_tensor_parallel_parameters(pipe_size):
     run_ranks(parallel_states, 4, init={"tp_size": 2, "pipe_size": pipe_size})
 
 
-def native_round_trip():
-    """torch's own optimizer, whose step is a tensor, over a parameter of one element."""
+@on_ranks(2)
+def test_torchs_own_state_of_one_element():
+    """A gathered state's numbers stay numbers, though the parameter is one too. torch's own
+    optimizer, whose step is a tensor, over a parameter of one element.
+    """
     plain, model = Net(), bmt.BMTrainModelWrapper(Net())
     reference = torch.optim.NAdam(plain.parameters(), lr=0.05)
     manager = OptimManager()
@@ -365,8 +368,3 @@ def native_round_trip():
         loss_of(plain, inputs(number, FLOAT)).backward()
         reference.step()
     models.assert_same_dicts(model.state_dict(), plain.state_dict(), "NAdam")
-
-
-def test_torchs_own_state_of_one_element():
-    """A gathered state's numbers stay numbers, though the parameter is one too."""
-    run_ranks(native_round_trip, 2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.pairs import KINDS, ROWS, Pair, groups, late_verdicts, rows, sharded
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
 from torch.optim import AdamW, lr_scheduler
@@ -142,7 +142,11 @@ def test_optimizers_do_what_torch_does():
     run_ranks(kinds, 3)
 
 
-def by_hand():
+@on_ranks(3)
+def test_what_the_program_writes_into_an_adam():
+    """Rates that are held at first, step counts, moments, weights that masters follow; small steps
+    are not lost.
+    """
     for kind in ("adam", "offload"):
         holding = functools.partial(KINDS[kind][0], hold_steps=3)
         pair = Pair((holding, AdamW))
@@ -173,14 +177,8 @@ def by_hand():
                 assert torch.equal(whole, want.to(dtype)), "not the rounded master"
 
 
-def test_what_the_program_writes_into_an_adam():
-    """Rates that are held at first, step counts, moments, weights that masters follow; small steps
-    are not lost.
-    """
-    run_ranks(by_hand, 3)
-
-
-def passed_on():
+@on_ranks(3)
+def test_gradients_belong_to_the_program():
     """Micro-batches that are kept back, read, given up, clipped or stepped, and gradients that are
     kept over steps which change the loss scale.
     """
@@ -230,10 +228,6 @@ def passed_on():
             pair.step()
         pair.train(range(15, 17))
         assert pair.num_skipped == 0
-
-
-def test_gradients_belong_to_the_program():
-    run_ranks(passed_on, 3)
 
 
 class Three:
@@ -300,7 +294,8 @@ def test_states_go_on_at_any_number_of_ranks():
     run_ranks(come_back, 2, saved, 4e-6)
 
 
-def bounds():
+@on_ranks(2)
+def test_a_loss_scale_has_bounds():
     """A scale that falls and rises between the bounds that a manager is given."""
     model = sharded()
     manager = OptimManager(8, 4, 2, 1, 16)
@@ -313,10 +308,6 @@ def bounds():
         manager.step()
         scales.append(manager.loss_scale)
     assert scales == [2, 1, 1, 4, 4, 16, 16, 16]
-
-
-def test_a_loss_scale_has_bounds():
-    run_ranks(bounds, 2)
 
 
 def clip(order, scale):
@@ -341,19 +332,20 @@ def clip(order, scale):
     assert abs(again.item() - 0.01) < 1e-5, what
 
 
-def clip_all():
+@on_ranks(3)
+def test_norms_and_clipping_are_torchs():
+    """Of all parameters, tied ones once, unscaled; and the clipped gradients."""
     for order, scale in ((2, 256.0), (1, None), (math.inf, 256.0), (3.0, None)):
         clip(order, scale)
     assert OptimManager().clip_grad_norm([{"params": []}], 1.0) == 0
 
 
-def test_norms_and_clipping_are_torchs():
-    """Of all parameters, tied ones once, unscaled; and the clipped gradients."""
-    run_ranks(clip_all, 3)
-
-
-def norms_of(order):
-    """Gradients of all dtypes, not finite in one place of one rank; then as they were."""
+@pytest.mark.parametrize("order", [2, 1, math.inf, 3.0])
+@on_ranks(3)
+def test_norms_are_not_finite_where_a_gradient_is_not(order):
+    """On all ranks, whoever owns it, of ordinary parameters too; all of them then scale alike.
+    Gradients of all dtypes, not finite in one place of one rank; then as they were.
+    """
     params: list[Any] = [
         bmt.DistributedParameter(torch.ones(shape, dtype=dtype))
         for shape, dtype in (
@@ -384,12 +376,6 @@ def norms_of(order):
                     assert all(local_of(grad_of(param)).isnan().all() for param in params)
                 else:
                     assert not math.isfinite(norm)
-
-
-@pytest.mark.parametrize("order", [2, 1, math.inf, 3.0])
-def test_norms_are_not_finite_where_a_gradient_is_not(order):
-    """On all ranks, whoever owns it, of ordinary parameters too; all of them then scale alike."""
-    run_ranks(norms_of, 3, order)
 
 
 def odd_gradients():
@@ -426,7 +412,11 @@ def test_odd_gradients_are_clipped():
     run_ranks(moved, 2)
 
 
-def deltas():
+@on_ranks(3)
+def test_record_delta():
+    """Mean and variance of the last change of every weight, padding not counted; of those that all
+    ranks have once.
+    """
     model = sharded()
     optimizer = AdamOffloadOptimizer(groups(list(model.parameters())), record_delta=True)
     manager = OptimManager()
@@ -444,14 +434,9 @@ def deltas():
         )
 
 
-def test_record_delta():
-    """Mean and variance of the last change of every weight, padding not counted; of those that all
-    ranks have once.
-    """
-    run_ranks(deltas, 3)
-
-
-def without_argument():
+@on_ranks(3)
+def test_backward_without_a_loss():
+    """It runs on the loss last given to sum_loss, whose value is the mean over ranks."""
     pair = Pair()
     loss = pair.model(rows(1).chunk(bmt.world_size())[bmt.rank()]) * bmt.world_size() / ROWS
     pair.twin(rows(1)).div(ROWS).backward()
@@ -463,12 +448,8 @@ def without_argument():
     pair.check("backward()")
 
 
-def test_backward_without_a_loss():
-    """It runs on the loss last given to sum_loss, whose value is the mean over ranks."""
-    run_ranks(without_argument, 3)
-
-
-def broken_step():
+@on_ranks(2)
+def test_a_step_that_raised_can_be_taken_again():
     """An optimizer that raises before it steps, after the manager has divided the gradients."""
     errors = [MemoryError("sgd"), MemoryError("adam")]
 
@@ -489,11 +470,8 @@ def broken_step():
         pair.train(range(2, 4))
 
 
-def test_a_step_that_raised_can_be_taken_again():
-    run_ranks(broken_step, 2)
-
-
-def refuses_strides():
+@on_ranks(1)
+def test_ordinary_parameters_with_strides_are_refused():
     for kind in ("adam", "offload"):
         param = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
         before = param.detach().clone()
@@ -505,10 +483,6 @@ def refuses_strides():
         param.data, param.grad = before.contiguous(), torch.ones(4, 3)
         assert optimizer.step(lambda: 3.0) == 3.0
         torch.testing.assert_close(param.detach(), before - 0.1)
-
-
-def test_ordinary_parameters_with_strides_are_refused():
-    run_ranks(refuses_strides, 1)
 
 
 def scaled_twice():

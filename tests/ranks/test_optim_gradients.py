@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.pairs import Net, Pair, rows, sharded
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks
 from tests.tensors import grad_of
 from torch import nn
 
@@ -24,7 +24,9 @@ def mine(step):
     return rows(step).chunk(bmt.world_size())[bmt.rank()]
 
 
-def freed():
+@on_ranks(2)
+def test_nothing_is_kept_alive():
+    """Neither gradients beyond `zero_grad`, nor the model beyond its optimizers."""
     assert Batch([(torch.empty(0), torch.empty(0))]).tables(16) == []  # of ranks that own nothing
     pair = Pair(scale=8.0)
     params = list(pair.model.parameters())
@@ -32,9 +34,7 @@ def freed():
         pair.zero_grad()
         pair.backward(step)
         params[0].grad = grad_of(params[0]).clone()
-        kept: list[weakref.ref[Any]] = [
-            weakref.ref(grad_of(param)) for param in (params[0], *params[-2:])
-        ]
+        kept = [weakref.ref(grad_of(param)) for param in (params[0], *params[-2:])]
         kept += [weakref.ref(grad_of(param).untyped_storage()) for param in params[-2:]]
         pair.clip()
         pair.step()
@@ -46,12 +46,9 @@ def freed():
     assert not any(reference() is not None for reference in alive)
 
 
-def test_nothing_is_kept_alive():
-    """Neither gradients beyond `zero_grad`, nor the model beyond its optimizers."""
-    run_ranks(freed, 2)
-
-
-def beside():
+@on_ranks(3)
+def test_beside_sharded_ones():
+    """Summed by a manager, else refused."""
     pair = Pair("sgd", api="old")  # in no manager yet
     pair.model(rows(0)).backward()
     with pytest.raises(ParameterError, match="OptimManager"):
@@ -72,11 +69,6 @@ def beside():
         pair.manager.backward(pair.model(rows(0)))
     hook.remove()
     pair.train(range(5, 7))
-
-
-def test_beside_sharded_ones():
-    """Summed by a manager, else refused."""
-    run_ranks(beside, 3)
 
 
 def alone(rows_of):
@@ -106,17 +98,14 @@ def alone(rows_of):
         models.assert_same_dicts(models.cloned_state(net), twin.state_dict(), rows_of)
 
 
-def alone_or_refused():
+@on_ranks(2)
+def test_in_an_optimizer_of_their_own():
+    """Trained where their gradients are alike on all ranks, refused where not."""
     for rows_of in ("all", "summed"):
         alone(rows_of)
     for rows_of in ("rank", "beside"):
         with pytest.raises(ParameterError, match="gradient differs between ranks"):
             alone(rows_of)
-
-
-def test_in_an_optimizer_of_their_own():
-    """Trained where their gradients are alike on all ranks, refused where not."""
-    run_ranks(alone_or_refused, 2)
 
 
 def written():
@@ -159,7 +148,9 @@ def nothing_at_first(what):
             optimizer.step()
 
 
-def found_later():
+@on_ranks(2)
+def test_what_the_first_steps_do_not_tell():
+    """Values, gradients and settings are compared again."""
     written()
     differs = [(what, "gradient differs") for what in ("zeros", "late", "rows")]
     for what, words in (*differs, ("values", "values differ")):
@@ -169,12 +160,8 @@ def found_later():
         nothing_at_first("settings")
 
 
-def test_what_the_first_steps_do_not_tell():
-    """Values, gradients and settings are compared again."""
-    run_ranks(found_later, 2)
-
-
-def cleared_on_one_rank():
+@on_ranks(2)
+def test_cleared_on_some_ranks_is_refused():
     """The sharded ones are cleared on all ranks, the ordinary ones on rank 0."""
     pair = Pair("adam")
     for number in range(2):
@@ -188,13 +175,11 @@ def cleared_on_one_rank():
     pair.train(2)
 
 
-def test_cleared_on_some_ranks_is_refused():
-    run_ranks(cleared_on_one_rank, 2)
-
-
-def late_and_frozen():
-    """A layer of other values on each rank, one of its parameters frozen at first; another that
-    joins the optimizer, and a third that takes its place.
+@on_ranks(3)
+def test_parameters_that_join_late():
+    """They start from rank 0's values, and their gradients are averaged. A layer of other values
+    on each rank, one of its parameters frozen at first; another that joins the optimizer, and a
+    third that takes its place.
     """
     found = []
     for is_plain in (False, True):
@@ -228,8 +213,3 @@ def late_and_frozen():
             state |= {f"{number} {name}": x.clone() for name, x in head.state_dict().items()}
         found.append(state)
     models.assert_same_dicts(found[0], found[1], "joined")
-
-
-def test_parameters_that_join_late():
-    """They start from rank 0's values, and their gradients are averaged."""
-    run_ranks(late_and_frozen, 3)

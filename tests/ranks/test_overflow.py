@@ -7,13 +7,12 @@ import copy
 import functools
 import io
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.pairs import Pair, late_verdicts
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_optim import SCHEDULES
 from tests.tensors import grad_of
 from torch import nn
@@ -50,7 +49,13 @@ ASK = {
 }
 
 
-def taken_back(kind, schedule):
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [("adam", "cycle"), ("offload", "ours"), ("adam", "chain"), ("offload", "none")],
+)
+@on_ranks(2)
+def test_a_step_left_out_is_taken_back_whoever_asks(kind, schedule):
+    """Weights, masters, moments; step counts, hyperparameters, schedules, number of steps."""
     # a sequence of schedules of torch 2.8 uses it itself
     warnings.filterwarnings("ignore", message="The epoch parameter")
     pair = Pair(kind, HALF, schedule=SCHEDULES[schedule], scale=2.0**14, growth=100).run(3)
@@ -68,16 +73,9 @@ def taken_back(kind, schedule):
         assert numbers(pair) != before, f"{how}: a good step counts"
 
 
-@pytest.mark.parametrize(
-    ("kind", "schedule"),
-    [("adam", "cycle"), ("offload", "ours"), ("adam", "chain"), ("offload", "none")],
-)
-def test_a_step_left_out_is_taken_back_whoever_asks(kind, schedule):
-    """Weights, masters, moments; step counts, hyperparameters, schedules, number of steps."""
-    run_ranks(taken_back, 2, kind, schedule)
-
-
-def what_the_program_writes():
+@on_ranks(1)
+def test_what_the_program_has_written_since_stays():
+    """A rate set by hand between step and verdict is not the schedule's to take back."""
     with late_verdicts():
         pair = Pair(dtype=HALF, schedule=ours, scale=64.0).run(1)
         before = pair.schedules[0].num_iter
@@ -87,11 +85,6 @@ def what_the_program_writes():
         assert pair.manager.loss_scale == 32 and pair.schedules[0].num_iter == before
         assert first["lr"] == pair.schedules[0].current_lr and second["lr"] == 0.125
         assert first["weight_decay"] == 0.25 and first["name"] == "first"
-
-
-def test_what_the_program_has_written_since_stays():
-    """A rate set by hand between step and verdict is not the schedule's to take back."""
-    run_ranks(what_the_program_writes, 1)
 
 
 class Counter:
@@ -121,16 +114,13 @@ def at_once():
         assert pair.manager._num_steps == 2 and len(steps) == 2 * (make is None)
 
 
-def at_once_and_late():
-    with late_verdicts():
-        at_once()
-
-
+@on_ranks(2)
 def test_who_cannot_go_back_waits():
     """Schedules without a state, hooks, torch's optimizers, what records changes: the host decides
     before anything steps.
     """
-    run_ranks(at_once_and_late, 2)
+    with late_verdicts():
+        at_once()
 
 
 def said():
@@ -199,7 +189,11 @@ def test_what_adam_cannot_come_back_from(kind):
     assert "so large that Adam's second moment would be infinite" in text
 
 
-def at_the_smallest_scale():
+@on_ranks(2)
+def test_a_loss_scale_that_can_fall_is_no_fault():
+    """Only steps that are skipped at the smallest scale count towards the end; the loop of 0.1
+    skips without a scale, too.
+    """
     pair = Pair(dtype=HALF, scale=4.0, limit=3)
     for step in range(5):
         smallest = pytest.warns(UserWarning, match="smallest loss scale")
@@ -218,14 +212,9 @@ def at_the_smallest_scale():
     pair.train(range(3, 5))
 
 
-def test_a_loss_scale_that_can_fall_is_no_fault():
-    """Only steps that are skipped at the smallest scale count towards the end; the loop of 0.1
-    skips without a scale, too.
-    """
-    run_ranks(at_the_smallest_scale, 2)
-
-
-def loaded():
+@on_ranks(1)
+def test_loading_comes_after_the_verdict():
+    """What is loaded is not taken back."""
     for kind in ("adam", "offload"):
         with late_verdicts():
             pair = Pair(kind, HALF, schedule=ours, scale=64.0).run(1)
@@ -243,16 +232,12 @@ def loaded():
             assert {state["step"] for state in pair.optimizer.state.values()} == {1}
 
 
-def test_loading_comes_after_the_verdict():
-    """What is loaded is not taken back."""
-    run_ranks(loaded, 1)
-
-
-def sparse():
+@on_ranks(3)
+def test_sparse_gradients():
     """Beside a dense layer, in an optimizer of its own, as in one process; rows that occur twice
     count as their sum.
     """
-    nets: list[Any] = []
+    nets = []
     kinds = (torch.optim.SparseAdam, torch.optim.SGD)
     for _ in range(2):
         torch.manual_seed(0)
@@ -282,7 +267,3 @@ def sparse():
         for optimizer in theirs if factor == 1 else ():
             optimizer.step()
         models.assert_same_dicts(models.cloned_state(nets[0]), nets[1].state_dict(), "weights")
-
-
-def test_sparse_gradients():
-    run_ranks(sparse, 3)

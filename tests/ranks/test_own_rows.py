@@ -4,7 +4,7 @@ gradients of one process.
 
 import pytest
 import torch
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks
 from tests.ranks.test_whole_parameters import doubles, whole
 from torch import nn
 
@@ -55,7 +55,8 @@ def rows():
     return made[:, None]
 
 
-def compared():
+@on_ranks(3)
+def test_each_rank_computes_with_its_own_rows():
     with doubles():
         for name, program in PROGRAMS.items():
             plain, sharded = Model(program), bmt.BMTrainModelWrapper(Model(program))
@@ -71,10 +72,6 @@ def compared():
                     )
 
 
-def test_each_rank_computes_with_its_own_rows():
-    run_ranks(compared, 3)
-
-
 # By the function that has the number: what a program does with the number of tokens of its rows.
 OF_TOKENS = {
     "mul": lambda m, tokens: nn.functional.linear(torch.ones(DIM), m.weight * tokens),
@@ -86,16 +83,13 @@ OF_TOKENS = {
 }
 
 
-def other_numbers(name):
+@pytest.mark.parametrize("name", OF_TOKENS)
+@on_ranks(2)
+def test_numbers_that_differ_between_ranks_are_refused(name):
+    """A number on the host may come of the rows, too."""
     model = bmt.BMTrainModelWrapper(Model(PROGRAMS["a row"]))
     linear = model.get_submodule("linear")
     linear(rows()[bmt.rank()]).sum().backward()
     with pytest.raises(RanksDivergedError, match=rf"\b{name} with "):
         OF_TOKENS[name](linear, bmt.rank() + 2.0)
         bmt.sum_loss(torch.zeros(()))  # whatever comes next
-
-
-@pytest.mark.parametrize("name", OF_TOKENS)
-def test_numbers_that_differ_between_ranks_are_refused(name):
-    """A number on the host may come of the rows, too."""
-    run_ranks(other_numbers, 2, name)

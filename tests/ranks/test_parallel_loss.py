@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.passes import on_ranks
+from tests.ranks.runner import on_ranks
 from tests.tensors import grad_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from tests.waiting import wait_for
 
@@ -90,8 +90,11 @@ def through(model, x):
     return x.square().sum()
 
 
-def train_with_blocks_unused_on_some_ranks():
-    """Two passes each, accumulated."""
+@on_ranks(2)
+def test_a_block_unused_on_some_ranks_trains_as_in_one_process():
+    """Gradients are summed over the ranks, with zeros from those that did not use it. Two passes
+    each, accumulated.
+    """
     options: list[dict[str, Any]] = [
         {"zero_level": 2},
         {"use_checkpoint": False},
@@ -110,19 +113,11 @@ def train_with_blocks_unused_on_some_ranks():
             models.assert_same_dicts(found, want, f"{kind}, {each}, {needs_grad}")
 
 
-def test_a_block_unused_on_some_ranks_trains_as_in_one_process():
-    """Gradients are summed over the ranks, with zeros from those that did not use it."""
-    run_ranks(train_with_blocks_unused_on_some_ranks, 2)
-
-
-def unused_alone():
-    x = rows(1)
-    assert blocks(layers(1, Skipping))(x) is x
-
-
+@on_ranks(1)
 def test_a_block_on_one_rank_copies_nothing():
     """It returns the very tensor that it got."""
-    run_ranks(unused_alone, 1)
+    x = rows(1)
+    assert blocks(layers(1, Skipping))(x) is x
 
 
 # Programs that part
@@ -374,8 +369,11 @@ def test_ranks_that_part_are_found_where_the_host_does_not_wait():
     assert "rank 1 did number 5: gather of storage 1" in messages[0]
 
 
-def bring_different_models():
-    """Refused one after the other; an equal one trains afterwards."""
+@on_ranks(3)
+def test_models_and_states_that_differ_are_refused():
+    """On all ranks, before anything is changed; the run goes on. Refused one after the other; an
+    equal one trains afterwards.
+    """
     own = rank()
     frozen = layers(1)
     frozen.requires_grad_(own == 0)
@@ -406,12 +404,8 @@ def bring_different_models():
     torch.testing.assert_close(model.state_dict(), layers(2).state_dict(), rtol=0, atol=0)
 
 
-def test_models_and_states_that_differ_are_refused():
-    """On all ranks, before anything is changed; the run goes on."""
-    run_ranks(bring_different_models, 3)
-
-
-def give_other_values():
+@on_ranks(2)
+def test_values_that_differ_between_ranks_are_refused():
     """Each rank would keep its slice of its own values."""
     model = bmtrain.BMTrainModelWrapper(layers(1))
     words = bmtrain.BMTrainModelWrapper(torch.nn.Embedding(6, 4, max_norm=0.1))
@@ -440,11 +434,8 @@ def give_other_values():
         torch.testing.assert_close(bmtrain.gather_result(found), same)
 
 
-def test_values_that_differ_between_ranks_are_refused():
-    run_ranks(give_other_values, 2)
-
-
-def collected_on_one_rank():
+@on_ranks(2)
+def test_when_a_rank_collects_a_dropped_model_changes_nothing():
     """A sharded model is dropped; rank 1's collector has taken it when a plain one is trained."""
     kept = bmtrain.BMTrainModelWrapper(layers(1)) if rank() == 0 else None
     if kept is None:
@@ -463,12 +454,11 @@ def collected_on_one_rank():
     del kept
 
 
-def test_when_a_rank_collects_a_dropped_model_changes_nothing():
-    run_ranks(collected_on_one_rank, 2)
-
-
-def give_to_strangers():
-    """Refused when tried; the model trains on as if nothing had been."""
+@on_ranks(2)
+def test_what_takes_over_parameters_is_refused_when_tried():
+    """DDP, DataParallel, torch.compile of a whole model. Refused when tried; the model trains on
+    as if nothing had been.
+    """
     # of torch, about itself, when its compiler is imported
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     plain = layers(2)
@@ -488,8 +478,3 @@ def give_to_strangers():
     with pytest.raises(ParameterError, match="not compiled as a whole"):
         model.compile()
     torch.nn.parallel.DistributedDataParallel(layers(1))  # what is not sharded is nobody's business
-
-
-def test_what_takes_over_parameters_is_refused_when_tried():
-    """DDP, DataParallel, torch.compile of a whole model."""
-    run_ranks(give_to_strangers, 2)

@@ -20,7 +20,7 @@ from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.loraga import preprocess_loraga
 from peft.utils import loftq_utils
 from tests.ranks import models, test_transformers
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import own_slice
 
 import bmtrain as bmt
@@ -532,19 +532,6 @@ def training():
     train(method, plain, {f"lora, {when} wrapping": wrapped(method, when) for when in method.whens})
 
 
-def refused():
-    """What no sharded tensor can become: an error on every rank."""
-    ignore_warnings()
-    model = bmt.BMTrainModelWrapper(base_of("layer"))
-    method = METHODS["loftq"]
-    with pytest.raises(RuntimeError, match="subclass Params4bit"):
-        adapted(method, model)
-    method = METHODS["pissa"]
-    plain, model = adapted(method, base_of("layer")), wrapped(method, "after")
-    perturb(plain)
-    train(method, plain, {"after a refusal": model})
-
-
 def files(folder):
     """Byte for byte, where rank 0 alone does the work: adapters that a model of transformers has
     itself, and PiSSA's as LoRA of the model as it was.
@@ -615,8 +602,18 @@ def test_corda(tmp_path):
     run_ranks(methods, 2, ["corda"], str(tmp_path))
 
 
+@on_ranks(2)
 def test_refused():
-    run_ranks(refused, 2)
+    """What no sharded tensor can become: an error on every rank."""
+    ignore_warnings()
+    model = bmt.BMTrainModelWrapper(base_of("layer"))
+    method = METHODS["loftq"]
+    with pytest.raises(RuntimeError, match="subclass Params4bit"):
+        adapted(method, model)
+    method = METHODS["pissa"]
+    plain, model = adapted(method, base_of("layer")), wrapped(method, "after")
+    perturb(plain)
+    train(method, plain, {"after a refusal": model})
 
 
 @pytest.mark.long

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.passes import blocks_of, compare, gradients, on_ranks
+from tests.ranks.passes import blocks_of, compare, gradients
+from tests.ranks.runner import on_ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 

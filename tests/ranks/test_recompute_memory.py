@@ -6,7 +6,8 @@ import contextlib
 import io
 from unittest import mock
 
-from tests.ranks.passes import on_ranks, run
+from tests.ranks.passes import run
+from tests.ranks.runner import on_ranks
 from tests.ranks.test_recompute import NUM_LAYERS, ROW, inputs
 from tests.ranks.test_recompute_plans import ALL, levels, make_planned, told
 

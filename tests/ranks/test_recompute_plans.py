@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.passes import blocks_of, compare, on_ranks, run
+from tests.ranks.passes import blocks_of, compare, run
+from tests.ranks.runner import on_ranks
 from tests.ranks.test_recompute import (
     DIM,
     LENGTH,

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.ranks.passes import Call, ask, compare, on_ranks
+from tests.ranks.passes import Call, ask, compare
+from tests.ranks.runner import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

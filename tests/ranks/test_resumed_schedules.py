@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.pairs import Pair
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_optim import SCHEDULES
 from torch.optim import lr_scheduler
 
@@ -59,8 +59,11 @@ def test_other_schedules(tmp_path):
     run_ranks(other_schedules, 2, tmp_path)
 
 
-def cured():
-    """As the errors say: another schedule from its start, or none."""
+@on_ranks(2)
+def test_the_remedies():
+    """Of refused schedules, and of those that need to be told a metric. As the errors say: another
+    schedule from its start, or none.
+    """
     for one, other in (("none", "ours"), ("ours", "none"), ("chain", "ours")):
         state = Pair(schedule=SCHEDULES[one]).run(3).manager.state_dict(gather_opt=True)
         new, schedule = Pair(schedule=SCHEDULES[one]), SCHEDULES[other]
@@ -81,11 +84,6 @@ def cured():
     assert pair.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
 
 
-def test_the_remedies():
-    """Of refused schedules, and of those that need to be told a metric."""
-    run_ranks(cured, 2)
-
-
 KINDS = [
     lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
     lambda params: torch.optim.NAdam(params, lr=0.01),
@@ -94,7 +92,8 @@ KINDS = [
 ]
 
 
-def other_optimizers():
+@on_ranks(2)
+def test_states_of_other_optimizers():
     for kind in KINDS:
         other, new = Pair((kind,)).run(2), Pair()
         for gather in (False, True):
@@ -111,11 +110,8 @@ def other_optimizers():
     )
 
 
-def test_states_of_other_optimizers():
-    run_ranks(other_optimizers, 2)
-
-
-def copied():
+@on_ranks(2)
+def test_copies_of_managers():
     """A copy of model and manager goes its own way, from the same state."""
     for schedule in SCHEDULES.values():
         pair = Pair(dtype=torch.float16, schedule=schedule, scale=64.0).run(4)
@@ -127,7 +123,3 @@ def copied():
             one.step()
             one.check("the copy")
         assert again.manager.optimizers[0] is again.optimizer is not pair.optimizer
-
-
-def test_copies_of_managers():
-    run_ranks(copied, 2)

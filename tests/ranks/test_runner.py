@@ -9,22 +9,6 @@ import torch
 from tests.ranks.runner import RankFailure, run_ranks
 
 import bmtrain as bmt
-from bmtrain.runtime import world
-
-
-def place(offset):
-    return bmt.rank() + offset, bmt.world_size(), torch.full((2,), float(bmt.rank()))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_results_come_in_rank_order(world_size):
-    results = run_ranks(place, world_size, 10)
-    assert [result[:2] for result in results] == [
-        (10 + rank, world_size) for rank in range(world_size)
-    ]
-    assert [result[2].tolist() for result in results] == [
-        [rank, rank] for rank in range(world_size)
-    ]
 
 
 def fail_on_one(guilty):
@@ -71,19 +55,3 @@ def warn():
 def test_warnings_are_errors():
     with pytest.raises(UserWarning, match="mind the gap"):
         run_ranks(warn, 1)
-
-
-def not_joined():
-    return bmt.is_initialized(), os.environ["RANK"]
-
-
-def test_the_function_may_join_by_itself():
-    assert run_ranks(not_joined, 2, join=False) == [(False, "0"), (False, "1")]
-
-
-def default_level():
-    return world.current().defaults.zero_level
-
-
-def test_arguments_of_init_are_handed_on():
-    assert run_ranks(default_level, 1, init={"zero_level": 2}) == [2]

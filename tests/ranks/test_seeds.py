@@ -1,9 +1,6 @@
-"""The programs in the documents of BMTrain and ModelCenter, as they stand there, against plain
-PyTorch: both APIs, both dtypes.
-"""
+"""The programs in the documents of BMTrain, as they stand there, against plain PyTorch."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch import nn
 
 import bmtrain as bmt
 
-HALF, FLOAT = torch.float16, torch.float32
+HALF = torch.float16
 long = pytest.mark.long
 
 
@@ -177,100 +174,3 @@ def test_readme_training_loop(world_size, loop):
         for got, expected in zip(log, want, strict=True):
             assert got == pytest.approx(expected, rel=3e-3)
         assert_same_changes(masters, plain.masters, start, 0.05)
-
-
-LINE = re.compile(r"^loss: (\S+) \| lr: (\S+), scale: +(\S+) \| grad_norm: (\S+) \|$", re.MULTILINE)
-
-
-def quick_start(dtype):
-    stand_ins.offer_sklearn()
-    text = program(
-        "init", "torch.manual_seed(1)", "model, before = make_model()", "classifier_loop"
-    )
-
-    def make_model():
-        model = stand_ins.Classifier(dtype)
-        bmt.init_parameters(model.body)
-        bmt.init_parameters(model.dense)
-        return model, models.cloned_state(model)
-
-    loaders = {
-        name: Loader(numbers)
-        for name, numbers in (("train_dataloader", (0, 1, 2)), ("dev_dataloader", (3, 4)))
-    }
-    end = execute(text, make_model=make_model, **loaders)
-    assert end["acc"] == sum(a == b for a, b in zip(end["pd"], end["gt"], strict=True)) / len(
-        end["gt"]
-    )
-    return (
-        end["before"],
-        masters_of(end["model"], end["optimizer"]),
-        end["pd"],
-        end["gt"],
-        end["acc"],
-    )
-
-
-class Loader:
-    """The batches of these numbers, again and again."""
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-    def __iter__(self):
-        return iter(stand_ins.labelled(self.numbers, bmt.rank(), bmt.world_size()))
-
-
-def plain_quick_start(before, dtype, world_size):
-    model = stand_ins.Classifier(dtype, stand_ins.PLAIN)
-    model.load_state_dict(before)
-    plain, log, num_steps = Plain(model, 65536.0 if dtype == HALF else 1.0), [], 0
-    for _ in range(5):
-        for number in range(3):
-            losses = []
-            for rank in range(world_size):
-                (data,) = stand_ins.labelled((number,), rank, world_size)
-                losses.append(
-                    nn.functional.cross_entropy(
-                        model(data["input_ids"], data["attention_mask"]).float(), data["labels"]
-                    )
-                )
-            norm = plain.step(losses, 1e-5 * num_steps / 100**1.5, max_norm=10.0)
-            num_steps += math.isfinite(norm)
-            log.append(
-                (torch.stack(losses).mean().item(), 1e-5 * num_steps / 100**1.5, plain.scale, norm)
-            )
-    truth = [
-        label
-        for rank in range(world_size)
-        for data in stand_ins.labelled((3, 4), rank, world_size)
-        for label in data["labels"].tolist()
-    ]
-    return log, plain, truth
-
-
-@long
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, HALF), (3, FLOAT)])
-def test_model_center_training_loop(world_size, dtype, capsys):
-    """Step 4, 0.1.x's API, trains as plain PyTorch does, prints it on rank 0 alone, and evaluates
-    all ranks' rows in order.
-    """
-    results = run_ranks(quick_start, world_size, dtype, join=False)
-    printed = capsys.readouterr().out
-    before = results[0][0]
-    want, plain, truth = plain_quick_start(before, dtype, world_size)
-    lines = [tuple(float(number) for number in found) for found in LINE.findall(printed)]
-    assert len(lines) == len(want) == 15
-    for got, expected in zip(lines, want, strict=True):
-        assert got == pytest.approx(expected, rel=1e-3 if dtype == FLOAT else 5e-3, abs=1e-4)
-        assert got[1] == pytest.approx(expected[1], rel=1e-3, abs=0), (
-            "learning rates are much smaller than 1e-4"
-        )
-    assert (
-        printed.count(f"accuracy: {results[0][4] * 100:.2f}") >= 1
-        and printed.count("accuracy:") == 5
-    )
-    start = [before[name].float() for name, _ in plain.model.named_parameters()]
-    for _, masters, predicted, labels, _ in results:
-        assert labels == truth and predicted == results[0][2] and len(predicted) == 24
-        assert_same_changes(masters, plain.masters, start, 0.1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from torch import nn
 
 import bmtrain as bmt
@@ -174,7 +174,11 @@ def test_resumed_at_any_number_of_ranks(names, tmp_path):
     run_ranks(come_back, 2, tmp_path, kept)
 
 
-def forms():
+@on_ranks(2)
+def test_forms_agree():
+    """Split masters are those of fp32 bit by bit; 8 bits are close; without masters, weights are
+    theirs up to the rounding of each step. Bytes of state are as documented.
+    """
     got = {name: Run(options).train(*range(6)).found for name, options in FORMS.items()}
     weights, states = got["fp32"]
     for index, state in states.items():
@@ -199,13 +203,6 @@ def forms():
         (found,) = optimizer.sharded_state_dict()["state"].values()
         size = sum(x.local.nbytes for x in found.values() if isinstance(x, Sharded))
         assert size == expected * 64 * 64 / bmt.world_size()
-
-
-def test_forms_agree():
-    """Split masters are those of fp32 bit by bit; 8 bits are close; without masters, weights are
-    theirs up to the rounding of each step. Bytes of state are as documented.
-    """
-    run_ranks(forms, 2)
 
 
 def saved_and_loaded(run, folder, *, gather):
@@ -255,7 +252,8 @@ def test_weights_that_the_program_writes_count(tmp_path):
     run_ranks(written, 2, tmp_path)
 
 
-def loads():
+@on_ranks(2)
+def test_loads_in_any_order():
     """A state that was loaded, and weights that come before it, after it, or of elsewhere."""
     run = Run({}).train(0, 1, 2)
     weights, state = run.weights, run.manager.state_dict(gather_opt=True)
@@ -298,10 +296,6 @@ def loads():
     next(run.model.parameters()).local.add_(1)  # by hand, into this rank's slice
     with pytest.raises(ParameterError, match="written since the last step"):
         run.train(1)
-
-
-def test_loads_in_any_order():
-    run_ranks(loads, 2)
 
 
 def other_forms(folder, count):
@@ -396,7 +390,8 @@ def test_tensor_parallel_blocks(tmp_path):
     run_ranks(refuse_parts, 2, tmp_path)
 
 
-def refused():
+@on_ranks(1)
+def test_what_is_refused():
     """Each before anything is made."""
     params = [nn.Parameter(torch.ones(3))]
     known = "one of fp32, 8bit"
@@ -420,7 +415,3 @@ def refused():
     optimizer.param_groups.pop()
     optimizer.step()
     torch.testing.assert_close(params[0].detach(), torch.full((3,), 0.9))
-
-
-def test_what_is_refused():
-    run_ranks(refused, 1)

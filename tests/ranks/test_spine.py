@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 import torch
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks
 
 import bmtrain as bmt
 from bmtrain.runtime import world
@@ -60,7 +60,8 @@ class FeedForward(torch.nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def follow_a_call():
+@on_ranks(2)
+def test_a_call_of_a_block_can_be_followed():
     """With everything that two ranks do: gathers, reductions, comparisons, gradients."""
     world.current("a test").draws.same_rows = False  # as by default
     block, x = bmt.Block(FeedForward()), torch.ones(2, 8)
@@ -75,7 +76,3 @@ def follow_a_call():
     for trace, most in ((forward, MOST_FORWARD), (backward, MOST_BACKWARD)):
         found = len(trace.functions), len(trace.files), trace.deepest
         assert trace.is_within(most), f"{found} functions, files, depth; at most {most}"
-
-
-def test_a_call_of_a_block_can_be_followed():
-    run_ranks(follow_a_call, 2)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks
 from torch import nn
 
 import bmtrain as bmt
@@ -84,7 +84,8 @@ CHANGES = {
 }
 
 
-def loaded():
+@on_ranks(3)
+def test_states_that_differ_between_ranks():
     run = Run()
     weights, state = run.train(3), run.manager.state_dict(gather_opt=True)
     straight = run.train(2)
@@ -111,7 +112,3 @@ def loaded():
     weights, straight = models.cloned_state(run.model), run.train(2)
     run.load(weights, own)
     models.assert_same_dicts(run.train(2), straight, "from slices", 0.0)
-
-
-def test_states_that_differ_between_ranks():
-    run_ranks(loaded, 3)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks
 from torch import nn
 
 import bmtrain as bmt
@@ -15,7 +15,8 @@ import bmtrain as bmt
 CLASSES = 7
 
 
-def token_mean():
+@on_ranks(3)
+def test_token_mean_is_that_of_the_concatenated_batch():
     """Uneven micro-batches, one of them empty; a step without any tokens gives zero, not NaN."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(bmt.world_size(), 3, 4, 5, generator=generator)
@@ -43,7 +44,3 @@ def token_mean():
         grads = models.full_gradients(model)
         models.assert_same_dicts(grads, models.plain_gradients(plain), "gradients")
     assert float(bmt.loss.TokenMean([torch.full((4,), -100)])(torch.zeros(()))) == 0.0
-
-
-def test_token_mean_is_that_of_the_concatenated_batch():
-    run_ranks(token_mean, 3)

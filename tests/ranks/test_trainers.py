@@ -8,7 +8,7 @@ import accelerate
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from torch import nn
 
 import bmtrain as bmt
@@ -46,7 +46,11 @@ def accelerator_here():
     return accelerate.Accelerator(cpu=True)
 
 
-def with_accelerate():
+@on_ranks(2)
+def test_accelerate_prepares_optimizers_and_loaders():
+    """A sharded model stays as it is; optimizers of a model that was wrapped in
+    DistributedDataParallel first train nothing.
+    """
     plain = make()
     reference = torch.optim.SGD(plain.parameters(), lr=RATE)
     train(plain, reference, PLAIN, torch.Tensor.backward)
@@ -70,13 +74,6 @@ def with_accelerate():
     late = bmt.BMTrainModelWrapper(held)
     with pytest.raises(ParameterError, match="replaced when its model was sharded"):
         train(late, optimizer, loader, accelerator.backward)
-
-
-def test_accelerate_prepares_optimizers_and_loaders():
-    """A sharded model stays as it is; optimizers of a model that was wrapped in
-    DistributedDataParallel first train nothing.
-    """
-    run_ranks(with_accelerate, 2)
 
 
 def with_trainer(folder):

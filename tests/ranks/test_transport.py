@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_numerics import answer, train
 from tests.tensors import grad_of, gradient_memory, source_of, storage_of
 
@@ -92,8 +92,12 @@ def backward_of(model, seed, rank):
     model(torch.randn(16, 400).bfloat16()).float().square().sum().backward()
 
 
-def gradients_of(reduce_dtype):
-    """This rank's slices, twice, with other numbers in between, and what each rank has alone."""
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@on_ranks(3, init=COPIES)
+def test_reductions_are_exact_sums_in_rank_order(reduce_dtype):
+    """bf16 or fp32 on the wire, one rounding: bit for bit what fp32 gives, from run to run. This
+    rank's slices, twice, with other numbers in between, and what each rank has alone.
+    """
     with least_copied(2**16):  # the weights are copied from where they are
         model, found = layers(torch.bfloat16, reduce_dtype=reduce_dtype), []
         for seed in (1, 2, 1):
@@ -110,12 +114,6 @@ def gradients_of(reduce_dtype):
         assert torch.equal(first, again)
         own = bmt.gather_result(first)[: 400 * 401]
         assert torch.equal(own, total[: 400 * 401].bfloat16())
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_reductions_are_exact_sums_in_rank_order(reduce_dtype):
-    """bf16 or fp32 on the wire, one rounding: bit for bit what fp32 gives, from run to run."""
-    run_ranks(gradients_of, 3, reduce_dtype, init=COPIES)
 
 
 def exchanges():
@@ -231,7 +229,8 @@ def full_disk():
     return mock.patch.object(peers, "_make_file", full)
 
 
-def fail_to_allocate():
+@on_ranks(2, init=COPIES)
+def test_a_full_disk_on_one_rank_is_an_error_on_all():
     axis, groups = world.current().mesh.world, world.current().service(PeerGroups)
     group = groups.of(axis)
     assert isinstance(group, FilePeers)
@@ -256,10 +255,6 @@ def fail_to_allocate():
     sum_of_ones(fresh).backward()
     for got, want in zip(model, fresh, strict=True):
         assert torch.equal(gradient_memory(got), gradient_memory(want))
-
-
-def test_a_full_disk_on_one_rank_is_an_error_on_all():
-    run_ranks(fail_to_allocate, 2, init=COPIES)
 
 
 def bytes_of_shared_memory():
@@ -340,7 +335,8 @@ def test_a_full_gpu_gives_up_torchs_cache_and_then_says_so_on_all_ranks():
     assert second == [3.0, 1, told, 1.0, 2, 0]
 
 
-def introduce():
+@on_ranks(2)
+def test_older_versions_of_torch_are_told_of_the_group():
     """Older versions of torch are told of the group and its store."""
     for version in ("2.8.0", "2.10.1+cu128", "2.11.0", "2.13.0+cpu"):
         driver = Driver([True])
@@ -353,10 +349,6 @@ def introduce():
             told = [store.get(str(other)).decode() for other in range(size)]
             own = world.current().mesh.world.group.group_name
             assert told == [f"{own} from 0 of 2", f"{own} from 1 of 2"]
-
-
-def test_older_versions_of_torch_are_told_of_the_group():
-    run_ranks(introduce, 2)
 
 
 def look_for_peers(obstacles):

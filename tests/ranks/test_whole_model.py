@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from tests.garbage import without_collector
 from tests.ranks import models
-from tests.ranks.passes import on_ranks
+from tests.ranks.runner import on_ranks
 from torch import Tensor, nn
 
 import bmtrain as bmt
@@ -217,24 +217,24 @@ def test_dropout_is_that_of_the_rank():
 class TwoHeads(nn.Module):
     """Takes a tensor that requires grad; gives two losses, a count, and its argument."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([Layer() for _ in range(2)])
         self.heads = nn.ModuleList([nn.Linear(8, 1) for _ in range(3)])  # the last is not used
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         y = self.layers[1](self.layers[0](x))
         one, two = (head(y).square().mean() for head in self.heads[:2])
         return {"one": one, "two": two, "count": (y > 0).sum(), "x": x}
 
 
-def _passes(model: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor | None]]:
+def _passes(model):
     """Gradients of passes through a part of the graph: of parameters, and of the input."""
     params = dict(model.named_parameters())
     some = [params["layers.0.map.weight"], params["heads.0.bias"]]
-    of_params: dict[str, Tensor | None] = {}
+    of_params = {}
 
-    def note(what: str) -> None:
+    def note(what):
         for name, param in params.items():
             grad = param.grad
             of_params[f"{what} {name}"] = getattr(grad, "full_tensor", lambda x=grad: x)()
@@ -256,7 +256,7 @@ def _passes(model: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor | N
 
 
 @on_ranks(2, init=COMPILED)
-def test_backward_through_a_part_of_the_graph() -> None:
+def test_backward_through_a_part_of_the_graph():
     torch.manual_seed(0)
     plain = TwoHeads()
     model, _ = wrapped(plain)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import own_slice, sharded_parameter
 
 import bmtrain as bmt
@@ -137,7 +137,8 @@ def test_the_next_gather_has_what_was_written(level, transport, tmp_path):
     run_ranks(write_all, 2, level, tmp_path, init={"transport": transport})
 
 
-def replace_data():
+@on_ranks(2)
+def test_replacing_the_data_of_a_parameter():
     wrapped = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(DIM, DIM)))
     for model in (make(1), wrapped):
         for param in model.parameters():
@@ -157,10 +158,6 @@ def replace_data():
         models.assert_same_dicts(
             model.state_dict(), {k: x for k, x in states(3.0).items() if k[0] == "0"}, "", 0.0
         )
-
-
-def test_replacing_the_data_of_a_parameter():
-    run_ranks(replace_data, 2)
 
 
 def look_into_a_stage():

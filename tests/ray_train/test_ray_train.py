@@ -1,16 +1,12 @@
 """Ray Train itself, in an environment of its own: make test-ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.launching.program import compare_with_one_process
@@ -25,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def cluster(tmp_path_factory):
     """A cluster on this host; its address."""
     environment = {
         "HOME": str(tmp_path_factory.mktemp("home")),  # Ray keeps its key and its results there
@@ -42,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ray.shutdown()
 
 
-def fit(work: Any, folder: Path, **config: Any) -> Any:
+def fit(work, folder, **config):
     """Run a function on two workers."""
     from ray.train.torch import TorchTrainer
 
@@ -54,7 +50,7 @@ def fit(work: Any, folder: Path, **config: Any) -> Any:
     ).fit()
 
 
-def manners() -> list[object]:
+def manners():
     """What a guest must not change. (torch's compiler leaves a variable when it is imported.)"""
     return [
         sys.excepthook,
@@ -64,7 +60,7 @@ def manners() -> list[object]:
     ]
 
 
-def work(config: dict[str, Any]) -> None:
+def work(config):
     """Two runs, one after another, in Ray's process group."""
     import torch.distributed as dist
 
@@ -85,13 +81,13 @@ def work(config: dict[str, Any]) -> None:
     Path(config["out"], f"said-{dist.get_rank()}").write_text(words, "utf-8")
 
 
-def test_workers_compute_what_one_process_does(cluster: str, tmp_path: Path) -> None:
+def test_workers_compute_what_one_process_does(cluster, tmp_path):
     fit(work, tmp_path)
     said = [(tmp_path / f"said-{rank}").read_text("utf-8") for rank in range(2)]
     assert said == [json.dumps([1, 2, False])] * 2
 
 
-def failing(config: dict[str, Any]) -> None:
+def failing(config):
     """The second worker raises while the first waits for it."""
     bmt.init_distributed(timeout=60)
     if bmt.rank() == 1:
@@ -99,12 +95,12 @@ def failing(config: dict[str, Any]) -> None:
     bmt.synchronize()
 
 
-def test_an_error_is_rays_to_tell(cluster: str, tmp_path: Path) -> None:
+def test_an_error_is_rays_to_tell(cluster, tmp_path):
     with pytest.raises(Exception, match="on purpose"):
         fit(failing, tmp_path)
 
 
-def test_the_example(cluster: str, tmp_path: Path) -> None:
+def test_the_example(cluster, tmp_path):
     """examples/launch/ray_train.py trains a tiny model; stopped and started again it goes on."""
     from tests.training.lm_programs import DATA, tiny
 

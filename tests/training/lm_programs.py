@@ -2,16 +2,12 @@
 tests/data.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from tests.modules import importable
 from tests.ranks.runner import run_ranks
@@ -27,7 +23,7 @@ COMMAND = "python -m model_center train"
 TINY = "--dtype fp32 --lr 2e-3 --lr-decay-style constant"
 
 
-def tiny(family: str, folder: Path) -> Path:
+def tiny(family, folder):
     """A tiny model's folder in `folder`."""
     path = folder / family
     if not path.exists():
@@ -35,28 +31,28 @@ def tiny(family: str, folder: Path) -> Path:
     return path
 
 
-def module(name: str) -> ModuleType:
+def module(name):
     """A file of the examples, as a module that nobody else sees."""
     with importable(PROGRAMS):
         return importlib.import_module(name)
 
 
-def words_of(*arguments: object) -> list[str]:
+def words_of(*arguments):
     """A command's words; a text may hold several arguments."""
     return [word for argument in arguments for word in str(argument).split()]
 
 
-def train(name: str, *arguments: object, ranks: int = 2) -> None:
+def train(name, *arguments, ranks=2):
     """Run a program on so many ranks, each a process of its own."""
     run_ranks(main, ranks, name, words_of(*arguments), join=False, timeout=120)
 
 
-def command(*arguments: object, ranks: int = 2) -> None:
+def command(*arguments, ranks=2):
     """Run `python -m model_center train` as `train` runs a program; its errors are raised."""
     train(COMMAND, *arguments, ranks=ranks)
 
 
-def main(name: str, arguments: list[str]) -> None:
+def main(name, arguments):
     """On a rank: the program, as if it had been started by torchrun on a machine without GPUs."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.argv = [name, *arguments]
@@ -69,17 +65,17 @@ def main(name: str, arguments: list[str]) -> None:
         runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder):
     """The training loss of each step of a run."""
     return [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
 
 
-def results(folder: Path, name: str) -> list[float]:
+def results(folder, name):
     """What each evaluation of a run found."""
     return [record[name] for record in read_metrics(folder / "metrics.jsonl") if name in record]
 
 
-def same_learning(folder: Path, other: Path) -> None:
+def same_learning(folder, other):
     """Both runs recorded the same, but for times and memory."""
     got, want = (
         [learning(record) for record in read_metrics(path / "metrics.jsonl")]
@@ -88,6 +84,6 @@ def same_learning(folder: Path, other: Path) -> None:
     assert got == want
 
 
-def learning(record: dict[str, Any]) -> dict[str, Any]:
+def learning(record):
     """What of a record does not depend on the machine."""
     return {name: value for name, value in record.items() if name not in MEASURED}

@@ -7,8 +7,6 @@ there, without its remarks.
 | FROM_CONFIG | step 2, the part for who has a configuration and no weights |
 """
 
-from __future__ import annotations
-
 from tests.training.seed_programs import CLASSIFIER_LOOP
 
 INIT = """

@@ -13,10 +13,6 @@ Places where the documents leave something to the reader, `# ... load data for e
 example, are kept: `program` fills them in.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
 INIT = """
 import bmtrain as bmt
 bmt.init_distributed(
@@ -226,11 +222,10 @@ FRAGMENTS = {
     "gpt_optimizer": GPT_OPTIMIZER,
     "gpt_loop": GPT_LOOP,
     "gpt_loop_zh": GPT_LOOP.replace("optim_manager.backward()", "optim_manager.backward(loss)"),
-    "classifier_loop": CLASSIFIER_LOOP,
 }
 
 
-def program(*parts: str, places: Mapping[str, str] | None = None) -> str:
+def program(*parts, places=None):
     """One program: names of fragments stand for them, other parts for themselves.
 
     Args:

@@ -5,16 +5,10 @@ Every model exists twice: as a BMTrain program would write it, and in plain PyTo
 names, for the answer.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import importlib.machinery
-import importlib.util
 import itertools
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +19,7 @@ ROWS, LENGTH = 12, 5  # of all ranks together
 
 
 class Linear(bmt.DistributedModule):
-    def __init__(self, columns: int, rows: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, columns, rows, dtype=torch.float32):
         super().__init__()
         self.weight = bmt.DistributedParameter(
             torch.empty(rows, columns, dtype=dtype), init_method=torch.nn.init.xavier_normal_
@@ -34,30 +28,30 @@ class Linear(bmt.DistributedModule):
             torch.empty(rows, dtype=dtype), init_method=torch.nn.init.zeros_
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return F.linear(x, self.weight, self.bias)
 
 
 class Embedding(bmt.DistributedModule):
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, rows, columns, dtype=torch.float32):
         super().__init__()
         init = bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=0.5)
         self.weight = bmt.DistributedParameter(
             torch.empty(rows, columns, dtype=dtype), init_method=init
         )
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return F.embedding(ids, self.weight)
 
 
 class PlainStack(torch.nn.ModuleList):
-    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def forward(self, x, *rest):
         for layer in self:
             x = layer(x, *rest)
         return x
 
 
-def stack_of_blocks(layers: Sequence[torch.nn.Module]) -> torch.nn.Module:
+def stack_of_blocks(layers):
     return bmt.TransformerBlockList([bmt.CheckpointBlock(layer) for layer in layers])
 
 
@@ -77,18 +71,18 @@ PLAIN = Parts(torch.nn.Linear, torch.nn.Embedding, PlainStack)
 class SomeTransformerBlock(torch.nn.Module):
     """Takes the arguments of the quick start's `module(x, 1, 2, 3)`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = torch.nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor, a: int, b: int, c: int) -> torch.Tensor:
+    def forward(self, x, a, b, c):
         return x + torch.tanh(self.inner(x.view(-1, 8))).view(-1) * (a + b - c + 0.5)
 
 
 class SomeDistributedBlock(bmt.DistributedModule):
     """The same, with the distributed parameters that BMTrain asks for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = Linear(8, 8)
 
@@ -98,7 +92,7 @@ class SomeDistributedBlock(bmt.DistributedModule):
 class TransformerLayer(torch.nn.Module):
     """Attention and feed-forward, normalised before."""
 
-    def __init__(self, dim: int, heads: int, dim_ff: int, dtype: torch.dtype, parts: Parts) -> None:
+    def __init__(self, dim, heads, dim_ff, dtype, parts):
         super().__init__()
         self.dim, self.heads = dim, heads
         self.qkv, self.out = (
@@ -110,7 +104,7 @@ class TransformerLayer(torch.nn.Module):
             parts.linear(dim_ff, dim, dtype=dtype),
         )
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, mask):
         rows, length, dim = x.shape
         split = self.qkv(F.layer_norm(x, (dim,))).view(
             rows, length, 3, self.heads, dim // self.heads
@@ -130,34 +124,34 @@ class GPT(bmt.DistributedModule):
 
     def __init__(
         self,
-        num_layers: int,
-        vocab_size: int,
-        dim_model: int,
-        dim_head: int,
-        num_heads: int,
-        dim_ff: int,
-        max_distance: int,
-        bias: bool,
-        dtype: torch.dtype,
-        parts: Parts = DISTRIBUTED,
-    ) -> None:
+        num_layers,
+        vocab_size,
+        dim_model,
+        dim_head,
+        num_heads,
+        dim_ff,
+        max_distance,
+        bias,
+        dtype,
+        parts=DISTRIBUTED,
+    ):
         super().__init__()
         if dim_head * num_heads != dim_model or not bias or max_distance < LENGTH:
             raise ValueError("these are not the README's arguments")
         dim, heads, ff = dim_model // 64, num_heads // 8, dim_ff // 64
-        self.word: Any = parts.embedding(vocab_size // 256, dim, dtype=dtype)
+        self.word = parts.embedding(vocab_size // 256, dim, dtype=dtype)
         self.position = parts.embedding(LENGTH, dim, dtype=dtype)
         self.transformers = parts.stack(
             [TransformerLayer(dim, heads, ff, dtype, parts) for _ in range(num_layers // 4)]
         )
 
-    def forward(self, ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids, pos, mask):
         causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=ids.device).tril()
         x = self.transformers(self.word(ids) + self.position(pos), causal[None] & mask[:, None, :])
         return F.linear(F.layer_norm(x, x.shape[-1:]), self.word.weight)
 
 
-README_SIZES: dict[str, Any] = {
+README_SIZES = {
     "num_layers": 8,
     "vocab_size": 10240,
     "dim_model": 2560,
@@ -169,22 +163,7 @@ README_SIZES: dict[str, Any] = {
 }
 
 
-class Classifier(torch.nn.Module):
-    """ModelCenter's quick start: a pretrained body and a new head in a plain module."""
-
-    def __init__(self, dtype: torch.dtype, parts: Parts = DISTRIBUTED) -> None:
-        super().__init__()
-        self.body = GPT(**README_SIZES, dtype=dtype, parts=parts)
-        self.dense = parts.linear(40, 2, dtype=dtype)
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        pos = torch.arange(LENGTH, device=input_ids.device).repeat(len(input_ids), 1)
-        return self.dense(self.body(input_ids, pos, attention_mask).mean(1))
-
-
-def batch(
-    number: int, rank: int, world_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(number, rank, world_size):
     """A rank's rows of tokens, lengths and next tokens; outside a run on the CPU."""
     device = bmt.device() if bmt.is_initialized() else torch.device("cpu")
     generator = torch.Generator().manual_seed(number)
@@ -195,39 +174,17 @@ def batch(
     return first, second, third
 
 
-def load_data(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def load_data(number):
     """The README's `enc_input, enc_length, targets` of an iteration."""
     return batch(number, bmt.rank(), bmt.world_size())
 
 
-def labelled(numbers: Sequence[int], rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
-    """What ModelCenter's data loader gives: one batch per number."""
-    batches = []
-    for number in numbers:
-        ids, length, _ = batch(number, rank, world_size)
-        mask = torch.arange(LENGTH, device=ids.device)[None, :] < length[:, None]
-        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.sum(1) % 2})
-    return batches
-
-
-def first_of(count: int) -> Callable[[int], Iterator[int]]:
+def first_of(count):
     """A `range` that ends early."""
     return lambda stop: itertools.islice(iter(range(stop)), count)
 
 
-def offer_sklearn() -> None:
-    """`sklearn.metrics.accuracy_score`, whether scikit-learn is there or not."""
-    package, metrics = (
-        importlib.util.module_from_spec(importlib.machinery.ModuleSpec(n, None))
-        for n in ("sklearn", "sklearn.metrics")
-    )
-    metrics.__dict__["accuracy_score"] = lambda truth, found: (
-        sum(a == b for a, b in zip(truth, found, strict=True)) / len(truth)
-    )
-    sys.modules |= {"sklearn": package, "sklearn.metrics": metrics}
-
-
-def offer_cuda() -> None:
+def offer_cuda():
     """Where there is no GPU, `.cuda()` stays on the CPU."""
     if not torch.cuda.is_available():
         torch.Tensor.cuda = lambda self: self  # type: ignore[method-assign, assignment, misc]

@@ -4,8 +4,6 @@ the calls of its examples in their order, and nothing of ours.
 A program is a text. What all have in common stands once, in `COMMON`.
 """
 
-from __future__ import annotations
-
 COMMON = """
 import os
 import random

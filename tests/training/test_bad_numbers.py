@@ -1,13 +1,10 @@
 """What a run does about numbers that go wrong: skip, name, go back, end; and a step on replay."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,13 +30,13 @@ FLAGS = "--dtype fp32 --batch-size 2 --lr 1e-2 --lr-decay-style constant --warmu
 class Points(Dataset[dict[str, torch.Tensor]]):
     """Rows; those of `marked` say so."""
 
-    def __init__(self, marked: tuple[int, ...]) -> None:
+    def __init__(self, marked):
         self.marked = marked
 
-    def __len__(self) -> int:
+    def __len__(self):
         return ROWS
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
         return {"x": x, "marked": torch.tensor(index in self.marked)}
 
@@ -48,19 +45,19 @@ class Break(torch.autograd.Function):
     """The identity, whose gradient is multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+    def forward(ctx, x, factor):
         ctx.factor = factor
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, *grads):
         return grads[0] * ctx.factor, None
 
 
 class Net(torch.nn.Module):
     """Three layers, of which the second goes wrong, forward or backward, on marked rows."""
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault=""):
         super().__init__()
         self.fault = fault
         self.num_marked = 0
@@ -68,7 +65,7 @@ class Net(torch.nn.Module):
         self.middle = torch.nn.Dropout(0.25)
         self.down = Linear(8, 1, dtype=torch.float32, bias=True)
 
-    def forward(self, x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, marked):
         x = self.middle(torch.tanh(self.up(x)))
         is_bad = bool(marked.any())
         if is_bad and self.fault == "output":
@@ -78,7 +75,7 @@ class Net(torch.nn.Module):
         out: torch.Tensor = self.down(x)
         return out
 
-    def loss(self, x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+    def loss(self, x, marked):
         """Goes wrong itself, too."""
         loss = self(x, marked).square().mean()
         if not marked.any():
@@ -90,7 +87,7 @@ class Net(torch.nn.Module):
         return loss * (1000.0 if self.fault == "spike" else 1.001 if is_off else 1.0)
 
 
-def started(more: str, fault: str = "", marked: tuple[int, ...] = ()) -> tuple[Net, Run]:
+def started(more, fault="", marked=()):
     """A model, and its run on this rank."""
     args = parse_args(make_parser(), f"{FLAGS} {more}".split())
     args.dataset_name = "points"
@@ -100,7 +97,7 @@ def started(more: str, fault: str = "", marked: tuple[int, ...] = ()) -> tuple[N
     return model, Run(model, make_loader(Points(marked), args, shuffle=False), args)
 
 
-def train(folder: str, more: str, fault: str = "", marked: tuple[int, ...] = ()) -> tuple[Any, str]:
+def train(folder, more, fault="", marked=()):
     """A run on this rank, and what it printed; what it raises is returned."""
     outcome: Any = None
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -119,16 +116,16 @@ def train(folder: str, more: str, fault: str = "", marked: tuple[int, ...] = ())
     return outcome, out.getvalue()
 
 
-def several(jobs: list[tuple[Any, ...]]) -> list[tuple[Any, str]]:
+def several(jobs):
     return [train(*job) for job in jobs]
 
 
-def step_rows(step: int) -> tuple[int, int]:
+def step_rows(step):
     """Two rows that the last rank reads in a step, counted from 1, without accumulation."""
     return 4 * step - 2, 4 * step - 1
 
 
-def named(job: str, rank: int, rows: str) -> str:
+def named(job, rank, rows):
     where = {
         "output": r"the first module whose output was not finite is down \(Linear\): (NaN|inf)",
         "loss": "the loss is nan, and all modules' outputs are finite",
@@ -138,7 +135,7 @@ def named(job: str, rank: int, rows: str) -> str:
     return rf"In the last one: rank {rank}: {where}.* \(rows {rows} of the data set\)"
 
 
-def test_the_cause_is_named(tmp_path: Path) -> None:
+def test_the_cause_is_named(tmp_path):
     """After three bad steps in a row the run ends on all ranks, and says which module, rank and
     rows; the last checkpoint is one of finite weights.
     """
@@ -163,7 +160,7 @@ def test_the_cause_is_named(tmp_path: Path) -> None:
         assert [record["step"] for record in records if "skipped" in record] == [5, 6, 7]
 
 
-def spoiled(folder: str) -> list[str]:
+def spoiled(folder):
     """Two runs whose weights are written after a step; and one that skips step 3, whose finite
     gradient would make Adam's moments infinite, with checkpoints every other step, and in which
     they are made so after it.
@@ -193,7 +190,7 @@ def spoiled(folder: str) -> list[str]:
     return said
 
 
-def test_what_is_not_finite_is_named_and_not_written(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_named_and_not_written(tmp_path):
     """Weights that were not finite before the step, by whatever wrote them. A state of the
     optimizer that is infinite: refused by its name, and the checkpoint before stays, whole.
     """
@@ -207,7 +204,7 @@ def test_what_is_not_finite_is_named_and_not_written(tmp_path: Path) -> None:
     assert all(bool(moments[f"0.{n}.exp_avg"].isfinite().all()) for n in range(4))
 
 
-def test_the_rule_of_spikes() -> None:
+def test_the_rule_of_spikes():
     """By hand: losses around 2 with a median deviation of 0.1."""
     spikes = Spikes(5.0)
     for number in range(LEAST):
@@ -228,7 +225,7 @@ def test_the_rule_of_spikes() -> None:
     assert quiet.limit() == pytest.approx(3.0 * 1.05), "no deviation: a share of the median counts"
 
 
-def test_spikes(tmp_path: Path) -> None:
+def test_spikes(tmp_path):
     """Told of; skipped; or taken back with the batches since the last checkpoint. A run that
     stopped on the way and went on is bitwise the one that did not.
     """
@@ -264,7 +261,7 @@ def test_spikes(tmp_path: Path) -> None:
     assert [record["step"] for record in records if "skipped" in record] == [19]
 
 
-def same_state(one: Any, other: Any) -> None:
+def same_state(one, other):
     leaves = [tree_flatten(state) for state in (one, other)]
     assert leaves[0][1] == leaves[1][1]
     for left, right in zip(leaves[0][0], leaves[1][0], strict=True):
@@ -280,12 +277,12 @@ REPLAYS = [
 ]
 
 
-def files(folder: Path) -> dict[Path, bytes]:
+def files(folder):
     found = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
     return {path: path.read_bytes() for path in found}
 
 
-def test_replay(tmp_path: Path) -> None:
+def test_replay(tmp_path):
     """A step repeats and is what the log says; a bad one is explained; nothing of the run is
     changed.
     """

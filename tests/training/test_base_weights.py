@@ -2,8 +2,6 @@
 or the run does not go on.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -27,7 +25,7 @@ KINDS = torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, to
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_checksum(dtype: torch.dtype) -> None:
+def test_checksum(dtype):
     """It depends on each element, on its sign, and on its place."""
     values = (torch.arange(60) % 7 - 3).view(5, 12).to(dtype)
     found = {checksum(values), checksum(values.flip(0)), checksum(values[:4])}
@@ -39,7 +37,7 @@ def test_checksum(dtype: torch.dtype) -> None:
     assert checksum(values) == checksum(values.T.contiguous().T)
 
 
-def test_checksum_of_a_large_tensor() -> None:
+def test_checksum_of_a_large_tensor():
     """It is taken in parts, of which all count."""
     values = torch.zeros(2**22 + 5)
     found = {checksum(values)}
@@ -50,7 +48,7 @@ def test_checksum_of_a_large_tensor() -> None:
     assert len(found) == 3
 
 
-def adapted(seed: int = 3) -> bmt.DistributedModule | torch.nn.Module:
+def adapted(seed=3):
     """A sharded model with adapters, and a head that is trained."""
     # peft calls transformers so
     warnings.filterwarnings("ignore", message=".*is deprecated and will be removed in v6")
@@ -59,11 +57,11 @@ def adapted(seed: int = 3) -> bmt.DistributedModule | torch.nn.Module:
         torch.nn.init.constant_(model.model.layers[1].mlp.up_proj.weight, seed)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     torch.manual_seed(1)
-    wrapped: torch.nn.Module = bmt.BMTrainModelWrapper(peft.get_peft_model(model, config))
+    wrapped = bmt.BMTrainModelWrapper(peft.get_peft_model(model, config))
     return wrapped
 
 
-def write(folder: str) -> dict[str, torch.Tensor]:
+def write(folder):
     """A checkpoint of trained adapters, of a frozen weight that was written, of one that is frozen
     since.
     """
@@ -90,7 +88,7 @@ def write(folder: str) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def read(folder: str, want: dict[str, torch.Tensor]) -> None:
+def read(folder, want):
     """A model on the same base gets the values of the one that was saved; on another it stays as it
     was.
     """
@@ -109,7 +107,7 @@ def read(folder: str, want: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(3, 2), (1, 2)])
-def test_models(writers: int, readers: int, tmp_path: Path) -> None:
+def test_models(writers, readers, tmp_path):
     """On other numbers of ranks."""
     states = run_ranks(write, writers, str(tmp_path))
     run_ranks(read, readers, str(tmp_path), states[0])
@@ -117,7 +115,7 @@ def test_models(writers: int, readers: int, tmp_path: Path) -> None:
 
 # peft calls transformers so
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
-def test_a_run_goes_on(tmp_path: Path) -> None:
+def test_a_run_goes_on(tmp_path):
     """LoRA on LLaMA: checkpoints are small, the run that was stopped ends with the same bits, and
     does not go on with another base.
     """
@@ -126,7 +124,7 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
     arguments += ["--dtype fp32 --lr 1e-2 --lr-decay-style constant --max-length 64"]
     arguments += ["--batch-size 2 --lora-rank 4 --save-iters 2 --epochs 9"]
 
-    def go(run: str, last: int, more: str = "") -> Path:
+    def go(run, last, more=""):
         command(*arguments, "--save", tmp_path / run, f"--train-iters {last} {more}")
         return tmp_path / run / f"step-{last:08d}"
 

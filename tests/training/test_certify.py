@@ -2,15 +2,12 @@
 found at the token where it begins.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +21,10 @@ from tests.training.their_models import arguments, make
 import bmtrain as bmt
 from bmtrain.runtime import world
 from model_center.__main__ import main
-from model_center.dataset.chat import Span, Writer
+from model_center.dataset.chat import Writer
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.packing import PackedSamples
-from model_center.training.certificate import Certificate, certify
+from model_center.training.certificate import certify
 from model_center.training.objectives import NextToken, goal_of
 from model_center.training.subject import Subject, subject_of
 
@@ -51,13 +48,13 @@ THOUGHT = [{"messages": turns("2+2?", "<think>\nfour it is\n</think>\n\n4", "3+3
 Fault = Callable[[pytest.MonkeyPatch, Subject], None]
 
 
-def spans(change: Callable[[str, Span], Span]) -> Fault:
+def spans(change):
     """Answers that begin or end elsewhere."""
 
-    def plant(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+    def plant(patch, subject):
         right = Writer.text_and_answers
 
-        def wrong(self: Writer, messages: Any) -> tuple[str, list[Span]]:
+        def wrong(self, messages):
             text, found = right(self, messages)
             return text, [change(text, span) for span in found]
 
@@ -66,10 +63,10 @@ def spans(change: Callable[[str, Span], Span]) -> Fault:
     return plant
 
 
-def by_prefixes(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+def by_prefixes(patch, subject):
     """An answer is what a text has more through it than before it."""
 
-    def wrong(self: Writer, messages: Any) -> tuple[str, list[Span]]:
+    def wrong(self, messages):
         found = [
             (len(self.text(messages[:n], answer=True)), len(self.text(messages[: n + 1])))
             for n, message in enumerate(messages)
@@ -80,11 +77,11 @@ def by_prefixes(patch: pytest.MonkeyPatch, subject: Subject) -> None:
     patch.setattr(Writer, "text_and_answers", wrong)
 
 
-def one_segment(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+def one_segment(patch, subject):
     """All of a row sees all before it."""
     right = subject.scores
 
-    def wrong(batch: Any) -> Any:
+    def wrong(batch):
         length = batch["input_ids"].shape[1]
         whole = {"segments": torch.ones_like(batch["segments"])}
         if type(subject).__name__ == "TheirSubject":  # transformers finds samples by positions
@@ -94,16 +91,16 @@ def one_segment(patch: pytest.MonkeyPatch, subject: Subject) -> None:
     patch.setattr(subject, "scores", wrong)
 
 
-def means_of_means(patch: pytest.MonkeyPatch, subject: Subject) -> None:
-    def wrong(batches: Any) -> Iterator[torch.Tensor]:
+def means_of_means(patch, subject):
+    def wrong(batches):
         for batch in batches:
             yield subject.loss_sum(batch) / (batch["targets"] != -100).sum() / len(batches)
 
     patch.setattr(NextToken, "losses", lambda _, batches: wrong(batches))
 
 
-def shifted_twice(patch: pytest.MonkeyPatch, subject: Subject) -> None:
-    def wrong(batch: Any) -> torch.Tensor:
+def shifted_twice(patch, subject):
+    def wrong(batch):
         """Targets are the next ids already, and are shifted as labels are."""
         scores, _ = subject.scores({**batch, "targets": torch.ones_like(batch["targets"])})
         scores = scores.view(*batch["targets"].shape, -1)[:, :-1]
@@ -113,22 +110,22 @@ def shifted_twice(patch: pytest.MonkeyPatch, subject: Subject) -> None:
     patch.setattr(subject, "loss_sum", wrong)
 
 
-def positions_go_on(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+def positions_go_on(patch, subject):
     right = PackedSamples.__getitem__
 
-    def wrong(self: PackedSamples, index: int) -> Any:
+    def wrong(self, index):
         item = right(self, index)
         return {**item, "position_ids": torch.arange(len(item["position_ids"]))}
 
     patch.setattr(PackedSamples, "__getitem__", wrong)
 
 
-def nothing(patch: pytest.MonkeyPatch, subject: Subject) -> None:
+def nothing(patch, subject):
     pass
 
 
 # The template, the rows, the fault, and what is said of it.
-FAULTS: dict[str, tuple[str, list[Any] | None, Fault, str | None]] = {
+FAULTS = {
     "none": (PLAIN, None, nothing, None),
     "none, invited unasked": (ALWAYS, TALKS, nothing, None),
     "system": (
@@ -163,7 +160,7 @@ FAULTS: dict[str, tuple[str, list[Any] | None, Fault, str | None]] = {
 }
 
 
-def certified(path: str, folder: str, names: list[str]) -> dict[str, Certificate]:
+def certified(path, folder, names):
     """On a rank: the certificate of each fault."""
     subject = subject_of(path)
     args = arguments(Path(path), batch_size=1, gradient_accumulation=2, num_workers=0)
@@ -189,7 +186,7 @@ def certified(path: str, folder: str, names: list[str]) -> dict[str, Certificate
     ("kind", "names"),
     [("gpt2", [*FAULTS]), ("qwen3_moe", ["none", "segments", "shifted", "means"])],
 )
-def test_each_planted_fault_is_found(kind: str, names: list[str], tmp_path: Path) -> None:
+def test_each_planted_fault_is_found(kind, names, tmp_path):
     """At two ranks, of a model of this package and of one of transformers."""
     path = tiny(kind, tmp_path) if kind == "gpt2" else make(kind, tmp_path)
     first, second = run_ranks(certified, 2, str(path), str(tmp_path), names, timeout=200)
@@ -203,7 +200,7 @@ def test_each_planted_fault_is_found(kind: str, names: list[str], tmp_path: Path
             assert said and text in said[0], f"{name}: {said}"
 
 
-def commanded(path: str, data: str) -> tuple[str, str]:
+def commanded(path, data):
     """On a rank: what `certify` and the first lines of `train` say."""
     words = ["--model-config", path, "--data", data, "--max-length", "64", "--dtype", "fp32"]
     said = []
@@ -216,7 +213,7 @@ def commanded(path: str, data: str) -> tuple[str, str]:
 
 
 @pytest.mark.fresh
-def test_the_commands_say_what_differs(tmp_path: Path) -> None:
+def test_the_commands_say_what_differs(tmp_path):
     """`certify` lists it, a run warns once, with the row; of rows that are right, nothing."""
     path = tiny("gpt2", tmp_path)
     data = tmp_path / "talks.jsonl"

@@ -2,13 +2,10 @@
 reading.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,21 +17,21 @@ with importable(EXAMPLE):  # as its train.py imports them
     corpus, data = (importlib.import_module(name) for name in ("corpus", "data"))
 
 
-def write_text(path: Path, num_lines: int = 2000) -> Path:
+def write_text(path, num_lines=2000):
     lines = (f"line {i}: the value of {i * i} is {i % 7} — née\n" for i in range(num_lines))
     return file(path, "".join(lines))
 
 
-def file(path: Path, content: str) -> Path:
+def file(path, content):
     path.write_text(content, "utf-8")
     return path
 
 
-def json_lines(path: Path, *texts: str, field: str = "text") -> Path:
+def json_lines(path, *texts, field="text"):
     return file(path, "".join(json.dumps({field: text}) + "\n\n" for text in texts))
 
 
-def cached(text: object, folder: Path, vocab_size: int = 400) -> Any:
+def cached(text, folder, vocab_size=400):
     place = data.cache_folder(folder, text, vocab_size)
     for _ in data.build_cache(place, text, vocab_size):
         pass
@@ -42,7 +39,7 @@ def cached(text: object, folder: Path, vocab_size: int = 400) -> Any:
 
 
 @pytest.mark.long
-def test_standard_library_is_large_sorted_and_the_same_twice() -> None:
+def test_standard_library_is_large_sorted_and_the_same_twice():
     text = corpus.standard_library()
     assert len(text.files) > 300
     assert list(text.files) == sorted(text.files)
@@ -50,7 +47,7 @@ def test_standard_library_is_large_sorted_and_the_same_twice() -> None:
     assert not any("site-packages" in path.relative_to(text.root).parts for path in text.files)
 
 
-def test_what_is_not_utf8(tmp_path: Path) -> None:
+def test_what_is_not_utf8(tmp_path):
     """It is skipped in the standard library, and an error in a text of one's own."""
     file(tmp_path / "good.txt", "fine\n")
     (tmp_path / "latin.txt").write_bytes("näive\n".encode("latin-1"))
@@ -61,7 +58,7 @@ def test_what_is_not_utf8(tmp_path: Path) -> None:
         list(corpus.Corpus(root=tmp_path, files=files).documents())
 
 
-def test_digest_follows_files_and_sizes(tmp_path: Path) -> None:
+def test_digest_follows_files_and_sizes(tmp_path):
     path = write_text(tmp_path / "a.txt")
     before = corpus.own_text(path).digest()
     assert corpus.own_text(path).digest() == before
@@ -69,7 +66,7 @@ def test_digest_follows_files_and_sizes(tmp_path: Path) -> None:
     assert corpus.own_text(path).digest() != before
 
 
-def test_unusable_texts_are_named(tmp_path: Path) -> None:
+def test_unusable_texts_are_named(tmp_path):
     """Paths, and lines that are not what they are to be; a failed build leaves nothing behind."""
     empty = file(tmp_path / "empty.txt", "")
     (tmp_path / "nothing").mkdir()
@@ -95,7 +92,7 @@ def test_unusable_texts_are_named(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_few_files_are_cut_at_line_ends_and_lose_nothing(tmp_path: Path) -> None:
+def test_few_files_are_cut_at_line_ends_and_lose_nothing(tmp_path):
     """JSON lines have a text each, by another field too."""
     path = write_text(tmp_path / "a.txt")
     documents = list(corpus.own_text(path).documents())
@@ -107,11 +104,11 @@ def test_few_files_are_cut_at_line_ends_and_lose_nothing(tmp_path: Path) -> None
     assert [document.text for document in documents] == ["text 0", "text 1"]
 
 
-def test_held_out_documents_are_whole_and_decode_to_their_text(tmp_path: Path) -> None:
+def test_held_out_documents_are_whole_and_decode_to_their_text(tmp_path):
     """A text that spells the end-of-text token does not end it."""
     text = corpus.own_text(write_text(tmp_path / "a.txt"))
     tokens, split = cached(text, tmp_path / "cache"), data.split_documents(text)
-    expected: dict[str, list[str]] = {"train": [], "valid": []}
+    expected = {"train": [], "valid": []}
     for document in text.documents():
         is_held_out = data.name_hash(document.name) <= split.held_out
         expected["valid" if is_held_out else "train"].append(document.text)
@@ -128,7 +125,7 @@ def test_held_out_documents_are_whole_and_decode_to_their_text(tmp_path: Path) -
     assert sum((ids == other.end_of_text).sum() for ids in (other.train, other.valid)) == 50
 
 
-def test_cache_is_built_once_and_whole(tmp_path: Path) -> None:
+def test_cache_is_built_once_and_whole(tmp_path):
     text = corpus.own_text(write_text(tmp_path / "a.txt"))
     place = data.cache_folder(tmp_path / "cache", text, 400)
     building = data.build_cache(place, text, 400)
@@ -142,11 +139,11 @@ def test_cache_is_built_once_and_whole(tmp_path: Path) -> None:
     assert data.cache_folder(tmp_path / "cache", text, 500) != place
 
 
-def sequences_of(count: int, seed: int) -> Any:
+def sequences_of(count, seed):
     return data.TrainingSequences(np.arange(count, dtype=np.uint16), seq_len=10, seed=seed)
 
 
-def test_targets_are_the_inputs_one_later() -> None:
+def test_targets_are_the_inputs_one_later():
     sequences = sequences_of(101, 3)
     (inputs, targets), (second, _) = sequences.batch(0, 10), sequences.batch(10, 10)
     assert inputs.shape == targets.shape == (10, 10)
@@ -158,11 +155,11 @@ def test_targets_are_the_inputs_one_later() -> None:
         sequences_of(10, 0)
 
 
-def test_order_of_reading_survives_another_number_of_ranks() -> None:
+def test_order_of_reading_survives_another_number_of_ranks():
     """Two steps on two ranks, then two on others."""
     straight = [sequences_of(1001, 1).sequence(sample) for sample in range(72)]
     for ranks in (1, 3):
-        read: list[int] = []
+        read = []
         consumed = 0
         for size in (2, 2, ranks, ranks):
             for micro in range(3):
@@ -173,10 +170,10 @@ def test_order_of_reading_survives_another_number_of_ranks() -> None:
         assert read == straight[: len(read)]
 
 
-def test_validation_is_the_same_on_any_number_of_ranks() -> None:
+def test_validation_is_the_same_on_any_number_of_ranks():
     tokens = np.arange(211, dtype=np.uint16)
     for ranks in (1, 3):
-        seen: list[int] = []
+        seen = []
         each = [[*data.validation_batches(tokens, 10, 4, r, ranks, limit=13)] for r in range(ranks)]
         assert len({len(batches) for batches in each}) == 1, "ranks call the model equally often"
         for inputs, targets in itertools.chain(*each):

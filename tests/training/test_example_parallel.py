@@ -2,8 +2,6 @@
 the layers, nor on a stop.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -28,20 +26,20 @@ STEPS = "--steps 6 --warmup 2 --save-every 3 --val-every 3 --val-samples 5 --sam
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-def train(folder: Path, run: str, more: str = "", ranks: int = 2) -> list[dict[str, Any]]:
+def train(folder, run, more="", ranks=2):
     """The metrics of a run of six steps, with checkpoints after three and six."""
     run_ranks(example, ranks, flags(folder, run, more), join=False, timeout=120)
     lines = (folder / run / "metrics.jsonl").read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
-def flags(folder: Path, run: str, more: str = "") -> list[str]:
+def flags(folder, run, more=""):
     """Those of a tiny run; later ones override earlier ones."""
     places = f"--data {folder}/text --cache-dir {folder}/cache --save-dir {folder}/{run}"
     return f"{places} {SIZES} {STEPS} {more}".split()
 
 
-def example(arguments: list[str]) -> None:
+def example(arguments):
     """On a rank: the program, as if torchrun had started it on a machine without GPUs."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.argv = [str(EXAMPLE / "train.py"), *arguments]
@@ -52,7 +50,7 @@ def example(arguments: list[str]) -> None:
             assert not end.code, f"exit status {end.code}"
 
 
-def called(arguments: list[str]) -> list[dict[str, Any]]:
+def called(arguments):
     """On a rank: the program's `main`, and what it tells a callable of each step."""
     found: list[dict[str, Any]] = []
     warnings.filterwarnings("ignore", module="(tokenizers|matplotlib)")
@@ -64,7 +62,7 @@ def called(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Some text, cut into documents."""
     out = tmp_path_factory.mktemp("gpt2")
     (out / "text").mkdir()
@@ -75,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def close(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+def close(got, want):
     """The same records, but for times and memory."""
     kept = ("step", "loss", "grad_norm", "validation_loss", "lr")
     pairs = [
@@ -85,28 +83,26 @@ def close(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
     assert pairs[0] == [pytest.approx(record, rel=2e-5) for record in pairs[1]]
 
 
-def samples(folder: Path) -> list[int]:
+def samples(folder):
     """The steps after which the model has written."""
     text = (folder / "samples.txt").read_text("utf-8")
     return [int(step) for step in re.findall(r"^=== after step (\d+)$", text, re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> list[dict[str, Any]]:
+def whole(folder):
     """The records of a run on two ranks that nobody stopped."""
     return train(folder, "whole", "--sample-every 2 --curves tensorboard --peak-tflops 0.01")
 
 
-def resumed(
-    folder: Path, run: str, more: str, of: str = "whole", ranks: int = 2
-) -> list[dict[str, Any]]:
+def resumed(folder, run, more, of="whole", ranks=2):
     """The records of a run that goes on from the third step of another."""
     shutil.copytree(folder / of, folder / run)
     shutil.rmtree(folder / run / "step-00000006")
     return train(folder, run, more, ranks)
 
 
-def test_a_run_and_its_end_from_a_checkpoint(folder: Path, whole: list[dict[str, Any]]) -> None:
+def test_a_run_and_its_end_from_a_checkpoint(folder, whole):
     """Loss, gradient norm and validation loss from the checkpoint of --tp 1 on with --tp 2 are
     those of --tp 1.
     """
@@ -131,7 +127,7 @@ def test_a_run_and_its_end_from_a_checkpoint(folder: Path, whole: list[dict[str,
 
 
 @pytest.mark.long
-def test_shared_layers_and_stages_learn_the_same(folder: Path, whole: list[dict[str, Any]]) -> None:
+def test_shared_layers_and_stages_learn_the_same(folder, whole):
     """With --tp 2 and with --pp 2, from the start and from a checkpoint of another --pp."""
     close(train(folder, "split", "--tp 2"), whole)
     unstaged = train(folder, "unstaged")
@@ -152,7 +148,7 @@ def test_shared_layers_and_stages_learn_the_same(folder: Path, whole: list[dict[
         ),
     ],
 )
-def test_sizes_that_cannot_be_shared(words: str, complaint: str, folder: Path) -> None:
+def test_sizes_that_cannot_be_shared(words, complaint, folder):
     """Each is named before anything starts."""
     with pytest.raises(AssertionError, match="exit status 2") as failure:
         train(folder, "bad", words)
@@ -160,7 +156,7 @@ def test_sizes_that_cannot_be_shared(words: str, complaint: str, folder: Path) -
 
 
 @pytest.mark.long
-def test_ranks_do_not_outlive_torchrun(folder: Path) -> None:
+def test_ranks_do_not_outlive_torchrun(folder):
     """When torchrun is killed, which tells its ranks nothing, they save and end; the next run goes
     on from there.
     """
@@ -191,7 +187,7 @@ def test_ranks_do_not_outlive_torchrun(folder: Path) -> None:
     assert f"this run had finished before: {found[1]} steps" in done.stdout
 
 
-def program(path: str) -> None:
+def program(path):
     """On a rank, as if torchrun had started it."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     runpy.run_path(path, run_name="__main__")
@@ -199,9 +195,7 @@ def program(path: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_programs_of_the_documentation(
-    number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_programs_of_the_documentation(number, tmp_path, capfd):
     """docs/site/en/reference/parallel.md shows a tensor-parallel and a pipelined program, and they
     learn.
     """

@@ -1,7 +1,5 @@
 """What a step costs: the meter against what torch counts, attention by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -35,31 +33,31 @@ Case = tuple[torch.nn.Module, Callable[[Any], torch.Tensor], int]
 class Classifier(torch.nn.Module):
     """A head of the program's own on BERT."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bert = Bert(BertConfig(**SIZES, num_layers=2))
         self.dense = Linear(16, 3, dtype=torch.float32)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         out = self.bert(ids, output_logits=False, output_pooler_output=True)
         return self.dense(out.pooler_output)
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     out: torch.Tensor = model(IDS).logits
     return out
 
 
-def answer(model: Any) -> torch.Tensor:
+def answer(model):
     out: torch.Tensor = model(IDS, decoder_input_ids=IDS[:, :WRITTEN]).logits
     return out
 
 
-def gpt2(**how: Any) -> Case:
+def gpt2(**how):
     return GPT2(GPT2Config(**SIZES, num_layers=2, **how)), logits, HALF
 
 
-def t5() -> Case:
+def t5():
     pairs = LENGTH**2 + 2 * WRITTEN**2 // 2 + 2 * WRITTEN * LENGTH
     return T5(T5Config(**SIZES, num_encoder_layers=1, num_decoder_layers=2)), answer, pairs
 
@@ -75,11 +73,11 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def attention(pairs: int) -> int:
+def attention(pairs):
     return int(12 * ROWS * pairs * SIZES["num_heads"] * SIZES["dim_head"])
 
 
-def products(run: Callable[[], torch.Tensor]) -> int:
+def products(run):
     """FLOPs of the products with matrices, forward and backward, as torch counts them."""
     with FlopCounterMode(display=False) as counter:
         run().sum().backward()
@@ -89,7 +87,7 @@ def products(run: Callable[[], torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_meter_counts_what_torch_counts(case: str) -> None:
+def test_the_meter_counts_what_torch_counts(case):
     """Of a pass with gradients; an evaluation does not count, and nothing counts twice. What a
     program says beforehand of full rows is the same. Frozen weights cost two thirds.
     """
@@ -109,7 +107,7 @@ def test_the_meter_counts_what_torch_counts(case: str) -> None:
         assert meter.take() - attention(pairs) == pytest.approx(counted * 2 / 3)
 
 
-def test_attention_within_a_window_is_not_known() -> None:
+def test_attention_within_a_window_is_not_known():
     model = Longformer(LongformerConfig(**SIZES, num_layers=1, attention_window=4))
     meter = FlopsMeter(model)
     model(IDS)

@@ -2,10 +2,7 @@
 on two ranks.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -22,18 +19,18 @@ from model_center.training.metrics_file import read_metrics
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Tiny models are made here."""
     return tmp_path_factory.mktemp("lm")
 
 
-def on(model: Path, data: Path = DATA) -> list[object]:
+def on(model, data=DATA):
     """Arguments that say which model and which data."""
     return ["--model-config", model, "--base-path", data, TINY]
 
 
 @pytest.mark.long
-def test_gpt2_learns_boolq(folder: Path, tmp_path: Path) -> None:
+def test_gpt2_learns_boolq(folder, tmp_path):
     """The words of the answers, and the texts of the prompts."""
     arguments = "--dataset BoolQ --batch-size 5 --gradient-accumulation 2 --epochs 4 --save"
     train("finetune_gpt2", *on(tiny("gpt2", folder)), arguments, tmp_path)
@@ -41,7 +38,7 @@ def test_gpt2_learns_boolq(folder: Path, tmp_path: Path) -> None:
     assert results(tmp_path, "accuracy")[-1] > 0.85
 
 
-def test_bert_learns_boolq(folder: Path, tmp_path: Path) -> None:
+def test_bert_learns_boolq(folder, tmp_path):
     """From chance to nearly all right, on data that tell the answer; the model is written as
     transformers reads it. Of an unknown task the nearest one is named.
     """
@@ -62,7 +59,7 @@ def test_bert_learns_boolq(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_t5_learns_to_answer(folder: Path, tmp_path: Path) -> None:
+def test_t5_learns_to_answer(folder, tmp_path):
     """SQuAD: questions that it has seen are answered; at the start none is."""
     content = json.loads((DATA / "squad" / "train-v1.1.json").read_text("utf-8"))
     (tmp_path / "squad").mkdir()
@@ -90,9 +87,7 @@ def test_t5_learns_to_answer(folder: Path, tmp_path: Path) -> None:
         ("cpm2", "cpm2", "LCQMC", "accuracy"),
     ],
 )
-def test_other_tasks(
-    program: str, family: str, task: str, metrics: str, folder: Path, tmp_path: Path
-) -> None:
+def test_other_tasks(program, family, task, metrics, folder, tmp_path):
     """A few steps, and an evaluation."""
     arguments = f"--dataset_name {task} --batch-size 3 --train-iters 3 --save"
     train(f"finetune_{program}", *on(tiny(family, folder)), arguments, tmp_path)
@@ -102,7 +97,7 @@ def test_other_tasks(
         assert found and all(0 <= value <= 1 for value in found)
 
 
-def tokens(folder: Path, family: str) -> None:
+def tokens(folder, family):
     """Token data for a model of this family, made of the small texts, under the name "tokens"."""
     model, prefix = tiny(family, folder), folder / family / "tokens"
     text = DATA / "corpus" / ("english.txt" if family == "gpt2" else "chinese.txt")
@@ -127,7 +122,7 @@ def tokens(folder: Path, family: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "length"), [("gpt2", 64), ("cpm1", 128), ("cpm2", 512)])
-def test_training_from_scratch(family: str, length: int, folder: Path, tmp_path: Path) -> None:
+def test_training_from_scratch(family, length, folder, tmp_path):
     """The loss falls from that of knowing nothing."""
     tokens(folder, family)
     how = f"--dataset_name tokens --max-length {length} --batch-size 4 --epochs 3 --save"
@@ -138,7 +133,7 @@ def test_training_from_scratch(family: str, length: int, folder: Path, tmp_path:
 
 
 @pytest.mark.long
-def test_weights_from_elsewhere(folder: Path, tmp_path: Path) -> None:
+def test_weights_from_elsewhere(folder, tmp_path):
     """--load goes before the folder's weights, and --start-step says how many steps those have
     behind them.
     """
@@ -155,7 +150,7 @@ def test_weights_from_elsewhere(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_other_ways_to_compute(folder: Path, tmp_path: Path) -> None:
+def test_other_ways_to_compute(folder, tmp_path):
     """fp16 with a loss scale that finds its size, states in host memory, no recomputation, and
     curves.
     """

@@ -1,7 +1,5 @@
 """The verbs of model_center.training, against plain PyTorch and plain Python."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal
@@ -14,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from tensorboard.backend.event_processing import event_accumulator
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from torch.utils.data import Dataset
 
 import bmtrain as bmt
@@ -46,10 +44,10 @@ Values = list[dict[str, Any]]
 class Points(Dataset[dict[str, torch.Tensor]]):
     """Rows with a class; every fifth has none."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return ROWS
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
         label = -100 if index % 5 == 0 else index % 3
         return {"x": torch.randn(WIDTH, generator=generator), "label": torch.tensor(label)}
@@ -58,12 +56,12 @@ class Points(Dataset[dict[str, torch.Tensor]]):
 class Net(torch.nn.Module):
     """Two layers; the same first values everywhere."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         self.up = Linear(WIDTH, 8, dtype=dtype, bias=True)
         self.down = Linear(8, 3, dtype=dtype, bias=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.down(torch.tanh(self.up(x)))
 
 
@@ -73,18 +71,18 @@ FLAGS = (
 )
 
 
-def flags(more: str = "") -> Any:
+def flags(more=""):
     return parse_args(make_parser(), f"{FLAGS} {more}".split())
 
 
-def net(dtype: torch.dtype = torch.float32) -> Net:
+def net(dtype=torch.float32):
     """A model with its first values."""
     model = Net(dtype)
     bmt.init_parameters(model)
     return model
 
 
-def steps_of(run: Run) -> None:
+def steps_of(run):
     """The steps of a pass that are left, each a mean over the labels of all ranks."""
     loss_sum = bmt.loss.FusedCrossEntropy(reduction="sum", ignore_index=-100)
     for batches in run.steps():
@@ -92,15 +90,15 @@ def steps_of(run: Run) -> None:
         run.update(mean(loss_sum(run.model(b["x"]), b["label"])) for b in batches)
 
 
-def training(folder: str, raises: bool) -> tuple[Values, list[str]]:
+def training(folder, raises):
     """On a rank: two passes over the points; what a callable hears, and what is said if it
     raises.
     """
     model, args = net(), flags(f"--save {folder}")
     bmt.save(model, os.path.join(folder, "first.pt"))
-    heard: Values = []
+    heard = []
 
-    def on_step(values: dict[str, Any]) -> None:
+    def on_step(values):
         heard.append(values)
         if raises:
             raise ConnectionError("nobody there")
@@ -116,15 +114,13 @@ def training(folder: str, raises: bool) -> tuple[Values, list[str]]:
     return heard, [str(one.message) for one in told if "told of each step" in str(one.message)]
 
 
-def plain_training(
-    first: dict[str, torch.Tensor], rows_of_steps: list[list[int]]
-) -> tuple[list[float], list[float], torch.nn.Module]:
+def plain_training(first, rows_of_steps):
     """Losses, gradient norms and the model of plain PyTorch on the same rows, which are no longer
     divided.
     """
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(WIDTH, 8), "down": torch.nn.Linear(8, 3)})
     model.load_state_dict(first)
-    groups: list[dict[str, Any]] = [
+    groups = [
         {"params": [model[name].weight for name in model], "weight_decay": 1e-2},
         {"params": [model[name].bias for name in model], "weight_decay": 0.0},
     ]
@@ -147,7 +143,7 @@ def plain_training(
 
 
 @pytest.mark.parametrize(("ranks", "raises"), [(3, False), (2, True)])
-def test_a_run_is_that_of_plain_pytorch(ranks: int, raises: bool, tmp_path: Path) -> None:
+def test_a_run_is_that_of_plain_pytorch(ranks, raises, tmp_path):
     """Micro-batches of unequal size, on ranks of unequal share: each labelled row counts alike. A
     callable hears of every step on every rank; what it raises is told once and changes nothing.
     """
@@ -177,7 +173,7 @@ def test_a_run_is_that_of_plain_pytorch(ranks: int, raises: bool, tmp_path: Path
             )
 
 
-def short_run(folder: str, more: str) -> None:
+def short_run(folder, more):
     """On a rank: a run with an evaluation after each pass."""
     args = flags(f"--save {folder} {more}")
     with Run(net(), make_loader(Points(), args, shuffle=False), args) as run:
@@ -186,7 +182,7 @@ def short_run(folder: str, more: str) -> None:
             run.record(accuracy=0.5)
 
 
-def test_a_run_goes_on_elsewhere(tmp_path: Path) -> None:
+def test_a_run_goes_on_elsewhere(tmp_path):
     """On other ranks, in the same data: steps are of another size, and each row is still read once
     a pass. A finished run is not touched but for more epochs, and by no other run.
     """
@@ -212,7 +208,7 @@ def test_a_run_goes_on_elsewhere(tmp_path: Path) -> None:
     assert [one["step"] for one in later if "accuracy" in one] == [1, 5, 13, 21]
 
 
-def test_another_model_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_is_said_in_words(monkeypatch):
     """The digests of names and shapes tell a reader nothing."""
     before, step = {"seed": 1, "weights": "ab22ba8a"}, Path("step-1")
     monkeypatch.setattr(resuming, "read_facts", lambda _: {"made_with": before})
@@ -225,18 +221,18 @@ def test_another_model_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None
     resuming.check_same_run(step, {**before, "moments": "fp32"})
 
 
-def test_what_ends_programs_goes_through() -> None:
+def test_what_ends_programs_goes_through():
     """Ctrl-C in a callable is the user's."""
     with pytest.raises(KeyboardInterrupt):
         Listener(mock.Mock(side_effect=KeyboardInterrupt)).hear({})
 
 
-def test_what_is_decayed() -> None:
+def test_what_is_decayed():
     """Every matrix, no vector. Of T5, the biases of scores are no weights either."""
     gpt2 = GPT2Config(num_layers=1, tied=False, dtype=torch.float32)
     t5 = T5Config(num_encoder_layers=1, num_decoder_layers=1, dtype=torch.float32)
     with torch.device("meta"):
-        models: list[torch.nn.Module] = [GPT2(gpt2), T5(t5)]
+        models = [GPT2(gpt2), T5(t5)]
     for model in models:
         for name, param in model.named_parameters():
             is_matrix = param.dim() > 1 and "relative_attention_bias" not in name
@@ -247,7 +243,7 @@ def test_what_is_decayed() -> None:
 CODES = {name + kind for name in ("exp_avg", "exp_avg_sq") for kind in ("_codes", "_scales")}
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 # By flags: the names of the states that a bf16 parameter has.
-MADE: dict[str, set[str]] = {
+MADE = {
     "--optimizer adam": {"master", *MOMENTS},
     "--optimizer adam-offload": {"master", *MOMENTS},
     "--optimizer adam-offload --moments 8bit": {"master", *CODES},
@@ -258,7 +254,7 @@ MADE: dict[str, set[str]] = {
 }
 
 
-def groups() -> None:
+def groups():
     model = net(torch.bfloat16)
     dict(model.named_parameters())["up.weight"].requires_grad_(False)
     for words, names in MADE.items():
@@ -275,7 +271,7 @@ def groups() -> None:
         make_optimizer(model, flags())
 
 
-def test_optimizers() -> None:
+def test_optimizers():
     run_ranks(groups, 1)
 
 
@@ -289,7 +285,8 @@ RATES = [
 ]
 
 
-def schedules() -> None:
+@on_ranks(1)
+def test_schedules():
     optimizer = make_optimizer(net(), flags())
     for style, step, last, want in RATES:
         more = f"--lr-decay-style {style} --warmup-iters 20 --start-step {step} --lr-end {last}"
@@ -312,11 +309,7 @@ def schedules() -> None:
     assert scales == [1, 65536, 1]
 
 
-def test_schedules() -> None:
-    run_ranks(schedules, 1)
-
-
-def unwritable(folder: str) -> None:
+def unwritable(folder):
     model, file = net(), Path(folder, "file")
     optimizer = make_optimizer(model, flags())
     manager = make_manager(optimizer, make_scheduler(optimizer, flags(), 10), flags())
@@ -337,12 +330,12 @@ def unwritable(folder: str) -> None:
     assert checkpoints.latest() is None
 
 
-def test_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints(tmp_path):
     """What cannot be written on rank 0 is an error on all, a log too; the last ones are kept."""
     run_ranks(unwritable, 2, str(tmp_path))
 
 
-def test_metrics_are_taken_back(tmp_path: Path) -> None:
+def test_metrics_are_taken_back(tmp_path):
     path = tmp_path / "folder" / "metrics.jsonl"
     file = MetricsFile(path, 0)
     for step in range(5):
@@ -353,7 +346,7 @@ def test_metrics_are_taken_back(tmp_path: Path) -> None:
     assert read_metrics(path) == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "new": True}]
 
 
-def test_each_measurement_is_there_once(tmp_path: Path) -> None:
+def test_each_measurement_is_there_once(tmp_path):
     """What was measured after the last step stays, and what is measured again replaces it, though
     the folder is away for a while. Damaged lines are named, and kept beside.
     """
@@ -379,7 +372,7 @@ def test_each_measurement_is_there_once(tmp_path: Path) -> None:
     assert read_metrics(path) == [step, b, *again, {"step": 3, "loss": 0.5}]
 
 
-def test_curves_are_tensorboards(tmp_path: Path) -> None:
+def test_curves_are_tensorboards(tmp_path):
     """Where the package is missing, that is said."""
     curves = TensorBoard(tmp_path, first_step=0)
     for step in (1, 2):
@@ -401,7 +394,7 @@ def test_curves_are_tensorboards(tmp_path: Path) -> None:
         TensorBoard(tmp_path, first_step=0)
 
 
-def test_wandb_goes_on(tmp_path: Path) -> None:
+def test_wandb_goes_on(tmp_path):
     """The second time under the number that it had the first time."""
     fake = mock.Mock()
     fake.init.return_value = fake
@@ -420,7 +413,7 @@ def test_wandb_goes_on(tmp_path: Path) -> None:
         Wandb(tmp_path / "run", "mine")
 
 
-def test_groups_of_batches() -> None:
+def test_groups_of_batches():
     """Nothing is asked for before it is needed. The size of a batch is that of its largest
     tensor.
     """
@@ -434,7 +427,7 @@ def test_groups_of_batches() -> None:
     assert num_tokens(["text"]) == 0
 
 
-def stopping() -> list[bool]:
+def stopping():
     request = StopRequest()
     answers = [request.agreed()]
     if bmt.rank() == 1:
@@ -444,5 +437,5 @@ def stopping() -> list[bool]:
     return [*answers, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL]
 
 
-def test_one_rank_stops_all() -> None:
+def test_one_rank_stops_all():
     assert run_ranks(stopping, 2) == [[False, True, True]] * 2

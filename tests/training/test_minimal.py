@@ -1,7 +1,5 @@
 """The program of the README is examples/first.py; examples/minimal.py learns, alone and on ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -19,7 +17,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SIZES, SMALL = "SEQ, BATCH, STEPS = 128, 8, 100", "SEQ, BATCH, STEPS = 32, 4, 100"
 
 
-def test_the_readmes_keep_their_form() -> None:
+def test_the_readmes_keep_their_form():
     """They show the program, in at most 25 lines; they are short and have no relative links, which a
     package index cannot follow.
     """
@@ -33,9 +31,7 @@ def test_the_readmes_keep_their_form() -> None:
         assert not re.findall(r"\]\((?!https://)", readme)
 
 
-def test_the_program_of_the_readme_learns(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_of_the_readme_learns(tmp_path, capfd):
     """On two ranks it prints what the README says; the first and the last loss."""
     (tmp_path / "program.py").write_text((ROOT / "examples" / "first.py").read_text("utf-8"))
     assert run_ranks(on_a_rank, 2, str(tmp_path), join=False, timeout=300) == [0, 0]
@@ -45,7 +41,7 @@ def test_the_program_of_the_readme_learns(
     assert all(abs(losses[step] - loss) < 0.01 for step, loss in shown.items())
 
 
-def written(folder: Path, steps: int | None = None) -> None:
+def written(folder, steps=None):
     """Write the program into a new folder, with fewer and shorter rows.
 
     With `steps` it ends before it would make this step, as a crash ends it.
@@ -61,13 +57,13 @@ def written(folder: Path, steps: int | None = None) -> None:
     (folder / "program.py").write_text(text, "utf-8")
 
 
-def losses_in(said: str) -> dict[int, float]:
+def losses_in(said):
     """The loss of each step that the program has printed."""
     found = re.findall(r"step (\d+): loss (\d+\.\d+)", said)
     return {int(step): float(loss) for step, loss in found}
 
 
-def on_a_rank(folder: str) -> object:
+def on_a_rank(folder):
     """The program's exit status, in a process that has imported torch."""
     os.chdir(folder)
     sys.argv = ["program.py", str(PROGRAM)]
@@ -79,7 +75,7 @@ def on_a_rank(folder: str) -> object:
 
 
 @pytest.mark.long
-def test_it_learns_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_learns_and_goes_on(tmp_path, capfd):
     """Started by torchrun; ended on the way and started again, it prints what it prints without
     the stop.
     """

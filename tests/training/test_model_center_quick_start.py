@@ -2,8 +2,6 @@
 learns by it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -19,7 +17,7 @@ BOOLQ = str(DATA / "superglue")
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bert(tmp_path_factory):
     """A BERT that is pretrained as far as this goes in seconds: on the task, but not to the end,
     and without its head.
     """
@@ -32,14 +30,14 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run" / "model"
 
 
-def run(text: str) -> None:
+def run(text):
     """On a rank: the program."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     exec(compile(text, "quick_start", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.long
-def test_the_quick_start(bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_quick_start(bert, capfd):
     """Five epochs on two ranks: only rank 0 prints, fp16 finds its scale, and the answers become
     right.
 
@@ -67,7 +65,7 @@ def test_the_quick_start(bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert len(set(accuracy)) > 1, "it has to learn: its new head is random"
 
 
-def from_config(config: str) -> None:
+def from_config(config):
     """On a rank: the part for who has no weights, and `bmt.load` of what such a model saves."""
     text = "import bmtrain as bmt\nfrom model_center.model import Bert, BertConfig\n"
     text += FROM_CONFIG.replace("your/path/to/config.json", config).replace(
@@ -80,7 +78,7 @@ def from_config(config: str) -> None:
     assert saved.keys() == scope["model"].state_dict().keys()  # type: ignore[attr-defined]
 
 
-def test_a_model_from_a_configuration(tmp_path: Path) -> None:
+def test_a_model_from_a_configuration(tmp_path):
     """config.json in ModelCenter's own keys."""
     sizes = {
         "dim_model": 32,

@@ -1,7 +1,5 @@
 """Pairs of answers: their rows, losses and gradients beside plain PyTorch, runs and refusals."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json
@@ -73,7 +71,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_rows_in_all_forms() -> None:
+def test_rows_in_all_forms():
     for row in FORMS:
         better, worse = parse_pair(row)
         asked = {**ASKED, "weight": 0}
@@ -87,7 +85,7 @@ def test_rows_in_all_forms() -> None:
 
 
 @pytest.mark.parametrize(("row", "message"), REFUSED)
-def test_rows_that_are_refused(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_rows_that_are_refused(row, message, tmp_path):
     """With file and row; without it the rest is read."""
     path, tokenizer = tmp_path / "pairs.jsonl", _tokenizer()
     good = json.dumps(FORMS[0])
@@ -100,7 +98,7 @@ def test_rows_that_are_refused(row: dict[str, Any], message: str, tmp_path: Path
         InstructionDataset(path, tokenizer, 64)
 
 
-def test_pairs_that_do_not_fit(tmp_path: Path) -> None:
+def test_pairs_that_do_not_fit(tmp_path):
     """A pair goes as a whole, and is counted as one."""
     path = tmp_path / "pairs.jsonl"
     long = {"prompt": "a", "chosen": "b", "rejected": "c " * 90}
@@ -121,7 +119,7 @@ def test_pairs_that_do_not_fit(tmp_path: Path) -> None:
     assert kept.rows == [[0, 1]] and targets[targets != -100][-1] == _tokenizer().eos_token_id
 
 
-def test_orpo_at_both_ends() -> None:
+def test_orpo_at_both_ends():
     """Finite where the plain formula is not, and equal to it in fp64."""
     x = torch.tensor([-1e-6, -0.5, -0.7, -30.0], requires_grad=True)
     y = torch.tensor([-2.0, -1e-6, -9.0, -1e-3])
@@ -134,7 +132,7 @@ def test_orpo_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_token_log_probs(with_bias: bool) -> None:
+def test_token_log_probs(with_bias):
     """Values and gradients; 0 in rows to ignore."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(20, 8, requires_grad=True), torch.randn(31, 8, requires_grad=True)
@@ -151,11 +149,11 @@ def test_token_log_probs(with_bias: bool) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def _tokenizer() -> Any:
+def _tokenizer():
     return transformers.AutoTokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
 
 
-def write_pairs(path: Path) -> Path:
+def write_pairs(path):
     rows = [
         {
             "prompt": f"What is {n % 4} plus {n // 4}?",
@@ -168,12 +166,10 @@ def write_pairs(path: Path) -> Path:
     return path
 
 
-def plain_loss(
-    kind: Objective, model: Any, base: Any, pairs: Pairs, numbers: list[int]
-) -> torch.Tensor:
+def plain_loss(kind, model, base, pairs, numbers):
     """In one process, every answer alone, by the papers' formulas."""
 
-    def score(own: Any, ids: torch.Tensor, targets: torch.Tensor, *, mean: bool) -> torch.Tensor:
+    def score(own, ids, targets, *, mean):
         every = own(input_ids=ids[None]).logits
         if kind is Objective.REWARD:
             return every[0, 0]
@@ -198,7 +194,7 @@ def plain_loss(
     return total / len(numbers)
 
 
-def _moved(model: torch.nn.Module, *, only_adapters: bool) -> None:
+def _moved(model, *, only_adapters):
     """Others than the reference's values, the same on all ranks and beside them."""
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -207,7 +203,7 @@ def _moved(model: torch.nn.Module, *, only_adapters: bool) -> None:
                 param.add_(torch.randn(param.shape, generator=generator) * 0.05)
 
 
-def compare(folder: str, data: str, case: tuple[str, str, int]) -> None:
+def compare(folder, data, case):
     """On a rank: loss and gradients of two micro-batches of unequal size."""
     warnings.simplefilter("ignore")  # some of transformers' own
     name, objective, rank = case
@@ -269,7 +265,7 @@ def compare(folder: str, data: str, case: tuple[str, str, int]) -> None:
         assert float((got[one] - grad).abs().max()) <= limit, (case, one)
 
 
-def all_cases(folder: str, data: str, cases: list[tuple[str, str, int]]) -> None:
+def all_cases(folder, data, cases):
     for case in cases:
         compare(folder, data, case)
 
@@ -295,9 +291,7 @@ CASES = [
     ],
 )
 @pytest.mark.fresh
-def test_losses_and_gradients(
-    ranks: int, cases: list[tuple[str, str, int]], tmp_path: Path
-) -> None:
+def test_losses_and_gradients(ranks, cases, tmp_path):
     """Against transformers' model in one process, each answer alone."""
     for kind in {kind for kind, *_ in cases}:
         make(kind, tmp_path)
@@ -313,7 +307,7 @@ def test_losses_and_gradients(
         pytest.param("--objective reward", marks=pytest.mark.long),
     ],
 )
-def test_a_run_goes_on_bit_by_bit(how: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_bit_by_bit(how, tmp_path):
     """Also where the reference's log-probabilities are computed anew; it learns which is better."""
     data = write_pairs(tmp_path / "pairs.jsonl")
     words = ["--model-config", tiny("qwen3", tmp_path), "--max-length 64", TINY, "--data", data]

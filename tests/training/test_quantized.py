@@ -2,10 +2,7 @@
 rounded weights.
 """
 
-from __future__ import annotations
-
 import gc
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,7 +30,7 @@ from model_center.training.quantization import quantize
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
+def rounded(weight):
     """A weight as four bits hold it."""
     how: Any = {"blocksize": BLOCK_SIZE, "quant_type": "nf4"}
     packed, state = bitsandbytes.functional.quantize_4bit(weight, **how)
@@ -46,7 +43,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     "options",
     [{}, {"length_scale": True, "bias": True}, {"length_scale": True, "length_scale_before": True}],
 )
-def test_a_layer(dtype: torch.dtype, options: dict[str, bool]) -> None:
+def test_a_layer(dtype, options):
     """Products and the gradient of the input; the weight takes 4 bits and the scales."""
     torch.manual_seed(0)
     plain = Linear(24, 40, dtype=dtype, **options)
@@ -67,7 +64,7 @@ def test_a_layer(dtype: torch.dtype, options: dict[str, bool]) -> None:
     assert layer.scales.numel() == 24 * 40 / BLOCK_SIZE
 
 
-def expected(model: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def expected(model, ids):
     """Logits and gradients of adapters, of transformers' model with rounded weights."""
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -82,7 +79,7 @@ def expected(model: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Te
     return logits.detach(), [grad_of(param) for param in trained]
 
 
-def filled(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def filled(model):
     """The adapters in the order of layers, q, k, v and out in each, with the same values in every
     model; nothing else is trained.
     """
@@ -95,16 +92,14 @@ def filled(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [param for _, param in trained]
 
 
-def memory(model: torch.nn.Module) -> int:
+def memory(model):
     """Bytes of this rank's shards."""
     found = [param for param in model.parameters() if isinstance(param, bmt.DistributedParameter)]
     storages = [own_slice(param).untyped_storage() for param in found]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
-def trained_beside(
-    model: str, ids: torch.Tensor, logits: torch.Tensor, grads: list[torch.Tensor]
-) -> None:
+def trained_beside(model, ids, logits, grads):
     """On a rank: the same logits and gradients, in less memory."""
     ours = Llama.from_pretrained(model, dtype=torch.float32)
     before = memory(ours)
@@ -125,14 +120,14 @@ def trained_beside(
         models.assert_same(grad_of(param), want, f"gradient of adapter {number}")
 
 
-def test_adapters_beside(tmp_path: Path) -> None:
+def test_adapters_beside(tmp_path):
     model = str(tiny("llama", tmp_path))
     ids = torch.arange(3, 43).view(2, 20)
     run_ranks(trained_beside, 2, model, ids, *expected(model, ids))
 
 
 @pytest.mark.long
-def test_a_program(tmp_path: Path) -> None:
+def test_a_program(tmp_path):
     """It learns; stopped and gone on, as if it had not stopped."""
     arguments: list[object] = ["--model-config", tiny("llama", tmp_path), "--max-length 64"]
     arguments += ["--data", DATA / "chat" / "train.jsonl", "--dtype bf16 --lr 1e-2 --batch-size 2"]
@@ -149,7 +144,7 @@ def test_a_program(tmp_path: Path) -> None:
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"} <= written
 
 
-def test_refusals() -> None:
+def test_refusals():
     """Before anything is loaded, or changed."""
     for wrong in ("", "--lora-rank 4 --from-scratch"):
         with pytest.raises(ConfigError, match="for pretrained weights beside adapters"):

@@ -1,7 +1,5 @@
 """What a person sees of a run: lines, the file of metrics with its units, curves, pictures."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib
@@ -12,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -33,15 +30,15 @@ from model_center.training.run_log import METRICS, RunLog, StepReport
 ROOT = Path(__file__).resolve().parents[2]
 
 
-FIGURES: dict[str, Any] = {"grad_norm": 0.5, "lr": 3e-4, "loss_scale": 1.0, "mfu": 0.4567}
+FIGURES = {"grad_norm": 0.5, "lr": 3e-4, "loss_scale": 1.0, "mfu": 0.4567}
 FIGURES |= {"tokens_per_second": 12345.6, "memory": 3 * 2**29, "seconds": 0.25}
 
 
-def report(step: int, **others: Any) -> StepReport:
+def report(step, **others):
     return StepReport(step=step, **(FIGURES | {"loss": 2.0 + 1.0 / step} | others))
 
 
-def logged(folder: str) -> str:
+def logged(folder):
     """What rank 0 prints of three steps and an evaluation; its file goes on from two steps that an
     earlier version wrote, without times and without a file of fields.
     """
@@ -60,7 +57,7 @@ def logged(folder: str) -> str:
     return printed.getvalue()
 
 
-def test_a_run_is_seen(tmp_path: Path) -> None:
+def test_a_run_is_seen(tmp_path):
     """The step line has all that the record has; the record has its time, and its units lie
     beside it.
     """
@@ -105,12 +102,12 @@ def test_a_run_is_seen(tmp_path: Path) -> None:
     ]
 
 
-def told(folder: str, out: Any) -> tuple[list[int], str]:
+def told(folder, out):
     """A run all of whose ways of telling fail; the steps in its record, and what it says."""
     path, broken = Path(folder), mock.Mock()
     for name in ("add", "close"):
         getattr(broken, name).side_effect = RuntimeError("no network")
-    said: list[str] = []
+    said = []
     with mock.patch("model_center.training.run_log.say", said.append):
         log = RunLog(path, first_step=0, num_steps=3, log_every=1)
         log.curves = [broken]
@@ -127,13 +124,13 @@ def told(folder: str, out: Any) -> tuple[list[int], str]:
 
 
 @pytest.mark.parametrize("error", [None, BrokenPipeError(32, "Broken pipe"), OSError(28, "full")])
-def test_telling_ends_nothing(error: Exception | None, tmp_path: Path) -> None:
+def test_telling_ends_nothing(error, tmp_path):
     """A terminal without the letter, a reader that has ended, a full disk, curves without their
     network, a folder that is away: said once on what is left, and the record is whole.
     """
     (tmp_path / "run").mkdir()
     raw = io.BytesIO()
-    out: Any = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    out = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     if error is not None:
         out = mock.Mock(spec=io.TextIOWrapper, encoding="ascii", isatty=lambda: False)
         out.write.side_effect = error
@@ -153,7 +150,7 @@ def test_telling_ends_nothing(error: Exception | None, tmp_path: Path) -> None:
 GUIDE = (ROOT / "docs/site/en/guides/watching.md").read_text("utf-8")
 
 
-def test_the_guide_describes_every_field() -> None:
+def test_the_guide_describes_every_field():
     """With its unit, as the file beside the metrics does."""
     for name, (unit, _) in FIELDS.items():
         assert re.search(rf"^\| `{name}` \| {re.escape(unit)} \|", GUIDE, re.MULTILINE), name
@@ -169,13 +166,13 @@ def test_the_guide_describes_every_field() -> None:
         ("--curves wandb:mine --wandb mine", ("wandb:mine", "wandb:mine")),
     ],
 )
-def test_curves_by_one_flag(arguments: str, expected: tuple[str, ...]) -> None:
+def test_curves_by_one_flag(arguments, expected):
     args = parse_args(make_parser(), ["--save", "runs", *arguments.split()])
     assert asked_curves(args) == expected
 
 
 @pytest.mark.parametrize("text", ["tensorbord", "tensorboard:mine", "wandb:", "wandb,,plots"])
-def test_curves_of_another_name(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_curves_of_another_name(text, capsys):
     with pytest.raises(SystemExit):
         parse_args(make_parser(), ["--save", "runs", "--curves", text])
     assert "is none of tensorboard, wandb, wandb:PROJECT" in capsys.readouterr().err
@@ -183,7 +180,7 @@ def test_curves_of_another_name(text: str, capsys: pytest.CaptureFixture[str]) -
         open_curves(["lines"], Path(), 0)
 
 
-def test_wandb_without_a_project(tmp_path: Path) -> None:
+def test_wandb_without_a_project(tmp_path):
     """Is left to what the package is set up for; a name that is there twice counts once."""
     wandb = mock.Mock(id="abc")
     wandb.init.return_value = wandb
@@ -193,7 +190,7 @@ def test_wandb_without_a_project(tmp_path: Path) -> None:
     assert [call.kwargs["project"] for call in wandb.init.mock_calls] == [None]
 
 
-def test_smoothing() -> None:
+def test_smoothing():
     """The weighted mean of all values so far, written out."""
     values = np.random.default_rng(0).normal(size=40)
     span = 7
@@ -205,7 +202,7 @@ def test_smoothing() -> None:
     assert smoothed([3.0, 3.0, 3.0], 5) == pytest.approx([3.0, 3.0, 3.0])
 
 
-def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures(tmp_path, capsys):
     """Of one run and of two: both axes named, with units; a raw and a smoothed curve; what is not
     finite or not there is left out.
     """
@@ -236,14 +233,14 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ">smoothed over 3 steps<" in (tmp_path / "one.svg").read_text("utf-8")
 
 
-def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_draw(tmp_path, capsys):
     assert main(["plot", str(tmp_path / "none")]) == 1
     assert f"no metrics at {tmp_path / 'none'}" in capsys.readouterr().err
     with pytest.raises(DataError, match="no steps to draw in the metrics of empty"):
         draw_runs({"empty": [{"step": 1, "validation_loss": 2.0}]}, tmp_path / "x.png")
 
 
-def test_samples_and_flops_of_the_example(tmp_path: Path) -> None:
+def test_samples_and_flops_of_the_example(tmp_path):
     """What was written after the checkpoint is taken back, as metrics are. 6 for each element of a
     matrix and token, and half the square of attention.
     """
@@ -261,7 +258,7 @@ def test_samples_and_flops_of_the_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_program_of_the_guide(tmp_path: Path) -> None:
+def test_the_program_of_the_guide(tmp_path):
     """docs/site/en/guides/watching.md shows the log by itself."""
     (program,) = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}

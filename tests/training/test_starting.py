@@ -1,14 +1,10 @@
 """Starting a run: ranks without a launcher, flags from a file, and a run's folder as a model."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -49,7 +45,7 @@ if "done" not in sys.argv:
     ("word", "status", "asked"),
     [("done", 0, 0), ("fail", 75, 1), ("SIGTERM", 5, 2), ("SIGINT", 5, 2)],
 )
-def test_ranks_without_a_launcher(word: str, status: int, asked: int, tmp_path: Path) -> None:
+def test_ranks_without_a_launcher(word, status, asked, tmp_path):
     """Each knows its place. The code of the first that fails is passed on, and so are signals.
 
     Ranks do not print where Ctrl-C has met them before the run has begun.
@@ -67,13 +63,13 @@ def test_ranks_without_a_launcher(word: str, status: int, asked: int, tmp_path: 
     assert started.returncode == status and rest.count("asked") == asked
 
 
-def parsed(*words: str) -> argparse.Namespace:
+def parsed(*words):
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     return parser.parse_args(words_of(words, parser))
 
 
-def test_flags_in_a_file(tmp_path: Path) -> None:
+def test_flags_in_a_file(tmp_path):
     """Are the flags; those of the command line count before them. What a run keeps is such a file."""
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -99,13 +95,11 @@ def test_flags_in_a_file(tmp_path: Path) -> None:
         parsed("--config", str(path))
 
 
-def test_adapters_and_their_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_and_their_model(tmp_path, capsys):
     """A run's folder means what the run has made; `merge` makes a model of it."""
     base = tiny("llama", tmp_path)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted: Any = peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["q_proj", "down_proj"])
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     with torch.no_grad():
         for name, param in adapted.named_parameters():

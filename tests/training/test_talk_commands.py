@@ -1,13 +1,9 @@
 """`python -m model_center generate` and `chat`."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os
 import sys
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -31,14 +27,12 @@ ASKED = ["--prompt", "A week has"]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+def llama(tmp_path_factory):
     """A tiny model's folder; its tokenizer has a chat template."""
     return str(tiny("llama", tmp_path_factory.mktemp("lm")))
 
 
-def said(
-    capsys: pytest.CaptureFixture[str], model: object, *more: str, verb: str = "generate"
-) -> str:
+def said(capsys, model, *more, verb="generate"):
     """What the command prints; what it complains of, if it fails."""
     plain = ["--plain"] if verb == "generate" else []
     status = main([verb, "--model-config", str(model), *COMMON, *plain, *more])
@@ -46,7 +40,7 @@ def said(
     return found.err if status else found.out
 
 
-def continued(model: Any, folder: str, text: str) -> str:
+def continued(model, folder, text):
     """What transformers writes after a text."""
     reader = transformers.AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([reader.encode(text)])
@@ -55,25 +49,23 @@ def continued(model: Any, folder: str, text: str) -> str:
     return "".join(str(reader.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).split())
 
 
-def plain(folder: str) -> Any:
+def plain(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def on_a_rank(stdin: io.StringIO, model: str, *more: str) -> tuple[int, str, str]:
+def on_a_rank(stdin, model, *more):
     sys.stdin, sys.stdout, sys.stderr = stdin, io.StringIO(), io.StringIO()
     status = main(["generate", "--model-config", model, *COMMON, "--plain", *more])
     return status, sys.stdout.getvalue(), sys.stderr.getvalue()
 
 
-def sharded(model: str, *more: str) -> str:
+def sharded(model, *more):
     status, found, _ = on_a_rank(io.StringIO("A week has\n"), model, *more)
     assert status == 0
     return found
 
 
-def test_texts_are_continued(
-    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_continued(llama, capsys, monkeypatch):
     """Those of the command line, or lines of the standard input; as by transformers. On several
     ranks the first one reads and writes, and the model is sharded.
     """
@@ -88,9 +80,7 @@ def test_texts_are_continued(
     assert run_ranks(sharded, 2, llama, join=False) == [alone, ""]
 
 
-def test_a_conversation(
-    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation(llama, capsys, monkeypatch):
     """Each answer follows all that was said since the beginning."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is it?\nWhy?\n\nWhat is it?\n"))
     found = said(capsys, llama, "--system", "Be brief.", verb="chat")
@@ -103,10 +93,10 @@ def test_a_conversation(
     assert found == f"{first}\n{second}\n{first}\n"
 
 
-def adapted(base: str, folder: Path, **options: Any) -> str:
+def adapted(base, folder, **options):
     """What peft's model with random adapters, written to a folder, says of a text."""
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **options)
-    wrapped: Any = peft.get_peft_model(plain(base), config)
+    wrapped = peft.get_peft_model(plain(base), config)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, param in wrapped.named_parameters():
@@ -125,9 +115,7 @@ def adapted(base: str, folder: Path, **options: Any) -> str:
     ],
     ids=["rslora", "lora", "dora"],
 )
-def test_adapters(
-    options: dict[str, Any], llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters(options, llama, tmp_path, capsys):
     """As in peft, sharded too; the tokenizer is the adapter's, where it has one."""
     folder = str(tmp_path / "adapter")
     want = adapted(llama, tmp_path / "adapter", **options)
@@ -138,7 +126,7 @@ def test_adapters(
         assert run_ranks(sharded, 2, llama, "--adapter", folder, join=False) == [given, ""]
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
-    tokenizer: Any = LlamaTokenizer.from_pretrained(llama)
+    tokenizer = LlamaTokenizer.from_pretrained(llama)
     for template in (tokenizer.chat_template, "another"):
         args = parser.parse_args(["--model-config", llama, "--adapter", folder])
         assert opened(args, Session()).tokenizer.chat_template == template
@@ -146,9 +134,7 @@ def test_adapters(
         tokenizer.save_pretrained(folder)
 
 
-def test_adapters_that_do_not_fit(
-    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_that_do_not_fit(llama, tmp_path, capsys):
     adapted(llama, tmp_path / "patterns", rank_pattern={"q_proj": 2})
     adapted(llama, tmp_path / "vocabulary", modules_to_save=["lm_head"])
     adapted(llama, tmp_path / "good")
@@ -164,11 +150,11 @@ def test_adapters_that_do_not_fit(
 class Broken(io.StringIO):
     """An input that cannot be read."""
 
-    def read(self, size: int | None = -1) -> str:
+    def read(self, size=-1):
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
 
-def failing(model: str, adapters: str) -> list[str]:
+def failing(model, adapters):
     """An input that is no text; a folder of adapters that has a tokenizer on the machine of the
     first rank alone.
     """
@@ -181,7 +167,7 @@ def failing(model: str, adapters: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_what_fails_on_the_first_rank(llama: str, tmp_path: Path) -> None:
+def test_what_fails_on_the_first_rank(llama, tmp_path):
     """An error on every rank."""
     for rank in (0, 1):
         adapted(llama, tmp_path / str(rank) / "adapter")
@@ -191,9 +177,7 @@ def test_what_fails_on_the_first_rank(llama: str, tmp_path: Path) -> None:
     assert all("invalid start byte" in unread for unread, _ in found), found
 
 
-def test_models_that_do_not_talk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_that_do_not_talk(tmp_path, capsys, monkeypatch):
     """Other kinds, no chat template, no such model: one line."""
     for verb, model, complaint in (
         ("generate", tiny("bert", tmp_path), "bert is a Bert: expected a CausalModel"),

@@ -1,13 +1,10 @@
 """ModelCenter's programs, unchanged, on tiny models: equal losses on one rank and on two."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +18,10 @@ from model_center.dataset.squad import SQuAD_Dataset
 from model_center.tokenizer import T5Tokenizer
 from model_center.tools.indexed_dataset import make_builder
 
-T5: Any = T5Tokenizer.from_pretrained(DATA / "tokenizers" / "t5")
+T5 = T5Tokenizer.from_pretrained(DATA / "tokenizers" / "t5")
 
 
-def main(path: str, output: str, arguments: list[str]) -> None:
+def main(path, output, arguments):
     """On a rank: the program as it is, on a machine without GPUs; rank 0's lines go to a file."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     offer_cuda()
@@ -39,7 +36,7 @@ def main(path: str, output: str, arguments: list[str]) -> None:
 HOW = "--lr 1e-3 --lr-decay-style constant --warmup-iters 2 --loss-scale 128 --batch-size"
 
 
-def printed(text: str, folder: Path, ranks: int, *arguments: object, batch: int = 8) -> str:
+def printed(text, folder, ranks, *arguments, batch=8):
     """What rank 0 prints on so many ranks; `batch` rows on all together."""
     (folder / "train.py").write_text(task_programs.COMMON + text, "utf-8")
     places = str(folder / "train.py"), str(folder / f"{ranks}.log")
@@ -48,17 +45,17 @@ def printed(text: str, folder: Path, ranks: int, *arguments: object, batch: int 
     return (folder / f"{ranks}.log.0").read_text("utf-8")
 
 
-def both(text: str, folder: Path, *arguments: object, batch: int = 8) -> list[str]:
+def both(text, folder, *arguments, batch=8):
     """The same on one rank and on two."""
     return [printed(text, folder, ranks, *arguments, batch=batch) for ranks in (1, 2)]
 
 
-def losses(lines: str) -> list[float]:
+def losses(lines):
     return [float(loss) for loss in re.findall(r"^train .*\| loss: (\S+) ", lines, re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """The folder that holds `down_data`, and the tiny models."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "down_data").symlink_to(DATA)
@@ -81,7 +78,7 @@ PROGRAMS = {
     "family",
     [name if name == "gpt2" else pytest.param(name, marks=pytest.mark.long) for name in PROGRAMS],
 )
-def test_fine_tuning(family: str, base: Path, tmp_path: Path) -> None:
+def test_fine_tuning(family, base, tmp_path):
     """Every dev row is judged once."""
     text, length, task, rows = PROGRAMS[family]
     where = ["--model-config", tiny(family, base), "--base-path", base, "--dataset", task]
@@ -93,7 +90,7 @@ def test_fine_tuning(family: str, base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_squad(base: Path, tmp_path: Path) -> None:
+def test_squad(base, tmp_path):
     """The loss is a mean over each rank's targets, as there; the first is near on any number."""
     where = ["--model-config", tiny("t5", base), "--base-path", base]
     one, two = both(task_programs.SQUAD, tmp_path, *where, LENGTHS, 8)
@@ -103,7 +100,7 @@ def test_squad(base: Path, tmp_path: Path) -> None:
         assert int(found) == len(SQuAD_Dataset(DATA / "squad", "dev", T5, 96, 8))
 
 
-def write(prefix: Path, rows: list[list[int]]) -> None:
+def write(prefix, rows):
     """Token data by ModelCenter's builder."""
     builder = make_builder(f"{prefix}.bin", "mmap", np.int32)
     for row in rows:
@@ -113,7 +110,7 @@ def write(prefix: Path, rows: list[list[int]]) -> None:
 
 
 @pytest.mark.long
-def test_pretraining_of_cpm1(base: Path, tmp_path: Path) -> None:
+def test_pretraining_of_cpm1(base, tmp_path):
     """Pieces are packed; the loss falls, and the file of weights is whole."""
     write(tmp_path / "cpm1_lm_0", [list(range(20, 20 + size)) for size in [11, 17, 24, 32] * 4])
     where = ["--model-config", tiny("cpm1", base), "--base-path", tmp_path, "--save", tmp_path]
@@ -126,7 +123,7 @@ def test_pretraining_of_cpm1(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_pretraining_of_cpm2(base: Path, tmp_path: Path) -> None:
+def test_pretraining_of_cpm2(base, tmp_path):
     """Rows of an order, every rank its own; rows with equally many targets have equal losses."""
     write(tmp_path / "context", [list(range(20 + row, 30 + row * 2)) for row in range(16)])
     write(tmp_path / "target", [list(range(10 + row, 19 + row)) for row in range(16)])

@@ -2,8 +2,6 @@
 as transformers computes them.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path
@@ -47,7 +45,7 @@ MANY = {
 NO_LANGUAGE_MODELS = ["electra", "cpmant", "xlm-roberta"]
 
 
-def all_learn(folders: dict[str, str]) -> dict[str, bool]:
+def all_learn(folders):
     """On a rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of transformers' own
@@ -59,14 +57,14 @@ def all_learn(folders: dict[str, str]) -> dict[str, bool]:
 )
 # transformers leaves a thread behind
 @pytest.mark.fresh
-def test_packed_and_padded_rows(kinds: dict[str, bool], tmp_path: Path) -> None:
+def test_packed_and_padded_rows(kinds, tmp_path):
     """Loss and gradients, against each sample alone in one process."""
     folders = {kind: str(make(kind, tmp_path)) for kind in kinds}
     for found in run_ranks(all_learn, 2, folders, timeout=300):
         assert found == kinds
 
 
-def refused(folders: list[str]) -> None:
+def refused(folders):
     for path in folders:
         subject = subject_of(path)
         with pytest.raises(ConfigError, match="its tokens see those that follow"):
@@ -75,13 +73,13 @@ def refused(folders: list[str]) -> None:
 
 @pytest.mark.long
 @pytest.mark.fresh
-def test_models_that_are_no_language_models(tmp_path: Path) -> None:
+def test_models_that_are_no_language_models(tmp_path):
     run_ranks(refused, 1, [str(make(kind, tmp_path)) for kind in NO_LANGUAGE_MODELS])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen3_moe", "fp32"), ("gemma3_text", "bf16")])
-def test_a_run_of_one(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_a_run_of_one(kind, dtype, tmp_path):
     """All weights and adapters, also beside 4 bits; a run goes on bit by bit, and what comes out is
     read by transformers, by peft and by `generate`.
     """
@@ -125,7 +123,7 @@ def test_a_run_of_one(kind: str, dtype: str, tmp_path: Path) -> None:
     ] == str(path)
 
 
-def test_adapters_beside_the_experts(tmp_path: Path) -> None:
+def test_adapters_beside_the_experts(tmp_path):
     """The short part of the above: a run by LoRA, whose files peft reads."""
     path = make("qwen3_moe", tmp_path)
     words = [
@@ -142,7 +140,7 @@ def test_adapters_beside_the_experts(tmp_path: Path) -> None:
     assert all(p.abs().max() > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
 
 
-def answers(path: str, adapter: str, ids: torch.Tensor) -> tuple[list[int], list[int]]:
+def answers(path, adapter, ids):
     """On a rank: what the model says, alone and with an adapter."""
     subject: Any = subject_of(path)
     subject.load(arguments(Path(path)))

@@ -1,7 +1,5 @@
 """`python -m model_center train`: what is learnt, what comes out, and what is refused."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -47,18 +45,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be remo
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Tiny models are made here."""
     return tmp_path_factory.mktemp("lm")
 
 
-def on(model: Path, *data: str) -> list[object]:
+def on(model, *data):
     """Arguments that say which model and which data."""
     names = [CHAT / name for name in data or ("train.jsonl",)]
     return ["--model-config", model, "--max-length 64", TINY, "--data", *names]
 
 
-def adapted_answers(model: str, adapter: str, ids: torch.Tensor) -> torch.Tensor:
+def adapted_answers(model, adapter, ids):
     """Logits of transformers' model with the adapter that the program wrote."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -66,7 +64,7 @@ def adapted_answers(model: str, adapter: str, ids: torch.Tensor) -> torch.Tensor
     return logits
 
 
-def restored_answers(model: str, run: str, targets: list[str], ids: torch.Tensor) -> torch.Tensor:
+def restored_answers(model, run, targets, ids):
     """Logits of our model with adapters, from the run's checkpoint."""
     ours = Llama.from_pretrained(model, dtype=torch.float32)
     peft.inject_adapter_in_model(peft.LoraConfig(r=8, lora_alpha=64, target_modules=targets), ours)
@@ -97,9 +95,7 @@ THEIRS = "q_proj k_proj v_proj o_proj"
     ],
     ids=["named", "attention", "all"],
 )
-def test_llama_learns_by_lora(
-    targets: str, epochs: int, ours: list[str], theirs: str, folder: Path, tmp_path: Path
-) -> None:
+def test_llama_learns_by_lora(targets, epochs, ours, theirs, folder, tmp_path):
     """The loss falls, the model's own weights stay, and the adapter does in transformers what it
     does here.
     """
@@ -129,12 +125,12 @@ FORMS = (
 )
 
 
-def learn_in_all_forms(arguments: list[str], folder: str) -> None:
+def learn_in_all_forms(arguments, folder):
     """On a rank: a run of four steps, and one that is ended after two and goes on; of the last form
     what other forms would do.
     """
 
-    def train(save: Path, words: str) -> None:
+    def train(save, words):
         world.shutdown()
         run_program(COMMAND, [*arguments, *words.split(), "--save", str(save)])
 
@@ -149,7 +145,7 @@ def learn_in_all_forms(arguments: list[str], folder: str) -> None:
 
 
 @pytest.mark.long
-def test_small_states_of_adam(folder: Path, tmp_path: Path) -> None:
+def test_small_states_of_adam(folder, tmp_path):
     """They learn, each form in its own way wherever the states are; a run goes on bit by bit, and
     in no other form.
     """
@@ -163,10 +159,10 @@ def test_small_states_of_adam(folder: Path, tmp_path: Path) -> None:
     assert len({tuple(curve) for curve in curves[:3]}) == 3 and curves[3] == curves[0]
 
 
-def go_on_with_other_data(model: str, folder: str) -> None:
+def go_on_with_other_data(model, folder):
     """On a rank: two steps, and two more on other rows: refused, and asked for."""
 
-    def train(number: int, words: str) -> None:
+    def train(number, words):
         data = Path(folder, f"{number}.jsonl")
         rows = [{"prompt": f"{n}?", "response": f"{number} " * (n + 1)} for n in range(6 + number)]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -181,7 +177,7 @@ def go_on_with_other_data(model: str, folder: str) -> None:
     train(1, "--batch-size 1 --epochs 2 --resume")  # it has ended
 
 
-def test_a_run_on_other_data(folder: Path, tmp_path: Path) -> None:
+def test_a_run_on_other_data(folder, tmp_path):
     """Steps are counted on, the rows begin anew; the record says how many tokens were learnt."""
     model = tiny("gpt2", folder)
     run_ranks(go_on_with_other_data, 1, str(model), str(tmp_path), join=False)
@@ -199,7 +195,7 @@ def test_a_run_on_other_data(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_each_measurement_survives_a_resume(folder: Path, tmp_path: Path) -> None:
+def test_each_measurement_survives_a_resume(folder, tmp_path):
     """That of the last step of a run that goes on, and one that a kill after the checkpoint has
     prevented: each is in the record once, with the values of a run that was not interrupted.
     """
@@ -223,7 +219,7 @@ def test_each_measurement_survives_a_resume(folder: Path, tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_families_learn(family: str, folder: Path, tmp_path: Path) -> None:
+def test_families_learn(family, folder, tmp_path):
     """All weights, with a share set aside and answers in the log; what is written is the family's
     model and tokenizer in transformers.
     """
@@ -242,7 +238,7 @@ def test_families_learn(family: str, folder: Path, tmp_path: Path) -> None:
     assert asked == "<|endoftext|>### User:\nWhy?\n\n### Assistant:\n"
 
 
-def test_weights_from_scratch_and_plain_texts(folder: Path, tmp_path: Path) -> None:
+def test_weights_from_scratch_and_plain_texts(folder, tmp_path):
     """Texts are learnt as a whole; the model's own weights are not read."""
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(f'{{"text": "A row, number {n}."}}\n' for n in range(20)))
@@ -256,12 +252,12 @@ def test_weights_from_scratch_and_plain_texts(folder: Path, tmp_path: Path) -> N
 
 # transformers leaves a thread behind
 @pytest.mark.fresh
-def test_packed_rows_cost_what_their_samples_cost(folder: Path) -> None:
+def test_packed_rows_cost_what_their_samples_cost(folder):
     """The loss, against transformers' model on each sample alone."""
     run_ranks(all_packed, 1, [str(tiny(family, folder)) for family in FAMILIES])
 
 
-def all_packed(models: list[str]) -> None:
+def all_packed(models):
     for model in models:
         content = json.loads(Path(model, "config.json").read_text())
         kind: Any = model_class(content)
@@ -282,7 +278,7 @@ def all_packed(models: list[str]) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_shares_of_files() -> None:
+def test_shares_of_files():
     """Each sample as often as its file's weight says, the same ones for the same seed, and none
     both learnt and set aside.
     """
@@ -317,16 +313,14 @@ def test_shares_of_files() -> None:
         ("--model-config bert", ConfigError, "bert is a Bert: expected a CausalModel"),
     ],
 )
-def test_bad_arguments_are_named(
-    arguments: str, error: type[Exception], complaint: str, folder: Path
-) -> None:
+def test_bad_arguments_are_named(arguments, error, complaint, folder):
     """On every rank, before the first step."""
     given = arguments.replace("--model-config bert", f"--model-config {tiny('bert', folder)}")
     with pytest.raises(error, match=complaint):
         command(*on(tiny("llama", folder)), given, ranks=1)
 
 
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(capsys):
     """Errors are a line, and all flags are explained."""
     assert model_center(["train", "--model-config", "x"]) == 1
     assert "error: this program needs --data" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Tiny causal models of transformers, made of their default configurations."""
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 import shutil
@@ -40,7 +38,7 @@ LIMITS = [(name, size) for size, names in SIZES.items() for name in names.split(
 LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_layers")
 
 
-def tiny_config(kind: str) -> Any:
+def tiny_config(kind):
     """The default configuration of a model type, its sizes small."""
     config = transformers.AutoConfig.for_model(kind)
     config = config.get_text_config() if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else config
@@ -61,7 +59,7 @@ def tiny_config(kind: str) -> Any:
     return config
 
 
-def make(kind: str, folder: pathlib.Path, dtype: torch.dtype = torch.float32) -> pathlib.Path:
+def make(kind, folder, dtype=torch.float32):
     """A folder with a tiny model of a type, and a tokenizer."""
     path = folder / kind
     shutil.copytree(DATA / "tokenizers" / "gpt2", path)
@@ -78,7 +76,7 @@ def make(kind: str, folder: pathlib.Path, dtype: torch.dtype = torch.float32) ->
     return path
 
 
-def arguments(path: pathlib.Path, **values: Any) -> argparse.Namespace:
+def arguments(path, **values):
     """What `train` asks a subject with."""
     base: dict[str, Any] = {
         "model_config": str(path),
@@ -92,7 +90,7 @@ def arguments(path: pathlib.Path, **values: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**base, "load_in_4bit": False, **values})
 
 
-def check_learning(path: pathlib.Path) -> bool:
+def check_learning(path):
     """On a rank: loss and gradients of packed rows are those of transformers' own model on each
     sample alone. Returns whether samples share rows.
     """

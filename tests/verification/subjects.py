@@ -1,10 +1,7 @@
 """Programs to verify: correct ones, and ones with a fault of each kind."""
 
-from __future__ import annotations
-
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +11,18 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
-from bmtrain.verification import Program, Trainer
+from bmtrain.verification import Program
 
 VOCAB = 29
 
 
 class Layer(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.norm, self.up = nn.LayerNorm(12), nn.Linear(12, 12)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.dropout(torch.tanh(self.up(self.norm(x))))
 
 
@@ -34,7 +31,7 @@ class Net(nn.Module):
 
     count: torch.Tensor
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, 12)
         self.layers = nn.ModuleList([Layer(dropout) for _ in range(3)])
@@ -42,7 +39,7 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
         self.register_buffer("count", torch.zeros(()))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         self.count += 1
         x = self.embedding(tokens)
         for layer in self.layers:
@@ -50,22 +47,22 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def tokens(number: int) -> torch.Tensor:
+def tokens(number):
     return torch.randint(0, VOCAB, (12, 5), generator=torch.Generator().manual_seed(number))
 
 
-def cross_entropy(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def cross_entropy(model, batch):
     return F.cross_entropy(model(batch["tokens"]).float().flatten(0, 1), batch["targets"].flatten())
 
 
 BATCHES = [{"tokens": tokens(number), "targets": tokens(number + 10)} for number in range(2)]
 
 
-def correct() -> Program:
+def correct():
     return bmt.verify.Program(model=Net, batches=BATCHES, loss=cross_entropy, clip=0.5)
 
 
-def in_bfloat16() -> Program:
+def in_bfloat16():
     return Program(
         model=lambda: Net().bfloat16(),
         batches=BATCHES,
@@ -74,7 +71,7 @@ def in_bfloat16() -> Program:
     )
 
 
-def accumulate(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def accumulate(trainer, model, batch):
     """Two micro-batches, the first of which waits."""
     trainer.zero_grad()
     loss = cross_entropy(model, batch) / 2
@@ -86,7 +83,7 @@ def accumulate(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor
     return loss
 
 
-def with_a_step() -> Program:
+def with_a_step():
     return Program(
         model=Net,
         batches=BATCHES,
@@ -98,7 +95,7 @@ def with_a_step() -> Program:
 class Normalized(nn.Module):
     """The gradient of the bias before a BatchNorm is rounding, of which Adam makes whole steps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding, self.inner, self.norm = (
             nn.Embedding(VOCAB, 24),
@@ -107,12 +104,12 @@ class Normalized(nn.Module):
         )
         self.head = nn.Linear(24, VOCAB)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.inner(self.embedding(tokens))
         return self.head(self.norm(x.flatten(0, 1)).view_as(x))
 
 
-def with_batch_norm() -> Program:
+def with_batch_norm():
     return Program(
         model=Normalized,
         batches=BATCHES,
@@ -122,11 +119,11 @@ def with_batch_norm() -> Program:
     )
 
 
-def with_dropout() -> Program:
+def with_dropout():
     return Program(model=lambda: Net(0.3), batches=BATCHES, loss=cross_entropy, batch="same")
 
 
-def _example() -> nn.Module:
+def _example():
     folder = str(Path(__file__).parents[2] / "examples" / "gpt2")
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -137,14 +134,14 @@ def _example() -> nn.Module:
     return model
 
 
-def _example_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _example_loss(model, batch):
     positions = torch.arange(5, device=batch["tokens"].device).expand_as(batch["tokens"])
     return bmt.loss.FusedCrossEntropy(parallel=True)(
         model(batch["tokens"], positions).flatten(0, 1), batch["targets"].flatten()
     )
 
 
-def gpt2_example() -> Program:
+def gpt2_example():
     return Program(
         model=_example,
         batches=BATCHES,
@@ -165,24 +162,24 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _with_values(model: nn.Module) -> nn.Module:
+def _with_values(model):
     """In one process model_center's models have values at once, on ranks when they are asked to."""
     if bmt.is_initialized():
         bmt.init_parameters(model)
     return model
 
 
-def _on_the_gpu(model: Callable[[], nn.Module]) -> nn.Module:
+def _on_the_gpu(model):
     """Ranks draw the values of model_center's models on their GPUs."""
     with torch.device("cuda"):
         return _with_values(model())
 
 
-def _of_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _of_logits(model, batch):
     return F.cross_entropy(model(batch["tokens"]).logits.flatten(0, 1), batch["targets"].flatten())
 
 
-def llama() -> Program:
+def llama():
     # here: the other programs are quick to import
     from model_center.model.llama import Llama, LlamaConfig
 
@@ -193,7 +190,7 @@ def llama() -> Program:
     )
 
 
-def llama_on_a_gpu() -> Program:
+def llama_on_a_gpu():
     from model_center.model.llama import Llama, LlamaConfig
 
     config = LlamaConfig(**SIZES, num_heads_kv=2)
@@ -202,7 +199,7 @@ def llama_on_a_gpu() -> Program:
     )
 
 
-def bert() -> Program:
+def bert():
     from model_center.model.bert import Bert, BertConfig
 
     config = BertConfig(**SIZES, position_size=9, dropout_p=0.0)
@@ -214,7 +211,7 @@ def bert() -> Program:
     )
 
 
-def without_values() -> Program:
+def without_values():
     from model_center.model.llama import Llama, LlamaConfig
 
     return Program(model=lambda: Llama(LlamaConfig(**SIZES)), batches=BATCHES, loss=_of_logits)
@@ -224,15 +221,15 @@ def without_values() -> Program:
 
 
 class ByRank(Net):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return super().forward(tokens) * (1 + 1e-3 * bmt.rank())
 
 
-def rank_in_arithmetic() -> Program:
+def rank_in_arithmetic():
     return Program(model=ByRank, batches=BATCHES, loss=cross_entropy)
 
 
-def _scaled(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _scaled(trainer, model, batch):
     trainer.zero_grad()
     loss = cross_entropy(model, batch)
     trainer.backward(loss * bmt.world_size())
@@ -240,24 +237,22 @@ def _scaled(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) 
     return loss
 
 
-def gradient_scaled() -> Program:
+def gradient_scaled():
     return Program(model=Net, batches=BATCHES, step=_scaled)
 
 
 class OwnCount(Net):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         if self.training and bmt.world_size() > 1 and bmt.rank():
             self.count += 1
         return super().forward(tokens)
 
 
-def buffer_differs() -> Program:
+def buffer_differs():
     return Program(model=OwnCount, batches=BATCHES, loss=cross_entropy)
 
 
-def _one_step_less(
-    trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def _one_step_less(trainer, model, batch):
     loss = cross_entropy(model, batch)
     trainer.backward(loss)
     trainer.step()
@@ -268,40 +263,40 @@ def _one_step_less(
     return loss
 
 
-def parameter_written() -> Program:
+def parameter_written():
     return Program(model=Net, batches=BATCHES, step=_one_step_less)
 
 
 class Drawing(Net):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         if bmt.world_size() > 1:
             torch.rand(1)
         return super().forward(tokens)
 
 
-def generator_moved() -> Program:
+def generator_moved():
     return Program(model=Drawing, batches=BATCHES, loss=cross_entropy, batch="same")
 
 
 class Refusing(Net):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         if bmt.world_size() > 1:
             raise ConfigurationError("this model is for one process: leave it there.")
         return super().forward(tokens)
 
 
-def refused() -> Program:
+def refused():
     return Program(model=Refusing, batches=BATCHES, loss=cross_entropy)
 
 
 class Dying(Net):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         if bmt.rank() == 1:
             raise ZeroDivisionError("rank 1 has had enough")
         return super().forward(tokens)
 
 
-def dying() -> Program:
+def dying():
     return Program(model=Dying, batches=BATCHES, loss=cross_entropy)
 
 
@@ -310,22 +305,22 @@ def dying() -> Program:
 _SHARED = Net()
 
 
-def the_same_model() -> Program:
+def the_same_model():
     return Program(model=lambda: _SHARED, batches=BATCHES, loss=cross_entropy)
 
 
-def _unseeded() -> nn.Module:
+def _unseeded():
     model = Net()
     with torch.no_grad():
         model.head.bias.fill_(random.SystemRandom().random())
     return model
 
 
-def other_values_each_time() -> Program:
+def other_values_each_time():
     return Program(model=_unseeded, batches=BATCHES, loss=cross_entropy)
 
 
-def not_repeatable() -> Program:
+def not_repeatable():
     return Program(
         model=Net,
         batches=BATCHES,
@@ -335,33 +330,33 @@ def not_repeatable() -> Program:
     )
 
 
-def dropout_on_split_rows() -> Program:
+def dropout_on_split_rows():
     return Program(model=lambda: Net(0.3), batches=BATCHES, loss=cross_entropy)
 
 
-def uneven_rows() -> Program:
+def uneven_rows():
     return Program(
         model=Layer, batches=[torch.randn(7, 12)], loss=lambda model, x: model(x).square().mean()
     )
 
 
-def fails_alone() -> Program:
+def fails_alone():
     return Program(
         model=Layer, batches=[torch.randn(6, 13)], loss=lambda model, x: model(x).square().mean()
     )
 
 
-def no_program() -> str:
+def no_program():
     return "a string"
 
 
-def neither_loss_nor_step() -> Program:
+def neither_loss_nor_step():
     return Program(model=Net, batches=BATCHES)
 
 
-def a_model_for_its_maker() -> Program:
+def a_model_for_its_maker():
     return Program(model=_SHARED, batches=BATCHES, loss=cross_entropy)
 
 
-def no_model() -> Program:
+def no_model():
     return Program(model=lambda: 3, batches=BATCHES, loss=cross_entropy)  # type: ignore[arg-type,return-value]

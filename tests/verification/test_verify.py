@@ -2,8 +2,6 @@
 verify cannot be verified.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess
@@ -19,7 +17,7 @@ from tests.verification import subjects
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
-from bmtrain.verification.compare import Report, compare, relative_tolerance
+from bmtrain.verification.compare import compare, relative_tolerance
 from bmtrain.verification.program import load_program
 from bmtrain.verification.record import Key, Kind, Record
 from bmtrain.verification.running import Settings, run_on_ranks, run_reference
@@ -29,15 +27,15 @@ ROOT = Path(__file__).parents[2]
 Maker = Callable[[], Any]
 
 
-def _reference(maker: Maker, settings: Settings) -> Record:
+def _reference(maker, settings):
     return run_reference(load_program(maker), settings)
 
 
-def _ranks(maker: Maker, settings: Settings) -> Record:
+def _ranks(maker, settings):
     return run_on_ranks(load_program(maker), settings)
 
 
-def report(maker: Maker, ranks: int = 2, **more: Any) -> Report:
+def report(maker, ranks=2, **more):
     """The outcome of `verify`, by the quick processes of the tests."""
     settings = Settings(ranks=ranks, **more)
     (reference,) = run_ranks(_reference, 1, maker, settings, join=False)
@@ -62,7 +60,7 @@ def report(maker: Maker, ranks: int = 2, **more: Any) -> Report:
         ),
     ],
 )
-def test_correct_programs_pass(maker: Maker, ranks: int, level: int) -> None:
+def test_correct_programs_pass(maker, ranks, level):
     """Nothing differs, every kind of tensor is compared, and tolerances have room."""
     found = report(maker, ranks, init={"zero_level": level})
     assert found, str(found)
@@ -86,7 +84,7 @@ def test_correct_programs_pass(maker: Maker, ranks: int, level: int) -> None:
         ),
     ],
 )
-def test_planted_differences_are_found(maker: Maker, kind: Kind, words: str) -> None:
+def test_planted_differences_are_found(maker, kind, words):
     """The first tensor that differs has its kind, step and size in the report."""
     found = report(maker)
     assert found.verdict == "different" and found.first is not None
@@ -96,7 +94,7 @@ def test_planted_differences_are_found(maker: Maker, kind: Kind, words: str) -> 
         assert found.first.rank == 1 and found.first.key.name == "count"
 
 
-def _reasons() -> list[str]:
+def _reasons():
     """Why each of `UNVERIFIABLE` cannot be verified."""
     said = []
     for maker in UNVERIFIABLE:
@@ -119,7 +117,7 @@ UNVERIFIABLE = {
 }
 
 
-def test_what_cannot_be_verified_is_said() -> None:
+def test_what_cannot_be_verified_is_said():
     """A ConfigurationError names the reason; settings, functions that processes cannot find, and a
     run that is there already, too.
     """
@@ -136,11 +134,11 @@ def test_what_cannot_be_verified_is_said() -> None:
         run_ranks(_inside_a_run, 1)
 
 
-def _inside_a_run() -> None:
+def _inside_a_run():
     bmt.verify(subjects.correct)
 
 
-def test_refusals_and_failures_are_told_apart() -> None:
+def test_refusals_and_failures_are_told_apart():
     """All ranks refuse: refused. One rank alone, or anything else: failed."""
     settings, reference = Settings(), Record()
     no, died, well = Outcome(refusal="no"), Outcome(failure="died"), Outcome(record=Record())
@@ -150,7 +148,7 @@ def test_refusals_and_failures_are_told_apart() -> None:
     assert _judged(reference, [well, well], settings).verdict == "same"
 
 
-def _record(**values: torch.Tensor | None) -> Record:
+def _record(**values):
     out = Record(terms=64, coarsest=torch.finfo(torch.float32).eps)
     for name, value in values.items():
         out.add(1, Kind.GRADIENT, name, value)
@@ -175,15 +173,13 @@ ONES = torch.ones(3)
         ({"a": ONES, "c": ONES}, "one process has none"),
     ],
 )
-def test_tensors_are_compared_by_value_shape_dtype_and_presence(
-    got: dict[str, torch.Tensor | None], words: str
-) -> None:
+def test_tensors_are_compared_by_value_shape_dtype_and_presence(got, words):
     """With one that has a value, `a`, and one that has none, `b`."""
     found = compare(_record(a=ONES, b=None), [_record(**{"b": None, **got})])
     assert bool(found) == (not words) and words in found.text, str(found)
 
 
-def test_noise_stays_noise_and_nothing_else_passes() -> None:
+def test_noise_stays_noise_and_nothing_else_passes():
     """A gradient that cancels may be rounding, and an optimizer may make a step of it; a real
     element may not.
     """
@@ -202,7 +198,7 @@ def test_noise_stays_noise_and_nothing_else_passes() -> None:
     assert not compare(reference, [ranks])
 
 
-def test_tolerances_follow_the_dtype() -> None:
+def test_tolerances_follow_the_dtype():
     """Half precision counts by its own eps, sums by fp32's; nothing is allowed before the first
     step and for whole numbers.
     """
@@ -219,7 +215,7 @@ def test_tolerances_follow_the_dtype() -> None:
     assert relative_tolerance(fine, torch.int64, 1, "cpu") == 0
 
 
-def command(*words: str) -> tuple[int, str]:
+def command(*words):
     """The status and the output of a program of Python's."""
     environment = {
         **os.environ,
@@ -247,16 +243,14 @@ SUBJECTS = "tests.verification.subjects"
         ("nothing", 2, "has no function 'nothing'"),
     ],
 )
-def test_the_command_prints_the_outcome_and_has_its_status(
-    function: str, status: int, words: str
-) -> None:
+def test_the_command_prints_the_outcome_and_has_its_status(function, status, words):
     options = f"-m bmtrain verify {SUBJECTS}:{function} --steps 1 --timeout 60"
     code, said = command(*options.split())
     assert code == status and words in said, said
 
 
 @pytest.mark.long
-def test_under_torchrun_the_ranks_are_those_that_there_are() -> None:
+def test_under_torchrun_the_ranks_are_those_that_there_are():
     """Without a command there is a list."""
     options = f"-m bmtrain verify {SUBJECTS}:correct --steps 1"
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2"
@@ -267,11 +261,11 @@ def test_under_torchrun_the_ranks_are_those_that_there_are() -> None:
 
 
 @pytest.mark.long
-def test_parameters_without_values_are_refused() -> None:
+def test_parameters_without_values_are_refused():
     with pytest.raises(ConfigurationError, match="parameters without values"):
         report(subjects.without_values)
 
 
-def test_a_rank_that_dies_is_no_silence() -> None:
+def test_a_rank_that_dies_is_no_silence():
     with pytest.raises((ZeroDivisionError, RankFailure)):
         report(subjects.dying)

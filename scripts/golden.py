@@ -1,10 +1,10 @@
 """What random programs compute, to the bit, and what their ranks do together, to the letter.
 
-    python -m tests.programs.golden write FILE [--count 120]
-    python -m tests.programs.golden compare FILE
+    python -m scripts.golden write FILE [--count 120]
+    python -m scripts.golden compare FILE
 
-For a change of form: run `write` before it and `compare` after it. `compare` names each program whose
-values or sequence of collectives are others.
+For a change of form: run `write` before it and `compare` after it. `compare` names each program
+whose values or sequence of collectives are others.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import warnings
 from typing import Any
 
 from tests.programs import modules, running
-from tests.programs.features import draw
+from tests.programs.features import Spec, draw
 from tests.ranks import runner
 
 import bmtrain as bmt
@@ -26,15 +26,15 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.runtime import world
 
 
-def trace(spec):
+def trace(spec: Spec) -> tuple[str, list[str]]:
     """This rank's values as a digest, or its error, and the lines of its ledger."""
     warnings.simplefilter("ignore")
     bmt.init_distributed(device="cpu", zero_level=spec["level"], timeout=20)
     world.current("a program").draws.same_rows = spec["rows"] == "same"
-    lines = []
+    lines: list[str] = []
     note = Ledger.note
 
-    def listen(self, axis, what):
+    def listen(self: Ledger, axis: Any, what: str) -> None:
         lines.append(what)
         note(self, axis, what)
 
@@ -59,7 +59,8 @@ def trace(spec):
     return found.hexdigest(), lines
 
 
-def main():
+def main() -> int:
+    """Exit status 1 if a program computes otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("verb", choices=("write", "compare"))
     parser.add_argument("file", type=pathlib.Path)
