@@ -24,10 +24,7 @@ from scripts.fault_matrix.programs import Program, make_programs
 from scripts.fault_matrix.tables import Table, read
 
 # Longer runs, which can be killed a few times each.
-LONG = {
-    "examples/gpt2/train.py": ["--steps", "120"],
-    "examples/language_models/finetune_bert.py": ["--epochs", "12"],
-}
+LONG = {"examples/gpt2/train.py": ["--steps", "120"], "model_center train": ["--train-iters", "90"]}
 
 
 class Matrix:
@@ -61,7 +58,7 @@ class Matrix:
 
     def kill(self, program: Program, folder: pathlib.Path, count: int, seed: int) -> None:
         """So many kills at random times."""
-        chain = Chain(program, LONG[program.name], folder / f"kills-{program.path.stem}", seed)
+        chain = Chain(program, LONG[program.name], folder / f"kills-{program.folder}", seed)
         found = chain.kills(count)
         with self._lock:
             self._kills += found
@@ -99,7 +96,7 @@ def main() -> int:
             count = args.kills // len(programs)
             futures.append(pool.submit(matrix.kill, program, folder, count, args.seed))
         benches = {
-            one.name: Bench(one, folder / one.path.stem) for one in (programs if chosen else [])
+            one.name: Bench(one, folder / one.folder) for one in (programs if chosen else [])
         }
         for number, cell in chosen.items():
             for program in programs:

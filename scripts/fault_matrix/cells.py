@@ -226,7 +226,7 @@ def _disks() -> Iterator[Cell]:
     for kind in ("SIGKILL of a rank", "SIGKILL of the launcher"):
         yield Cell(
             kind, "exporting", rank=0, step=0, codes=ANY, lost=SAVE_EVERY, names=(),
-            start="finished", programs="finetune_bert",
+            start="finished", programs="model_center",
         )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""A rank that meets with a fault: `faulty.py PROGRAM [ARGUMENT...]`, where $FAULT says which.
+"""A rank that meets with a fault: `faulty.py PROGRAM [ARGUMENT...]`, where $FAULT says which. The
+program is a file, or -m and a module.
 
 Only what Python has itself is imported before the program, so that a fault can come first.
 """
@@ -103,16 +104,20 @@ def main() -> None:
     """Become the program."""
     number = os.environ["RANK"]
     pathlib.Path(os.environ[PIDS], number).write_text(str(os.getpid()), encoding="utf-8")
-    program = sys.argv[1]
-    sys.argv = sys.argv[1:]
+    is_module = sys.argv[1] == "-m"
+    program = sys.argv[1 + is_module]
+    sys.argv = sys.argv[1 + is_module :]
     if os.environ.get(FAULT):
         fault = Fault(**json.loads(os.environ[FAULT]))
         if fault.moment == "import" and fault.is_here:
             fault.happen()
         sys.path.insert(0, str(ROOT))
         importlib.import_module("scripts.fault_matrix.moments").install(fault)
-    sys.path.insert(0, str(pathlib.Path(program).parent))
-    runpy.run_path(program, run_name="__main__")
+    if is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(pathlib.Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":

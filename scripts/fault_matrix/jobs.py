@@ -38,7 +38,7 @@ _PRELOADED = [
     "matplotlib.backends.backend_agg",
     "tokenizers",
     "model_center.arguments",
-    "model_center.dataset.bertdataset",
+    "model_center.commands.train",
     "model_center.model",
     "model_center.tokenizer",
     "model_center.training",

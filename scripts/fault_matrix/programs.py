@@ -27,28 +27,33 @@ class Program:
 
     Attributes:
         name: for the table.
-        path: of it.
+        program: its file, or -m and its module, and what comes first.
         arguments: all but the folder of checkpoints, `save` FOLDER.
         resume: what makes it go on.
         exports: the folder of its finished model, None if it writes none.
     """
 
     name: str
-    path: pathlib.Path
+    program: list[str]
     arguments: list[str]
     save: str
     resume: list[str]
     exports: str | None
 
+    @property
+    def folder(self) -> str:
+        """A name for the folder of its runs."""
+        return re.sub(r"\W+", "-", self.name)
+
     def command(self, folder: pathlib.Path, *more: str, resume: bool = False) -> list[str]:
         """For a run in this folder; `more` overrides arguments."""
         again = self.resume if resume else []
-        return [str(self.path), *self.arguments, self.save, str(folder), *again, *more]
+        return [*self.program, *self.arguments, self.save, str(folder), *again, *more]
 
 
 def make_programs(folder: pathlib.Path) -> list[Program]:
     """Both."""
-    return [make_gpt2(folder), make_bert(folder)]
+    return [make_gpt2(folder), make_train(folder)]
 
 
 def make_gpt2(folder: pathlib.Path) -> Program:
@@ -62,22 +67,26 @@ def make_gpt2(folder: pathlib.Path) -> Program:
     flags = f"--data {text} --cache-dir {folder / 'cache'} --layers 2 --dim 32 --heads 4 "
     flags += "--vocab-size 512 --seq-len 32 --batch-size 4 --steps 14 --warmup 2 --val-every 7 "
     flags += f"--val-samples 5 --sample-tokens 3 --save-every {SAVE_EVERY} --max-bad-steps 2"
-    path = ROOT / "examples" / "gpt2" / "train.py"
-    return Program("examples/gpt2/train.py", path, flags.split(), "--save-dir", [], None)
+    name = "examples/gpt2/train.py"
+    return Program(name, [str(ROOT / name)], flags.split(), "--save-dir", [], None)
 
 
-def make_bert(folder: pathlib.Path) -> Program:
-    """A program on `model_center`, with its model in this folder."""
-    examples, model = ROOT / "examples" / "language_models", folder / "bert"
-    making = [sys.executable, str(examples / "tiny_model.py"), "bert", str(model)]
+def make_train(folder: pathlib.Path) -> Program:
+    """The command that trains language models, with its model in this folder."""
+    model, data = folder / "qwen3", ROOT / "tests" / "data" / "chat"
+    making = [sys.executable, str(ROOT / "examples" / "language_models" / "tiny_model.py")]
     subprocess.run(
-        making, env={**os.environ, **plain_environment()}, check=True, stdout=subprocess.DEVNULL
+        [*making, "qwen3", str(model)],
+        env={**os.environ, **plain_environment()},
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
-    flags = f"--model-config {model} --base-path {ROOT / 'tests' / 'data'} --dtype fp32 --lr 2e-3 "
-    flags += "--lr-decay-style cosine --dataset_name BoolQ --batch-size 16 --epochs 2 "
-    flags += f"--max-encoder-length 48 --save-iters {SAVE_EVERY} --max-bad-steps 2"
-    name, path = "examples/language_models/finetune_bert.py", examples / "finetune_bert.py"
-    return Program(name, path, flags.split(), "--save", ["--resume"], "model")
+    flags = f"--model-config {model} --data {data / 'train.jsonl'} --dtype fp32 --lr 2e-3 "
+    flags += f"--validation {data / 'val.jsonl'} --max-length 64 --batch-size 1 --epochs 100 "
+    flags += f"--train-iters 14 --save-iters {SAVE_EVERY} --max-bad-steps 2 --log-iters 1 "
+    flags += "--gradient-accumulation 4"
+    program = ["-m", "model_center", "train"]
+    return Program("model_center train", program, flags.split(), "--save", ["--resume"], "model")
 
 
 def records(folder: pathlib.Path) -> list[dict[str, Any]]:

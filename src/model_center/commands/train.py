@@ -247,8 +247,7 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
             training.log.say(f"  other than before: {line}")
         attempt(lambda: _keep(args, folder), everyone(), ConfigError)
         every = args.eval_iters
-        step = training.step
-        is_due = step > 0 and (step % every == 0 if every else step >= args.train_iters)
+        is_due = every and training.step > 0 and training.step % every == 0
         if judge is not None and is_due and not training.is_recorded:
             judge.report(training)  # the run before has saved that step, and came no further
         for _ in training.epochs():

@@ -153,6 +153,7 @@ class Run:
         self._tokens, self._clock = 0, time.perf_counter()
         self._counts: torch.Tensor | None = None  # of the step at hand, see `tokens_counted`
         self._epoch = 0  # the pass at hand
+        self._open: int | None = None  # the pass whose end the program has not dealt with
         self._seen = [0, 0]  # tokens up to this step, and those learnt, of all ranks
         newest = self._latest()
         checkpoint = attempt(lambda: self._to_go_on_from(newest), everyone(), ResumeError)
@@ -230,12 +231,23 @@ class Run:
             self.log.say(f"failed after step {self.step}: {self._resuming(step)}")
 
     def epochs(self) -> Iterator[int]:
-        """Numbers of the passes that are left, from 0 on, the one at hand first."""
-        while self.loader.epoch < self.args.epochs and self.step < self.args.train_iters:
-            yield self.loader.epoch
+        """Numbers of the passes that are left, from 0 on, the one at hand first.
+
+        One that was stopped after its last step comes again, without steps, for what is due at its
+        end.
+        """
+        while self._open is not None or self._has_more():
+            self._open = self.loader.epoch if self._open is None else self._open
+            yield self._open
+            self._open = None
+
+    def _has_more(self) -> bool:
+        return self.loader.epoch < self.args.epochs and self.step < self.args.train_iters
 
     def steps(self) -> Iterator[list[Any]]:
         """For each step that is left of this pass, its micro-batches."""
+        if self._open is not None and not (self._open == self.loader.epoch and self._has_more()):
+            return
         self._clock, self._epoch = time.perf_counter(), self.loader.epoch
         for batches in self._kept.steps():
             self._tokens = sum(map(num_tokens, batches))
@@ -331,11 +343,13 @@ class Run:
         if checkpoint is None:
             return None
         done, origin, recorded, seen = self.step, self._origin, self.is_recorded, self._seen
+        at_hand = self._open
         place, spikes = self.loader.state_dict(), self.spikes.state_dict()
         self._go_to(checkpoint)
         before = self.step
         self._restore(checkpoint)
         self.step, self._origin, self.is_recorded, self._seen = done, origin, recorded, seen
+        self._open = at_hand
         self.loader.load_state_dict(place)
         self.spikes.load_state_dict(spikes)
         self._kept.moved()
@@ -497,6 +511,8 @@ class Run:
             progress["origin"],
             progress["recorded"],
         )
+        at_hand = progress.get("pass")
+        self._open = at_hand if at_hand is not None and at_hand < self.args.epochs else None
         self.spikes.load_state_dict(progress.get("spikes", {}))
         if progress["steps_per_epoch"] != self._steps_per_epoch():
             self._origin = round(self.step - _passes(progress["loader"]) * self._steps_per_epoch())
@@ -548,6 +564,7 @@ class Run:
             "origin": self._origin,
             "steps_per_epoch": self._steps_per_epoch(),
             "recorded": self.is_recorded,
+            "pass": self._open,
             "tokens": self._seen,
             "spikes": self.spikes.state_dict(),
             "loader": self.loader.state_dict(),
