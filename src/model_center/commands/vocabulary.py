@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import pathlib
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +20,19 @@ from bmtrain.checkpoint.folder import usable
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.distributed.collectives import broadcast_object
 from bmtrain.runtime import world
+from model_center.config.base import CONFIG_FILE, read_json
 from model_center.dataset.rows import Source, source
 from model_center.dataset.tokenised import parsed_rows
 from model_center.errors import ConfigError, DataError, ResumeError
 from model_center.hub.resolving import FILES, resolve
 from model_center.optional import package
-from model_center.tokenizer.byte_level import byte_level_bpe, fewest_tokens, pieces, tokenizer_from
+from model_center.tokenizer.byte_level import (
+    GPT2_STEPS,
+    byte_level_bpe,
+    fewest_tokens,
+    pieces,
+    tokenizer_from,
+)
 from model_center.training.files import write_whole
 from model_center.training.subject import Vocabulary
 from model_center.weights.tokenizers import save_tokenizer
@@ -32,6 +40,8 @@ from model_center.weights.tokenizers import save_tokenizer
 FOLDER, CONTENT, ORIGIN = "tokenizer", "tokenizer.json", "origin.json"
 VERSION = 1  # of how a vocabulary is made of texts
 Origin = dict[str, Any]  # what it was made of
+# what tokenizers part in different ways
+PROBE = "Don't we  know it's 12345? _x=f(y)\n\n\tif naïve:  # 世界，你好\r\n e\u0301 🙂\u00a0end "
 
 
 def vocabulary_of(
@@ -57,12 +67,54 @@ def vocabulary_of(
             "--tokenizer and --vocab-size are for --from-scratch: pretrained weights know the ids "
             "of their own tokenizer."
         )
+    config = pathlib.Path(resolve(args.model_config, "config"), CONFIG_FILE)
     if args.tokenizer is None:
-        return Vocabulary(tokenizer_from(_of_texts(args, names, say)), args.vocab_size)
-    auto = package("transformers", "--tokenizer", ConfigError).AutoTokenizer
-    folder = resolve(args.tokenizer, "tokenizer")
-    tokenizer = attempt(lambda: auto.from_pretrained(folder), everyone(), ConfigError)
+        tokenizer: Any = tokenizer_from(_of_texts(args, names, config, say))
+    else:
+        auto = package("transformers", "--tokenizer", ConfigError).AutoTokenizer
+        folder = resolve(args.tokenizer, "tokenizer")
+        tokenizer = attempt(lambda: auto.from_pretrained(folder), everyone(), ConfigError)
+    attempt(
+        lambda: _check_read(tokenizer, config) if bmt.rank() == 0 else None, everyone(), ConfigError
+    )
     return Vocabulary(tokenizer, args.vocab_size)
+
+
+def _read_beside(tokenizer: Any, config: pathlib.Path) -> Any:
+    """A tokenizer as transformers reads it beside a model: of some kinds by a class of its own,
+    whatever the tokenizer's files say.
+    """
+    auto = package("transformers", "--from-scratch", ConfigError).AutoTokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(tokenizer, pathlib.Path(folder))
+        shutil.copyfile(config, pathlib.Path(folder, CONFIG_FILE))
+        return auto.from_pretrained(folder)
+
+
+def _check_read(tokenizer: Any, config: pathlib.Path) -> None:
+    read = _read_beside(tokenizer, config)
+    if read.encode(PROBE) != tokenizer.encode(PROBE):
+        raise ConfigError(
+            f"transformers reads any tokenizer of a {read_json(config).get('model_type')} as a "
+            f"{type(read).__name__}, and this one then gives other ids: name a tokenizer of that "
+            "kind by --tokenizer, or take another kind of model."
+        )
+
+
+def _steps(config: pathlib.Path) -> dict[str, Any]:
+    """How transformers parts words for a model of this kind, where that can be bytes.
+
+    Raises:
+        ConfigError: where it cannot.
+    """
+    smallest = tokenizer_from(byte_level_bpe((), fewest_tokens()))
+    read = json.loads(_read_beside(smallest, config).backend_tokenizer.to_str())
+    if (read["decoder"] or {}).get("type") != "ByteLevel":
+        raise ConfigError(
+            f"transformers reads no byte-level vocabulary beside a model of the kind of {config}: "
+            "name a tokenizer of its kind by --tokenizer."
+        )
+    return {name: read[name] for name in ("normalizer", "pre_tokenizer")}
 
 
 def _check_own(args: argparse.Namespace) -> None:
@@ -89,7 +141,9 @@ def check_size(tokenizer: Any, vocab_size: int) -> None:
         )
 
 
-def _of_texts(args: argparse.Namespace, names: Sequence[str], say: Callable[[str], None]) -> str:
+def _of_texts(
+    args: argparse.Namespace, names: Sequence[str], config: pathlib.Path, say: Callable[[str], None]
+) -> str:
     """The `tokenizer.json` of the texts, on all ranks; in the run's folder on all hosts."""
     if args.vocab_size < fewest_tokens():
         raise ConfigError(
@@ -98,7 +152,8 @@ def _of_texts(args: argparse.Namespace, names: Sequence[str], say: Callable[[str
         )
     axis = everyone()
     is_first = bmt.rank() == 0
-    origin = attempt(lambda: _origin(args, names) if is_first else {}, axis, DataError)
+    steps = attempt(lambda: _steps(config) if is_first else {}, axis, ConfigError)
+    origin = attempt(lambda: _origin(args, names, steps) if is_first else {}, axis, DataError)
     text = attempt(lambda: _kept(args, origin) if is_first else "", axis, ResumeError)
     text = attempt(
         lambda: text or (_made(args, names, origin, say) if is_first else ""), axis, DataError
@@ -111,9 +166,10 @@ def _of_texts(args: argparse.Namespace, names: Sequence[str], say: Callable[[str
     return text
 
 
-def _origin(args: argparse.Namespace, names: Sequence[str]) -> Origin:
+def _origin(args: argparse.Namespace, names: Sequence[str], steps: dict[str, Any]) -> Origin:
     digests = [_texts(name).digest() for name in names]
-    return {"texts": digests, "vocab_size": args.vocab_size, "version": VERSION}
+    own = {"texts": digests, "vocab_size": args.vocab_size, "version": VERSION}
+    return own if steps == GPT2_STEPS else {**own, "steps": steps}
 
 
 def _texts(name: str) -> Source:
@@ -158,7 +214,8 @@ def _made(
         return cached.read_text("utf-8")
     say(f"vocabulary: {args.vocab_size:,} tokens are made of {', '.join(names)} ...")
     begin = time.perf_counter()
-    text = byte_level_bpe(_written(names), args.vocab_size)
+    steps = origin.get("steps", GPT2_STEPS)
+    text = byte_level_bpe(_written(names), args.vocab_size, steps)
     say(f"  in {time.perf_counter() - begin:.0f} s")
     if cached is not None:
         cached.parent.mkdir(parents=True, exist_ok=True)

@@ -6,17 +6,21 @@ bytes Radford et al., "Language Models are Unsupervised Multitask Learners" (201
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from model_center.errors import DataError
+from model_center.tokenizer.serialized import with_steps
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SPECIAL = (BOS, EOS, PAD)  # the first ids
 NUM_BYTES = 256
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+GPT2_STEPS: Mapping[str, Any] = MappingProxyType({"normalizer": None, "pre_tokenizer": _BYTES})
 PIECE = 2**20  # letters that are handed over at a time
 
 
@@ -25,22 +29,25 @@ def fewest_tokens() -> int:
     return NUM_BYTES + len(SPECIAL)
 
 
-def byte_level_bpe(texts: Iterable[str], vocab_size: int) -> str:
+def byte_level_bpe(
+    texts: Iterable[str], vocab_size: int, steps: Mapping[str, Any] = GPT2_STEPS
+) -> str:
     """The `tokenizer.json` of a byte-level BPE of exactly so many tokens.
 
-    Words and numbers are parted as by GPT-2; a text starts with `<|bos|>`. The same texts give the
-    same vocabulary.
+    A text starts with `<|bos|>`. The same texts give the same vocabulary.
 
     Args:
         texts: that it is made of, in any pieces that begin and end at blanks.
         vocab_size: `fewest_tokens()` at least.
+        steps: before the BPE, `normalizer` and `pre_tokenizer` of a `tokenizer.json`: how words
+            and numbers are parted.
 
     Raises:
         DataError: for texts that do not give so many tokens.
     """
     backend: Any = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    backend = with_steps(backend, **steps)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL),

@@ -23,6 +23,7 @@ from model_center.errors import ConfigError, WeightsError
 from model_center.generation import generate
 from model_center.hub.resolving import resolve
 from model_center.model.causal import CausalModel, TokenModel
+from model_center.model.gptj import GPTj
 from model_center.model.llama import Llama
 from model_center.model.registry import CLASSES
 from model_center.optional import package
@@ -637,7 +638,8 @@ def subject_of(
         ConfigError, IdentifierError: for one that is not known, or no causal language model.
     """
     own = None if is_reward else own_class(name)
-    if own is None:
+    # GPT-J's files have one norm where our class has two, which training would part.
+    if own is None or own is GPTj:
         return (RewardSubject if is_reward else TheirSubject)(name, vocabulary)
     if not issubclass(own, TokenModel | Llama):
         raise ConfigError(f"{own.__name__} is not trained by this program.")
