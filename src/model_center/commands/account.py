@@ -13,6 +13,7 @@ import bmtrain as bmt
 from bmtrain.plan import Settings
 from bmtrain.plan.outline import groups_of
 from bmtrain.plan.step import shard_of
+from model_center.dataset.concatenated import ConcatenatedTexts
 from model_center.dataset.mixture import Part
 from model_center.dataset.packing import PackedSamples
 from model_center.dataset.padding import Item
@@ -25,11 +26,18 @@ OPEN, CLOSE = "[[", "]]"  # around what is learnt
 
 
 def account(
-    parts: Sequence[Part], packed: PackedSamples | Pairs, subject: Subject, args: argparse.Namespace
+    parts: Sequence[Part],
+    packed: PackedSamples | ConcatenatedTexts | Pairs,
+    subject: Subject,
+    args: argparse.Namespace,
 ) -> Iterator[str]:
     """The lines."""
     samples = packed.samples
     tokens, learnt = int(samples.lengths.sum()), int(samples.num_learnt.sum())
+    if isinstance(packed, ConcatenatedTexts):
+        learnt = packed.num_learnt()
+    if args.from_scratch:
+        yield _vocabulary(subject)
     rows = sum(len(part.numbers) for part in parts)
     yield f"data: {rows:,} rows, {tokens:,} tokens, {learnt:,} learnt ({learnt / tokens:.1%})"
     data = {id(part.samples): part.samples for part in parts}.values()
@@ -37,7 +45,9 @@ def account(
         f"{args.too_long.value} for being longer than --max-length {args.max_length}": sum(
             one.num_cut + one.num_dropped for one in data
         ),
-        "left out for having nothing to learn in that length": packed.num_without_answer,
+        "left out for having nothing to learn in that length": 0
+        if isinstance(packed, ConcatenatedTexts)
+        else packed.num_without_answer,
     }
     if any(lost.values()):
         gone = sum(one.tokens_lost for one in data)
@@ -55,6 +65,8 @@ def account(
         yield f"  fields that are not read: {names}"
     if isinstance(packed, Pairs):
         yield f"  {len(packed):,} pairs, a row for each answer"
+    elif isinstance(packed, ConcatenatedTexts):
+        yield f"  one after the other, in {len(packed):,} rows of {args.max_length}"
     else:
         room = len(packed) * args.max_length
         kind = (
@@ -82,8 +94,20 @@ def account(
         f"steps: {steps:,}, the first {in_steps(args.warmup_iters, steps):,} of them warm-up, "
         f"learning rate {args.lr:g} ({args.lr_decay_style}); saved: {where}"
     )
-    first = samples[packed.rows[0][0]]
+    first = packed[0] if isinstance(packed, ConcatenatedTexts) else samples[packed.rows[0][0]]
     yield f"the first row, what is learnt in {OPEN} {CLOSE}:\n{shown(first, subject.tokenizer)}"
+
+
+def _vocabulary(subject: Subject) -> str:
+    """Of tokenizer and model, and what a text of the tokenizer ends with."""
+    tokenizer = subject.tokenizer
+    if tokenizer.eos_token is None:
+        ends = "which knows no token that ends a text: the model will not learn where to end"
+    else:
+        ends = f"texts end with {tokenizer.eos_token}"
+    return (
+        f"tokenizer: {len(tokenizer):,} tokens, of {subject.vocab_size:,} ids of the model; {ends}"
+    )
 
 
 def _memory(subject: Subject, args: argparse.Namespace) -> str:

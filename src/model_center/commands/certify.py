@@ -7,7 +7,7 @@ import argparse
 import bmtrain as bmt
 from model_center.arguments import positive
 from model_center.commands import train
-from model_center.dataset.preferences import Pairs
+from model_center.dataset.packing import PackedSamples
 from model_center.errors import ConfigError
 from model_center.training.certificate import Certificate, certify
 from model_center.training.objectives import goal_of
@@ -44,8 +44,12 @@ def run(args: argparse.Namespace) -> None:
         )
     args.dtype = "fp32"
     prepared = train.prepare(args)
-    if prepared is None or isinstance(prepared.packed, Pairs):
+    if prepared is None:
         return
+    if not isinstance(prepared.packed, PackedSamples):
+        raise ConfigError(
+            "--packing concatenated: certify compares with texts one by one, and these see others."
+        )
     found = certify(goal_of(prepared.subject, args), prepared.packed, args, args.steps)
     if bmt.rank() == 0:
         print("\n".join(lines(found)), flush=True)

@@ -110,6 +110,8 @@ def _read(path: pathlib.Path) -> Mapping[str, Any]:
 def model_in(name: str) -> tuple[str, str | None]:
     """The model that a name means, and the adapters: of a run's folder, what the run has made."""
     folder = pathlib.Path(name)
+    if folder.is_file() and folder.name == "config.json":
+        return str(folder.parent), None
     if (folder / "config.json").is_file() or not folder.is_dir():
         return name, None
     if (folder / "model" / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""`python -m model_center train`: a decoder learns from rows of data, whole or by LoRA."""
+"""`python -m model_center train`: a decoder learns from rows of data, whole, by LoRA, or anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +29,12 @@ from model_center.arguments import (
 )
 from model_center.commands.account import account, shown
 from model_center.commands.configuration import differences, keep, model_in, words_of
+from model_center.commands.vocabulary import check_size, vocabulary_of
 from model_center.dataset.chat import PLAIN
+from model_center.dataset.concatenated import ConcatenatedTexts
 from model_center.dataset.instructions import InstructionDataset, TooLong
 from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
-from model_center.dataset.packing import PackedSamples
+from model_center.dataset.packing import PackedSamples, Packing
 from model_center.dataset.preferences import Pairs
 from model_center.errors import ConfigError, DataError
 from model_center.training import Run, make_loader, setup
@@ -44,6 +46,8 @@ from model_center.training.setup import default_dtype
 from model_center.training.subject import Subject, subject_of
 
 CERTIFIED = 16  # rows of each data set that are looked at before a run
+GIVEN, WRITTEN = 16, 128  # tokens of a text that samples begin with, and that are written
+DRAWN = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}  # likeliest texts go in circles
 PROGRESS = (
     TextColumn("{task.description}"),
     BarColumn(),
@@ -69,13 +73,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin with random weights: of --model-config only configuration and tokenizer count",
     )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="with --from-scratch: folder or name of the tokenizer (default: of --model-config)",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=positive,
+        metavar="N",
+        help="with --from-scratch: tokens of the model; without --tokenizer a byte-level BPE of so "
+        "many is made of --data (default: as the configuration says)",
+    )
     data = parser.add_argument_group("data: docs/site/en/guides/fine-tuning.md")
     data.add_argument(
         "--data",
         nargs="+",
         metavar="NAME[:WEIGHT]",
-        help="to learn from: files (JSON lines or array, Parquet, CSV, text), folders of them, or "
-        "data sets of the hub; with a weight, as many times in each pass, or the share below 1",
+        help="to learn from: files (JSON lines or array, Parquet, CSV, text), folders of them, "
+        "token data of preprocess, or data sets of the hub; with a weight, as many times in each "
+        "pass, or the share below 1",
     )
     data.add_argument("--validation", nargs="+", metavar="NAME", help="to measure the loss on")
     data.add_argument(
@@ -94,6 +111,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "an error (default: cut). Texts go on in the next row",
     )
     data.add_argument(
+        "--packing",
+        type=Packing,
+        default=Packing.SEPARATE,
+        metavar="{separate,concatenated}",
+        help="samples of a row do not see one another, or texts one after the other are cut into "
+        "rows, of which each token sees all before it (default: separate)",
+    )
+    data.add_argument(
         "--cache",
         metavar="FOLDER",
         help="where tokens are kept, so that data are tokenised once (default: tokens in --save)",
@@ -108,8 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples",
         type=count,
         default=0,
-        help="answers to the first conversations of the validation data, written into the log at "
-        "each measurement (default: 0)",
+        help="answers to the first conversations of the validation data, or texts that begin as "
+        "its first ones, written into the log at each measurement (default: 0)",
     )
     wanted = parser.add_argument_group("objective: docs/site/en/guides/preferences.md")
     wanted.add_argument(
@@ -162,13 +187,16 @@ def train(arguments: Sequence[str], on_step: OnStep | None = None) -> None:
     run(parser.parse_args(words_of(arguments, parser)), on_step)
 
 
+Packed = PackedSamples | ConcatenatedTexts | Pairs
+
+
 class Prepared(NamedTuple):
     """What a run begins with."""
 
     subject: Subject
     learnt: list[Part]
     measured: list[Part]
-    packed: PackedSamples | Pairs
+    packed: Packed
 
 
 def prepare(args: argparse.Namespace) -> Prepared | None:
@@ -182,6 +210,8 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
         raise ConfigError(f"{problem}.")
     if args.load_in_4bit and (args.from_scratch or not args.lora_rank):
         raise ConfigError("--load-in-4bit is for pretrained weights beside adapters: --lora-rank.")
+    if args.objective.takes_pairs and args.packing is Packing.CONCATENATED:
+        raise ConfigError("--packing concatenated is for texts, and pairs are compared one by one.")
     if args.lr is None:
         args.lr = 1e-4 if args.lora_rank else 3e-4 if args.from_scratch else 1e-5
         if args.objective.takes_pairs and args.objective is not Objective.REWARD:
@@ -194,10 +224,17 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
             f"{adapters} holds adapters: make one model of them and theirs by python -m "
             "model_center merge, and name that."
         )
-    subject = subject_of(args.model_config, is_reward=args.objective is Objective.REWARD)
-    # It is saved with the model, which then is asked as it was taught.
-    subject.tokenizer.chat_template = subject.tokenizer.chat_template or PLAIN
+    names = [_path_and_weight(name)[0] for name in args.data]
+    vocabulary = vocabulary_of(args, names, _say)
+    subject = subject_of(
+        args.model_config, is_reward=args.objective is Objective.REWARD, vocabulary=vocabulary
+    )
+    if args.from_scratch:
+        check_size(subject.tokenizer, subject.vocab_size)
     learnt, measured = _read(args, subject.tokenizer)
+    if not all(part.samples.tokens.is_text.all() for part in learnt):
+        # It is saved with the model, which then is asked as it was taught.
+        subject.tokenizer.chat_template = subject.tokenizer.chat_template or PLAIN
     _check_ids([*learnt, *measured], subject)
     if args.look:
         samples = Mixture(learnt)
@@ -235,7 +272,7 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     goal = goal_of(subject, args)
     if not args.objective.takes_pairs:
         _warn(learnt)
-    judge = Judge(goal, measured, args) if measured else None
+    judge = Judge(goal, measured, learnt, args) if measured or args.samples else None
     if isinstance(goal, Preference) and isinstance(packed, Pairs):
         goal.add_reference(packed, args.dataset_name)
     goal.begin()
@@ -263,7 +300,8 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
 def _warn(learnt: Sequence[Part]) -> None:
     """Say once if the first rows are not learnt as their text says."""
     if bmt.rank() == 0:
-        looked, found = first_rows({id(p.samples): p.samples for p in learnt}.values(), CERTIFIED)
+        written = {id(p.samples): p.samples for p in learnt if not p.samples.source.is_tokens}
+        looked, found = first_rows(written.values(), CERTIFIED)
         for place, text in found[:1]:
             _say(
                 f"warning: {len(found)} of the first {looked} rows are not learnt as they say. "
@@ -277,41 +315,65 @@ def _keep(args: argparse.Namespace, folder: pathlib.Path | None) -> None:
 
 
 class Judge:
-    """Measures a model on data that it does not learn from. Collective."""
+    """Measures a model on data that it does not learn from, and shows what it writes. Collective.
 
-    def __init__(self, goal: Goal, parts: Sequence[Part], args: argparse.Namespace) -> None:
-        self._goal, self._subject = goal, goal.subject
-        rows = _packed(parts, args, goal.subject)
-        if isinstance(goal, Preference) and isinstance(rows, Pairs):
-            goal.add_reference(rows, _name_of(parts, args))
-        self._loader = make_loader(rows, args, shuffle=False)
-        self._questions = _questions(Mixture(parts), args.samples)
-        self._max_length = args.max_length
+    Args:
+        goal: what is measured.
+        parts: data to measure it on; without any nothing is measured.
+        learnt: data that samples are of where there are no others.
+        args: the flags.
+    """
+
+    def __init__(
+        self, goal: Goal, parts: Sequence[Part], learnt: Sequence[Part], args: argparse.Namespace
+    ) -> None:
+        self._goal, self._subject, self._args = goal, goal.subject, args
+        self._loader, self._num_bytes = None, None
+        if parts:
+            rows = _packed(parts, args, goal.subject, shuffle=False)
+            if isinstance(rows, Pairs):
+                if isinstance(goal, Preference):
+                    goal.add_reference(rows, _name_of(parts, args))
+            elif all(part.samples.tokens.is_text.all() for part in parts):
+                self._num_bytes = rows.num_bytes()
+            self._loader = make_loader(rows, args, shuffle=False)
+        self._questions = _questions(Mixture(parts or learnt), args.samples)
 
     def report(self, training: Run) -> None:
-        """Record loss and what else the goal measures, and show answers."""
-        training.record(**self._goal.record(self.means()))
+        """Record loss and what else is measured, and show answers."""
+        if self._loader is not None:
+            training.record(**self.record(self._loader))
         for asked in self._questions:
             training.log.say(self.answer(asked))
 
     @torch.no_grad()
-    def means(self) -> list[float]:
-        """What the goal measures, over all that counts."""
+    def record(self, loader: Iterable[Any]) -> dict[str, float]:
+        """What the goal measures, over all that counts; of texts bits per byte."""
         self._subject.model.eval()
         found: list[torch.Tensor] = []
-        for batch in self._loader:
+        for batch in loader:
             counted = (self._goal.counted(batch) != -100).sum()[None].double()
             found.append(torch.cat([self._goal.sums(batch), counted]))
         self._goal.begin()
         *sums, number = bmt.sum_loss(torch.stack(found).sum(0)).tolist()
-        return [one / number for one in sums]
+        record = self._goal.record([one / number for one in sums])
+        if self._num_bytes:
+            nats = sums[0] * bmt.world_size()
+            record["bits_per_byte"] = nats / math.log(2) / self._num_bytes
+        return record
 
-    def answer(self, asked: torch.Tensor) -> str:
-        """The tokens of a conversation up to its last answer, and the model's, as text."""
-        room = max(self._max_length - len(asked), 1)
-        found = self._subject.answer(asked[None], room)
+    def answer(self, asked: Question) -> str:
+        """The tokens of a conversation up to its last answer, or the first ones of a text, and
+        what the model writes behind them, as text.
+        """
+        room = max(self._args.max_length - len(asked.ids), 1)
+        if asked.is_text:
+            room = min(room, WRITTEN)
+            found = self._subject.answer(asked.ids[None], room, seed=self._args.seed, **DRAWN)
+        else:
+            found = self._subject.answer(asked.ids[None], room)
         decode = self._subject.tokenizer.decode
-        return str(decode(asked.tolist()) + decode(found))
+        return str(decode(asked.ids.tolist()) + decode(found))
 
 
 Parts = tuple[list[Part], list[Part]]  # what is learnt, and what is measured
@@ -361,6 +423,8 @@ def _part(name: str, args: argparse.Namespace, tokenizer: Any) -> Part:
 def _name_of(parts: Sequence[Part], args: argparse.Namespace) -> str:
     """What a run that goes on compares: the tokens that are learnt, wherever the data lie."""
     found = hashlib.sha256(f"{args.max_length} {args.too_long.value}".encode())
+    if args.packing is not Packing.SEPARATE:
+        found.update(args.packing.value.encode())
     for part in parts:
         found.update(part.samples.tokens.key.encode())
         found.update(torch.tensor(part.numbers).numpy().tobytes())
@@ -368,10 +432,13 @@ def _name_of(parts: Sequence[Part], args: argparse.Namespace) -> str:
 
 
 def _packed(
-    parts: Sequence[Part], args: argparse.Namespace, subject: Subject
-) -> PackedSamples | Pairs:
+    parts: Sequence[Part], args: argparse.Namespace, subject: Subject, *, shuffle: bool = True
+) -> Packed:
     if args.objective.takes_pairs:
         return Pairs(Mixture(parts))
+    if args.packing is Packing.CONCATENATED:
+        how = args.max_length, bmt.world_size(), args.seed
+        return ConcatenatedTexts(parts, *how, shuffle=shuffle)
     return PackedSamples(
         Mixture(parts), args.max_length, least=bmt.world_size(), alone=not subject.is_packed
     )
@@ -409,15 +476,28 @@ def _path_and_weight(name: str) -> tuple[str, float]:
     return path, weight
 
 
-def _questions(samples: Mixture, count: int) -> list[torch.Tensor]:
-    """The first conversations that end with an answer, without it."""
-    found: list[torch.Tensor] = []
+class Question(NamedTuple):
+    """What a model is to write on: the first tokens of a text, or a conversation."""
+
+    ids: torch.Tensor
+    is_text: bool
+
+
+def _questions(samples: Mixture, count: int) -> list[Question]:
+    """The first conversations that end with an answer, without it, and beginnings of texts."""
+    found: list[Question] = []
     for number in range(len(samples)):
         if len(found) == count:
             break
+        if samples.is_text(number):
+            if samples.begins(number):
+                ids = samples[number]["input_ids"]
+                found.append(Question(ids[: min(GIVEN, max(len(ids) // 2, 1))], is_text=True))
+            continue
         targets = samples[number]["targets"]
         learnt = (targets != -100).nonzero()[:, 0]
         silent = (targets[: learnt[-1]] == -100).nonzero()[:, 0] if len(learnt) else learnt
-        if len(silent) and not samples.is_text(number):
-            found.append(samples[number]["input_ids"][: int(silent[-1]) + 2])
+        if len(silent):
+            ids = samples[number]["input_ids"][: int(silent[-1]) + 2]
+            found.append(Question(ids, is_text=False))
     return found

@@ -148,6 +148,16 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         """Whether sample `index` is one of a text."""
         return bool(self._goes_on[index])
 
+    def num_bytes(self, index: int) -> int | None:
+        """Bytes of the text that is learnt of sample `index`; None where that is not known."""
+        if self.tokens.num_bytes is None:
+            return None
+        start = int(self._starts[index])
+        stop = start + int(self.lengths[index]) - (not self._goes_on[index])
+        following = self.tokens.num_bytes[start + 1 : stop + 1]
+        learnt = self.tokens.learnt[start:stop][: len(following)]
+        return int((following * learnt.astype(np.int64)).sum())
+
     def __getitem__(self, index: int) -> Item:
         """Sample `index`."""
         index = range(len(self))[index]

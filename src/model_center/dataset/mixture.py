@@ -61,6 +61,16 @@ class Mixture(torch.utils.data.Dataset[Item]):
         samples, number = self.origin(index)
         return samples.is_text(number)
 
+    def begins(self, index: int) -> bool:
+        """Whether sample `index` is the beginning of its row."""
+        samples, number = self.origin(index)
+        return samples.row_and_start(number)[1] == 0
+
+    def num_bytes(self, index: int) -> int | None:
+        """Bytes of the text that is learnt of sample `index`; None where that is not known."""
+        samples, number = self.origin(index)
+        return samples.num_bytes(number)
+
     def origin(self, index: int) -> tuple[InstructionDataset, int]:
         """The data set that sample `index` is of, and its number there."""
         part = int(np.searchsorted(self._ends, index, "right"))

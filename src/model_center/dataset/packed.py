@@ -62,7 +62,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             separator,
             shuffle,
         )
-        self._starts = _document_starts(indexed)
+        self._starts = document_starts(indexed)
         self._num_tokens = int(self._starts[-1]) + (len(self._starts) - 1) * (separator is not None)
         if self._num_tokens < 2:
             raise DataError(
@@ -123,7 +123,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return {**self.__dict__, "_laid_out": None}
 
 
-def _document_starts(indexed: MMapIndexedDataset) -> npt.NDArray[np.int64]:
+def document_starts(indexed: MMapIndexedDataset) -> npt.NDArray[np.int64]:
     """(documents + 1,): tokens before each document, and in all.
 
     Sequences after the last mark are documents of their own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import enum
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,17 @@ from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.mixture import Mixture
 from model_center.dataset.padding import Item
 from model_center.errors import DataError
+
+
+class Packing(enum.Enum):
+    """How texts share rows.
+
+    SEPARATE: in pieces that do not see one another. CONCATENATED: one after the other, cut into
+    rows of which each token sees all before it, the end of another text perhaps.
+    """
+
+    SEPARATE = "separate"
+    CONCATENATED = "concatenated"
 
 
 class PackedSamples(torch.utils.data.Dataset[Item]):
@@ -82,6 +94,12 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
             ),
             "input_length": torch.tensor(sum(lengths)),
         }
+
+    def num_bytes(self) -> int | None:
+        """Bytes of the text that is learnt of all rows; None where that is not known."""
+        found = [self.samples.num_bytes(number) for row in self.rows for number in row]
+        known = [size for size in found if size is not None]
+        return sum(known) if len(known) == len(found) else None
 
     def collate(self, items: Sequence[Item]) -> Item:
         """A batch: (B, longest) tensors, padded on the right, and (B,) lengths."""

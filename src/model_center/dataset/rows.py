@@ -1,4 +1,5 @@
-"""Rows of data as people have it: JSON lines, JSON arrays, Parquet, CSV, texts, folders, the hub.
+"""Rows of data as people have it: JSON lines, JSON arrays, Parquet, CSV, texts, folders, the hub,
+and token data of `preprocess`.
 
 Every command reads rows here. A row is a dict; what is null in it is not there. Rows are read one
 after the other, and a row that cannot be read is a DataError that names file and row.
@@ -18,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
+from model_center.dataset.indexed import MMapIndexedDataset
 from model_center.errors import DataError
 from model_center.optional import package
 
@@ -54,12 +56,19 @@ class Source:
     files: tuple[pathlib.Path, ...]
     passed_over: tuple[pathlib.Path, ...] = ()
 
+    @property
+    def is_tokens(self) -> bool:
+        """Whether it is token data, which have no rows of text."""
+        return bool(self.files) and self.files[0].suffix == ".bin"
+
     def rows(self) -> Iterator[Row]:
         """All rows, in order.
 
         Raises:
-            DataError: naming file and row, for what cannot be read.
+            DataError: naming file and row, for what cannot be read; for token data.
         """
+        if self.is_tokens:
+            raise DataError(f"{self.name} holds tokens: expected rows of text.")
         if not self.files:
             for number, content in enumerate(_from_hub(self.name), start=1):
                 yield Row(f"{self.name}, row {number}", without_nulls(content))
@@ -87,7 +96,7 @@ class Source:
 
 
 def source(name: str | os.PathLike[str]) -> Source:
-    """The data of this name.
+    """The data of this name; PREFIX of PREFIX.bin and PREFIX.idx for token data.
 
     A file of another ending than `READERS` knows is taken for JSON lines; in a folder, which is
     read with all that is below it, it is passed over. Files whose names begin with a dot are none.
@@ -96,6 +105,9 @@ def source(name: str | os.PathLike[str]) -> Source:
         DataError: where there is nothing of this name, or a folder holds nothing to read.
     """
     path = pathlib.Path(name)
+    prefix = str(path.with_suffix("") if path.suffix in {".bin", ".idx"} else path)
+    if not path.is_dir() and MMapIndexedDataset.exists(prefix):
+        return Source(str(name), (pathlib.Path(f"{prefix}.bin"), pathlib.Path(f"{prefix}.idx")))
     if path.is_file():
         return Source(str(name), (path,))
     if path.is_dir():

@@ -1,9 +1,10 @@
 """Rows as tokens, made once: arrays in files that all processes of a host map.
 
 An index is a folder: `ids.bin`, int32, the ids of all rows one after the other; `learnt.bin`,
-uint8, 1 where the next id is to be learnt; `rows.bin`, int64, where each row ends, negative for
-texts; and `index.json`, what else a run says of its data. The name of the folder is a hash of data,
-tokenizer, chat template and version.
+uint8, 1 where the next id is to be learnt; `bytes.bin`, uint16, the bytes of the text that each id
+stands for; `rows.bin`, int64, where each row ends, negative for texts; and `index.json`, what else
+a run says of its data. The name of the folder is a hash of data, tokenizer, chat template and
+version.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pickle
 import reprlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,11 +31,14 @@ import numpy.typing as npt
 
 from model_center.dataset.chat import ChatTokenizer, Span, Writer
 from model_center.dataset.conversations import Parsed, parse, parse_pair
+from model_center.dataset.indexed import MMapIndexedDataset
+from model_center.dataset.packed import document_starts
 from model_center.dataset.rows import Row, Source
 from model_center.errors import DataError, InputError
 
-IDS, LEARNT, ROWS, FACTS = "ids.bin", "learnt.bin", "rows.bin", "index.json"
-VERSION = 1  # of what is in the files
+IDS, LEARNT, BYTES, ROWS, FACTS = "ids.bin", "learnt.bin", "bytes.bin", "rows.bin", "index.json"
+VERSION = 2  # of what is in the files
+MOST_BYTES = np.iinfo(np.uint16).max  # of a token that can be written down
 BATCH = 256  # rows that are tokenised at a time
 FEW = 2048  # rows that are not worth other processes
 Work = TypeVar("Work")
@@ -47,6 +51,8 @@ class Tokens:
     Attributes:
         ids: int32 (tokens,).
         learnt: uint8 (tokens,), 1 where the next token is learnt.
+        num_bytes: uint16 (tokens,), UTF-8 bytes of the text that each stands for: of a row, all of
+            its text together, without the bos and eos around it. None where that is not known.
         starts, stops: int64 (rows,), of each row in them.
         is_text: bool (rows,), of rows that are texts.
         key: a hash of what they were made of.
@@ -61,6 +67,9 @@ class Tokens:
         self.unread: dict[str, int] = facts["unread"]
         self.ids: npt.NDArray[np.int32] = _read(folder / IDS, np.int32, keep)
         self.learnt: npt.NDArray[np.uint8] = _read(folder / LEARNT, np.uint8, keep)
+        self.num_bytes: npt.NDArray[np.uint16] | None = None
+        if facts["bytes_known"]:
+            self.num_bytes = _read(folder / BYTES, np.uint16, keep)
         ends = np.fromfile(folder / ROWS, np.int64)
         self.is_text = ends < 0
         self.stops = np.abs(ends)
@@ -84,10 +93,11 @@ def _read(path: pathlib.Path, dtype: Any, keep: bool) -> npt.NDArray[Any]:
 
 
 class Encoded(NamedTuple):
-    """Rows as tokens: ids and what is learnt of all together, and the end of each."""
+    """Rows as tokens: ids, what is learnt and bytes of all together, and the length of each."""
 
     ids: npt.NDArray[np.int32]
     learnt: npt.NDArray[np.uint8]
+    num_bytes: npt.NDArray[np.int64] | None
     lengths: list[int]
     is_text: list[bool]
     unread: collections.Counter[str]
@@ -105,8 +115,8 @@ def tokens_of(
     """The tokens of a source, from `cache` if they are there.
 
     Args:
-        source: of rows.
-        tokenizer: with offsets.
+        source: of rows, or of token data, whose documents are texts as they are.
+        tokenizer: with offsets; of token data the one that made them.
         cache: folder in which they are kept; None to keep nothing.
         pairs: of preferences, each of which is two rows here: the better one, then the worse.
         workers: processes that tokenise, where there are many rows. With more than one the program
@@ -155,12 +165,24 @@ def _write(
     workers: int,
     report: Callable[[int], object],
 ) -> None:
-    ends, end = array.array("q"), 0
+    ends, end, bytes_known = array.array("q"), 0, True
     unread: collections.Counter[str] = collections.Counter()
-    with (folder / IDS).open("wb") as ids, (folder / LEARNT).open("wb") as learnt:
-        for one in _encoded(source.rows(), encoder, workers):
+    if source.is_tokens:
+        made = _documents(MMapIndexedDataset(str(source.files[0].with_suffix(""))), encoder)
+    else:
+        made = _encoded(source.rows(), encoder, workers)
+    with (
+        (folder / IDS).open("wb") as ids,
+        (folder / LEARNT).open("wb") as learnt,
+        (folder / BYTES).open("wb") as sizes,
+    ):
+        for one in made:
             one.ids.tofile(ids)
             one.learnt.tofile(learnt)
+            if one.num_bytes is None or one.num_bytes.max(initial=0) > MOST_BYTES:
+                bytes_known = False
+            elif bytes_known:
+                one.num_bytes.astype(np.uint16).tofile(sizes)
             for length, is_text in zip(one.lengths, one.is_text, strict=True):
                 end += length
                 ends.append(-end if is_text else end)
@@ -170,7 +192,45 @@ def _write(
         raise DataError(f"{source.name} holds no rows: expected at least one.")
     with (folder / ROWS).open("wb") as rows:
         ends.tofile(rows)
-    (folder / FACTS).write_text(json.dumps({"key": key, "unread": unread}))
+    facts = {"key": key, "unread": unread, "bytes_known": bytes_known}
+    (folder / FACTS).write_text(json.dumps(facts))
+
+
+def _documents(indexed: MMapIndexedDataset, encoder: Encoder) -> Iterator[Encoded]:
+    """Token data as texts, of which each token is learnt from those before it."""
+    if indexed.dtype.kind not in "iu":
+        raise DataError(f"{indexed} holds {indexed.dtype}: expected ids of tokens.")
+    starts, sizes = document_starts(indexed), byte_lengths(encoder.tokenizer)
+    for first in range(0, len(starts) - 1, BATCH):
+        bounds = starts[first : first + BATCH + 1]
+        ids = indexed.tokens[bounds[0] : bounds[-1]].astype(np.int64)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < np.iinfo(np.int32).max:
+            raise DataError(f"{indexed} holds numbers that are no ids of tokens.")
+        learnt = np.ones(len(ids), np.uint8)
+        learnt[bounds[1:] - bounds[0] - 1] = 0
+        is_known = sizes is not None and int(ids.max(initial=0)) < len(sizes)
+        yield Encoded(
+            ids=ids.astype(np.int32),
+            learnt=learnt,
+            num_bytes=sizes[ids] if sizes is not None and is_known else None,
+            lengths=np.diff(bounds).tolist(),
+            is_text=[True] * (len(bounds) - 1),
+            unread=collections.Counter(),
+        )
+
+
+def byte_lengths(tokenizer: ChatTokenizer) -> npt.NDArray[np.int64] | None:
+    """Bytes of the text of each id; None for a tokenizer whose tokens are not strings of bytes."""
+    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
+    if decoder.get("type") != "ByteLevel":
+        return None
+    vocabulary: Mapping[str, int] = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True)
+    found = np.zeros(max(vocabulary.values(), default=-1) + 1, np.int64)
+    for token, number in vocabulary.items():
+        found[number] = len(token)  # a letter is a byte
+    for number, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items():
+        found[number] = 0 if token.special else len(token.content.encode())
+    return found
 
 
 def _encoded(rows: Iterator[Row], encoder: Encoder, workers: int) -> Iterator[Encoded]:
@@ -233,24 +293,28 @@ class Encoder:
             DataError: naming file and row, for one that is no conversation, or which the chat
                 template refuses.
         """
-        found = [(one, row) for row in rows for one in _parsed(row, pairs=self.pairs)]
+        found = [(one, row) for row in rows for one in parsed_rows(row, pairs=self.pairs)]
         parsed = [one for one, _ in found]
         written = [self._written(*pair) for pair in found]
         encode: Any = self.tokenizer  # which takes several texts, too
         encoded = encode(
             [text for text, _ in written], add_special_tokens=False, return_offsets_mapping=True
         )
-        lengths, masks = [], []
-        for (_, spans), offsets in zip(written, encoded["offset_mapping"], strict=True):
+        lengths, masks, sizes = [], [], []
+        for (text, spans), offsets, one in zip(
+            written, encoded["offset_mapping"], parsed, strict=True
+        ):
             begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
             own = np.zeros(len(begin) + 1, np.uint8)  # of the row's tokens, and of none behind them
             for start, stop in spans:
                 own[:-1] |= (begin < stop) & (start < end)
             masks.append(own[1:])
+            sizes.append(_bytes_of(text, end, *self._around(one)))
             lengths.append(len(begin))
         return Encoded(
             ids=np.fromiter(itertools.chain.from_iterable(encoded["input_ids"]), np.int32),
             learnt=np.concatenate(masks),
+            num_bytes=np.concatenate(sizes),
             lengths=lengths,
             is_text=[one.text is not None for one in parsed],
             unread=collections.Counter(name for one in parsed for name in one.unread),
@@ -259,7 +323,7 @@ class Encoder:
     def _written(self, parsed: Parsed, row: Row) -> tuple[str, list[Span]]:
         """The text of a row, and the (start, stop) of what is learnt of it."""
         if parsed.text is not None:
-            bos, eos = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
+            bos, eos = self._around(parsed)
             text = bos + parsed.text + eos
             return text, [(len(bos), len(text))]
         try:
@@ -269,8 +333,37 @@ class Encoder:
                 f"{row.place}: {error} The conversation is {reprlib.repr(parsed.messages)}."
             ) from error
 
+    def _around(self, parsed: Parsed) -> tuple[str, str]:
+        """What is written before and behind the text of a row, and is none of it."""
+        if parsed.text is None:
+            return "", ""
+        return self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
 
-def _parsed(row: Row, *, pairs: bool) -> Sequence[Parsed]:
+
+def _bytes_of(
+    text: str, ends: npt.NDArray[np.int64], before: str, behind: str
+) -> npt.NDArray[np.int64]:
+    """(tokens,): the bytes of a text that tokens stand for, each of which ends at a letter of it.
+
+    A letter is counted once, at the first token that reaches it, and what no token holds at the
+    next one: the sum is that of the text, without `before` and `behind`.
+    """
+    letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    sizes = 1 + (letters >= 2**7) + (letters >= 2**11) + (letters >= 2**16)
+    sizes[: len(before)] = 0
+    sizes[len(letters) - len(behind) :] = 0
+    upto = np.concatenate([[0], sizes.cumsum()])
+    reached = np.maximum.accumulate(ends)
+    reached[-1:] = len(letters)
+    return np.diff(upto[reached], prepend=0)
+
+
+def parsed_rows(row: Row, *, pairs: bool = False) -> Sequence[Parsed]:
+    """What a row says; of a pair both conversations.
+
+    Raises:
+        DataError: naming file and row, for what is of no known form.
+    """
     try:
         return parse_pair(row.content) if pairs else [parse(row.content)]
     except KeyError as error:

@@ -34,6 +34,7 @@ FIELDS = {
     "skipped": ("1", "true for a step that was skipped; not there for others"),
     "validation_loss": ("nats per token", "mean over the held-out text"),
     "perplexity": ("1", "exp of validation_loss"),
+    "bits_per_byte": ("bits/byte", "of the held-out texts, their ends included, in UTF-8"),
     "epoch": ("1", "number of the pass over the data, from 0 on"),
 }
 # what two runs that learn the same need not share

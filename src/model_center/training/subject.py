@@ -11,18 +11,19 @@ import inspect
 import pathlib
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
-from model_center.config.base import CONFIG_FILE, read_json
+from model_center.config.base import CONFIG_FILE, SPECIAL_IDS, read_json
 from model_center.dataset.packing import segment_mask
 from model_center.errors import ConfigError, WeightsError
 from model_center.generation import generate
 from model_center.hub.resolving import resolve
 from model_center.model.causal import CausalModel, TokenModel
+from model_center.model.gptj import GPTj
 from model_center.model.llama import Llama
 from model_center.model.registry import CLASSES
 from model_center.optional import package
@@ -60,6 +61,26 @@ THEIR_ATTENTION = (
     *("query_key_value", "c_attn", "Wqkv", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
     "kv_b_proj",
 )
+
+
+class Vocabulary(NamedTuple):
+    """What a model from random weights reads and writes, in place of its own.
+
+    Attributes:
+        tokenizer: a fast one of transformers.
+        vocab_size: ids that the model knows; None for as many as its configuration says.
+    """
+
+    tokenizer: Any
+    vocab_size: int | None = None
+
+    def special_ids(self) -> dict[str, int | None]:
+        """What a configuration says of the tokenizer, by Hugging Face's names."""
+        return {
+            "bos_token_id": self.tokenizer.bos_token_id,
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
 
 
 class Subject(abc.ABC):
@@ -106,8 +127,12 @@ class Subject(abc.ABC):
         """Write what was trained, with the tokenizer, into --save. Collective."""
 
     @abc.abstractmethod
-    def answer(self, ids: torch.Tensor, max_new_tokens: int) -> list[int]:
-        """The likeliest ids behind `ids` (1, length). Collective."""
+    def answer(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> list[int]:
+        """The likeliest ids behind `ids` (1, length). Collective.
+
+        With options as of transformers' `generate`, which may be `do_sample`, `temperature` and
+        `top_p`, they are drawn, and `seed` says how.
+        """
 
     def flops(self, length: int) -> float | None:
         """Of a token of rows so long; None where that is not known."""
@@ -123,16 +148,30 @@ class OwnSubject(Subject):
 
     model: CausalModel
 
-    def __init__(self, kind: type[CausalModel], name: str) -> None:
+    def __init__(
+        self, kind: type[CausalModel], name: str, vocabulary: Vocabulary | None = None
+    ) -> None:
         self._kind = kind
         self._lora: Lora | None = None
-        self.tokenizer = tokenizer_of(kind, name)
+        self.tokenizer = vocabulary.tokenizer if vocabulary else tokenizer_of(kind, name)
         config: Any = kind._CONFIG_TYPE.from_pretrained(name)
-        self.vocab_size = config.vocab_size
+        self.vocab_size = (vocabulary and vocabulary.vocab_size) or config.vocab_size
+        self._changes: dict[str, Any] = {}  # of the configuration
+        if vocabulary is not None:
+            file = config.hugging_face or {}
+            special = vocabulary.special_ids().items()
+            self._changes = {
+                "vocab_size": self.vocab_size,
+                "special_ids": {key: number for key, number in special if number is not None},
+                "hugging_face": {
+                    key: value for key, value in file.items() if key not in SPECIAL_IDS
+                },
+            }
 
     def load(self, args: argparse.Namespace) -> None:
         """As in Subject."""
-        self.model = (untrained if args.from_scratch else pretrained)(self._kind, args)
+        make = untrained if args.from_scratch else pretrained
+        self.model = make(self._kind, args, **self._changes)
         self.trunk = self.model
         self.num_positions = self.model.num_positions
 
@@ -147,12 +186,11 @@ class OwnSubject(Subject):
         return self.model.log_probs(self._hidden(batch)[learnt], batch["targets"][learnt])
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
-        out = self.model(
-            batch["input_ids"],
-            attention_mask=segment_mask(batch["segments"]),
-            position_ids=self.model.position_ids_of(batch["position_ids"]),
-            output_logits=False,
-        )
+        apart = {}
+        if "segments" in batch:
+            apart["attention_mask"] = segment_mask(batch["segments"])
+            apart["position_ids"] = self.model.position_ids_of(batch["position_ids"])
+        out = self.model(batch["input_ids"], **apart, output_logits=False)
         hidden: torch.Tensor = out.last_hidden_state
         return hidden
 
@@ -177,10 +215,12 @@ class OwnSubject(Subject):
         elif args.save is not None:
             self._lora.save(pathlib.Path(args.save, args.save_name or "adapter"), self.tokenizer)
 
-    def answer(self, ids: torch.Tensor, max_new_tokens: int) -> list[int]:
+    def answer(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> list[int]:
         """As in Subject."""
         end = self.tokenizer.eos_token_id
-        found = generate(self.model, ids, eos_token_id=end, max_new_tokens=max_new_tokens)
+        found = generate(
+            self.model, ids, eos_token_id=end, max_new_tokens=max_new_tokens, **options
+        )
         return list(found.rows()[0])
 
     def flops(self, length: int) -> float | None:
@@ -197,17 +237,23 @@ class TheirSubject(Subject):
     _MAPPING, _KIND = "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model"
     _is_head_plain = False  # whether scores are a linear map of the last hidden states, no more
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, vocabulary: Vocabulary | None = None) -> None:
         self._auto = package("transformers", "a model that is none of this package", ConfigError)
         self._models = package("transformers.models.auto.modeling_auto", name, ConfigError)
         self._folder = resolve(name, "config")
         self.config = attempt(lambda: self._configuration(name), everyone(), ConfigError)
-        tokens = resolve(name, "tokenizer")
-        self.tokenizer = attempt(
-            lambda: self._auto.AutoTokenizer.from_pretrained(tokens), everyone(), ConfigError
-        )
+        if vocabulary is None:
+            self.read_tokenizer(resolve(name, "tokenizer"))
+        else:
+            self._take(vocabulary)
         self.vocab_size = self.config.get_text_config().vocab_size
         self._is_adapted = False
+
+    def _take(self, vocabulary: Vocabulary) -> None:
+        self.tokenizer, text = vocabulary.tokenizer, self.config.get_text_config()
+        text.vocab_size = vocabulary.vocab_size or text.vocab_size
+        for config in (self.config, text):
+            config.update(vocabulary.special_ids())
 
     def _configuration(self, name: str) -> Any:
         try:
@@ -351,9 +397,9 @@ class TheirSubject(Subject):
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         inputs = {"input_ids": batch["input_ids"]}
-        if "position_ids" in self._takes:
+        if "position_ids" in self._takes and "position_ids" in batch:
             inputs["position_ids"] = batch["position_ids"]
-        if not self.is_packed:
+        if not self.is_packed and "segments" in batch:
             inputs["attention_mask"] = (batch["segments"] > 0).long()
         return inputs
 
@@ -460,17 +506,23 @@ class TheirSubject(Subject):
 
     @torch.no_grad()
     def answer(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> list[int]:
-        """As in Subject; `options` are those of transformers' `generate`."""
+        """As in Subject."""
         was_training = self.model.training
         self.model.eval()
-        ids = ids.to(bmt.device())
-        out = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            **{"do_sample": False, **options},
-            pad_token_id=self.tokenizer.pad_token_id or 0,
-        )
+        ids, device = ids.to(bmt.device()), bmt.device()
+        seed = options.pop("seed", None)
+        # what is drawn here must not change what a run draws after it
+        others = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(others, enabled=seed is not None, device_type=device.type):
+            if seed is not None:
+                torch.manual_seed(seed)
+            out = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                **{"do_sample": False, **options},
+                pad_token_id=self.tokenizer.pad_token_id or 0,
+            )
         self.model.train(was_training)
         found: list[int] = out[0, ids.shape[1] :].tolist()
         return found
@@ -487,8 +539,8 @@ class RewardSubject(TheirSubject):
     _KIND = "model that transformers has with a head for sequences"
     is_packed = False
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, vocabulary: Vocabulary | None = None) -> None:
+        super().__init__(name, vocabulary)
         tokenizer = self.tokenizer
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -572,19 +624,23 @@ def own_class(name: str) -> type[CausalModel] | None:
     return own
 
 
-def subject_of(name: str, *, is_reward: bool = False) -> Subject:
+def subject_of(
+    name: str, *, is_reward: bool = False, vocabulary: Vocabulary | None = None
+) -> Subject:
     """The model of a folder or of a known name, not loaded yet. Collective.
 
     Args:
         name: of the model.
+        vocabulary: in place of its own.
         is_reward: whether it gets a head of one number.
 
     Raises:
         ConfigError, IdentifierError: for one that is not known, or no causal language model.
     """
     own = None if is_reward else own_class(name)
-    if own is None:
-        return RewardSubject(name) if is_reward else TheirSubject(name)
+    # GPT-J's files have one norm where our class has two, which training would part.
+    if own is None or own is GPTj:
+        return (RewardSubject if is_reward else TheirSubject)(name, vocabulary)
     if not issubclass(own, TokenModel | Llama):
         raise ConfigError(f"{own.__name__} is not trained by this program.")
-    return OwnSubject(own, name)
+    return OwnSubject(own, name, vocabulary)
