@@ -50,10 +50,10 @@ MANY = {
         True,
     ),
     **dict.fromkeys(
-        ["olmoe", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "stablelm", "starcoder2"],
+        ["olmoe", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "stablelm", "starcoder2", "xglm"],
         True,
     ),
-    **dict.fromkeys(["bart", "bloom", "minimax", "qwen3_next", "xglm"], False),
+    **dict.fromkeys(["bart", "bloom", "minimax", "qwen3_next"], False),
 }
 NO_LANGUAGE_MODELS = ["electra", "cpmant", "xlm-roberta"]
 
