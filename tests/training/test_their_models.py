@@ -21,26 +21,37 @@ from model_center.training.subject import subject_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 # Whether samples share rows.
-FEW = {"gemma3_text": True, "qwen3_moe": True, "olmo2": True, "mamba": False}
+FEW = {"gemma2": True, "cohere": True, "gpt_oss": True, "qwen3_moe": True, "mamba": False}
 MANY = {
     **dict.fromkeys(
-        ["arcee", "apertus", "aria_text", "cohere", "cohere2_moe", "cwm", "deepseek_v3", "doge"],
+        ["arcee", "apertus", "aria_text", "cohere2_moe", "cwm", "deepseek_v3", "doge"], True
+    ),
+    **dict.fromkeys(
+        ["ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma3_text", "glm", "glm4_moe", "granite"],
         True,
     ),
     **dict.fromkeys(
-        ["ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma2", "glm", "glm4_moe", "granite"], True
-    ),
-    **dict.fromkeys(
-        ["gpt_neox", "helium", "lfm2", "llama4_text", "ministral3", "mixtral", "olmo", "olmo3"],
+        [
+            "falcon",
+            "gpt_neox",
+            "granitemoe",
+            "helium",
+            "lfm2",
+            "llama4_text",
+            "ministral3",
+            "mixtral",
+            "nanochat",
+            "olmo",
+            "olmo2",
+            "olmo3",
+        ],
         True,
     ),
     **dict.fromkeys(
-        ["olmoe", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "stablelm", "starcoder2"],
+        ["olmoe", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "stablelm", "starcoder2", "xglm"],
         True,
     ),
-    **dict.fromkeys(
-        ["bart", "bloom", "falcon", "granitemoe", "minimax", "qwen3_next", "xglm"], False
-    ),
+    **dict.fromkeys(["bart", "bloom", "minimax", "qwen3_next"], False),
 }
 NO_LANGUAGE_MODELS = ["electra", "cpmant", "xlm-roberta"]
 

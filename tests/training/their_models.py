@@ -16,7 +16,7 @@ import bmtrain as bmt
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.packing import PackedSamples
 from model_center.training.objectives import Objective
-from model_center.training.subject import subject_of
+from model_center.training.subject import Subject, subject_of
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 # An attribute of this name, or with this last part of it, becomes so large at most.
@@ -87,6 +87,7 @@ def arguments(path, **values):
     base |= {"objective": Objective.NEXT_TOKEN, "samples": 0}
     base |= {"seed": 0, "use_checkpoint": True, "zero_level": 3, "save": None, "save_name": None}
     base |= {"lora_rank": 0, "lora_alpha": 16, "lora_dropout": 0.0, "lora_targets": None}
+    base |= {"batch_size": 2, "max_length": 100}
     return argparse.Namespace(**{**base, "load_in_4bit": False, **values})
 
 
@@ -95,13 +96,16 @@ def check_learning(path):
     sample alone. Returns whether samples share rows.
     """
     subject = subject_of(str(path))
-    subject.load(arguments(path))
+    subject.load(arguments(path, max_length=2**40))  # so that scores are not held
     samples = InstructionDataset(DATA / "chat" / "train.jsonl", subject.tokenizer, 48)
     packed = PackedSamples(samples, 100, alone=not subject.is_packed)
     own = range(bmt.rank(), len(packed) // 2 * 2, bmt.world_size())
     batch = packed.collate([packed[number] for number in own])
     mean = bmt.loss.TokenMean([batch["targets"]])
     loss = mean(subject.loss_sum(batch))
+    with torch.no_grad():  # and where they are
+        held = mean(Subject.loss_sum(subject, batch))
+    assert float(held) == pytest.approx(float(loss), rel=1e-5), path.name
     (loss / bmt.world_size()).backward()  # as an OptimManager does: ranks add up
     mean_loss = float(bmt.sum_loss(loss.detach()))
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()

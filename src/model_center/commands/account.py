@@ -82,6 +82,7 @@ def account(
         f"model: {type(subject.model).__name__}, {sum(number for number, _ in counts):,} "
         f"parameters, {trained:,} trained"
     )
+    yield from (f"  {note}" for note in subject.notes())
     yield _memory(subject, args)
     size = args.batch_size * bmt.world_size() * args.gradient_accumulation
     steps = min(args.epochs * -(-len(packed) // size), args.train_iters)

@@ -10,13 +10,14 @@ A row has one of these forms; the first that it has the field of counts.
     {"text" | "content": text}
 
 as OpenAI, ShareGPT, Alpaca, Dolly, ms-swift and TRL write them. `messages` and `conversations` may
-have turns of either kind. All but texts may have `system`, a text, `history`, pairs of a question
-and an answer that came before, and `tools`, functions in OpenAI's format or its JSON. A message of
-the assistant may have `tool_calls` in place of a content, and is not learnt where one of `FLAGS`
-says so; in ShareGPT's format a call is said by "function_call" and what the tool returned by
-"observation". What is null is not given. Fields of `REFUSED` would change what is learnt, and are
-not computed. What else a message has is for the chat template; what else a row has is counted, so
-that a run can say what was not read.
+have turns of either kind, or be their JSON. All but texts may have `system`, a text, `history`,
+pairs of a question and an answer that came before, and `tools`, functions in OpenAI's format or its
+JSON. A message of the assistant may have `tool_calls` in place of a content, and is not learnt
+where one of `FLAGS` says so; in ShareGPT's format a call is said by "function_call" and what the
+tool returned by "observation", in ms-swift's by "tool_call" and "tool_response". What is null is
+not given. Fields of `REFUSED` would change what is learnt, and are not computed. What else a
+message has is for the chat template; what else a row has is counted, so that a run can say what was
+not read.
 """
 
 from __future__ import annotations
@@ -38,11 +39,16 @@ ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    "ai": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "tool": "tool",
+    "tool_response": "tool",
     "function": "tool",
     "observation": "tool",
+    "ipython": "tool",
 }
+CALLS = ("function_call", "tool_call")  # roles whose content is a call
 # Of a message: whether it is learnt, as OpenAI, axolotl, ms-swift and torchtune say it.
 FLAGS = {
     **dict.fromkeys(("weight", "loss_weight", "train", "training", "trainable"), True),
@@ -51,12 +57,23 @@ FLAGS = {
 }
 _SEEN = "a model of language alone does not see it"
 _PAIRS = "a better and a worse answer are compared by --objective dpo, orpo, simpo or reward"
+_MASKS = "tokens cannot be masked here; say it by the weight of each message"
+_TEMPLATE = "it is not given to the chat template; put it into a message, or into the template"
 _PIECES = "parts of a message cannot be masked here; make a message of each"
 # Of a row, and of a message: what would be lost if it was passed over, and why it is not read.
 REFUSED = {
     **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _SEEN),
     **dict.fromkeys(("chosen", "rejected", "rejected_response", "kto_tag"), _PAIRS),
+    **dict.fromkeys(("rejected_messages", "preferred_output", "non_preferred_output"), _PAIRS),
+    **dict.fromkeys(("documents", "chat_template_kwargs"), _TEMPLATE),
 }
+# Of a row, where they are lists: of tokens or messages. Else a class of texts may be called so.
+REFUSED_LISTS = dict.fromkeys(
+    ("labels", "mask", "loss_mask", "assistant_masks", "completion_mask"), _MASKS
+)
+# Of a row: how much it counts.
+WEIGHTS = ("weight", "sample_weight", "loss_weight")
+SWITCHES = ("label", "train", "training", "trainable")  # where they are true or false
 REFUSED_OF_MESSAGE = {
     **REFUSED,
     **dict.fromkeys(("train_detail", "training_detail"), _PIECES),
@@ -66,10 +83,11 @@ REFUSED_OF_MESSAGE = {
 REFUSED_OF_PAIR = {
     **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _SEEN),
     **dict.fromkeys(("kto_tag", "margin"), "pairs are compared without it"),
+    **dict.fromkeys(("documents", "chat_template_kwargs"), _TEMPLATE),
 }
 ANSWERS = ("output", "response", "completion", "answer")
 CONTEXTS = ("input", "context")
-SYSTEMS = ("system", "system_prompt")
+SYSTEMS = ("system", "system_prompt", "system_message")
 PAIR = ("chosen", "rejected")
 PROMPTS = ("prompt", "question", "query", "instruction", "conversations", "messages")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -119,9 +137,12 @@ def parse(row: Row) -> Parsed:
 
 
 def _weighs_one(row: Row) -> None:
-    if row.get("weight", 1) != 1 or isinstance(row.get("label"), bool):
-        name = "label" if "label" in row else "weight"
-        raise ValueError(f"got {name} {row[name]!r} of a row: rows are learnt alike here.")
+    lists = {name: row[name] for name in REFUSED_LISTS if isinstance(row.get(name), list | tuple)}
+    _refuse(lists, REFUSED_LISTS)
+    names = [name for name in WEIGHTS if isinstance(row.get(name), int | float) and row[name] != 1]
+    names += [name for name in SWITCHES if isinstance(row.get(name), bool)]
+    if names:
+        raise ValueError(f"got {names[0]} {row[names[0]]!r} of a row: rows are learnt alike here.")
 
 
 def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,10 +167,7 @@ def parse_pair(row: Row) -> tuple[Parsed, Parsed]:
         KeyError, ValueError: as `parse`.
     """
     row = {name: value for name, value in row.items() if value is not None}
-    turns = row.get("messages")
-    if "rejected_response" in row and "chosen" not in row and turns and isinstance(turns, list):
-        row = {**row, "messages": turns[:-1], "chosen": turns[-1]}  # ms-swift's
-        row["rejected"] = row.pop("rejected_response")
+    row = _with_answers(row)
     missing = next((name for name in PAIR if name not in row), None)
     if missing is not None:
         raise KeyError(missing)
@@ -177,6 +195,33 @@ def parse_pair(row: Row) -> tuple[Parsed, Parsed]:
         for own, rest in ((better, unread), (worse, []))
     )
     return first, second
+
+
+def _with_answers(row: Row) -> Row:
+    """A row of ms-swift's or OpenAI's with what they call otherwise under the names of `PAIR`."""
+    turns, own = row.get("messages"), dict(row)
+    if "preferred_output" in row and isinstance(row.get("input"), Mapping):
+        asked = own.pop("input")
+        return {
+            **asked,
+            **own,
+            **{
+                name: own.pop(theirs)
+                for name, theirs in zip(
+                    PAIR, ("preferred_output", "non_preferred_output"), strict=True
+                )
+                if theirs in own
+            },
+        }
+    if "chosen" in row or not turns or not isinstance(turns, list):
+        return row
+    if "rejected_messages" in row:
+        del own["messages"]
+        return {**own, "chosen": turns, "rejected": own.pop("rejected_messages")}
+    if "rejected_response" in row:
+        own |= {"messages": turns[:-1], "chosen": turns[-1]}
+        return {**own, "rejected": own.pop("rejected_response")}
+    return row
 
 
 def _prompt(row: Row, found: str) -> list[Any]:
@@ -209,7 +254,7 @@ def is_learnt(message: Message) -> bool:
 
 def _turns(name: str) -> Callable[[Row], list[Any]]:
     def form(row: Row) -> list[Any]:
-        turns = row[name]
+        turns = _unpacked(row, name)
         if not isinstance(turns, list | tuple):
             raise ValueError(f"got {turns!r} as {name}: expected a list of messages.")
         return list(turns)
@@ -257,7 +302,8 @@ FORMS: dict[str, Callable[[Row], list[Any]] | None] = {
 
 def _names_read(row: Row, found: str) -> set[str]:
     """The fields that `parse` reads or refuses in a row of a form."""
-    names = {found, *SYSTEMS, *REFUSED, "history", "tools", "functions", "weight"}
+    names = {found, *SYSTEMS, *REFUSED, "history", "tools", "functions"}
+    names |= {name for name in WEIGHTS if isinstance(row.get(name), int | float)}
     if found in {"instruction", "prompt", "question", "query"}:
         names |= {*[name for name in ANSWERS if name in row][:1]}
         names |= {*[name for name in CONTEXTS if row.get(name)][:1]}
@@ -275,7 +321,7 @@ def _before(row: Row) -> list[Message]:
     """What a row says before its own messages."""
     system = next((_text(row, name) for name in SYSTEMS if row.get(name)), None)
     before: list[Message] = [{"role": "system", "content": system}] if system else []
-    for pair in row.get("history") or ():
+    for pair in _unpacked(row, "history") or ():
         if isinstance(pair, Mapping):
             before.append(pair)
             continue
@@ -296,13 +342,23 @@ def _one_system(messages: list[dict[str, Any]]) -> None:
 
 
 def _tools(row: Row) -> list[Any] | None:
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    tools = _unpacked(row, "tools")
     if not tools and row.get("functions"):  # as OpenAI named them before
         tools = [{"type": "function", "function": function} for function in row["functions"]]
     if tools and not isinstance(tools, list):
         raise ValueError(f"got the tools {tools!r}: expected a list of functions.")
     return tools or None
+
+
+def _unpacked(row: Row, name: str) -> Any:
+    """A list, or its JSON, as tables have it."""
+    value = row.get(name)
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"got {value!r} as {name}: expected a list, or its JSON.") from error
 
 
 def _message(turn: Any) -> dict[str, Any]:
@@ -314,9 +370,10 @@ def _message(turn: Any) -> dict[str, Any]:
     role = message.pop("from", None) if "role" not in message else message.pop("role")
     if role is None:
         raise KeyError("role")
+    role = role.lower() if isinstance(role, str) else role
     content = message.pop("value", None) if "content" not in message else message.pop("content")
     calls = message.pop("function_call", None)
-    if role == "function_call":
+    if role in CALLS:
         calls, content = (json.loads(content) if isinstance(content, str) else content), None
     if calls is not None:
         functions = calls if isinstance(calls, list) else [calls]
@@ -332,6 +389,8 @@ def _message(turn: Any) -> dict[str, Any]:
             f"got the message {turn!r}: expected a role of {', '.join(ROLES)} and a text."
         )
     named = {name: message.pop(name) for name in FLAGS if name in message}
+    if len({bool(value) is FLAGS[name] for name, value in named.items()}) > 1:
+        raise ValueError(f"got {named} of a message: one says that it is learnt, one not.")
     for name, value in named.items():
         if value not in (0, 1):
             raise ValueError(f"got {name} {value!r} of a message: expected 0, 1, false or true.")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime import world
@@ -15,6 +16,7 @@ from model_center.errors import IdentifierError
 from model_center.hub.identifiers import repository_of
 
 CACHE = pathlib.Path("~/.cache/model_center")
+ANSWER = 2.0  # seconds that the hub has to answer
 SAFETENSORS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 PICKLED = (
     "pytorch_model.bin",
@@ -66,11 +68,43 @@ class Client(Protocol):
 
 
 def fetch(repository: str, patterns: Sequence[str], local_only: bool) -> str:
-    """The hub's own client: its cache, its environment variables (HF_HUB_OFFLINE, HF_HOME)."""
-    folder: str = huggingface_hub.snapshot_download(
-        repository, allow_patterns=list(patterns), local_files_only=local_only
-    )
+    """The hub's own client: its cache, its environment variables (HF_HUB_OFFLINE, HF_HOME).
+
+    Where the hub does not answer within `ANSWER` seconds, what is cached is taken, or it is an
+    error: the client itself would wait and try again for minutes.
+    """
+    silence = None if local_only else _silence(repository)
+    try:
+        folder: str = huggingface_hub.snapshot_download(
+            repository,
+            allow_patterns=list(patterns),
+            local_files_only=local_only or silence is not None,
+        )
+    except OSError as error:
+        if silence is None:
+            raise
+        raise ConnectionError(
+            f"the hub does not answer ({type(silence).__name__}: {silence}), and nothing of it is "
+            f"in the cache {huggingface_hub.constants.HF_HUB_CACHE}"
+        ) from error
     return folder
+
+
+def _silence(repository: str) -> Exception | None:
+    """Why the hub does not answer; None if it does.
+
+    Raises:
+        OSError: if it answers that there is no such repository, or that one must log in.
+    """
+    try:
+        huggingface_hub.HfApi().model_info(repository, timeout=ANSWER)
+    except RepositoryNotFoundError:
+        raise
+    except HfHubHTTPError:
+        return None  # it is busy: the client tries again
+    except Exception as error:  # whatever its HTTP library raises
+        return error
+    return None
 
 
 def resolve(

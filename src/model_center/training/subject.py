@@ -14,9 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
+from bmtrain.shard.parameter import computed_with
 from model_center.config.base import CONFIG_FILE, SPECIAL_IDS, read_json
 from model_center.dataset.packing import segment_mask
 from model_center.errors import ConfigError, WeightsError
@@ -61,6 +64,67 @@ THEIR_ATTENTION = (
     *("query_key_value", "c_attn", "Wqkv", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
     "kv_b_proj",
 )
+# What configurations call the factor of the scores, and what they are divided by.
+FACTORS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
+LARGE = 2**30  # bytes of scores that are worth a head that does not hold them
+
+
+class Head(NamedTuple):
+    """Scores of hidden states: a linear map, times a factor, within a bound.
+
+    Attributes:
+        factor: of the scores.
+        bound: b of b tanh(score / b); None for none.
+    """
+
+    factor: float
+    bound: float | None
+
+    def scores(self, product: torch.Tensor) -> torch.Tensor:
+        """Of the linear map's output."""
+        scores = product if self.factor == 1.0 else product * self.factor
+        return scores if self.bound is None else torch.tanh(scores / self.bound) * self.bound
+
+    def losses(
+        self, hidden: torch.Tensor, layer: Any, targets: torch.Tensor, reduction: str
+    ) -> torch.Tensor:
+        """Cross-entropies (rows,), or their sum, without the scores of all rows in memory.
+
+        Args:
+            hidden: (rows, width).
+            layer: the linear map.
+            targets: int64 (rows,).
+            reduction: "none" or "sum".
+        """
+        if self.bound is None:
+            loss = bmt.loss.FusedLinearCrossEntropy(reduction=reduction)
+            if self.factor != 1.0:
+                hidden = hidden * self.factor
+            bias = layer.bias if layer.bias is None else layer.bias * self.factor
+            return loss(hidden, layer.weight, targets, bias)
+        # once for all chunks, whose number differs between ranks
+        weight = computed_with(layer.weight)
+        bias = None if layer.bias is None else computed_with(layer.bias)
+
+        def part(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            scores = self.scores(F.linear(hidden, weight, bias))
+            found: torch.Tensor = bmt.loss.FusedCrossEntropy(reduction="none")(scores, targets)
+            return found
+
+        size = max(LARGE // (weight.shape[0] * weight.element_size()), 1)
+        pairs = zip(hidden.split(size), targets.split(size), strict=True)
+        found = torch.cat([checkpoint(part, *pair, use_reentrant=False) for pair in pairs])
+        return found if reduction == "none" else found.sum()
+
+
+def head_of(config: Any) -> Head:
+    """What the configuration of a model of transformers says of its scores."""
+    values, factor = vars(config), 1.0
+    for name in FACTORS:
+        factor *= values.get(name) or 1.0
+    for name in DIVISORS:
+        factor /= values.get(name) or 1.0
+    return Head(factor, values.get("final_logit_softcapping") or None)
 
 
 class Vocabulary(NamedTuple):
@@ -137,6 +201,10 @@ class Subject(abc.ABC):
     def flops(self, length: int) -> float | None:
         """Of a token of rows so long; None where that is not known."""
         return None
+
+    def notes(self) -> list[str]:
+        """What of the model is not computed as its own program would."""
+        return []
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """The cross-entropy of all targets of rows, summed."""
@@ -235,7 +303,10 @@ class TheirSubject(Subject):
     # what transformers and peft call models of this kind
     _AUTO, _TASK = "AutoModelForCausalLM", "CAUSAL_LM"
     _MAPPING, _KIND = "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model"
-    _is_head_plain = False  # whether scores are a linear map of the last hidden states, no more
+    _head: Head | None = None  # what makes scores of the last hidden states; None if unknown
+    _are_scores_large = False
+    # whether samples of a row are kept apart by a mask that is given, not by their positions
+    _gives_masks = False
 
     def __init__(self, name: str, vocabulary: Vocabulary | None = None) -> None:
         self._auto = package("transformers", "a model that is none of this package", ConfigError)
@@ -291,6 +362,8 @@ class TheirSubject(Subject):
             self._fill(model, args.load or resolve(args.model_config, "model"))
         self.model = model.train()
         self._takes = {*inspect.signature(model.forward).parameters}
+        scores = args.batch_size * args.max_length * self.vocab_size * dtype.itemsize
+        self._are_scores_large = scores > LARGE
         self._look_at(args)
 
     def _prepare(self, model: Any) -> None:
@@ -330,17 +403,19 @@ class TheirSubject(Subject):
         places = torch.arange(length, device=bmt.device())[None]
         twice = {"position_ids": places.repeat(1, 2)}
         first = self._first({"input_ids": second})
-        found = [self._is_same(first, self._first({"input_ids": changed})), False, False]
-        found.append(self._scores_by_head({"input_ids": second}))
+        found = [self._is_same(first, self._first({"input_ids": changed})), *[False] * 4]
+        head = head_of(self.config.get_text_config())
+        found[4] = self._scores_by(head, {"input_ids": second})
         if "position_ids" in self._takes:
             found[1] = self._is_same(
                 first, self._first({"input_ids": second, "position_ids": places})
             )
             rows = [{"input_ids": torch.cat([x, second], 1), **twice} for x in (one, other)]
             found[2] = all(self._is_same(first, self._first(row, length)) for row in rows)
+            found[3] = not found[2] and self._is_apart_by_masks(first, rows)
         self.model.train()
         flags = torch.tensor(found, dtype=torch.float32, device=bmt.device())
-        is_causal, has_positions, is_apart, self._is_head_plain = (
+        is_causal, has_positions, is_apart, is_masked, is_known = (
             bmt.sum_loss(flags) == 1
         ).tolist()
         if not is_causal:
@@ -350,7 +425,33 @@ class TheirSubject(Subject):
             )
         if not has_positions:
             self._takes.discard("position_ids")
-        self.is_packed = has_positions and is_apart
+        self._head = head if is_known else None
+        self._gives_masks = is_masked and not is_apart
+        self.is_packed = has_positions and (is_apart or is_masked)
+
+    def _is_apart_by_masks(self, first: torch.Tensor, rows: list[dict[str, torch.Tensor]]) -> bool:
+        """Whether the second sample of each row is, where the model is given masks."""
+        length = rows[0]["input_ids"].shape[1] // 2
+        try:
+            masks = self._masks(rows[0]["input_ids"], rows[0]["position_ids"])
+            rows = [{**row, "attention_mask": masks} for row in rows]
+            return all(self._is_same(first, self._first(row, length)) for row in rows)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
+            return False  # it has layers that are masked otherwise
+
+    def _masks(self, ids: torch.Tensor, places: torch.Tensor) -> Any:
+        """What transformers masks by, for each kind of attention in the model, with samples apart
+        that begin where positions (batch, length) do.
+        """
+        masking = package("transformers.masking_utils", "packing", ConfigError, name="transformers")
+        like = torch.empty(*ids.shape, 1, dtype=self.model.dtype, device=ids.device)
+        return masking.create_masks_for_generate(
+            config=self.config,
+            inputs_embeds=like,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=places,
+        )
 
     def _first(self, inputs: dict[str, torch.Tensor], place: int = 0) -> torch.Tensor:
         return self._logits(inputs)[0, place].float()
@@ -360,15 +461,13 @@ class TheirSubject(Subject):
         rounding = 1e-3 if self.model.dtype == torch.float32 else 2e-2
         return bool((one - other).std() <= rounding * one.std())
 
-    def _scores_by_head(self, inputs: dict[str, torch.Tensor]) -> bool:
-        """Whether the head alone makes scores of the body's hidden states: some models scale or
-        bound them.
-        """
-        head, body = self.model.get_output_embeddings(), self._body()
-        bound = vars(self.config.get_text_config()).get("final_logit_softcapping")
-        if bound or body is None or not isinstance(head, torch.nn.Linear):
+    def _scores_by(self, head: Head, inputs: dict[str, torch.Tensor]) -> bool:
+        """Whether this head makes the scores of the body's hidden states."""
+        layer = self.model.get_output_embeddings()
+        if self._body() is None or not isinstance(layer, torch.nn.Linear):
             return False
-        return torch.equal(head(self._hidden(inputs)), self._logits(inputs))
+        found = head.scores(layer(self._hidden(inputs))).float()
+        return self._is_same(found, self._logits(inputs).float())
 
     def _body(self) -> Any:
         """What makes the hidden states; None of a model that names it otherwise."""
@@ -401,15 +500,32 @@ class TheirSubject(Subject):
             inputs["position_ids"] = batch["position_ids"]
         if not self.is_packed and "segments" in batch:
             inputs["attention_mask"] = (batch["segments"] > 0).long()
+        elif self._gives_masks:
+            inputs["attention_mask"] = self._masks(batch["input_ids"], batch["position_ids"])
         return inputs
 
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """As in Subject; without all scores in memory where they would be large."""
+        if self._head is None or not self._are_scores_large:
+            return super().loss_sum(batch)
+        return self._head.losses(*self._head_inputs(batch), reduction="sum")
+
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """As in Subject; without all scores in memory where the head alone makes them."""
-        if not self._is_head_plain:
+        """As in Subject; without all scores in memory where it is known how they are made."""
+        if self._head is None:
             return -bmt.loss.FusedCrossEntropy(reduction="none")(*self.scores(batch))
-        learnt, head = batch["targets"] != -100, self.model.get_output_embeddings()
+        return -self._head.losses(*self._head_inputs(batch), reduction="none")
+
+    def _head_inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
+        learnt = batch["targets"] != -100
         hidden = self._hidden(self._inputs(batch))[learnt]
-        return bmt.loss.token_log_probs(hidden, head.weight, batch["targets"][learnt], head.bias)
+        return hidden, self.model.get_output_embeddings(), batch["targets"][learnt]
+
+    def notes(self) -> list[str]:
+        """As in Subject."""
+        if not vars(self.config.get_text_config()).get("output_router_logits"):
+            return []
+        return ["the loss that balances experts (output_router_logits) is not computed"]
 
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """As in Subject."""
