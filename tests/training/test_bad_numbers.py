@@ -306,5 +306,5 @@ def test_replay(tmp_path: Path) -> None:
     assert "it does not repeat: look at the device of rank 1" in flaky
     assert "from step 7 on, losses are not those of the log" in other
     assert "it repeats here, but the log has another result" in other
-    assert "starting anew" not in good and "going on from" in good
+    assert "starting from scratch" not in good and "resuming from" in good
     assert before == files(tmp_path)

@@ -69,7 +69,7 @@ def test_packed_and_padded_rows(kinds: dict[str, bool], tmp_path: Path) -> None:
 def refused(folders: list[str]) -> None:
     for path in folders:
         subject = subject_of(path)
-        with pytest.raises(ConfigError, match="its tokens see those that follow"):
+        with pytest.raises(ConfigError, match="its tokens attend to later ones"):
             subject.load(arguments(Path(path)))
 
 

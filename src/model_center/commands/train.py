@@ -67,17 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-scratch",
         action="store_true",
-        help="begin with random weights: of --model-config only configuration and tokenizer count",
+        help="start from random weights: only configuration and tokenizer of --model-config are "
+        "used",
     )
     data = parser.add_argument_group("data: docs/site/en/guides/fine-tuning.md")
     data.add_argument(
         "--data",
         nargs="+",
         metavar="NAME[:WEIGHT]",
-        help="to learn from: files (JSON lines or array, Parquet, CSV, text), folders of them, or "
-        "data sets of the hub; with a weight, as many times in each pass, or the share below 1",
+        help="training data: files (JSON lines or array, Parquet, CSV, text), folders of them, "
+        "or data sets of the hub; with a weight, as many times in each pass, or the share below 1",
     )
-    data.add_argument("--validation", nargs="+", metavar="NAME", help="to measure the loss on")
+    data.add_argument("--validation", nargs="+", metavar="NAME", help="validation data")
     data.add_argument(
         "--validation-share",
         type=share,
@@ -90,16 +91,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=TooLong,
         default=TooLong.CUT,
         metavar="{cut,drop,refuse}",
-        help="conversations of more than --max-length tokens lose their end, are left out, or are "
-        "an error (default: cut). Texts go on in the next row",
+        help="conversations of more than --max-length tokens are truncated, dropped, or an error "
+        "(default: cut). Texts continue in the next row",
     )
     data.add_argument(
         "--cache",
         metavar="FOLDER",
-        help="where tokens are kept, so that data are tokenised once (default: tokens in --save)",
+        help="cache of tokens, so that data are tokenised once (default: tokens in --save)",
     )
     data.add_argument(
-        "--look", type=positive, metavar="N", help="show N rows as they would be learnt, and end"
+        "--look", type=positive, metavar="N", help="print N rows with their loss mask, and exit"
     )
     data.add_argument(
         "--eval-iters", type=positive, help="steps between measurements (default: once a pass)"
@@ -191,8 +192,8 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
     args.model_config, adapters = model_in(args.model_config)
     if adapters is not None:
         raise ConfigError(
-            f"{adapters} holds adapters: make one model of them and theirs by python -m "
-            "model_center merge, and name that."
+            f"{adapters} holds adapters: merge them into their model with python -m model_center "
+            "merge, and name the result."
         )
     subject = subject_of(args.model_config, is_reward=args.objective is Objective.REWARD)
     # It is saved with the model, which then is asked as it was taught.
@@ -385,7 +386,7 @@ def _check_ids(parts: Sequence[Part], subject: Subject) -> None:
         largest = int(ids.max()) if len(ids) else 0
         if largest >= subject.vocab_size:
             raise DataError(
-                f"the tokenizer makes the id {largest} "
+                f"the tokenizer produces id {largest} "
                 f"({subject.tokenizer.convert_ids_to_tokens(largest)!r}) of the data, and the "
                 f"model has {subject.vocab_size}: expected a tokenizer of this model."
             )

@@ -465,7 +465,7 @@ class Run:
             return None
         if not self.args.resume and self._replay is None:
             raise ResumeError(
-                f"{checkpoint} is there: go on from it by --resume, or give another --save."
+                f"{checkpoint} exists: resume from it with --resume, or give another --save."
             )
         made_with = self.made_with
         if self.args.continue_with_other_data:
@@ -473,8 +473,8 @@ class Run:
         check_same_run(
             checkpoint,
             made_with,
-            "give the same arguments to go on, or another --save; --continue-with-other-data takes "
-            "a dataset that differs on purpose",
+            "give the same arguments to resume, or another --save; --continue-with-other-data "
+            "accepts a dataset that differs on purpose",
         )
         return checkpoint
 
@@ -529,13 +529,13 @@ class Run:
     def _greeting(self, checkpoint: pathlib.Path | None) -> str:
         where = f"{bmt.world_size()} process(es) on {bmt.device().type}"
         rows = self.args.batch_size * self.args.gradient_accumulation * bmt.world_size()
-        begin = f"going on from {checkpoint}" if checkpoint is not None else "starting anew"
+        begin = f"resuming from {checkpoint}" if checkpoint is not None else "starting from scratch"
         if checkpoint is not None and self._has_other_data(checkpoint):
             begin += " with other data, from their beginning"
         return (
             f"{type(self.model).__name__}, {self.args.dtype}, ZeRO-{self.args.zero_level} over "
             f"{where}; up to step {self.total_steps} of {rows} rows; {begin}; checkpoints: "
-            f"{self.args.save or 'none, for want of --save'}"
+            f"{self.args.save or 'none, as there is no --save'}"
         )
 
     def _save(self) -> None:

@@ -61,8 +61,8 @@ def error_of(step: int, in_a_row: int, lines: Sequence[str]) -> NonFiniteError:
     return NonFiniteError(
         f"loss or gradients of {in_a_row} steps in a row, up to step {step}, are not finite, and "
         f"the steps were skipped. In the last one: {found}. The last checkpoint is as it was. "
-        "Remedy: look at these rows and that module, then go on by --resume with a lower learning "
-        "rate or other data."
+        "Remedy: check these rows and that module, then restart with --resume and a lower "
+        "learning rate or other data."
     )
 
 
