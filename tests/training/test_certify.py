@@ -24,7 +24,7 @@ from tests.training.their_models import arguments, make
 import bmtrain as bmt
 from bmtrain.runtime import world
 from model_center.__main__ import main
-from model_center.dataset.chat import Span, Writer
+from model_center.dataset.chat import ChatRenderer, Span
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.packing import PackedSamples
 from model_center.training.certificate import Certificate, certify
@@ -55,13 +55,13 @@ def spans(change: Callable[[str, Span], Span]) -> Fault:
     """Answers that begin or end elsewhere."""
 
     def plant(patch: pytest.MonkeyPatch, subject: Subject) -> None:
-        right = Writer.text_and_answers
+        right = ChatRenderer.text_and_answers
 
-        def wrong(self: Writer, messages: Any) -> tuple[str, list[Span]]:
+        def wrong(self: ChatRenderer, messages: Any) -> tuple[str, list[Span]]:
             text, found = right(self, messages)
             return text, [change(text, span) for span in found]
 
-        patch.setattr(Writer, "text_and_answers", wrong)
+        patch.setattr(ChatRenderer, "text_and_answers", wrong)
 
     return plant
 
@@ -69,7 +69,7 @@ def spans(change: Callable[[str, Span], Span]) -> Fault:
 def by_prefixes(patch: pytest.MonkeyPatch, subject: Subject) -> None:
     """An answer is what a text has more through it than before it."""
 
-    def wrong(self: Writer, messages: Any) -> tuple[str, list[Span]]:
+    def wrong(self: ChatRenderer, messages: Any) -> tuple[str, list[Span]]:
         found = [
             (len(self.text(messages[:n], answer=True)), len(self.text(messages[: n + 1])))
             for n, message in enumerate(messages)
@@ -77,7 +77,7 @@ def by_prefixes(patch: pytest.MonkeyPatch, subject: Subject) -> None:
         ]
         return self.text(messages), found
 
-    patch.setattr(Writer, "text_and_answers", wrong)
+    patch.setattr(ChatRenderer, "text_and_answers", wrong)
 
 
 def one_segment(patch: pytest.MonkeyPatch, subject: Subject) -> None:
@@ -238,5 +238,5 @@ def test_the_commands_say_what_differs(tmp_path: Path) -> None:
     assert f"step 1, {data}" in certificate and "of the system" in certificate
     assert (
         start.count("warning") == 1
-        and f"8 of the first 8 rows are not learnt as they say. {lost}" in start
+        and f"8 of the first 8 rows have a loss mask that differs from their text. {lost}" in start
     )

@@ -236,7 +236,7 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     goal = goal_of(subject, args)
     if not args.objective.takes_pairs:
         _warn(learnt)
-    judge = Judge(goal, measured, args) if measured else None
+    evaluator = Evaluator(goal, measured, args) if measured else None
     if isinstance(goal, Preference) and isinstance(packed, Pairs):
         goal.add_reference(packed, args.dataset_name)
     goal.begin()
@@ -250,15 +250,15 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
         every = args.eval_iters
         step = training.step
         is_due = step > 0 and (step % every == 0 if every else step >= args.train_iters)
-        if judge is not None and is_due and not training.is_recorded:
-            judge.report(training)  # the run before has saved that step, and came no further
+        if evaluator is not None and is_due and not training.is_recorded:
+            evaluator.report(training)  # the run before has saved that step, and came no further
         for _ in training.epochs():
             for batches in training.steps():
                 training.update(goal.losses(batches))
-                if judge is not None and every and training.step % every == 0:
-                    judge.report(training)
-            if judge is not None and not every:
-                judge.report(training)
+                if evaluator is not None and every and training.step % every == 0:
+                    evaluator.report(training)
+            if evaluator is not None and not every:
+                evaluator.report(training)
         subject.save(args)
 
 
@@ -268,8 +268,8 @@ def _warn(learnt: Sequence[Part]) -> None:
         looked, found = first_rows({id(p.samples): p.samples for p in learnt}.values(), CERTIFIED)
         for place, text in found[:1]:
             _say(
-                f"warning: {len(found)} of the first {looked} rows are not learnt as they say. "
-                f"{place}: {text}. All of it: python -m model_center certify"
+                f"warning: {len(found)} of the first {looked} rows have a loss mask that differs "
+                f"from their text. {place}: {text}. See all: python -m model_center certify"
             )
 
 
@@ -278,7 +278,7 @@ def _keep(args: argparse.Namespace, folder: pathlib.Path | None) -> None:
         keep(args, folder)
 
 
-class Judge:
+class Evaluator:
     """Measures a model on data that it does not learn from. Collective."""
 
     def __init__(self, goal: Goal, parts: Sequence[Part], args: argparse.Namespace) -> None:

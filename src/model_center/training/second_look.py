@@ -10,7 +10,7 @@ import bmtrain as bmt
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import everyone
 from bmtrain.errors import NonFiniteError
-from model_center.training.kept_step import Losses
+from model_center.training.step_replay import Losses
 
 SHOWN = 16  # rows of a batch in a message
 Found = tuple[bmt.inspect.NonFinite, list[int] | None]
