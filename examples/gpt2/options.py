@@ -221,7 +221,7 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
         type=float,
         help="highest learning rate, reached after the warm-up; falls to 0 along a cosine",
     )
-    group.add_argument("--warmup", type=int, help="steps in which the learning rate rises")
+    group.add_argument("--warmup", type=int, help="warm-up steps of the learning rate")
     group.add_argument(
         "--zero-level",
         type=int,
@@ -355,7 +355,7 @@ def _add_file_flags(group: argparse._ArgumentGroup) -> None:
         "--log-every",
         type=_positive,
         default=10,
-        help="steps between lines where the output is no terminal (default: 10)",
+        help="steps between log lines if the output is not a terminal (default: 10)",
     )
     group.add_argument(
         "--curves",
@@ -374,7 +374,7 @@ def _add_file_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--restart",
         action="store_true",
-        help="delete what --save-dir holds of an earlier run and begin anew",
+        help="delete what --save-dir holds of an earlier run and start over",
     )
 
 

@@ -39,7 +39,7 @@ from report import Report
 from together import prepare_data
 
 REMEDY = (
-    "give the same arguments to go on, another --save-dir to keep both, or --restart to begin anew"
+    "give the same arguments to resume, another --save-dir to keep both, or --restart to start over"
 )
 
 WHAT_NEXT = """
@@ -281,12 +281,12 @@ def greet(
             else ""
         )
     )
-    report.say(f"text: {len(data.train):,} tokens to learn from, {len(data.valid):,} held out")
+    report.say(f"text: {len(data.train):,} training tokens, {len(data.valid):,} held out")
     report.say(
-        f"going on from {checkpoint}"
+        f"resuming from {checkpoint}"
         if checkpoint is not None
-        else f"starting anew; checkpoints go to {options.save_dir}; stop with Ctrl-C, the same "
-        "command resumes"
+        else f"starting from scratch; checkpoints go to {options.save_dir}; stop with Ctrl-C, "
+        "resume with the same command"
     )
 
 

@@ -258,7 +258,7 @@ DAMAGES: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     "missing file": (lambda path: _of_rank(path, "pt").unlink(), r"rank-00001-\S+\.pt"),
     "garbage in the manifest": (_garble, "manifest"),
     "empty manifest": (lambda path: (path / NAME).write_bytes(b""), "manifest"),
-    "no manifest": (lambda path: (path / NAME).unlink(), "going on"),
+    "no manifest": (lambda path: (path / NAME).unlink(), "resuming"),
 }
 
 
@@ -441,13 +441,14 @@ def _fits(code: int, codes: int | str) -> bool:
 # Most certain first: where an error was that all ranks have raised, who is missing or has failed,
 # who did something else, torchrun's own words.
 _ABSENT = (
-    r"rank (\d+) (?:did not come|has ended|has left|has failed|is stopped|has not come|does not "
-    r"wait for the others, which|does not answer|runs, but Python)",
+    r"rank (\d+) (?:did not reach|has ended|has left|has failed|is stopped|"
+    r"has not (?:arrived|reached)|does not wait for the others, which|does not answer|"
+    r"runs, but Python)",
     r"\[rank (\d+)\] this rank failed; the run ends\.(?! rank \d)(?! bmtrain\.errors)",
 )
 _BLAMES = (
     # the first line of the watchdog's report: what others say is of the end that it brings
-    (r"stands still: nothing has gone on for \d+ s\. It ends with exit code 81\. rank (\d+)",),
+    (r"hangs: no progress for \d+ s\. It ends with exit code 81\. rank (\d+)",),
     (r"\(on rank (\d+)\)", r"In the last one: rank (\d+):"),
     _ABSENT,
     (r"rank (\d+) did number",),

@@ -104,7 +104,9 @@ def steps_done(folder: pathlib.Path) -> int:
 
 def resumed_step(printed: str) -> int | None:
     """From which step a job went on; None if it never began."""
-    found = re.search(r"going on from \S*?step-([0-9]{8})|starting anew", printed.replace("\n", ""))
+    found = re.search(
+        r"resuming from \S*?step-([0-9]{8})|starting from scratch", printed.replace("\n", "")
+    )
     return None if found is None else int(found[1] or 0)
 
 

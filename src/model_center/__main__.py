@@ -31,13 +31,13 @@ COMMANDS = {
         "model_center.commands.train",
     ),
     "certify": (
-        "what a training would learn, token by token, beside what it should",
+        "check which tokens a run would train on, one by one",
         "model_center.commands.certify",
     ),
-    "generate": ("texts that a model continues", "model_center.commands.generate"),
-    "chat": ("a conversation with a model", "model_center.commands.chat"),
-    "merge": ("adapters and their model made one model", "model_center.commands.merge"),
-    "plan": ("memory of training, before it is started", "model_center.commands.plan"),
+    "generate": ("continue texts with a model", "model_center.commands.generate"),
+    "chat": ("chat with a model", "model_center.commands.chat"),
+    "merge": ("merge adapters into their base model", "model_center.commands.merge"),
+    "plan": ("forecast the memory of a run", "model_center.commands.plan"),
     "plot": ("loss, learning rate, memory and speed of runs", "model_center.commands.plot"),
     "preprocess": ("text to token data", "model_center.preprocess"),
     "convert": (

@@ -95,9 +95,9 @@ def add_model_config_args(
     add = _adder(parser.add_argument_group("model"), defaults)
     where = "folder or name of the model: its configuration, and its weights where needed"
     add("--model-config", None, where, metavar="MODEL")
-    instead = "weights to start from in place of those of --model-config: a file or folder"
+    instead = "weights to start from instead of those of --model-config: a file or folder"
     add("--load", None, instead, metavar="PATH")
-    exact = "of weights and computation; the optimizer is exact"
+    exact = "dtype of weights and computation; the optimizer computes in fp32"
     if "dtype" in defaults:
         exact += " (default: bf16, on a CPU that does not compute in it fp32)"
     add("--dtype", "bf16", exact, choices=DTYPES)
@@ -132,7 +132,7 @@ def add_run_args(parser: argparse.ArgumentParser, **defaults: Any) -> argparse.A
     _add_batch_flags(adder("batches"))
     _add_length_flags(adder("length of training; a step is one update of the weights"))
     _add_optimizer_flags(adder("optimizer and learning rate"), defaults)
-    _add_number_flags(adder("numbers that go wrong"))
+    _add_number_flags(adder("NaN, inf and loss spikes"))
     _add_file_flags(adder("checkpoints and log"))
     return parser
 
@@ -156,13 +156,13 @@ def _add_data_flags(add: Callable[..., object]) -> None:
     add("--base-path", None, where, metavar="FOLDER")
     names = "--dataset_name --dataset-name --dataset"
     add(names, None, "task or data set", dest="dataset_name", metavar="NAME")
-    add("--max-encoder-length", 512, "the same for what an encoder reads", type=positive)
-    add("--max-decoder-length", 256, "the same for a decoder", type=positive)
+    add("--max-encoder-length", 512, "the same, for the encoder", type=positive)
+    add("--max-decoder-length", 256, "the same, for the decoder", type=positive)
 
 
 def _add_batch_flags(add: Callable[..., object]) -> None:
     add("--batch-size", 32, "rows per process and micro-batch", type=positive)
-    add("--max-length", 512, "tokens of a row at most", type=positive)
+    add("--max-length", 512, "maximum tokens per row", type=positive)
     workers = "processes that prepare data, for each rank; 0 for none"
     add("--num-workers", 0, workers, type=count)
 
@@ -173,7 +173,7 @@ def _add_length_flags(add: Callable[..., object]) -> None:
     done = "number of steps done before, when only weights are loaded"
     add("--start-step", 0, done, type=count)
     add("--gradient-accumulation", 1, "micro-batches per step", type=positive, metavar="N")
-    add("--seed", 1234, "of first values, dropout and the order of the data", type=int)
+    add("--seed", 1234, "seed of initial values, dropout and data order", type=int)
     # Launchers of old pass it; the rank comes from the environment.
     add("--local_rank --local-rank", None, argparse.SUPPRESS, dest="local_rank", type=int)
 
@@ -194,7 +194,7 @@ def _add_optimizer_flags(add: Callable[..., object], defaults: Mapping[str, Any]
     add(
         "--adam-betas",
         (0.9, 0.999),
-        "how slowly Adam's means forget",
+        "Adam's betas",
         type=share,
         nargs=2,
         metavar=("BETA1", "BETA2"),
@@ -202,20 +202,20 @@ def _add_optimizer_flags(add: Callable[..., object], defaults: Mapping[str, Any]
     add("--weight-decay", 1e-2, "of all but norms and biases", type=amount)
     add("--clip-grad", 1.0, "largest norm of the gradient; 0 for no limit", type=amount)
     add("--loss-scale", 65536, "the first one, with fp16 only; 0 for none", type=amount)
-    rises = "steps in which the learning rate rises; below 1 a share of all steps"
+    rises = "warm-up steps of the learning rate; below 1, a share of all steps"
     add("--warmup-iters", 0.01, rises, type=amount)
-    fallen = "step at which the learning rate has fallen (default: the last one)"
+    fallen = "step at which the decay ends (default: the last one)"
     add("--lr-decay-iters", None, fallen, type=positive)
-    add("--lr-decay-style", "noam", "how the learning rate falls", choices=DECAY_STYLES)
-    add("--lr-end", 0.0, "what linear, cosine and wsd fall to", type=amount)
-    stable = "steps in which wsd falls, after it was stable; below 1 a share of all steps"
+    add("--lr-decay-style", "noam", "learning-rate schedule", choices=DECAY_STYLES)
+    add("--lr-end", 0.0, "final learning rate of linear, cosine and wsd", type=amount)
+    stable = "decay steps of wsd, after its stable phase; below 1, a share of all steps"
     add("--wsd-decay", 0.1, stable, type=amount)
 
 
 def _add_number_flags(add: Callable[..., object]) -> None:
     ends = "steps in a row that may be skipped (NaN, inf, spikes) before the run ends"
     add("--max-bad-steps", 10, ends, type=positive, metavar="N")
-    spike = "a loss far above the last ones: say so, skip its step, or go back to the last "
+    spike = "a loss far above the recent ones: warn, skip its step, or roll back to the last "
     spike += "checkpoint and leave out the batches since"
     add("--on-spike", "warn", spike, choices=ON_SPIKE)
     far = "how far above their median, in standard deviations of the last 128 losses"
@@ -232,7 +232,7 @@ def _add_file_flags(add: Callable[..., object]) -> None:
     add("--save-keep", 2, "checkpoints that are kept, the newest", type=positive)
     regular = "also keep checkpoints whose step is a multiple of this"
     add("--save-keep-every", None, regular, type=positive)
-    standing = "let training wait until each checkpoint is written: takes less host memory"
+    standing = "make training wait for each checkpoint to be written: takes less host memory"
     add("--save-blocking", False, standing, action="store_true")
     within = (
         "seconds for the last step and its checkpoint after a signal (default: under torchrun 25)"
@@ -241,14 +241,14 @@ def _add_file_flags(add: Callable[..., object]) -> None:
     longest = "seconds that ranks wait for each other: to join, and in any collective"
     add("--timeout", 1800.0, longest, type=seconds)
     hung = "seconds without progress after which the run ends, from the first step on; auto ends "
-    hung += "what cannot resume after 35 s, all else after about --timeout"
+    hung += "a run that cannot recover after 35 s, any other after about --timeout"
     add("--watchdog", "auto", hung, type=seconds_or_auto)
     newest = "resume from the newest checkpoint in --save, if there is one"
     add("--resume", False, newest, action="store_true")
-    others = "with --resume: go on, with weights and optimizer, on other rows than before"
+    others = "with --resume: keep weights and optimizer, but train on other data than before"
     add("--continue-with-other-data", False, others, action="store_true")
     add("--inspect-iters", 1000, "steps between tables of weights and gradients", type=positive)
-    lines = "steps between lines where the output is no terminal"
+    lines = "steps between log lines if the output is not a terminal"
     add("--log-iters", 10, lines, type=positive)
     add("--log-dir", None, "where metrics.jsonl goes (default: --save)", metavar="FOLDER")
     where = "where curves go beside metrics.jsonl, with commas between: tensorboard, wandb (its "

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     config_folder = pathlib.Path(resolve(args.source, "config"))
     source, target = pathlib.Path(resolve(args.source, "model")), pathlib.Path(args.target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise WeightsError(f"{target} exists and is no empty folder: name another.")
+        raise WeightsError(f"{target} exists and is not an empty folder: name another.")
     content = read_json(config_folder / CONFIG_FILE)
     kind = _class_of(content, args.model)
     config = kind._CONFIG_TYPE.from_dict(content)

@@ -122,7 +122,7 @@ def test_ranks_divide_the_blocks(folder):
         with refused("9 blocks to read, too few for each of 10 ranks"):
             DistributedDataset(folder, rank, 10).read()
     for rank, ranks in ((2, 2), (-1, 2)):
-        with refused("is no part"):
+        with refused("is out of range"):
             DistributedDataset(folder, rank, ranks)
 
 
@@ -415,9 +415,9 @@ def test_other_damage(folder, tmp_path):
         (good.replace('"version": 2', '"version": 9'), "version 9"),
         (good.replace('"block_begin": 4', '"block_begin": 5'), "do not follow"),
         (good.replace('"nlines"', '"lines"'), "damaged"),
-        (good.replace('"a"', '"../a"'), "names '../a', no file inside of it"),
-        (good.replace('"a"', '"/etc/hosts"'), "no file inside of it"),
-        (good.replace('"a"', '"\udcff"'), "no text"),
+        (good.replace('"a"', '"../a"'), "names '../a', which is not a file inside it"),
+        (good.replace('"a"', '"/etc/hosts"'), "not a file inside it"),
+        (good.replace('"a"', '"\udcff"'), "not text"),
     ):
         meta.write_text(content, errors="surrogateescape")
         with refused(complaint):

@@ -170,7 +170,7 @@ def test_vocabularies_that_will_not_do(tmp_path):
     with refused("pieces: expected at most"):
         GLMTokenizer(GLM, first_special_id=10)
     (tmp_path / "vocab.txt").write_bytes(b"<unk>\n\xff\xfe\n")
-    with refused(r"vocab\.txt: it is no text"):
+    with refused(r"vocab\.txt: it is not text"):
         read_vocabulary(tmp_path / "vocab.txt")
 
 

@@ -175,7 +175,7 @@ BROKEN: dict[str, tuple[str, bytes | int | None, str]] = {
     "short header": (".idx", b"MMIDIDX\0\0\1", r"a\.idx is truncated"),
     "short index": (".idx", -1, r"a\.idx is truncated: \d+ bytes, expected \d+"),
     "short data": (".bin", -1, r"a\.bin is truncated: 31 bytes, where .*a\.idx says 32 of int32"),
-    "foreign": (".idx", b"PK\3\4 a zip archive", r"no index of token data"),
+    "foreign": (".idx", b"PK\3\4 a zip archive", r"not an index of token data"),
 }
 
 
@@ -335,7 +335,7 @@ def test_ranks_divide_all_sequences(folder):
 def test_bad_parts(folder, tmp_path):
     """Wrong rank, wrong name, two places. Numbers may start at one; gaps are an error."""
     for rank, total in ((2, 2), (-1, 2), (0, 0)):
-        with refused("is no part"):
+        with refused("is out of range"):
             part(folder, rank, total)
     for path, name in ((folder, "parts"), (folder / "nowhere", "part")):
         with refused("no token data"):

@@ -178,7 +178,7 @@ def test_broken_text_is_named(tmp_path, content, complaint, capsys):
 @pytest.mark.parametrize(
     ("source", "more", "complaint"),
     [
-        ("nowhere.txt", "", "nowhere.txt is no file"),
+        ("nowhere.txt", "", "nowhere.txt is not a file"),
         (ENGLISH, f"--tokenizer {DATA / 'corpus'}", "holds no tokenizer"),
         (ENGLISH, "--workers 0", "workers is 0"),
         (ENGLISH, "--split-length 0", "split-length is 0"),

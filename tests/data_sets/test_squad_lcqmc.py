@@ -243,7 +243,7 @@ def test_words_of_lcqmc_are_looked_up(tmp_path):
     few = [line for line in lines if line not in ("有关", "无关", "有", "无", "关")]
     (tmp_path / "vocab.txt").write_text("\n".join(few) + "\n", "utf-8")
     lacking: Any = CPM1Tokenizer.from_pretrained(tmp_path)
-    with refused("does not tell the words of the classes apart"):
+    with refused("words of the classes begin with the same token"):
         one.get_verbalizer(lacking)
     large: Any = types.SimpleNamespace(vocab_size=30000)
     assert one.get_verbalizer(large) == [15682, 16357]

@@ -250,7 +250,7 @@ def test_verbalizers():
     assert [spaced.convert_ids_to_tokens(number).strip("\u2581") for number in ids] == ["1", "2"]
     nothing = BertTokenizer({f"[{word}]": n for n, word in enumerate(SPECIAL.split())})
     for table in TABLES.values():
-        with refused("does not tell the words of the classes apart"):
+        with refused("words of the classes begin with the same token"):
             table.DATASET["RTE"].get_verbalizer(nothing)
     rte = t5dataset.DATASET["RTE"](SUPERGLUE, "dev", 0, 1, nothing, 64, 2)
     assert len(rte) == len(rows("RTE", "val"))

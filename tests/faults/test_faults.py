@@ -20,16 +20,16 @@ WATCHDOG_S = 2.0
 # Of the fault: what some rank must have said of rank 1, a pattern; exit codes of ranks 0 and 1.
 TABLE = {
     "exception": ("it has failed: KeyError: 'the culprit'", Exit.PARTED, Exit.FAILED),
-    "exit": ("rank 1 did not come to the next: it has left the run", Exit.PARTED, 3),
-    "return": ("rank 1 did not come to the next: it has left the run", Exit.PARTED, 0),
+    "exit": ("rank 1 did not reach the next: it has left the run", Exit.PARTED, 3),
+    "return": ("rank 1 did not reach the next: it has left the run", Exit.PARTED, 0),
     "save": (r"rank 1 did number \d+: exchange for errors", Exit.PARTED, Exit.PARTED),
     "skip": (r"rank 1 did number \d+: all_reduce \(sum\)", Exit.PARTED, Exit.PARTED),
     "batches": (r"rank 1 did number \d+: barrier", Exit.PARTED, Exit.PARTED),
-    "sigkill": ("rank 1 did not come to the next: it has ended", Exit.PARTED, -signal.SIGKILL),
-    "segfault": ("rank 1 did not come to the next: it has ended", Exit.PARTED, -signal.SIGSEGV),
-    "abort": ("rank 1 did not come to the next: it has ended", Exit.PARTED, -signal.SIGABRT),
+    "sigkill": ("rank 1 did not reach the next: it has ended", Exit.PARTED, -signal.SIGKILL),
+    "segfault": ("rank 1 did not reach the next: it has ended", Exit.PARTED, -signal.SIGSEGV),
+    "abort": ("rank 1 did not reach the next: it has ended", Exit.PARTED, -signal.SIGABRT),
     "sigstop": (r"rank 1 is stopped \(SIGSTOP\)", Exit.HUNG, None),
-    "sleep": ("rank 1 has not come to gather of storage 0", Exit.HUNG, Exit.HUNG),
+    "sleep": ("rank 1 has not reached gather of storage 0", Exit.HUNG, Exit.HUNG),
     "lock": ("rank 1 runs, but Python does not", Exit.HUNG, None),
 }
 HANGS = ("sigstop", "sleep", "lock")
@@ -56,11 +56,11 @@ def test_the_culprit_is_named(fault, tmp_path):
     assert left.codes == [first, second], said
     assert "gloo" not in said and "frame #" not in said, "noise of the transport"
     if fault in HANGS:
-        report = next(text for text in left.printed if "stands still" in text)
+        report = next(text for text in left.printed if "the run hangs" in text)
         head = report.splitlines()[:2]
-        assert "stands still" in head[0] and re.search(words, head[1]), "the cause comes first"
+        assert "the run hangs" in head[0] and re.search(words, head[1]), "the cause comes first"
         assert WATCHDOG_S < left.seconds < 60
-        assert said.count("stands still") == 1, "one report for all"
+        assert said.count("the run hangs") == 1, "one report for all"
         assert "in step: loss = self.model(" in report, "where rank 0 waits, in the program"
     else:
         assert left.seconds < 20
@@ -78,7 +78,7 @@ def faulty_without_waiting(fault):
     ("fault", "words"),
     [
         ("save", r"\nrank(s 0, 2| 1) did number \d+: .*\nrank(s 0, 2| 1) did number \d+: "),
-        ("sleep", r"\nrank 1 has not come to gather of storage 0 .*in which ranks 0, 2 wait"),
+        ("sleep", r"\nrank 1 has not reached gather of storage 0 .*in which ranks 0, 2 wait"),
     ],
     ids=["save", "sleep"],
 )
@@ -87,13 +87,13 @@ def test_the_culprit_is_named_where_the_host_does_not_wait(fault, words, tmp_pat
     left = run(faulty_without_waiting, fault, ranks=3, folder=tmp_path)
     said = "".join(left.printed)
     assert left.codes == [Exit.HUNG] * 3 and re.search(words, said), said
-    assert said.count("stands still") == 1
+    assert said.count("the run hangs") == 1
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["exception", "return", "sleep", "sigstop"])
 def test_rank_0_is_named(fault, tmp_path):
-    """Also where it takes the store with it, or where the store stands still and nothing can be
+    """Also where it takes the store with it, or where the store is stopped and nothing can be
     exchanged: each rank says what it knows, and ends.
     """
     words, second, first = TABLE[fault]
@@ -184,7 +184,7 @@ def test_who_hangs_is_named_by_default(fault, culprit, step, tmp_path):
     if fault in HANGS:
         words = TABLE[fault][0].replace("rank 1", f"rank {culprit}")
         assert left.codes[1 - culprit] == Exit.HUNG and re.search(words, said), said
-        assert said.count("stands still") == 1
+        assert said.count("the run hangs") == 1
         return
     assert left.codes == [0, 0], said
     does = "computes" if fault == "loop" else "uses no CPU"
@@ -192,8 +192,8 @@ def test_who_hangs_is_named_by_default(fault, culprit, step, tmp_path):
         found = re.findall(f"rank (.) {does}, and is at .*in {fault}: ", said)
         assert found == ([] if (fault, step) == ("loop", 0) else ["0", "1"]), said
         return
-    words = f"rank {culprit} has not come: it answers, {does}, and is at .*in {fault}: "
-    assert re.search(words, said) and said.count("has not come") == 1, said
+    words = f"rank {culprit} has not arrived: it answers, {does}, and is at .*in {fault}: "
+    assert re.search(words, said) and said.count("has not arrived") == 1, said
 
 
 def joins():
@@ -206,8 +206,8 @@ def joins():
     [
         ("[::1]", ""),
         ("no-such-host.invalid", r"no-such-host\.invalid: .*[Nn]ame"),
-        pytest.param("silent", "takes connections and answers nothing", marks=pytest.mark.long),
-        pytest.param("absent", "rank 2 has not come", marks=pytest.mark.long),
+        pytest.param("silent", "accepts connections but does not answer", marks=pytest.mark.long),
+        pytest.param("absent", "rank 2 has not reached", marks=pytest.mark.long),
     ],
 )
 def test_joining_ends_in_time(address, words, tmp_path):
@@ -247,7 +247,7 @@ def never_comes():
     if bmt.rank() == 1:
         time.sleep(600)
     begin = time.monotonic()
-    with pytest.raises(RanksDivergedError, match="rank 1 did not come"):
+    with pytest.raises(RanksDivergedError, match="rank 1 did not reach"):
         bmt.synchronize()
     sys.exit(20 if 9 < time.monotonic() - begin < 30 else 21)
 

@@ -71,7 +71,7 @@ def test_who_is_named():
     """Who is missing counts before who did something else, and that before torchrun's words."""
     parted = "rank 0 did number 3: barrier; rank 1 did "
     launcher = " failed (exitcode: 82) local_rank: 0 (pid: 7)"
-    assert blamed(parted + "not come to the next: it has ended" + launcher) == {1}
+    assert blamed(parted + "not reach the next: it has ended" + launcher) == {1}
     assert blamed(parted + "number 3: gather" + launcher) == {0, 1}
     assert blamed(launcher) == {0} and blamed("all went well") == set()
     assert blamed("[rank 1] this rank failed; the run ends. KeyError: 'x'") == {1}

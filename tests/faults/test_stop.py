@@ -103,7 +103,7 @@ def stuck(how, patience):
 @pytest.mark.parametrize(
     ("how", "patience", "code", "words"),
     [
-        ("once", 1.5, Exit.OUT_OF_PATIENCE, "The checkpoint before is as it was."),
+        ("once", 1.5, Exit.OUT_OF_PATIENCE, "The previous checkpoint is intact."),
         ("twice", None, Exit.INTERRUPTED, "interrupted twice"),
     ],
 )

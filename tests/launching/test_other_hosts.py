@@ -29,7 +29,7 @@ def test_losses_are_those_of_an_unbroken_run(tmp_path, capfd):
         more = f"--grad-accumulation {2 // ranks}"
         found = figures(resumed(tmp_path, f"part-{ranks}", more, ranks=ranks))
         printed = capfd.readouterr().out
-        assert "going on from" in printed and "step-00000003" in printed, printed
+        assert "resuming from" in printed and "step-00000003" in printed, printed
         assert found.keys() == expected.keys() and len(found) == 6
         for number, want in expected.items():
             assert found[number] == pytest.approx(want, rel=1e-5), number

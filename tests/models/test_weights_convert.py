@@ -117,14 +117,14 @@ def test_what_is_refused(tmp_path):
         ("bare", (), ConfigError, r"no config\.json"),
         ("odd", (), ConfigError, "'rwkv'"),
         ("weightless", (), RuntimeError, "expected one of model"),
-        ("absent", (), IdentifierError, "no folder"),
+        ("absent", (), IdentifierError, "not a folder"),
         ("hf", ("--max-shard-size", "much"), WeightsError, "max_shard_size"),
     ):
         with pytest.raises(kind, match=complaint):
             run(tmp_path / place, new, "--to", "hf", *more)
         assert not new.exists()
     for target in (full, full / "thesis.tex"):
-        with pytest.raises(WeightsError, match="exists and is no empty folder"):
+        with pytest.raises(WeightsError, match="exists and is not an empty folder"):
             run(source, target, "--to", "hf")
     assert os.listdir(full) == ["thesis.tex"]
     new.mkdir()

@@ -101,9 +101,9 @@ def test_only_what_is_needed_is_fetched(tmp_path):
     [
         ("gpt2-bse", "nearest known names are gpt2-base"),
         ("cpm1-large", "give a folder"),
-        ("./gone", "no folder"),
-        ("a/b/c", "no folder"),
-        ("", "no folder"),
+        ("./gone", "not a folder"),
+        ("a/b/c", "not a folder"),
+        ("", "not a folder"),
         ("no/body", r"no/body could not be fetched .*OSError: 404: no no/body$"),
     ],
 )
@@ -130,7 +130,7 @@ def test_one_process_fetches_and_a_failure_is_one_of_all(tmp_path):
     wanted = ["gpt2-base", "no/body", "nobody", "only here", "gpt2"]
     for first, *failures, last in run_ranks(on_ranks, 3, tmp_path, wanted):
         assert first == last == str(tmp_path / "openai-community--gpt2")
-        assert all(text.startswith("error: ") and "no folder" in text for text in failures)
+        assert all(text.startswith("error: ") and "not a folder" in text for text in failures)
     log = Hub(tmp_path).log
     assert log[0] == "0 fetch openai-community/gpt2"
     assert sorted(log[1:3]) == ["1 cache openai-community/gpt2", "2 cache openai-community/gpt2"]

@@ -91,7 +91,7 @@ def fail_in_background(folder):
         bmt.load(twin.model, other)
         twin.step("a save")
         other.unlink(missing_ok=True)
-    flushed = r"has taken its place, but its folder could not be flushed.*\(Input/output"
+    flushed = r"was written, but its folder could not be flushed.*\(Input/output"
     with (
         failing(writer, "flush_to_disk", OSError(5, "Input/output error")),
         pytest.raises(CheckpointError, match=flushed),

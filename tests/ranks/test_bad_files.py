@@ -79,9 +79,9 @@ OLD = {"_use_new_zipfile_serialization": False}
 # What a file is, by its name, and what is said of it.
 BAD = {
     "missing.pt": (lambda path: None, "no such file or folder; "),
-    "empty.pt": (lambda path: path.touch(), "no checkpoint"),
-    "text.pt": (lambda path: path.write_text("{}"), "no checkpoint"),
-    "zeros.pt": (lambda path: path.write_bytes(bytes(1000)), "no checkpoint"),
+    "empty.pt": (lambda path: path.touch(), "not a checkpoint"),
+    "text.pt": (lambda path: path.write_text("{}"), "not a checkpoint"),
+    "zeros.pt": (lambda path: path.write_bytes(bytes(1000)), "not a checkpoint"),
     "folder.pt": (lambda path: path.mkdir(), "holds nothing; expected one of"),
     "pipe.pt": (os.mkfifo, "named pipe"),
     "socket.pt": (a_socket, "a socket"),
@@ -99,7 +99,7 @@ BAD = {
 BAD_MODELS = {
     **BAD,
     "list.pt": (saved([torch.ones(1)]), "holds a list"),
-    "nested.pt": (saved({"model": TENSORS, "step": 3}), "holds no tensors but model, step"),
+    "nested.pt": (saved({"model": TENSORS, "step": 3}), "holds model, step instead of tensors"),
     "half.safetensors": (changed(0, -20), "truncated"),
     "tiny.safetensors": (lambda path: path.write_bytes(bytes(6)), "truncated"),
     "text.safetensors": (lambda path: path.write_text("this is none"), "no safetensors"),
@@ -108,12 +108,12 @@ BAD_MODELS = {
         lambda path: path.write_bytes((2**60).to_bytes(8, "little") + b"{}"),
         "no safetensors file",
     ),
-    "no json": (index("{"), "no JSON"),
+    "no json": (index("{"), "not JSON"),
     "a list": (index("[1]"), "holds a list"),
     "lying": (index({"weight": "x.safetensors"}), "does not hold it"),
     "types": (index({"weight": 3}), "weight_map of names to files"),
-    "absolute": (index({"weight": "/outside.safetensors"}), "no file inside of it"),
-    "up": (index({"weight": "../../outside.safetensors"}), "no file inside of it"),
+    "absolute": (index({"weight": "/outside.safetensors"}), "not a file inside it"),
+    "up": (index({"weight": "../../outside.safetensors"}), "not a file inside it"),
 }
 
 
@@ -178,7 +178,7 @@ def test_good_files(tmp_path):
             for name in (path, tmp_path / "link.pt"):
                 assert torch.equal(read_torch(name, mmap=mmap)["weight"], torch.ones(3, 4))
     rewritten(path, b"K\x0c", HUGE)
-    with pytest.raises(CheckpointError, match="it is damaged or no checkpoint"):
+    with pytest.raises(CheckpointError, match="it is damaged or not a checkpoint"):
         read_torch(path, mmap=False)
     assert torch.equal(read_torch(path)["weight"], TENSORS["weight"])
 
@@ -189,10 +189,10 @@ def test_text_files_and_names(tmp_path):
     """
     path = tmp_path / "file.json"
     for content, reason in (
-        (b"", "no JSON"),
+        (b"", "not JSON"),
         (b"[1]", "holds a list, expected an object"),
-        (b"\xff\xfe", "no text"),
-        (b"[" * 10**6, "no JSON"),
+        (b"\xff\xfe", "not text"),
+        (b"[" * 10**6, "not JSON"),
     ):
         path.write_bytes(content)
         readers: tuple[tuple[Callable[..., Any], Any], ...]
@@ -217,7 +217,7 @@ def test_text_files_and_names(tmp_path):
     (tmp_path / "else").mkdir()
     (folder / "link").symlink_to(tmp_path / "else")
     for name in ["../x", "/etc/passwd", "part/../../x", "..", "", "link/x", "//x", "a\0b", 3, None]:
-        with pytest.raises(CheckpointError, match="no file inside of it"):
+        with pytest.raises(CheckpointError, match="not a file inside it"):
             inside(folder, name)
     assert inside(folder, "part/x") == folder / "part" / "x"
     assert inside(pathlib.Path("."), "x") == pathlib.Path("x")

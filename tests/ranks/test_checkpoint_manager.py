@@ -335,7 +335,7 @@ def not_finite(folder):
         before = own.clone()
         if bmt.rank() == 1:
             own[-1] = value
-        with pytest.raises(CheckpointError, match=f"{name} is not finite any more"):
+        with pytest.raises(CheckpointError, match=f"{name} is no longer finite"):
             checkpoints.save(2, model, manager)
         own.copy_(before)
     group = manager.optimizers[0].param_groups[0]
@@ -355,7 +355,7 @@ def not_finite(folder):
         with torch.no_grad():
             state[-1:] = math.inf
         checkpoints.save(3, model, manager).wait()
-    with pytest.raises(CheckpointError, match=r"state 'exp_avg'.*is not finite any more"):
+    with pytest.raises(CheckpointError, match=r"state 'exp_avg'.*is no longer finite"):
         checkpoints.restore(other.model, other.manager)
     checkpoints.close()
 

@@ -722,7 +722,7 @@ def fails():
             lambda run=run: run.manager.step(),  # type: ignore[misc]
         ]
         for use in 2 * uses:
-            with pytest.raises(ParameterError, match=f"was broken off by {type(error).__name__}"):
+            with pytest.raises(ParameterError, match=f"was aborted by {type(error).__name__}"):
                 use()
 
 
@@ -736,9 +736,9 @@ def fails_in_the_middle():
             train(run, 0)
         last: list[Any] = list(run.model.parameters())[-4:]  # of none of them an update has begun
         for param in [x for x in last if id(x.storage_of) not in run.optimizer._resident]:
-            with pytest.raises(ParameterError, match="was broken off by OutOfMemoryError"):
+            with pytest.raises(ParameterError, match="was aborted by OutOfMemoryError"):
                 param.norm()
-        with pytest.raises(ParameterError, match="was broken off"):
+        with pytest.raises(ParameterError, match="was aborted"):
             run.optimizer.state_dict()
 
 

@@ -205,7 +205,7 @@ def be_refused():
     ):
         with (
             cause,
-            pytest.raises(ConfigurationError, match=f"cannot be had: .*{told}.*; use 'auto'"),
+            pytest.raises(ConfigurationError, match=f"is not possible: .*{told}.*; use 'auto'"),
         ):
             layers()
 
@@ -371,7 +371,7 @@ def look_for_peers(obstacles):
     return said
 
 
-WHAT = "NCCL carries shards and gradients where copies between GPUs cannot: "
+WHAT = "NCCL carries shards and gradients instead of copies between GPUs: "
 
 
 @pytest.mark.parametrize("wanted", ["auto", "collective"])

@@ -21,7 +21,7 @@ from tests.training.their_models import arguments, make
 import bmtrain as bmt
 from bmtrain.runtime import world
 from model_center.__main__ import main
-from model_center.dataset.chat import Writer
+from model_center.dataset.chat import ChatRenderer
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.packing import PackedSamples
 from model_center.training.certificate import certify
@@ -52,13 +52,13 @@ def spans(change):
     """Answers that begin or end elsewhere."""
 
     def plant(patch, subject):
-        right = Writer.text_and_answers
+        right = ChatRenderer.text_and_answers
 
         def wrong(self, messages):
             text, found = right(self, messages)
             return text, [change(text, span) for span in found]
 
-        patch.setattr(Writer, "text_and_answers", wrong)
+        patch.setattr(ChatRenderer, "text_and_answers", wrong)
 
     return plant
 
@@ -74,7 +74,7 @@ def by_prefixes(patch, subject):
         ]
         return self.text(messages), found
 
-    patch.setattr(Writer, "text_and_answers", wrong)
+    patch.setattr(ChatRenderer, "text_and_answers", wrong)
 
 
 def one_segment(patch, subject):
@@ -235,5 +235,5 @@ def test_the_commands_say_what_differs(tmp_path):
     assert f"step 1, {data}" in certificate and "of the system" in certificate
     assert (
         start.count("warning") == 1
-        and f"8 of the first 8 rows are not learnt as they say. {lost}" in start
+        and f"8 of the first 8 rows have a loss mask that differs from their text. {lost}" in start
     )

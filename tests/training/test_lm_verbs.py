@@ -195,7 +195,7 @@ def test_a_run_goes_on_elsewhere(tmp_path):
     assert [one["step"] for one in records if "loss" in one] == list(range(1, 14))
     before = metrics.read_text()
     for more, words in (
-        ("", r"step-00000013 is there: go on from it by --resume"),
+        ("", r"step-00000013 exists: resume from it with --resume"),
         ("--resume --seed 7", r"another run: seed was 1234 and is 7\. Remedy: give the same"),
     ):
         with pytest.raises(ResumeError, match=words):
@@ -295,8 +295,8 @@ def test_schedules():
     ended = flags("--lr-decay-iters 80 --start-step 80 --warmup-iters 0")
     assert make_scheduler(optimizer, ended, 100).current_lr == 0
     for wrong, total, complaint in (
-        ("--warmup-iters 20", 10, "is to rise for 20 steps and to fall for -10, which ends at"),
-        ("--lr-decay-style wsd --wsd-decay 90 --warmup-iters 20", 100, "for 20 .* to fall for 90"),
+        ("--warmup-iters 20", 10, "warms up for 20 steps and decays for -10, but ends at"),
+        ("--lr-decay-style wsd --wsd-decay 90 --warmup-iters 20", 100, "for 20 .* decays for 90"),
         ("--lr-end 1", 100, "falls from 0.01 to 1.0: give --lr-end at most --lr"),
     ):
         with pytest.raises(ConfigError, match=complaint):

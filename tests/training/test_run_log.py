@@ -139,11 +139,11 @@ def test_telling_ends_nothing(error, tmp_path):
     assert steps == [1, 2, 3]
     assert closed.called == isinstance(error, BrokenPipeError)
     if error is not None:
-        assert re.fullmatch("standard output cannot be written .*: the run goes on.\n", said)
+        assert re.fullmatch("standard output cannot be written .*: the run continues.\n", said)
         return
     text = raw.getvalue().decode("ascii")
     assert "you \\u4f60\\u001b[2J\\u000d\n" in text and said == ""
-    assert text.count("Mock cannot be written (RuntimeError: no network): the run goes on") == 1
+    assert text.count("Mock cannot be written (RuntimeError: no network): the run continues") == 1
     assert text.count(f"{METRICS} cannot be written (FileNotFoundError") == 1
 
 

@@ -121,5 +121,5 @@ def test_adapters_and_their_model(tmp_path, capsys):
     assert "holds no adapters" in capsys.readouterr().err
     words = ["train", "--ranks", "1", "--data", "x", "--model-config", str(run / "adapter")]
     assert main(words) == 1
-    assert "make one model of them" in capsys.readouterr().err
+    assert "merge them into their model" in capsys.readouterr().err
     bmt.shutdown()  # of the command that was refused

@@ -48,7 +48,17 @@ MANY = {
         True,
     ),
     **dict.fromkeys(
-        ["olmoe", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "stablelm", "starcoder2", "xglm"],
+        [
+            "olmoe",
+            "persimmon",
+            "phi",
+            "phi3",
+            "qwen2_moe",
+            "seed_oss",
+            "stablelm",
+            "starcoder2",
+            "xglm",
+        ],
         True,
     ),
     **dict.fromkeys(["bart", "bloom", "minimax", "qwen3_next"], False),
@@ -78,7 +88,7 @@ def test_packed_and_padded_rows(kinds, tmp_path):
 def refused(folders):
     for path in folders:
         subject = subject_of(path)
-        with pytest.raises(ConfigError, match="its tokens see those that follow"):
+        with pytest.raises(ConfigError, match="its tokens attend to later ones"):
             subject.load(arguments(Path(path)))
 
 

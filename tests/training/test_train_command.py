@@ -171,7 +171,7 @@ def go_on_with_other_data(model, folder):
         run_program(COMMAND, [*chosen, *TINY.split(), "--max-length", "48", *words.split()])
 
     train(0, "--batch-size 1 --train-iters 2 --resume")
-    with pytest.raises(ResumeError, match=r"dataset was .*--continue-with-other-data takes"):
+    with pytest.raises(ResumeError, match=r"dataset was .*--continue-with-other-data accepts"):
         train(1, "--batch-size 1 --resume")
     train(1, "--batch-size 1 --epochs 2 --resume --continue-with-other-data")
     train(1, "--batch-size 1 --epochs 2 --resume")  # it has ended
@@ -304,7 +304,7 @@ def test_shares_of_files():
     assert len(mixture) == 4 + 3
     for place, number in enumerate([*weighted(rest, 0.5, 7).numbers, *aside.numbers]):
         assert torch.equal(mixture[place]["input_ids"], samples[number]["input_ids"])
-    with pytest.raises(DataError, match="all parts of the data are empty"):
+    with pytest.raises(DataError, match="all data sets are empty"):
         Mixture([Part(samples, [])])
 
 

@@ -79,7 +79,7 @@ def test_correct_programs_pass(maker, ranks, level):
                 (subjects.rank_in_arithmetic, Kind.LOSS, "off by"),
                 (subjects.gradient_scaled, Kind.GRADIENT, "off by"),
                 (subjects.parameter_written, Kind.PARAMETER, "off by"),
-                (subjects.generator_moved, Kind.RANDOM, "stands elsewhere"),
+                (subjects.generator_moved, Kind.RANDOM, "state differs from one process"),
             )
         ),
     ],
@@ -112,7 +112,7 @@ UNVERIFIABLE = {
     subjects.uneven_rows: "cannot be split over 2 ranks",
     subjects.no_program: "expected a bmtrain.verify.Program",
     subjects.neither_loss_nor_step: "either a loss",
-    subjects.a_model_for_its_maker: "makes it anew",
+    subjects.a_model_for_its_maker: "makes a new one",
     subjects.no_model: "expected a torch.nn.Module",
 }
 

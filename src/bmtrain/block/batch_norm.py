@@ -84,7 +84,7 @@ class _Unknown(_OfAllRanks):
         if self.training:
             raise ParameterError(
                 f"{type(self).__name__} has a forward pass of its own and would normalise each "
-                "rank's rows by themselves, other than one process: take torch.nn.BatchNorm or "
+                "rank's rows separately, unlike one process: use torch.nn.BatchNorm or "
                 "torch.nn.SyncBatchNorm, or freeze it, module.eval()."
             )
         out: torch.Tensor = super(_OfAllRanks, self).forward(*args, **kwargs)

@@ -315,9 +315,9 @@ def _sharded(place: Place) -> DistributedParameter:
         return param
     if not isinstance(param, torch.nn.Parameter):
         raise ParameterError(
-            f"a tensor was put in the place of parameter {place.path!r} of a block, as "
-            "torch.func.functional_call does, and not in the place of others: replace all of "
-            "a block, by whole tensors, param.gather()."
+            f"parameter {place.path!r} of a block was replaced by a tensor, as "
+            "torch.func.functional_call does, but others of the block were not: replace all of "
+            "them by whole tensors, param.gather()."
         )
     raise ParameterError(
         f"parameter {place.path!r} of a block is not sharded: it was put in after the "
@@ -341,7 +341,7 @@ def _row_sums(numbers: torch.Tensor) -> torch.Tensor:
 
 def _lost_value(what: str) -> ParameterError:
     return ParameterError(
-        f"the forward pass gave parameter {what} a new value, which would be lost: "
-        "inside it the parameter is a gathered copy. "
-        "Change parameters between passes; what changes in a pass is a buffer."
+        f"the forward pass gave parameter {what} a new value, which would be lost: inside it the "
+        "parameter is a gathered copy. Change parameters between passes, or register it as a "
+        "buffer."
     )

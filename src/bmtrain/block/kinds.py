@@ -128,8 +128,8 @@ def _become(self: torch.nn.Module, kind: type) -> None:
         _CLASS.__set__(self, _distributed(kind, None))
         return
     raise ParameterError(
-        f"a sharded model cannot become a {kind.__name__}: it is sharded already; use it "
-        "as it is, or start anew."
+        f"a sharded model cannot become a {kind.__name__}: it is sharded already; use it as it "
+        "is, or build a new one."
     )
 
 

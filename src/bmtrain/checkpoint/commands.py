@@ -27,7 +27,7 @@ class Command:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Exit status: 0 all are whole, 1 one is damaged, 2 there is none."
+    parser.epilog = "Exit status: 0 all intact, 1 at least one is damaged, 2 no checkpoint found."
     parser.add_argument(
         "folder", type=pathlib.Path, help="a checkpoint, or a folder of checkpoints"
     )

@@ -107,9 +107,9 @@ def check_finite(
         name = _not_finite(model, optimizers, only)
         if name is not None:
             raise CheckpointError(
-                f"{outcome}: {name} is not finite any more. The checkpoints before it stay. "
-                "Remedy: go on from one of them, with another learning rate or without the batches "
-                "of these steps."
+                f"{outcome}: {name} is no longer finite. Earlier checkpoints are kept. Remedy: "
+                "resume from one of them with another learning rate, or without the batches of "
+                "these steps."
             )
 
     attempt(look, everyone())

@@ -94,7 +94,9 @@ def inside(folder: pathlib.Path, name: Any) -> pathlib.Path:
     if is_outside or not pathlib.Path(os.path.realpath(path.parent)).is_relative_to(
         os.path.realpath(folder)
     ):
-        raise CheckpointError(unreadable(folder, f"it names {name!r}, no file inside of it"))
+        raise CheckpointError(
+            unreadable(folder, f"it names {name!r}, which is not a file inside it")
+        )
     return path
 
 
@@ -112,7 +114,7 @@ def read_text(path: pathlib.Path, largest: int = LARGEST_TEXT) -> str:
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise DamagedError(unreadable(path, f"it is no text ({error})")) from error
+            raise DamagedError(unreadable(path, f"it is not text ({error})")) from error
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     try:
         content = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(unreadable(path, f"it is no JSON ({error})")) from error
+        raise CheckpointError(unreadable(path, f"it is not JSON ({error})")) from error
     if not isinstance(content, dict):
         kind = type(content).__name__
         raise CheckpointError(unreadable(path, f"it holds a {kind}, expected an object"))
@@ -167,7 +169,7 @@ def read_torch(path: pathlib.Path, *, mmap: bool = True) -> Any:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
             if unpacked > size:
-                reason = f"it is no archive of torch: it would unpack to {unpacked} bytes"
+                reason = f"it is not a torch archive: it would unpack to {unpacked} bytes"
                 raise CheckpointError(unreadable(path, reason))
         with warnings.catch_warnings():
             # torch warns about unusual pickles; they load or raise all the same.
@@ -186,8 +188,8 @@ def read_torch(path: pathlib.Path, *, mmap: bool = True) -> Any:
             )
         elif not is_archive:
             reason = (
-                "it is no checkpoint: neither an archive of torch nor a pickle of tensors, and "
-                "others could run code"
+                "it is not a checkpoint: neither a torch archive nor a pickle of tensors, and "
+                "any other pickle could run code"
             )
         else:
             what = "its list of tensors cannot be read" if detail is None else detail[1].strip()
@@ -200,7 +202,9 @@ def read_torch(path: pathlib.Path, *, mmap: bool = True) -> Any:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         # torch's advice is to load what it cannot read without care
         more = "" if "weights_only" in str(error) else f" ({reason})"
-        raise CheckpointError(unreadable(path, f"it is damaged or no checkpoint{more}")) from error
+        raise CheckpointError(
+            unreadable(path, f"it is damaged or not a checkpoint{more}")
+        ) from error
 
 
 def make_new(path: pathlib.Path) -> None:

@@ -108,9 +108,9 @@ def _check_same_everywhere(plan: Plan, source: Source, axis: Axis) -> None:
     told = told_apart(content, axis, "what a file holds", shown)
     if told is not None:
         raise CheckpointError(
-            f"load got something else on each rank ({told}), and each reads its own part: nothing "
-            "was loaded. Give all ranks the same file, names (only) and strict, found by rank 0 "
-            "for example: bmtrain.distributed.broadcast, or "
+            f"load got different arguments on the ranks ({told}), and each rank reads a part: "
+            "nothing was loaded. Give all ranks the same file, names (only) and strict, found by "
+            "rank 0 for example: bmtrain.distributed.broadcast, or "
             "torch.distributed.broadcast_object_list."
         )
 
@@ -167,9 +167,7 @@ def _mismatch(name: str, entry: Entry, source: Source) -> str:
     if entry.shape != header.shape:
         flat = ""
         if len(header.shape) == 1 < len(entry.shape):
-            flat = (
-                "; a flat slice as one rank holds it is no whole tensor, which bmtrain.save writes"
-            )
+            flat = "; it holds one rank's flat slices, not whole tensors; bmtrain.save writes those"
         return (
             f"{name!r} has shape {entry.shape} in the model and {header.shape} in "
             f"{source.file_of(name)}{flat}"

@@ -142,8 +142,8 @@ class CheckpointManager:
     def _see(self) -> None:
         if not self.folder.is_dir():
             raise CheckpointError(
-                f"{self.folder} is not there, though rank 0 has made it: give a folder on a file "
-                "system that all machines share."
+                f"{self.folder} does not exist here, though rank 0 has made it: give a folder on "
+                "a file system that all machines share."
             )
 
     def __enter__(self) -> CheckpointManager:
@@ -233,8 +233,8 @@ class CheckpointManager:
             told = told_apart(value, axis, f"{name} of a checkpoint")
             if told is not None:
                 raise CheckpointError(
-                    f"save got other {name} on each rank ({told}). Nothing was saved. Give all "
-                    "ranks the same; what each has for itself is `state`."
+                    f"save got different {name} on the ranks ({told}). Nothing was saved. Give "
+                    "all ranks the same; pass values of a single rank as `state`."
                 )
         check_finite(model, [] if optim_manager is None else optim_manager.optimizers, only)
         step = int(step)
@@ -272,8 +272,8 @@ class CheckpointManager:
                     folders.tidy(self.folder, self.keep, self.keep_every, path)
                 except Exception as error:  # the checkpoint counts already
                     say(
-                        f"[rank 0] {path} is saved, but earlier checkpoints and leftovers could "
-                        f"not be tidied away: {reason_of(error)}. The run goes on.\n"
+                        f"[rank 0] {path} is saved, but old checkpoints and temporary files could "
+                        f"not be removed: {reason_of(error)}. The run continues.\n"
                     )
 
         return self._writer.begin(Writing(path, write, axis), background=self.background)
@@ -285,7 +285,7 @@ class CheckpointManager:
         if later and later[-1] not in self._damaged:
             log.warn(
                 f"{later[-1]} is of a later step than {step}, which is saved now, and restore "
-                "takes the latest step: remove it if the run goes on from here."
+                "takes the latest step: remove it if the run continues from here."
             )
         try:
             path.mkdir(exist_ok=True)
@@ -340,8 +340,8 @@ class CheckpointManager:
             return None
         raise CheckpointError(
             f"none of the checkpoints in {self.folder} can be used: {' '.join(reasons)} Nothing "
-            "was changed. Bring their files back; or, to begin anew, give another folder or remove "
-            "them."
+            "was changed. Restore their files; to start from scratch, give another folder or "
+            "remove them."
         )
 
     def _damage(self, path: pathlib.Path) -> str | None:
@@ -382,8 +382,8 @@ class CheckpointManager:
                 return both[0]
         first = next(rank for rank, one in enumerate(found) if one)
         raise CheckpointError(
-            f"{found[first]} Rank {first} alone sees that: its host has other files, or memory or "
-            "a disk that fails. Nothing was changed: see to it, and start again."
+            f"{found[first]} Only rank {first} sees this: its host has other files, or failing "
+            "memory or a failing disk. Nothing was changed: repair that host, and start again."
         )
 
     def _set_aside(self) -> None:

@@ -170,7 +170,7 @@ def parse(text: str, *, is_part: bool = False) -> Manifest:
     found = json.loads(text)
     content = found["manifest"]
     if zlib.crc32(json.dumps(content).encode()) != found["crc32"]:
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum does not match")
     if content["format"] != FORMAT:
         raise CheckpointError(
             f"its format is {content['format']!r}, and this version of bmtrain reads {FORMAT}: "
@@ -179,7 +179,7 @@ def parse(text: str, *, is_part: bool = False) -> Manifest:
     files: dict[str, FileFacts] = {}
     for name, (size, *checksums) in dict(content["files"]).items():
         if name in ("", ".", "..", NAME) or "/" in name or "\0" in name:
-            raise ValueError(f"{name!r} is no name of a file in the folder")
+            raise ValueError(f"{name!r} is not the name of a file in the folder")
         files[name] = FileFacts(size, tuple(checksums))
     names = list(files)
     tensors: dict[str, dict[str, TensorFacts]] = {}
@@ -222,7 +222,7 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         ArithmeticError,
         RecursionError,
     ) as error:
-        reason = f"it is damaged or no manifest ({type(error).__name__}: {error})"
+        reason = f"it is damaged or not a manifest ({type(error).__name__}: {error})"
         raise DamagedError(unreadable(path, reason)) from error
     for name, facts in manifest.files.items():
         size = check_file(folder / name)

@@ -67,7 +67,9 @@ class TorchFile(Source):
         if others and not headers:
             held = ", ".join(list(others)[:5])
             raise CheckpointError(
-                unreadable(path, f"it holds no tensors but {held}; save the model's part by itself")
+                unreadable(
+                    path, f"it holds {held} instead of tensors; save the model's part separately"
+                )
             )
         super().__init__(path, headers, others)
 
@@ -209,7 +211,7 @@ def open_source(file: str | os.PathLike[str]) -> Source:
     if len(others) + len(own) > 1 or (found and own):
         raise CheckpointError(
             f"cannot load the folder {path}: {', '.join([*found, *others, *own])} may hold other "
-            "weights. Remove those that are not meant, or give the file itself."
+            "weights. Remove those you do not want, or name the file itself."
         )
     if not (found or others or own):
         held = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
@@ -219,7 +221,7 @@ def open_source(file: str | os.PathLike[str]) -> Source:
         )
     first, *rest = [*found, *others, *own]
     if rest and world.rank() == 0:
-        log.warn(f"{path}: {first} is read, as by transformers, and not {', '.join(rest)}.")
+        log.warn(f"{path}: {first} is read, as transformers does, and not {', '.join(rest)}.")
     if first.endswith(".json"):
         return _open_indexed(path, path / first)
     return open_file(path / first)

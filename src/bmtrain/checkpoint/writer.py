@@ -145,8 +145,8 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
         flush_to_disk(path.parent)
     except OSError as error:
         raise CheckpointError(
-            f"{path} was written and has taken its place, but its folder could not be flushed to "
-            f"disk ({error.strerror or error}): a power failure could undo that. Save again."
+            f"{path} was written, but its folder could not be flushed to disk "
+            f"({error.strerror or error}): a power failure could undo that. Save again."
         ) from error
 
 

@@ -62,8 +62,8 @@ class CompiledModule(Runner):
             self._recomputes_inside = False
             reason = str(error).strip().splitlines()[0]
             warn(
-                f"{type(module).__name__} does not compile as one graph ({reason}): its "
-                "parts are compiled and recomputed apart."
+                f"{type(module).__name__} does not compile as one graph ({reason}): its parts are "
+                "compiled and recomputed separately."
             )
             raise SeveralGraphsError(reason) from error
 

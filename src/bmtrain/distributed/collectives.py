@@ -255,6 +255,6 @@ class Board:
             dist.gather_object(text, found, dst=0, group=self._group)
         except RuntimeError as error:
             raise TimeoutError(
-                f"a rank has ended, or has given no word within {self._timeout:g} s"
+                f"a rank has ended, or has not answered within {self._timeout:g} s"
             ) from error
         return found or []

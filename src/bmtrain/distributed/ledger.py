@@ -37,14 +37,13 @@ _DIGEST_BITS = 32
 _NUMBER_BITS = 20  # 52 bits in all: a double, in which figures travel, holds them exactly
 _TAG = 7 << 20  # tag of comparison messages, out of the way of a user's and a pipeline's
 _CURE = (
-    "Nothing that was gathered since is used. See what {} has printed, and start the run again: it "
-    "resumes from its last checkpoint if it keeps any."
+    "Data gathered since are discarded. Read what {} has printed, then start the run again: it "
+    "resumes from its last checkpoint, if it keeps any."
 )
 _CURE_OF_CALLS = (
-    "The ranks of this run did different things: every rank must call the same blocks, and do the "
-    "same with parameters and optimizers, in the same order and as often; what only one rank needs "
-    "is computed on all. Nothing that was gathered since is used; the run cannot go on, start it "
-    "anew."
+    "The ranks of this run diverged: every rank must call the same blocks, parameter and optimizer "
+    "operations, in the same order and equally often; compute on all ranks even what only one "
+    "needs. Data gathered since are discarded and the run cannot continue: start it again."
 )
 # Substrings of Gloo's errors when another rank has exited or does not arrive.
 _LOST = (
@@ -166,9 +165,9 @@ class Ledger:
             return
         if os.getpid() != self._process:  # its connections are the parent's: it would wait for ever
             raise ParameterError(
-                f"{what} in a forked process, as a worker of a DataLoader is: it cannot reach "
-                "other ranks. Take what it needs before, on all ranks: value = param.gather(), and "
-                "give it that; or num_workers=0."
+                f"{what} in a forked process, such as a DataLoader worker, which cannot reach "
+                "other ranks: gather the values before the fork, on all ranks (value = "
+                "param.gather()), or use num_workers=0."
             )
         if self._parted is not None:
             raise RanksDivergedError(self._parted)
@@ -378,15 +377,15 @@ def _describe(
         lines.setdefault(deed, []).append(rank)
     deeds = "; ".join(f"{named(ranks)} {text}" for text, ranks in lines.items())
     cure = _CURE.format(named(sorted(gone))) if gone else _CURE_OF_CALLS
-    return f"{deeds}. The last that all ranks did is number {number - 1}: {known}. {cure}"
+    return f"{deeds}. The last one common to all ranks is number {number - 1}: {known}. {cure}"
 
 
 def _deeds(story: _Story | None, number: int, waited: float | None, gone: str | None) -> str:
     if story is None and gone is not None:
-        return f"did not come to the next: it {gone}"
+        return f"did not reach the next: it {gone}"
     if story is None:
-        return "did not come to the next (it has ended, failed, or is busy with something else" + (
-            f"; waited for it up to {waited:g} s)" if waited else ")"
+        return "did not reach the next (it has ended, failed, or is busy elsewhere" + (
+            f"; waited up to {waited:g} s)" if waited else ")"
         )
     what = story.at(number)
     if what is None:

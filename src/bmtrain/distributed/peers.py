@@ -223,24 +223,22 @@ class PeerGroups:
             problem = next(filter(None, problems), None)
             if problem is not None:
                 peers = None
-                obstacle = Obstacle(problem, "see what the driver or the container forbids")
+                obstacle = Obstacle(problem, "check what the driver or the container forbids")
         if obstacle is not None and wanted == "copy_engine":
             raise ConfigurationError(
-                f"transport='copy_engine' cannot be had: {obstacle.what}; use 'auto' or "
+                f"transport='copy_engine' is not possible: {obstacle.what}; use 'auto' or "
                 "'collective'."
             )
         if obstacle is not None and not self._has_told:  # once per run, on rank 0
             self._has_told = True
             text = (
-                "NCCL carries shards and gradients where copies between GPUs cannot: "
-                f"{obstacle.what}"
+                f"NCCL carries shards and gradients instead of copies between GPUs: {obstacle.what}"
             )
             if not obstacle.remedy:
                 print_rank(f"{text}.")
             elif self._world.rank == 0:
                 warn(
-                    f"{text}; {obstacle.remedy}, or set transport='collective' if this is as "
-                    "it should be."
+                    f"{text}; {obstacle.remedy}, or set transport='collective' if this is intended."
                 )
         return peers
 

@@ -155,7 +155,7 @@ class Arguments:
         try:
             hash(self.kind())
         except TypeError as error:
-            return f"an argument that is no tensor cannot be compared ({error})"
+            return f"a non-tensor argument cannot be compared ({error})"
         return None
 
 

@@ -168,8 +168,8 @@ class TokenMean:
         for target in targets:
             if not isinstance(target, torch.Tensor) or target.is_floating_point():
                 raise ConfigurationError(
-                    "TokenMean got targets that are no integer tensors: expected one "
-                    "tensor per micro-batch."
+                    "TokenMean got targets that are not integer tensors: expected one tensor per "
+                    "micro-batch."
                 )
             count += (target != ignore_index).sum()
         collectives.all_reduce_(count, "sum", current.mesh.world)

@@ -269,9 +269,9 @@ class OptimManager:
             raise NonFiniteError(
                 f"{self._scale.num_in_a_row} steps in a row were skipped, because the loss or a "
                 "gradient was not finite on some rank; weights and optimizer states are those "
-                "after the last good step. bmtrain.inspect.find_non_finite names the module: see "
-                "the data and the learning rate of those steps, or resume from a checkpoint "
-                "before them."
+                "after the last good step. bmtrain.inspect.find_non_finite names the module: "
+                "check the data and the learning rate of those steps, or resume from a "
+                "checkpoint before them."
             )
         scale = self.loss_scale
         # Each rank divides by its own scale, and skips by its own rules.
@@ -450,9 +450,8 @@ def _checked(loss: Any) -> torch.Tensor:
         )
     if not loss.requires_grad:
         raise ConfigurationError(
-            "backward got a loss that does not require grad: no trainable parameter "
-            "took part in it, or it was computed under "
-            "torch.no_grad() or detached."
+            "backward got a loss that does not require grad: no trainable parameter contributed "
+            "to it, or it was computed under torch.no_grad() or detached."
         )
     return loss
 

@@ -127,7 +127,7 @@ def problem_of_schedules(saved: Sequence[Any], schedules: Sequence[Any]) -> str 
         if own is None and state is not None:
             return (
                 f"the state of a schedule for optimizer {number}, which has none here: add it "
-                f"(add_optimizer(optimizer, schedule)). To go on without it, set {name} of the "
+                f"(add_optimizer(optimizer, schedule)). To continue without it, set {name} of the "
                 "manager to None after loading"
             )
         if own is not None and state is None:
@@ -192,7 +192,7 @@ def _problem_of_optimizer(state: Any) -> str | None:
         isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
         for group in groups
     ):
-        return "param_groups that are no dicts with lists of 'params'"
+        return "param_groups that are not dicts with lists of 'params'"
     if not isinstance(states, Mapping):
         return f"a {type(states).__name__} as the states of parameters"
     for index, one in states.items():

@@ -78,9 +78,9 @@ class PendingUpdate:
         if not self.is_issued:
             cause = "" if self.failure is None else f" by {type(self.failure).__name__}"
             raise ParameterError(
-                f"an update of the AdamOffloadOptimizer was broken off{cause}: weights and states "
-                "are partly those before the step and partly those after it, and cannot be used "
-                "any more. Start anew from a checkpoint."
+                f"an update of the AdamOffloadOptimizer was aborted{cause}: weights and states "
+                "are partly from before the step and partly from after it, and unusable. Resume "
+                "from a checkpoint."
             ) from self.failure
         self._streamer.wait_for(self.done)
         self.tensors = self.verdict = None

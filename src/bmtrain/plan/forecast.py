@@ -122,7 +122,7 @@ def trace(source: Source, settings: Settings) -> Outline:
     if not found.calls:
         notes.append("no member of a ModuleList is called: nothing is gathered block by block")
     if settings.pipe_size > 1:
-        notes.append("stages are taken as equal: the first and the last also have what is no layer")
+        notes.append("stages are assumed equal: embedding and head add to the first and the last")
     return dataclasses.replace(found, notes=tuple(notes))
 
 

@@ -119,7 +119,7 @@ def outline(
     with watch.meter:
         result = loss(model)
         if not isinstance(result, torch.Tensor) or result.dim() != 0:
-            raise TypeError("the loss is no scalar tensor")
+            raise TypeError("the loss is not a scalar tensor")
         result.backward()
         watch.take_turn()
     for handle in handles:

@@ -370,9 +370,10 @@ class Begun:
             for noticed in part.noticed:
                 if not noticed.is_unchanged():
                     raise RecomputationError(
-                        f"{noticed.changed()}, which the forward pass of a block read, was changed "
-                        "before backward came to the block, whose recomputation needs it as it "
-                        "was: change it after backward, or give the block use_checkpoint=False."
+                        f"{noticed.changed()}, which the forward pass of a block read, was "
+                        "changed before the backward pass of the block, whose recomputation "
+                        "needs the old value: change it after backward, or give the block "
+                        "use_checkpoint=False."
                     )
             for where, tensor, version in zip(part.names, part.tensors, versions, strict=True):
                 if version not in (-1, version_of(tensor)):
@@ -425,9 +426,9 @@ def spare_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 def changed_in_place(where: str) -> RecomputationError:
     """The error for a tensor that a recomputation cannot read any more."""
     return RecomputationError(
-        f"{where}, a tensor that the forward pass of a block got, was modified by an inplace "
-        "operation before backward came to the block, whose recomputation needs it as it was: "
-        "change a clone of it, make it a buffer if the module itself changes it, or give the block "
+        f"{where}, an input of a block's forward pass, was modified by an inplace operation "
+        "before the backward pass of the block, whose recomputation needs the old value: change "
+        "a clone of it, make it a buffer if the module itself changes it, or give the block "
         "use_checkpoint=False."
     )
 

@@ -169,7 +169,7 @@ class Recomputation:
         if found is None or (found.shape, found.dtype) != (saved.shape, saved.dtype):
             self._values.clear()
             raise RecomputationError(
-                "the recomputation of a block did not come to the tensors of its forward pass "
+                "the recomputation of a block did not reproduce the tensors of its forward pass "
                 f"({'none' if found is None else tuple(found.shape)} for {tuple(saved.shape)}): "
                 "let it depend on its arguments, parameters and attributes alone, or give the "
                 "block use_checkpoint=False."

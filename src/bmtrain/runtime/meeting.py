@@ -84,7 +84,9 @@ def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
     if errors:
         raise errors[0]
     if not found:
-        raise RuntimeError(f"{url} takes connections and answers nothing: is it another program's?")
+        raise RuntimeError(
+            f"{url} accepts connections but does not answer: does another program use it?"
+        )
     return found[0]
 
 
@@ -158,7 +160,7 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
         store.set(hello[rank], card)
         try:
             if not _comes(store, card, 0, end):
-                raise RuntimeError("rank 0 has not come")
+                raise RuntimeError("rank 0 has not arrived")
             answer = store.get(card).decode()
         except BaseException:
             # else rank 0 would take this attempt for the next
@@ -193,7 +195,7 @@ def _comes(store: Store, key: str, other: int, end: float) -> bool:
             store.wait([key], datetime.timedelta(seconds=left))
             return True
         if limit < end:
-            say(f"rank {other} has not come to init_distributed for {WORD_S:.0f} s.\n")
+            say(f"rank {other} has not reached init_distributed for {WORD_S:.0f} s.\n")
     return bool(store.check([key]))
 
 

@@ -44,7 +44,7 @@ class Exit(enum.IntEnum):
     FAILED = 1  # an exception
     REQUEUE = 75  # stopped with a checkpoint by SIGUSR1: start it again (EX_TEMPFAIL)
     HUNG = 81  # the watchdog: no progress for its limit
-    PARTED = 82  # RanksDivergedError: ranks did different things, or one is missing
+    PARTED = 82  # RanksDivergedError: ranks diverged, or one is missing
     LAUNCHER_LOST = 83  # the torchrun that started this rank has ended
     OUT_OF_PATIENCE = 84  # asked to stop, and the step or its checkpoint took too long
     INTERRUPTED = 130  # Ctrl-C (the second one where the first asks for a stop)
@@ -194,7 +194,7 @@ class Launcher:
         while self.patience and time.monotonic() < end and not self._left.wait(LOOK_S):
             continue
         if not self._left.is_set():
-            say(f"[rank {self._rank}] the torchrun that started this rank has ended: so does it.\n")
+            say(f"[rank {self._rank}] the torchrun that started this rank has ended: exiting.\n")
             os._exit(Exit.LAUNCHER_LOST)
 
 

@@ -1,4 +1,4 @@
-"""The watchdog: a run that stands still is reported, rank by rank, and ended."""
+"""The watchdog: a run that hangs is reported, rank by rank, and ended."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a rank says when the run stands still.
+    """What a rank reports when the run hangs.
 
     Attributes:
         idle: seconds since its last progress.
@@ -121,7 +121,7 @@ def own_process() -> tuple[str, int]:
 
 
 class Watchdog:
-    """Notices that a run stands still. One per rank, from `init_distributed` to `shutdown`.
+    """Notices that a run hangs. One per rank, from `init_distributed` to `shutdown`.
 
     What goes on is progress: collectives that are entered in the ledger, and optimizer steps.
     After ASK_S without any a rank asks the others where they are, one that waits for others first,
@@ -205,10 +205,10 @@ class Watchdog:
 
         A thread that came back from the store while the interpreter ends would abort the process:
         Python unwinds it through torch's C++. So all of them are waited for. They are quick, unless
-        the store's host stands still, or waits for a name server: it looks up whoever connects.
+        the store's host is stopped, or waits for a name server: it looks up each client.
         """
         self._ending.set()
-        self.say_last("has left the run: its program has come to its end")
+        self.say_last("has left the run: its program has finished")
         self._post(_LEAVE, [self._place.rank])
         end = time.monotonic() + _PARTING_S
         for thread in self._threads:
@@ -395,18 +395,18 @@ class Watchdog:
         stopped = [one for one in silent if one in self._looks and self._looks[one].state == "T"]
         is_loading = self.num_steps == 0 and _COMPUTES in late.values()
         if (late and not is_loading) or stopped or (waiting and (late or silent)):
-            has = "has not come: it answers, " if waiting else ""
+            has = "has not arrived: it answers, " if waiting else ""
             at = f", and {named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for others"
             end = f"before {limit:.0f} s without progress" if limit < math.inf else "for it"
             say(
-                f"[rank {rank}] nothing has gone on for {self._idle:.0f} s"
+                f"[rank {rank}] no progress for {self._idle:.0f} s"
                 + (f"{at} at {reports[waiting[0]].place}.\n" if waiting else ".\n")
                 + "".join(
                     f"rank {other} {has}{doing}, and is at {reports[other].place}.\n"
                     for other, doing in late.items()
                 )
                 + "".join(f"rank {other} {_state(*self._processes[other])}.\n" for other in silent)
-                + f"If that is work, all is well: nothing is ended {end}.\n"
+                + f"If this is intended, just wait: the run is not ended {end}.\n"
             )
         is_hung = all(one.is_waiting and not one.is_off for one in reports.values())
         return is_hung and not silent and self._asked == len(ASK_S)
@@ -510,8 +510,8 @@ class Watchdog:
         outcome = f"It ends with exit code {Exit.HUNG}."
         if self._place.is_guest:
             outcome = (
-                "Nothing is ended, because the process is not this program's own; a collective "
-                f"gives up after {self._place.timeout:g} s."
+                "It is not ended, because another program owns the process; a collective times out "
+                f"after {self._place.timeout:g} s."
             )
         missing = [rank for rank in range(self._place.size) if rank not in reports]
         silent = {rank: _state(*self._processes[rank]) for rank in missing}
@@ -519,11 +519,11 @@ class Watchdog:
         text = "".join(f"rank {rank} {what}.\n" for rank, what in sorted(silent.items()))
         text += _as_text(reports)
         say(
-            f"[rank {self._place.rank}] the run stands still: nothing has gone on for {limit:.0f} "
-            f"s. {outcome}\n{text}"
+            f"[rank {self._place.rank}] the run hangs: no progress for {limit:.0f} s. "
+            f"{outcome}\n{text}"
         )
         if not self._place.is_guest:
-            self.say_last(f"has ended the run, which stood still: {text.splitlines()[0]}")
+            self.say_last(f"has ended the run, which hung: {text.splitlines()[0]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -581,7 +581,7 @@ def _state(host: str, number: int) -> str:
     """What this process can tell of another; the form continues "rank 1 "."""
     look = _looks([(host, number)]).get(0)
     if look is not None:
-        says = _STATES.get(look.state, "runs, but Python does not: a call into C holds its lock")
+        says = _STATES.get(look.state, "runs, but Python does not: a call into C holds the GIL")
     elif host == socket.gethostname() and pathlib.Path("/proc/self/stat").exists():
         says = "has ended"
     else:
@@ -614,7 +614,7 @@ def _as_text(reports: Mapping[int, Report]) -> str:
 
 
 def _behind(reports: Mapping[int, Report]) -> list[str]:
-    """Ranks that have not come to what others have begun."""
+    """Ranks that have not reached a collective that others have begun."""
     found = []
     for rank, own in sorted(reports.items()):
         for line in () if own.is_waiting else own.lines:
@@ -629,7 +629,7 @@ def _behind(reports: Mapping[int, Report]) -> list[str]:
                 ahead = [other for other, theirs in others.items() if theirs.number == number]
                 what = " ".join(others[ahead[0]].last[-1:]) or "the next collective"
                 found.append(
-                    f"rank {rank} has not come to {what} (number {number}), in which "
+                    f"rank {rank} has not reached {what} (number {number}), in which "
                     f"{named(ahead)} {'waits' if len(ahead) == 1 else 'wait'}; it is at {own.place}"
                 )
                 break

@@ -215,7 +215,7 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
         with bmtrain.unwatched():
             rebuild_index()
 
-    The watchdog does not count its time as a run that stands still. Ranks that wait for this work
+    The watchdog does not count its time as a hang. Ranks that wait for this work
     enter it too.
     """
     return current("unwatched").watchdog.off()

@@ -210,9 +210,9 @@ class _Kind:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParameterError(
-            f"a sharded {self.kind.__name__} cannot be pickled, as a rank has slices of it alone: "
-            "save its values, bmtrain.save(model, file) or torch.save(model.state_dict(), file), "
-            "and build the model anew to load them."
+            f"a sharded {self.kind.__name__} cannot be pickled, because a rank holds only slices "
+            "of it: save its values, bmtrain.save(model, file) or torch.save(model.state_dict(), "
+            "file), and load them into a new model."
         )
 
 

@@ -23,9 +23,9 @@ from bmtrain.runtime.world import World
 # models on the CPU.
 NUM_SAMPLED = 2**16
 _SEED = (
-    "All ranks must bring the same: build the model with the same seed "
-    "(bmtrain.init_distributed sets it) and load the same files "
-    "on all ranks, or make it on the meta device and load it afterwards."
+    "All ranks must have the same values: build the model with the same seed "
+    "(bmtrain.init_distributed sets it) and load the same files on all ranks, or make it on the "
+    "meta device and load it afterwards."
 )
 _COMPARISON = "a comparison of tensors"  # of exchanges between the ranks
 
@@ -137,8 +137,7 @@ def check_same(what: str, entries: Sequence[tuple[str, Any]], axis: Axis, cure: 
         shown.setdefault(texts[place] if place < len(texts) else "no more", []).append(str(rank))
     deeds = "; ".join(f"on rank {', '.join(ranks)} {text}" for text, ranks in shown.items())
     raise RanksDivergedError(
-        f"{what}. The first difference is number {place}: {deeds}. None of them has been changed. "
-        f"{cure}"
+        f"{what}. The first difference is number {place}: {deeds}. Nothing was changed. {cure}"
     )
 
 

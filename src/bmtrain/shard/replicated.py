@@ -270,11 +270,10 @@ def _refuse_hooks(param: torch.nn.Parameter | None) -> None:
     post_hooks = getattr(param, "_post_accumulate_grad_hooks", None) or ()
     if param is not None and (len(hooks) > 1 or post_hooks):
         raise ParameterError(
-            f"a parameter of shape {tuple(param.shape)} outside of blocks has a hook: "
-            "it sees the gradient of this rank alone, "
-            "before the sum over ranks. Wrap the model (bmtrain.BMTrainModelWrapper), "
-            "whose parameters' hooks get the sum, or "
-            "change `.grad` after backward."
+            f"a parameter of shape {tuple(param.shape)} outside of blocks has a hook: it sees "
+            "only this rank's gradient, before the sum over ranks. Wrap the model "
+            "(bmtrain.BMTrainModelWrapper), whose parameters' hooks get the sum, or change "
+            "`.grad` after backward."
         )
 
 

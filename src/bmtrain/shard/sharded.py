@@ -63,10 +63,9 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _access(func, name, args)
     if name in elementwise.OF_MEMORY:
         raise AddressError(
-            f"{name} of a sharded tensor: no memory holds all of it on one rank. Take "
-            "param.gather(), a whole copy, or "
-            "param.local, this rank's slice; a module whose kernels read memory can be "
-            "made a bmtrain.Block."
+            f"{name} of a sharded tensor: no rank holds all of it in memory. Use param.gather(), "
+            "a whole copy, or param.local, this rank's slice; a module whose kernels read memory "
+            "can be made a bmtrain.Block."
         )
     if name in elementwise.ABOUT or func is torch.autograd.backward:
         return _natively(func, args, kwargs)
@@ -475,9 +474,8 @@ def _as_itself(func: Any, args: Args, kwargs: Kwargs) -> Any:
         and torch.is_grad_enabled()
     ):
         raise ParameterError(
-            f"{func.__name__} of a sharded parameter with itself: hooks of its node in "
-            "the graph would never be called. Take "
-            "param.register_hook, which is given the gradient, or "
+            f"{func.__name__} of a sharded parameter with itself: hooks of its graph node would "
+            "never be called. Use param.register_hook, which is given the gradient, or "
             "param.register_post_accumulate_grad_hook."
         )
     return NotImplemented

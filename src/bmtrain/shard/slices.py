@@ -271,8 +271,7 @@ def communicate(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     if any(word in name for word in ("send", "recv", "p2p")):
         raise ParameterError(
-            f"{name} of a sharded tensor: all ranks call whole = param.gather(), then "
-            "those concerned send that."
+            f"{name} of a sharded tensor: call whole = param.gather() on all ranks, then send that."
         )
     sharded = list(
         {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Slices)}.values()
@@ -300,10 +299,9 @@ def check_alike(whole: torch.Tensor, cut: Cut) -> None:
     """ParameterError on all ranks unless `whole`, to be cut, is the same on all. Collective."""
     if any(differ([whole], cut.axis, "a value")):  # other stages of a pipeline may not come here
         raise ParameterError(
-            f"a sharded tensor of shape {tuple(cut.shape)} was given values that "
-            "differ between ranks, of which each would keep "
-            "its slice. Compute them from the same rows and random numbers on all "
-            "ranks, or sum them over ranks first."
+            f"a sharded tensor of shape {tuple(cut.shape)} was given values that differ between "
+            "ranks, each of which would keep its own slice. Compute them from the same rows and "
+            "random numbers on all ranks, or sum them over ranks first."
         )
 
 

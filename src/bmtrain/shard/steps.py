@@ -88,9 +88,9 @@ class Steps:
         if any(isinstance(param, Slices) for param in params):
             if isinstance(optimizer, torch.optim.SparseAdam):
                 raise ParameterError(
-                    "SparseAdam cannot train sharded parameters, whose gradients are dense: take "
-                    "another optimizer (SGD and Adagrad do with dense gradients what they do with "
-                    "sparse ones), or leave the embedding out of what is sharded."
+                    "SparseAdam cannot train sharded parameters, whose gradients are dense: use "
+                    "another optimizer (SGD and Adagrad treat dense and sparse gradients alike), "
+                    "or do not shard the embedding."
                 )
             self._ledger.enter(self._axis, _described(optimizer, params, given), is_on_host=False)
             if alone:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="a function that returns a bmtrain.verify.Program",
     )
-    ranks = "processes to start (2); under torchrun those that there are"
+    ranks = "processes to start (2); under torchrun, its own"
     for flag, name, default, about in (
         ("--ranks", "ranks", 2, ranks),
         ("--steps", "steps", 3, "steps of training (3)"),

@@ -155,7 +155,7 @@ def _beside(
         f"{error:.3g}, allowed {bound:.3g}; the largest element is {float(theirs.abs().max()):.3g}"
     )
     if kind is Kind.RANDOM:
-        return share, "the generator stands elsewhere than in one process", math.nan, math.nan
+        return share, "the generator's state differs from one process", math.nan, math.nan
     return share, what, error, bound
 
 

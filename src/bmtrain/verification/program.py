@@ -137,8 +137,8 @@ class Program:
         for name, value in wanted.items():
             if not callable(value) or isinstance(value, torch.nn.Module | torch.optim.Optimizer):
                 raise ConfigurationError(
-                    f"the {name} of a Program is of type {type(value).__name__}: "
-                    "expected a function that makes it anew."
+                    f"the {name} of a Program is of type {type(value).__name__}: expected a "
+                    "function that makes a new one."
                 )
         if not isinstance(self.batches, Sequence) or not len(self.batches):
             raise ConfigurationError(

@@ -85,8 +85,8 @@ def run_reference(program: Program, settings: Settings) -> Record:
     if drawn is not None and program.batch == "split" and settings.ranks > 1:
         raise ConfigurationError(
             f"step {drawn.step} draws random numbers ({drawn.name} generator), which "
-            "ranks with rows of their own draw otherwise "
-            'than one process: give the Program batch="same", or turn dropout off.'
+            "ranks with rows of their own draw differently "
+            'from one process: give the Program batch="same", or turn dropout off.'
         )
     return first
 

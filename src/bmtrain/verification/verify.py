@@ -124,9 +124,7 @@ def _collect(
             found[rank] = outcome
             if outcome.record is None:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-    late = Outcome(
-        failure="it did not end in time: it waits for another rank, or the timeout is too short"
-    )
+    late = Outcome(failure="it timed out: it waits for another rank, or the timeout is too short")
     return [found.get(rank, late) for rank in range(len(running))]
 
 

@@ -12,11 +12,11 @@ from model_center.generation.session import Session
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
     parser.description = (
-        "Talk with a model that has a chat template. A line is a question; an empty one begins "
-        "anew, the end of the input (Ctrl-D) ends the program."
+        "Chat with a model that has a chat template. Each line is a question; an empty line "
+        "starts a new conversation, Ctrl-D (end of input) exits."
     )
     add_model_arguments(parser)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
 
 
 def run(args: argparse.Namespace) -> None:

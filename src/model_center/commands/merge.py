@@ -17,8 +17,8 @@ from model_center.weights.tokenizers import save_tokenizer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
     parser.description = (
-        "Make one model of adapters and their model, for programs that take whole models only. "
-        "The host needs room for the model."
+        "Merge adapters into their base model, for programs that load whole models only. The "
+        "host needs memory for the model."
     )
     parser.add_argument("adapter", help="folder of the adapters, or of the run that made them")
     parser.add_argument("out", type=pathlib.Path, help="folder that the model goes to")

@@ -102,7 +102,7 @@ def source_of(
 def loss_of(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
     """The mean cross-entropy of `batch` rows of `seq` tokens, as `train` computes it."""
     if not isinstance(model, CausalModel):
-        raise ConfigError(f"{type(model).__name__} is no decoder.")
+        raise ConfigError(f"{type(model).__name__} is not a decoder.")
     ids = torch.zeros(batch, seq, dtype=torch.long)
     out = model(ids, output_logits=False)
     logits = model.logits(out.last_hidden_state.flatten(0, 1))

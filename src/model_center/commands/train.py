@@ -71,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-scratch",
         action="store_true",
-        help="begin with random weights: of --model-config only configuration and tokenizer count",
+        help="start from random weights: only configuration and tokenizer of --model-config are "
+        "used",
     )
     parser.add_argument(
         "--tokenizer",
@@ -90,11 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         nargs="+",
         metavar="NAME[:WEIGHT]",
-        help="to learn from: files (JSON lines or array, Parquet, CSV, text), folders of them, "
+        help="training data: files (JSON lines or array, Parquet, CSV, text), folders of them, "
         "token data of preprocess, or data sets of the hub; with a weight, as many times in each "
         "pass, or the share below 1",
     )
-    data.add_argument("--validation", nargs="+", metavar="NAME", help="to measure the loss on")
+    data.add_argument("--validation", nargs="+", metavar="NAME", help="validation data")
     data.add_argument(
         "--validation-share",
         type=share,
@@ -107,8 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=TooLong,
         default=TooLong.CUT,
         metavar="{cut,drop,refuse}",
-        help="conversations of more than --max-length tokens lose their end, are left out, or are "
-        "an error (default: cut). Texts go on in the next row",
+        help="conversations of more than --max-length tokens are truncated, dropped, or an error "
+        "(default: cut). Texts continue in the next row",
     )
     data.add_argument(
         "--packing",
@@ -121,10 +122,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--cache",
         metavar="FOLDER",
-        help="where tokens are kept, so that data are tokenised once (default: tokens in --save)",
+        help="cache of tokens, so that data are tokenised once (default: tokens in --save)",
     )
     data.add_argument(
-        "--look", type=positive, metavar="N", help="show N rows as they would be learnt, and end"
+        "--look", type=positive, metavar="N", help="print N rows with their loss mask, and exit"
     )
     data.add_argument(
         "--eval-iters", type=positive, help="steps between measurements (default: once a pass)"
@@ -221,8 +222,8 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
     args.model_config, adapters = model_in(args.model_config)
     if adapters is not None:
         raise ConfigError(
-            f"{adapters} holds adapters: make one model of them and theirs by python -m "
-            "model_center merge, and name that."
+            f"{adapters} holds adapters: merge them into their model with python -m model_center "
+            "merge, and name the result."
         )
     names = [_path_and_weight(name)[0] for name in args.data]
     vocabulary = vocabulary_of(args, names, _say)
@@ -272,7 +273,7 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     goal = goal_of(subject, args)
     if not args.objective.takes_pairs:
         _warn(learnt)
-    judge = Judge(goal, measured, learnt, args) if measured or args.samples else None
+    evaluator = Evaluator(goal, measured, learnt, args) if measured or args.samples else None
     if isinstance(goal, Preference) and isinstance(packed, Pairs):
         goal.add_reference(packed, args.dataset_name)
     goal.begin()
@@ -285,15 +286,15 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
         attempt(lambda: _keep(args, folder), everyone(), ConfigError)
         every = args.eval_iters
         is_due = every and training.step > 0 and training.step % every == 0
-        if judge is not None and is_due and not training.is_recorded:
-            judge.report(training)  # the run before has saved that step, and came no further
+        if evaluator is not None and is_due and not training.is_recorded:
+            evaluator.report(training)  # the run before has saved that step, and came no further
         for _ in training.epochs():
             for batches in training.steps():
                 training.update(goal.losses(batches))
-                if judge is not None and every and training.step % every == 0:
-                    judge.report(training)
-            if judge is not None and not every:
-                judge.report(training)
+                if evaluator is not None and every and training.step % every == 0:
+                    evaluator.report(training)
+            if evaluator is not None and not every:
+                evaluator.report(training)
         subject.save(args)
 
 
@@ -304,8 +305,8 @@ def _warn(learnt: Sequence[Part]) -> None:
         looked, found = first_rows(written.values(), CERTIFIED)
         for place, text in found[:1]:
             _say(
-                f"warning: {len(found)} of the first {looked} rows are not learnt as they say. "
-                f"{place}: {text}. All of it: python -m model_center certify"
+                f"warning: {len(found)} of the first {looked} rows have a loss mask that differs "
+                f"from their text. {place}: {text}. See all: python -m model_center certify"
             )
 
 
@@ -314,7 +315,7 @@ def _keep(args: argparse.Namespace, folder: pathlib.Path | None) -> None:
         keep(args, folder)
 
 
-class Judge:
+class Evaluator:
     """Measures a model on data that it does not learn from, and shows what it writes. Collective.
 
     Args:
@@ -451,7 +452,7 @@ def _check_ids(parts: Sequence[Part], subject: Subject) -> None:
         largest = int(ids.max()) if len(ids) else 0
         if largest >= subject.vocab_size:
             raise DataError(
-                f"the tokenizer makes the id {largest} "
+                f"the tokenizer produces id {largest} "
                 f"({subject.tokenizer.convert_ids_to_tokens(largest)!r}) of the data, and the "
                 f"model has {subject.vocab_size}: expected a tokenizer of this model."
             )

@@ -174,7 +174,7 @@ class DistributedDataset(IterableDataset[Any]):
     ) -> None:
         if not 0 <= rank < world_size:
             raise DataError(
-                f"rank {rank} of {world_size} is no part: expected 0 <= rank < world_size."
+                f"rank {rank} of {world_size} is out of range: expected 0 <= rank < world_size."
             )
         self._rank, self._world_size = rank, world_size
         self._files = BlockFiles(path, block_size, allow_pickle)

@@ -229,4 +229,4 @@ def _unpickle(path: Path) -> list[FileInfo]:
         ValueError,
         LookupError,
     ) as error:
-        raise DataError(f"{path} is no meta file of a block dataset: {error}.") from error
+        raise DataError(f"{path} is not a meta file of a block dataset: {error}.") from error

@@ -40,8 +40,8 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
 
-class Writer:
-    """Writes conversations by the chat template of a tokenizer, or by `PLAIN` without one.
+class ChatRenderer:
+    """Renders conversations with the tokenizer's chat template, or with `PLAIN` if it has none.
 
     Args:
         tokenizer: whose template it is.
@@ -61,10 +61,10 @@ class Writer:
     def text_and_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The conversation as text, and the (start, stop) of its answers with what ends them.
 
-        A model learns what it is to write where it is asked: an answer starts where the template's
-        invitation ends. It may be shown otherwise than when it was the last message (Qwen 3 leaves
-        the thoughts of earlier answers out), or not at all; then what is shown is learnt. Some
-        templates invite behind every answer, asked or not: that is not learnt.
+        An answer starts where the template's generation prompt ends, so the model is trained on
+        what it has to write after that prompt. The template may render an answer differently than
+        as the last message (Qwen 3 drops the thoughts of earlier answers), or not at all; the loss
+        then covers what it renders. A generation prompt after an answer is not in the loss.
 
         Raises:
             DataError: if an answer cannot be found in the text.

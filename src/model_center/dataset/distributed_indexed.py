@@ -46,8 +46,8 @@ class DistributedMMapIndexedDataset(Dataset[Array]):
     ) -> None:
         if not 0 <= rank_number < rank_total:
             raise DataError(
-                f"rank {rank_number} of {rank_total} is no part: expected 0 <= rank_number "
-                "< rank_total."
+                f"rank {rank_number} of {rank_total} is out of range: expected 0 <= rank_number < "
+                "rank_total."
             )
         self._rank, self._total = operator.index(rank_number), operator.index(rank_total)
         self._all = Joined([MMapIndexedDataset(prefix) for prefix in numbered_files(path, name)])

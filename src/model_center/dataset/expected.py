@@ -1,8 +1,8 @@
-"""What is to be learnt of a row, found in its text by the content of its messages.
+"""Which tokens of a row belong in the loss, found by the contents of its messages.
 
-`chat.Writer` finds answers by what the template writes around them. Here it is the other way round:
-contents are looked for in the finished text, and what a model is asked with says where its answer
-begins, so that a mistake of one way is none of the other. `certify` compares the two.
+`ChatRenderer` finds answers by what the template writes around them. Here the contents are searched
+for in the finished text, and the generation prompt says where an answer begins: the two ways share
+no code, so they do not share a mistake. `certify` compares them.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def kind_of(prefix: str) -> str:
     if start.startswith(OLD_MAGIC):
         return "cached"
     raise DataError(
-        f"{idx_path(prefix)} is no index of token data: it starts with {start!r}, "
-        f"expected {MMAP_MAGIC!r} or {OLD_MAGIC!r}."
+        f"{idx_path(prefix)} is not an index of token data: it starts with {start!r}, expected "
+        f"{MMAP_MAGIC!r} or {OLD_MAGIC!r}."
     )
 
 

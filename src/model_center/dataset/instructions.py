@@ -36,7 +36,7 @@ class TooLong(enum.Enum):
 
 
 class InstructionDataset(torch.utils.data.Dataset[Item]):
-    """Conversations as `chat.Writer` writes them; texts between the tokenizer's bos and eos.
+    """Conversations as `chat.ChatRenderer` writes them; texts between the tokenizer's bos and eos.
 
     A conversation is a sample. A text is as many as it takes: what does not fit into one goes on in
     the next, and nothing is lost. Items hold `input_ids`, int64 (length,), at most `max_length`;

@@ -39,7 +39,7 @@ class Mixture(torch.utils.data.Dataset[Item]):
         ]
         self._ends = np.cumsum([len(some) for some in numbers])
         if not len(self):
-            raise DataError("there is nothing to learn from: all parts of the data are empty.")
+            raise DataError("no training data: all data sets are empty.")
         self._numbers = np.concatenate(numbers)
         pairs = list(zip(self._parts, numbers, strict=True))
         self.lengths = np.concatenate([samples.lengths[some] for samples, some in pairs])

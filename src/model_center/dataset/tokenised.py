@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from model_center.dataset.chat import ChatTokenizer, Span, Writer
+from model_center.dataset.chat import ChatRenderer, ChatTokenizer, Span
 from model_center.dataset.conversations import Parsed, parse, parse_pair
 from model_center.dataset.indexed import MMapIndexedDataset
 from model_center.dataset.packed import document_starts
@@ -327,7 +327,7 @@ class Encoder:
             text = bos + parsed.text + eos
             return text, [(len(bos), len(text))]
         try:
-            return Writer(self.tokenizer, parsed.tools).text_and_answers(parsed.messages)
+            return ChatRenderer(self.tokenizer, parsed.tools).text_and_answers(parsed.messages)
         except (InputError, DataError) as error:
             raise DataError(
                 f"{row.place}: {error} The conversation is {reprlib.repr(parsed.messages)}."

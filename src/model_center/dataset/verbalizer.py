@@ -28,7 +28,7 @@ def word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
     if len(set(ids) - {tokenizer.unk_token_id}) < len(words):
         got = ", ".join(f"{word!r}: {row}" for word, row in zip(words, rows, strict=True))
         raise DataError(
-            f"this vocabulary does not tell the words of the classes apart ({got}): "
+            f"the words of the classes begin with the same token in this vocabulary ({got}): "
             "expected distinct first ids."
         )
     return ids

@@ -53,14 +53,14 @@ def repository_of(name: str) -> str:
         return REPOSITORIES[name]
     if name in LOCAL_ONLY:
         raise IdentifierError(
-            f"{name!r} is on no hub: give a folder with its config.json and pytorch_model.pt, or "
-            f"put them into ~/.cache/model_center/{name}/."
+            f"{name!r} is not on a hub: give a folder with its config.json and pytorch_model.pt, "
+            f"or put them into ~/.cache/model_center/{name}/."
         )
     if _REPOSITORY.fullmatch(name):
         return name
     near = difflib.get_close_matches(name, [*REPOSITORIES, *LOCAL_ONLY], n=3)
     nearest = f" The nearest known names are {', '.join(near)}." if near else ""
     raise IdentifierError(
-        f"{name!r} is no folder, no name that is known, and no repository of the "
+        f"{name!r} is not a folder, a known name or a repository of the "
         f'Hugging Face hub ("organisation/name").{nearest}'
     )

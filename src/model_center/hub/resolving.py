@@ -158,7 +158,7 @@ def _fetched(name: str, kind: str, client: Client, local_only: bool) -> str:
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise IdentifierError(
-                f"{name!r} is no folder here, and {repository} could not be fetched from the "
+                f"{name!r} is not a folder here, and {repository} could not be fetched from the "
                 f"Hugging Face hub: {type(error).__name__}: {reason}"
             ) from error
         if _holds(pathlib.Path(folder), patterns):

@@ -50,7 +50,7 @@ def check_files(paths: Sequence[str]) -> int:
     """
     missing = [path for path in paths if not Path(path).is_file()]
     if missing:
-        raise DataError(f"{missing[0]} is no file: expected text or JSONL files.")
+        raise DataError(f"{missing[0]} is not a file: expected text or JSONL files.")
     return sum(Path(path).stat().st_size for path in paths)
 
 

@@ -34,7 +34,7 @@ class Listener:
                 self._has_told = True
                 warnings.warn(
                     f"{self._call!r}, which is told of each step, has raised {error!r}. The run "
-                    "goes on; later errors of it are not told.",
+                    "continues; its later errors are not reported.",
                     UserWarning,
                     stacklevel=2,
                 )

@@ -107,7 +107,7 @@ class Replay:
     def _verdict(self, found: Measured) -> str:
         known = self._log.get(self.step)
         if known is None or _is_logged(known, found):
-            cause = "it repeats: what is wrong with it comes from its batch or the weights, not "
+            cause = "it repeats: the cause is its batch or the weights, not "
             return f"  {cause}from a device that computes wrongly now and then"
         return (
             "  it repeats here, but the log has another result: then it was computed by other "

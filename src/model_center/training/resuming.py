@@ -37,7 +37,7 @@ def model_path(checkpoint: pathlib.Path) -> pathlib.Path:
 def check_same_run(
     checkpoint: pathlib.Path,
     made_with: Mapping[str, Any],
-    remedy: str = "give the same arguments to go on, or another folder",
+    remedy: str = "give the same arguments to resume, or another folder",
 ) -> None:
     """Compare this run with the one that wrote the checkpoint.
 

@@ -25,7 +25,6 @@ from model_center.training.batches import num_tokens, tokens_counted
 from model_center.training.checkpoints import Checkpoints
 from model_center.training.curves import asked_curves
 from model_center.training.flops import FlopsMeter, peak_flops
-from model_center.training.kept_step import KeptStep, Losses
 from model_center.training.listener import OnStep
 from model_center.training.optimization import make_manager, make_optimizer, make_scheduler
 from model_center.training.replay import Measured, Replay, gradient_checksums
@@ -33,6 +32,7 @@ from model_center.training.resuming import check_same_run, load_state, read_fact
 from model_center.training.run_log import METRICS, RunLog, StepReport
 from model_center.training.second_look import error_of, look, sentences
 from model_center.training.spikes import Spikes
+from model_center.training.step_replay import Losses, StepReplayBuffer
 from model_center.training.stop import StopRequest
 
 
@@ -137,7 +137,7 @@ class Run:
         self.base = BaseWeights(model, args.load or args.model_config) if args.save else None
         self.made_with = _made_with(model, args)
         self.spikes = Spikes(args.spike_factor)
-        self._kept = KeptStep(loader, args.gradient_accumulation)
+        self._replay_buffer = StepReplayBuffer(loader, args.gradient_accumulation)
         self._replay = (
             Replay(args.replay_step, pathlib.Path(args.log_dir or args.save, METRICS))
             if args.replay_step
@@ -249,11 +249,11 @@ class Run:
         if self._open is not None and not (self._open == self.loader.epoch and self._has_more()):
             return
         self._clock, self._epoch = time.perf_counter(), self.loader.epoch
-        for batches in self._kept.steps():
+        for batches in self._replay_buffer.steps():
             self._tokens = sum(map(num_tokens, batches))
             self._counts = tokens_counted(batches)
             yield batches
-            if self.step >= self.args.train_iters and not self._kept.is_asked_for:
+            if self.step >= self.args.train_iters and not self._replay_buffer.is_asked_for:
                 return
 
     def update(self, losses: Iterable[torch.Tensor]) -> float:
@@ -265,7 +265,7 @@ class Run:
             CheckpointError: on all ranks, for a checkpoint that cannot be written or would hold
                 what is not finite.
         """
-        again = self._kept.take_look()
+        again = self._replay_buffer.take_look()
         if again is not None:
             return again(losses)
         if self._replay is not None and self.step + 1 == self._replay.step:
@@ -352,7 +352,7 @@ class Run:
         self._open = at_hand
         self.loader.load_state_dict(place)
         self.spikes.load_state_dict(spikes)
-        self._kept.moved()
+        self._replay_buffer.moved()
         return before
 
     def _latest(self) -> pathlib.Path | None:
@@ -363,9 +363,9 @@ class Run:
     def _end_if_lost(self) -> None:
         """Look at the step again, or raise, after too many that were skipped."""
         if self.manager.skipped_in_a_row >= self.args.max_bad_steps:
-            if not self._kept.is_kept:
+            if not self._replay_buffer.is_kept:
                 raise error_of(self.step, self.manager.skipped_in_a_row, [])
-            self._kept.look_again(self._name_cause)
+            self._replay_buffer.look_again(self._name_cause)
         elif self.spikes.in_a_row >= self.args.max_bad_steps:
             raise DivergenceError(
                 f"the losses of {self.spikes.in_a_row} steps in a row, up to step {self.step}, are "
@@ -375,11 +375,11 @@ class Run:
             )
 
     def _name_cause(self, losses: Losses) -> float:
-        found = look(self.model, self.manager, losses, self._kept.rows())
+        found = look(self.model, self.manager, losses, self._replay_buffer.rows())
         raise error_of(self.step, self.manager.skipped_in_a_row, sentences(found))
 
     def _begin_replay(self, losses: Losses) -> float:
-        if not self._kept.is_kept:
+        if not self._replay_buffer.is_kept:
             raise ResumeError("--replay-step needs a program that takes batches from Run.steps.")
         first = self._measure(losses)
 
@@ -389,17 +389,17 @@ class Run:
                 self.log.say(line)
             if first.is_finite and second.is_finite:
                 raise Replayed
-            self._kept.look_again(self._say_cause)
+            self._replay_buffer.look_again(self._say_cause)
             return second.loss
 
-        self._kept.look_again(compare)
+        self._replay_buffer.look_again(compare)
         return first.loss
 
     def _compared(self, first: Measured, second: Measured) -> list[str]:
         return [] if self._replay is None else self._replay.compare(first, second)
 
     def _say_cause(self, losses: Losses) -> float:
-        for line in sentences(look(self.model, self.manager, losses, self._kept.rows())):
+        for line in sentences(look(self.model, self.manager, losses, self._replay_buffer.rows())):
             self.log.say(f"  {line}")
         raise Replayed
 
@@ -479,7 +479,7 @@ class Run:
             return None
         if not self.args.resume and self._replay is None:
             raise ResumeError(
-                f"{checkpoint} is there: go on from it by --resume, or give another --save."
+                f"{checkpoint} exists: resume from it with --resume, or give another --save."
             )
         made_with = self.made_with
         if self.args.continue_with_other_data:
@@ -487,8 +487,8 @@ class Run:
         check_same_run(
             checkpoint,
             made_with,
-            "give the same arguments to go on, or another --save; --continue-with-other-data takes "
-            "a dataset that differs on purpose",
+            "give the same arguments to resume, or another --save; --continue-with-other-data "
+            "accepts a dataset that differs on purpose",
         )
         return checkpoint
 
@@ -545,13 +545,13 @@ class Run:
     def _greeting(self, checkpoint: pathlib.Path | None) -> str:
         where = f"{bmt.world_size()} process(es) on {bmt.device().type}"
         rows = self.args.batch_size * self.args.gradient_accumulation * bmt.world_size()
-        begin = f"going on from {checkpoint}" if checkpoint is not None else "starting anew"
+        begin = f"resuming from {checkpoint}" if checkpoint is not None else "starting from scratch"
         if checkpoint is not None and self._has_other_data(checkpoint):
             begin += " with other data, from their beginning"
         return (
             f"{type(self.model).__name__}, {self.args.dtype}, ZeRO-{self.args.zero_level} over "
             f"{where}; up to step {self.total_steps} of {rows} rows; {begin}; checkpoints: "
-            f"{self.args.save or 'none, for want of --save'}"
+            f"{self.args.save or 'none, as there is no --save'}"
         )
 
     def _save(self) -> None:

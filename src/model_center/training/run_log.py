@@ -195,7 +195,8 @@ class RunLog:
             if what not in self._failed:
                 self._failed.add(what)
                 text = (
-                    f"{what} cannot be written ({type(error).__name__}: {error}): the run goes on."
+                    f"{what} cannot be written ({type(error).__name__}: {error}): the run "
+                    "continues."
                 )
                 say(f"{text}\n") if what == OUTPUT else self.say(text)
 

@@ -45,9 +45,8 @@ class Falling(bmt.lr_scheduler.WarmupLRScheduler):
         self.length = end_iter - warmup_iter if length is None else length
         if not 0 < self.length <= end_iter - warmup_iter:
             raise ConfigError(
-                f"the learning rate is to rise for {warmup_iter} steps and to fall for "
-                f"{self.length}, which ends at step {end_iter}: expected at least one step of "
-                "falling, and both to fit into the steps."
+                f"the schedule warms up for {warmup_iter} steps and decays for {self.length}, but "
+                f"ends at step {end_iter}: expected at least one step of decay, and both to fit."
             )
         if least > start_lr:
             raise ConfigError(

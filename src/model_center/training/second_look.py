@@ -10,7 +10,7 @@ import bmtrain as bmt
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import everyone
 from bmtrain.errors import NonFiniteError
-from model_center.training.kept_step import Losses
+from model_center.training.step_replay import Losses
 
 SHOWN = 16  # rows of a batch in a message
 Found = tuple[bmt.inspect.NonFinite, list[int] | None]
@@ -61,8 +61,8 @@ def error_of(step: int, in_a_row: int, lines: Sequence[str]) -> NonFiniteError:
     return NonFiniteError(
         f"loss or gradients of {in_a_row} steps in a row, up to step {step}, are not finite, and "
         f"the steps were skipped. In the last one: {found}. The last checkpoint is as it was. "
-        "Remedy: look at these rows and that module, then go on by --resume with a lower learning "
-        "rate or other data."
+        "Remedy: check these rows and that module, then restart with --resume and a lower "
+        "learning rate or other data."
     )
 
 

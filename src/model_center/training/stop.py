@@ -175,8 +175,8 @@ class StopRequest:
             end = "the run goes on" if self._is_guest else "this process ends without it"
             say(
                 f"[rank {bmt.rank()}] asked to stop {time.monotonic() - begin:.0f} s ago, and the "
-                f"step at hand or its checkpoint has not ended: {end}. The checkpoint before is as "
-                "it was.\n"
+                f"current step or its checkpoint has not finished: {end}. The previous checkpoint "
+                "is intact.\n"
             )
             if not self._is_guest:
                 os._exit(Exit.OUT_OF_PATIENCE)

@@ -420,8 +420,8 @@ class TheirSubject(Subject):
         ).tolist()
         if not is_causal:
             raise ConfigError(
-                f"{args.model_config} is no causal language model as it is configured: its tokens "
-                "see those that follow."
+                f"{args.model_config} is not configured as a causal language model: its tokens "
+                "attend to later ones."
             )
         if not has_positions:
             self._takes.discard("position_ids")

@@ -68,7 +68,7 @@ class KeyMap:
                 re.compile(pattern)
             except re.error as error:
                 raise WeightsError(
-                    f"the key map's pattern {pattern!r} is no regular expression: {error}."
+                    f"the key map's pattern {pattern!r} is not a regular expression: {error}."
                 ) from error
 
     def spellings(self, name: str) -> Iterator[str]:

@@ -151,7 +151,7 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise WeightsError(
-            f"cannot save to the folder {folder}: {error.strerror or error}; what was there is "
+            f"cannot save to the folder {folder}: {error.strerror or error}; its files are "
             "unchanged. Free some space, or name another folder."
         ) from error
 

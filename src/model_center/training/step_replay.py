@@ -1,4 +1,4 @@
-"""The batches of the step at hand, kept so that the program can compute it once more."""
+"""The batches of the current step, kept so that the program can compute it again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Losses = Iterable[torch.Tensor]
 Look = Callable[[Losses], float]
 
 
-class KeptStep:
-    """Hands out the micro-batches of each step, and again when that was asked for.
+class StepReplayBuffer:
+    """Yields the micro-batches of each step, and the same ones again after `look_again`.
 
-    The program's loop runs once more with equal batches and random states, so that what it computes
-    can be looked at.
+    The program's loop then repeats the step with equal batches and random states, so that losses,
+    gradients and modules can be inspected.
 
     Args:
         loader: of the training data.
