@@ -20,6 +20,7 @@ from tests.ranks import (
     test_peft_methods,
     test_seeds,
     test_transformers,
+    test_whole_model,
     test_whole_parameters,
 )
 from tests.verification import subjects
@@ -128,6 +129,10 @@ def test_verbs():
     run_on_gpus(test_communication.run_cases, SIZE)
     run_on_gpus(test_communication.losses_and_rows, SIZE)
     run_on_gpus(test_communication.verbs, 1)
+
+
+def test_results_of_whole_models_may_be_kept():
+    run_compiled_on_gpus(test_whole_model.kept_results, SIZE)
 
 
 OTHERS = [

@@ -327,8 +327,8 @@ def not_finite(folder):
     state = manager.optimizers[0].state[twin.params[0]]["exp_avg"]
     for name, tensor, value in (
         ("parameter or buffer 0.weight", twin.params[0], math.inf),
-        ("parameter or buffer mask", model.mask, math.nan),
-        ("parameter or buffer frozen", model.frozen, math.nan),
+        ("parameter or buffer mask", model.get_buffer("mask"), math.nan),
+        ("parameter or buffer frozen", model.get_parameter("frozen"), math.nan),
         ("state 'exp_avg' of the optimizer for 0.weight", state, -math.inf),
     ):
         own = local_of(tensor).detach()

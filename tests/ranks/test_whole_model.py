@@ -271,6 +271,36 @@ def test_backward_through_a_part_of_the_graph():
     assert stage_of(model) is Stage.WHOLE
 
 
+class Kept(TwoHeads):
+    """Keeps an activation as an attribute too."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.seen = out["one"].detach() + 1
+        return out
+
+
+def kept_results(wrap=lambda plain: bmt.BMTrainModelWrapper(copy.deepcopy(plain))):
+    """What a program has kept of each call is what that call computed."""
+    torch.manual_seed(0)
+    plain, kept = Kept(), []
+    model = wrap(plain)
+    for module in (model, plain):
+        kept.append([])
+        for step in range(5):
+            out = module(torch.linspace(-1 - step, 1, 24).view(3, 8).requires_grad_())
+            out["one"] /= 2  # in place, as programs do when they accumulate
+            out["one"].backward()
+            kept[-1] += [module.seen, *out.values()]
+    assert stage_of(model) is Stage.WHOLE
+    torch.testing.assert_close(*kept)
+
+
+@on_ranks(2, init=COMPILED)
+def test_results_may_be_kept():
+    kept_results(lambda plain: wrapped(plain)[0])
+
+
 class Escaping(nn.Module):
     """Gives a parameter away, or keeps what forward has computed."""
 

@@ -42,6 +42,7 @@ from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import (
     COMPILED_NODE,
     BatchNorm,
+    base_of,
     hooks_of,
     in_backward,
     in_transform,
@@ -81,11 +82,10 @@ class Stage(enum.Enum):
 
 
 class Results(torch.autograd.Function):
-    """Copies of what a call has computed; the first node of the call that backward reaches.
+    """What a call has computed; the first node of the call that backward reaches.
 
-    Copies, because a CUDA graph overwrites its results in the next replay, while the program may
-    keep them. `owner` is an input too: backward comes to this call on every rank, whatever its rows
-    have computed, and `backward(inputs=[parameter])` has a path to the parameters.
+    `owner` is an input too: backward comes to this call on every rank, whatever its rows have
+    computed, and `backward(inputs=[parameter])` has a path to the parameters.
     """
 
     @staticmethod
@@ -94,7 +94,7 @@ class Results(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        return tuple([x.clone() for x in tensors])
+        return tuple([x.data for x in tensors])  # the program may write into them
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -209,7 +209,11 @@ class CompiledOnly(Exception):
 
 
 class Gate:
-    """A compiler backend whose code raises CompiledOnly instead of running while it is shut."""
+    """A compiler backend whose code raises CompiledOnly instead of running while it is shut.
+
+    Gives copies of what the code computes: a CUDA graph overwrites its results in the next replay,
+    while the program may keep them, returned or as attributes of modules.
+    """
 
     def __init__(self, lower: backend.Lower) -> None:
         self._lower = lower
@@ -224,7 +228,12 @@ class Gate:
         def run(*arguments: Any) -> Any:
             if self.is_shut:
                 raise CompiledOnly
-            return lowered(*arguments)
+            tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+            given = {id(y) for x in tensors for y in (x, base_of(x))}
+            return [
+                x.clone() if isinstance(x, torch.Tensor) and id(base_of(x)) not in given else x
+                for x in lowered(*arguments)
+            ]
 
         return run
 
