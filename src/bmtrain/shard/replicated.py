@@ -75,14 +75,13 @@ class Replicated:
         if self not in self._backward.participants:
             self._backward.participants.append(self)
         known = {id(param) for param in self}
-        # Those that all ranks have dropped: each rank's collector takes them at its own time.
-        alive = self._host.any_rank([x() is not None for x in self._params], self._world)
-        self._params = [*itertools.compress(self._params, alive)]
-        for param in params:
-            if id(param) in known:
-                continue
-            self.refuse_retired([param])
-            known.add(id(param))
+        new = {id(param): param for param in params if id(param) not in known}.values()
+        self.refuse_retired(new)
+        if new:  # else this may be the capture of a CUDA graph, in which hosts cannot agree
+            # Those that all ranks have dropped: each rank's collector takes them at its own time.
+            alive = self._host.any_rank([x() is not None for x in self._params], self._world)
+            self._params = [*itertools.compress(self._params, alive)]
+        for param in new:
             self._params.append(weakref.ref(param))
             if self._world.size > 1:
                 collectives.broadcast_(param.data, 0, self._world)
