@@ -13,6 +13,8 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.recompute.level import Level
+from bmtrain.runtime import world
+from bmtrain.shard.engine import Engine
 
 LONG = {"plainly", "alternating", "evaluating_captured", "changing_gradients"}
 
@@ -197,3 +199,18 @@ def test_calls_of_several_kinds():
 def test_on_the_cpu_the_function_is_called():
     """Without a recording in the place of graphs."""
     Small().step(x()).item()
+
+
+@on_ranks(2)
+def test_known_parameters_need_no_agreement():
+    """Blocks and managers name theirs at every call, of which a capture may be made."""
+    param, engine = nn.Parameter(torch.ones(3)), world.current().service(Engine)
+    engine.replicate([param])
+
+    def refuse(what):
+        raise AssertionError(what)
+
+    with engine.transport.ledger.sealed(refuse):
+        engine.replicate([param])
+        with pytest.raises(AssertionError, match="agreement"):
+            engine.replicate([nn.Parameter(torch.ones(2))])
