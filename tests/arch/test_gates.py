@@ -15,7 +15,7 @@ from tests.arch.source import ROOT
 
 ENGINE = ROOT / "src" / "bmtrain"
 SPINE = ("shard", "block", "recompute", "graphs")
-MOST_TOKENS, MOST_SPINE_TOKENS = 217_600, 72_450
+MOST_TOKENS, MOST_SPINE_TOKENS = 217_450, 72_450
 MOST_OF_ONE_STATEMENT, MOST_SMALL_FILES = 557, 29
 _COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 
