@@ -258,9 +258,8 @@ def test_compiles_whole():
     head = [tensor.detach() for tensor in head]
     plain = (head, target.clamp(min=0), target >= 0, WEIGHTS, 0.1)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(linear_cross_entropy.linear_cross_entropy, plain, test_utils=tests)
     gradients = linear_cross_entropy.linear_cross_entropy_gradients
-    for wanted in ([True, True, True], [False, True, False]):
+    for wanted in ([True, True, True], [False, True, False], [False, False, False]):
         args = (*plain, (target >= 0).float(), wanted)
         torch.library.opcheck(gradients, args, test_utils=tests)
 

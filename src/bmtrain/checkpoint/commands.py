@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable
+import types
 
 from bmtrain.checkpoint.files import is_there
 from bmtrain.checkpoint.folder import complete
@@ -16,14 +15,6 @@ from bmtrain.errors import CheckpointError, DamagedError
 
 # Exit statuses. argparse exits with 2 for bad arguments, as BAD_INPUT does.
 WHOLE, DAMAGED, BAD_INPUT = 0, 1, 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A command: what it takes and what it does; the latter returns the exit status."""
-
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
@@ -88,5 +79,5 @@ def _consolidate(args: argparse.Namespace) -> int:
     return WHOLE
 
 
-CHECK = Command(_add_check, _check)
-CONSOLIDATE = Command(_add_consolidate, _consolidate)
+CHECK = types.SimpleNamespace(add_arguments=_add_check, run=_check)
+CONSOLIDATE = types.SimpleNamespace(add_arguments=_add_consolidate, run=_consolidate)

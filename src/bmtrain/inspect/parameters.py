@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 from typing import Any
 
 import torch
 
-from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import told_apart
 from bmtrain.errors import ConfigurationError
 from bmtrain.inspect.statistics import entry, statistics_of
 from bmtrain.runtime import world
@@ -44,14 +43,11 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
     shapes = {name: whole_shape(param) for name, param in found.items()}
     # Ranks that match different parameters would add up rows of different ones, or hang.
     text = "\n".join(f"{name} {shapes[name]} {type(x).__name__}" for name, x in found.items())
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    digests = collectives.gather_objects(digest, axis, "inspect_model")
-    other = [rank for rank, own in zip(axis.ranks, digests, strict=True) if own != digests[0]]
-    if other:
+    told = told_apart(text, axis, "inspect_model")
+    if told is not None:
         raise ConfigurationError(
-            f"inspect_model: ranks {other} see other parameters than rank "
-            f"{axis.ranks[0]} (here {len(found)} match {pattern!r}); "
-            "expected the same everywhere: call it on every rank with the same model and pattern."
+            f"inspect_model: ranks see other parameters ({told}); expected the same everywhere: "
+            "call it on every rank with the same model and pattern."
         )
     tensors = [x for param in found.values() for x in (param, param.grad)]
     sharded = [

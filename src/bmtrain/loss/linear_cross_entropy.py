@@ -92,7 +92,9 @@ class LinearCrossEntropyRows(torch.autograd.Function):
         ctx.wanted = [tensor.requires_grad for tensor in head]
         ctx.label_smoothing = targets.label_smoothing
         ctx.save_for_backward(targets.target, targets.valid, targets.class_weight, *head)
-        return linear_cross_entropy(list(head), *targets)
+        grad_rows = targets.valid.to(arithmetic(head[0].dtype))
+        none = [False] * len(head)
+        return linear_cross_entropy_gradients(list(head), *targets, grad_rows, none)[0]
 
     @staticmethod
     @once_differentiable
@@ -108,36 +110,6 @@ class LinearCrossEntropyRows(torch.autograd.Function):
             grad.to(dtype) if wanted else None
             for grad, wanted in zip(grads, ctx.wanted, strict=True)
         )
-
-
-@torch.library.custom_op(
-    "bmtrain::linear_cross_entropy",
-    mutates_args=(),
-    schema="(Tensor[] head, Tensor target, Tensor valid, Tensor? class_weight, float "
-    "label_smoothing) -> Tensor",
-)
-def linear_cross_entropy(
-    head: Head,
-    target: torch.Tensor,
-    valid: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    label_smoothing: float,
-) -> torch.Tensor:
-    """The losses (rows,) in the arithmetic dtype.
-
-    A custom operator, because torch.compile would unroll the loop over chunks.
-    """
-    row_loss, parts, scores = _row_loss(head, class_weight, label_smoothing), [], []
-    for rows, padded in _logits(_padded(head)):
-        logits = padded[:, : head[1].shape[0]]
-        scores.append(score(logits, target[rows]))
-        parts.append(row_loss.sums(logits))
-    return _losses(row_loss, parts, scores, target, valid)
-
-
-linear_cross_entropy.register_fake(
-    lambda head, target, *rest: head[0].new_empty(target.shape, dtype=arithmetic(head[0].dtype))
-)
 
 
 @torch.library.custom_op(
@@ -158,6 +130,8 @@ def linear_cross_entropy_gradients(
 ) -> list[torch.Tensor]:
     """The losses (rows,) and the gradients of the tensors in `head`, in the arithmetic dtype.
 
+    A custom operator, because torch.compile would unroll the loop over chunks.
+
     Args:
         grad_rows: the gradient of the losses (rows,) in the arithmetic dtype, 0 for rows that are
             not valid.
@@ -172,10 +146,10 @@ def linear_cross_entropy_gradients(
         logits = padded[:, :num_classes]  # logits of padding are 0 and stay: so is their gradient
         scores.append(score(logits, target[rows]))
         parts.append(row_loss.sums(logits))
-        of_rows = RowFactors(*(each[rows] for each in factors))
-        smoothed = row_loss.smoothed
-        row_gradient(logits, parts[-1], of_rows, class_weight, smoothed=smoothed, in_place=True)
-        _add_gradients(grads, wanted, rows, padded, padded_head)
+        if any(wanted):
+            of_rows, smoothed = RowFactors(*(each[rows] for each in factors)), row_loss.smoothed
+            row_gradient(logits, parts[-1], of_rows, class_weight, smoothed=smoothed, in_place=True)
+            _add_gradients(grads, wanted, rows, padded, padded_head)
     losses = _losses(row_loss, parts, scores, target, valid)
     return [losses, grads[0], *(grad[:num_classes] for grad in grads[1:])]
 
@@ -247,7 +221,7 @@ class FusedLinearCrossEntropy(ClassLoss):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in head):
             loss_sum = LinearCrossEntropySum.apply(targets, *head)
         else:
-            loss_sum = linear_cross_entropy(head, *targets).sum()
+            loss_sum = LinearCrossEntropyRows.apply(targets, *head).sum()
         if self.reduction == "sum":
             return loss_sum
         return self.average(loss_sum, row_loss, target, valid)

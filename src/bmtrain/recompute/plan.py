@@ -84,7 +84,7 @@ def choose(blocks: Sequence[Options], step: Step, room: int) -> list[int]:
     # A block that backward does not reach stays as it was measured.
     choice = [step.base] * len(blocks)
     for place in order:
-        choice[place] = _smallest(blocks[place])
+        choice[place] = min((x.kept, x.seconds, n) for n, x in enumerate(blocks[place]))[2]
     changes = [
         (_rate(blocks[place][old], blocks[place][new]), place, new)
         for place in order
@@ -97,12 +97,6 @@ def choose(blocks: Sequence[Options], step: Step, room: int) -> list[int]:
         for new in sorted(range(len(blocks[place])), key=lambda n: blocks[place][n].seconds):
             _change(blocks, step, room, choice, place, new)
     return choice
-
-
-def _smallest(options: Options) -> int:
-    return min(
-        range(len(options)), key=lambda number: (options[number].kept, options[number].seconds)
-    )
 
 
 def _change(

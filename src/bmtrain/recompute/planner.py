@@ -191,7 +191,12 @@ class Planner:
         if self._memory.limit_is_open:
             return Turn(self, -1, -1, Level.NOTHING)
         if self._steps.is_capturing:
-            return Turn(self, -1, -1, self._level_in_graph())
+            # The capture of a CUDA graph can neither measure nor communicate: the present plan, if
+            # it has one level for all blocks. Not OFFLOADED: the host orders its copies, and takes
+            # no part in a replay.
+            planned = set(self.levels)
+            is_one = len(planned) == 1 and Level.OFFLOADED not in planned
+            return Turn(self, -1, -1, planned.pop() if is_one else Level.BLOCK)
         if self._pass.stage is Stage.BACKWARD or self._is_repeated(subject):
             self._begin(subject)
         current = self._pass
@@ -241,17 +246,6 @@ class Planner:
         if current.is_stale or profile.choice is None:
             return Level.BLOCK
         return LEVELS[profile.choice[number]]
-
-    def _level_in_graph(self) -> Level:
-        """The level during a CUDA graph's capture, which can neither measure nor communicate.
-
-        The present plan, if it has one level for all blocks. Not OFFLOADED: the host orders its
-        copies, and takes no part in a replay.
-        """
-        planned = set(self.levels)
-        return (
-            planned.pop() if len(planned) == 1 and Level.OFFLOADED not in planned else Level.BLOCK
-        )
 
     def _measure(
         self, current: _Pass, number: int, subject: Subject, profile: Profile, options: Measure

@@ -155,9 +155,8 @@ class _Result:
         # or it misses in-place changes of the original.
         with sharing_versions():
             self.value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-        self._tensors: Sequence[torch.Tensor] = [
-            x for x in _flat(self.value) if isinstance(x, torch.Tensor)
-        ]
+        parts = self.value if isinstance(self.value, tuple | list) else [self.value]
+        self._tensors = [x for x in parts if isinstance(x, torch.Tensor)]
         self._versions = [x._version for x in self._tensors]
 
     def is_unchanged(self) -> bool:
@@ -175,7 +174,11 @@ class _Keeping(TorchDispatchMode):
         self._kept, self._recalls = kept, recalls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_kept = _is_kept(func, args)
+        # An attention with dropout draws numbers; a mode is given arguments by place.
+        is_kept = func in _KEPT and not (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and dict(zip(argument_names(func), args, strict=False)).get("dropout_p")
+        )
         if is_kept and self._recalls and self._kept.get(func):
             result = self._kept[func].popleft()
             if result.is_unchanged():
@@ -184,16 +187,3 @@ class _Keeping(TorchDispatchMode):
         if is_kept and not self._recalls:
             self._kept[func].append(_Result(out))
         return out
-
-
-def _is_kept(op: Any, args: Sequence[Any]) -> bool:
-    return op in _KEPT and not (torch.Tag.nondeterministic_seeded in op.tags and _drops(op, args))
-
-
-def _drops(op: Any, args: Sequence[Any]) -> bool:
-    """Whether an attention operator is called with dropout, which torch gives a mode by place."""
-    return bool(dict(zip(argument_names(op), args, strict=False)).get("dropout_p"))
-
-
-def _flat(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple | list) else (value,)

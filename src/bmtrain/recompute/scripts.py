@@ -36,17 +36,14 @@ class Scripts:
         last = last_script_graph()
         if last is not None and last is not self._graph:
             self._count += 1
-            self._run_idle()
+            # Run a no-op, so that a second call of the same function shows as another last graph.
+            if self._idle is None:
+                self._idle = torch.jit.CompilationUnit("def idle():\n    return\n").idle
+                for _ in range(_NUM_WARM):
+                    self._idle()
+            self._idle()
+            self._graph = last_script_graph()
         return self._count
-
-    def _run_idle(self) -> None:
-        """Run a no-op, so that a second call of the same function shows as another last graph."""
-        if self._idle is None:
-            self._idle = torch.jit.CompilationUnit("def idle():\n    return\n").idle
-            for _ in range(_NUM_WARM):
-                self._idle()
-        self._idle()
-        self._graph = last_script_graph()
 
 
 class Slots(dict[str, Any]):
