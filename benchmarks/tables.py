@@ -28,8 +28,8 @@ READMES = (ROOT / "README.md", ROOT / "README-zh.md")
 RECIPES = tuple(
     ROOT / "docs" / "site" / language / "recipes" / "index.md" for language in ("en", "zh")
 )
-PEERS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3", "plain": "PyTorch, not sharded"}
-NICKNAMES = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "plain": "plain PyTorch"}
+# Tokens of a row in as_written.py.
+TOKENS = {"gpt2": 1024, "llama-8b": 4096, "bert-large": 128, "t5-base": 512, "llama-8b-lora": 4096}
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
 OURS = "bmtrain + "
 LOAD_COLUMNS = (
@@ -526,35 +526,39 @@ def origin_of(report: dict[str, Any]) -> str:
 
 
 class Beside(NamedTuple):
-    """This library beside others: the same model, GPUs and batch, one file of results.
+    """This library without an option beside the fastest other: the same program, one run.
 
     Attributes:
-        source: the file.
         gpu: the kind of GPU.
-        shape, seq, gpus, batch: model, tokens a row, number of GPUs, rows a GPU.
-        fastest: by backend, what is fastest of all its runs that compute in the same precision:
-            tokens a second and GPU, and the options.
-        alike: ours with the options that the fastest of the others has; None if not measured.
+        ours, other: records of as_written.py.
     """
 
-    source: str
     gpu: str
-    shape: str
-    seq: int
-    gpus: int
-    batch: int
-    fastest: dict[str, tuple[float, str]]
-    alike: float | None
+    ours: Record
+    other: Record
 
     @property
-    def other(self) -> tuple[float, str]:
-        """The fastest of the others: its rate and its options."""
-        return max(found for name, found in self.fastest.items() if name != "bmtrain")
+    def ratio(self) -> float:
+        """Of tokens a second."""
+        return float(self.ours["tokens_per_s"] / self.other["tokens_per_s"])
 
     @property
-    def next_best(self) -> tuple[float, str]:
-        """The fastest of the others: its rate and its name."""
-        return max((rate, name) for name, (rate, _) in self.fastest.items() if name != "bmtrain")
+    def what(self) -> str:
+        """Model and rows of a GPU."""
+        return f"{self.ours['model']}, {self.ours['rows']} x {TOKENS[self.ours['model']]}"
+
+    @property
+    def place(self) -> str:
+        """The GPUs as people call them: 2 x H200."""
+        kind = re.sub(r"^NVIDIA | \d+GB.*$", "", self.gpu)
+        return f"{self.ours['gpus']} x {kind}"
+
+    @property
+    def peer(self) -> str:
+        """The other's name and mode."""
+        alone = "DDP" if self.ours["gpus"] > 1 else "PyTorch"
+        name = "FSDP2" if self.other["backend"] == "fsdp2" else alone
+        return f"{name} {self.other['mode'] or 'compile'}"
 
 
 def reports() -> dict[pathlib.Path, dict[str, Any]]:
@@ -566,83 +570,55 @@ def reports() -> dict[pathlib.Path, dict[str, Any]]:
 
 
 def beside_others() -> list[Beside]:
-    """Where another library was measured too. Runs in FP8, with a limit of memory, or with the
-    optimizer on the CPU are left out: what stands beside them does not do the same.
-    """
+    """Where another library was measured too, by programs without an option."""
     found = []
-    for path, report in reports().items():
-        if "what" in report["records"][0]:
-            continue
-        like = [
-            r
-            for r in report["records"]
-            if not (r.get("fp8") or r.get("memory_limit") is not None or r["offload"])
-        ]
-        rows, groups = rows_of(like), dict[tuple[Any, ...], dict[str, dict[str, float]]]()
-        for key, rate in rates_of(rows).items():
-            shape, gpus, batch, _, mode = key
-            backend, _, how = mode.partition(" + ")
-            group = groups.setdefault((shape, rows[key][0]["seq"], gpus, batch), {})
-            group.setdefault(backend, {})[how] = rate
-        for (shape, seq, gpus, batch), group in groups.items():
-            fastest = {
-                name: max((rate, how) for how, rate in modes.items())
-                for name, modes in group.items()
-            }
-            if "bmtrain" in fastest and len(fastest) > 1:
-                gpu = report["machine"]["gpu"]
-                row = Beside(path.name, gpu, shape, seq, gpus, batch, fastest, None)
-                found.append(row._replace(alike=group["bmtrain"].get(row.other[1])))
+    for report in reports().values():
+        groups: dict[tuple[Any, ...], list[Record]] = {}
+        for record in report["records"]:
+            if record.get("what") == "as written" and "tokens_per_s" in record:
+                key = record["model"], record["gpus"], record["rows"]
+                groups.setdefault(key, []).append(record)
+        for group in groups.values():
+            ours = [record for record in group if record["backend"] == "ours"]
+            others = [record for record in group if record["backend"] != "ours"]
+            if ours and others:
+                other = max(others, key=lambda record: float(record["tokens_per_s"]))
+                found.append(Beside(report["machine"]["gpu"], ours[0], other))
     return found
 
 
-def gpu_name(row: Beside) -> str:
-    """The GPU as people call it: H200, H100."""
-    return re.sub(r"^NVIDIA | \d+GB.*$", "", row.gpu)
-
-
-def largest_batches(rows: Sequence[Beside]) -> list[Beside]:
-    """One row for each model and machine."""
-    found = {(row.shape, row.gpus, row.gpu): row for row in sorted(rows, key=lambda r: r.batch)}
-    return [row for row in rows if row in found.values()]
-
-
 def short_table(rows: Sequence[Beside]) -> str:
-    """One line for each model and machine, by its largest batch: tokens a second and GPU, and how
-    many times the next best.
-    """
-    cells: list[dict[str, object]] = []
-    for row in largest_batches(rows):
-        ours, (rate, name) = row.fastest["bmtrain"][0], row.next_best
-        cells.append(
-            {
-                "model, rows x tokens a GPU": f"{row.shape}, {row.batch} x {row.seq}",
-                "GPUs": f"{row.gpus} x {gpu_name(row)}",
-                "bmtrain": f"{ours:,.0f}",
-                "fastest other": f"{PEERS[name]} {rate:,.0f}",
-                "ratio": f"{ours / rate:.2f}",
-                "same options": f"{row.alike / rate:.2f}" if row.alike else "",
-            }
-        )
+    """One line for each model, machine and number of rows."""
+    cells: list[dict[str, object]] = [
+        {
+            "model, rows x tokens a GPU": row.what,
+            "GPUs": row.place,
+            "bmtrain": f"{row.ours['tokens_per_s']:,}",
+            "fastest other": f"{row.peer} {row.other['tokens_per_s']:,}",
+            "ratio": f"{row.ratio:.2f}",
+            "GiB": f"{row.ours['peak_gib']:.1f}, {row.other['peak_gib']:.1f}",
+        }
+        for row in rows
+    ]
     return table_of(cells)
 
 
 def text_picture(rows: Sequence[Beside]) -> str:
-    """Bars of text: ours by the options of the fastest other, which is 1.0.
-
-    Where that was measured.
-    """
-    lines = [f"{'':36}0         0.5       1.0       1.5"]
-    alike = [(row, row.alike) for row in rows if row.alike is not None]
-    shown = largest_batches([row for row, _ in alike])
-    for row, rate in alike:
-        if row in shown:
-            other, name = row.next_best
-            what = f"{row.shape}, {row.gpus} x {gpu_name(row)}, {row.batch} x {row.seq} tokens"
-            bar = "█" * round(20 * rate / other)
-            bar = f"{bar[:20]}|{bar[20:]}"
-            lines.append(f"{what:<35} {bar} {rate / other:.2f} x {NICKNAMES[name]}")
+    """Bars of text; the fastest other is 1.0. The largest batch of each model and machine."""
+    shown = {(row.ours["model"], row.place): row for row in sorted(rows, key=_num_rows)}
+    lines = [f"{'':40}0         0.5       1.0       1.5"]
+    for row in rows:
+        if row in shown.values():
+            bar = "█" * round(20 * row.ratio)
+            bar = f"{bar[:20]:<20}|{bar[20:]}"
+            lines.append(
+                f"{row.place}, {row.what} tokens".ljust(40) + f"{bar} {row.ratio:.2f} x {row.peer}"
+            )
     return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def _num_rows(row: Beside) -> int:
+    return int(row.ours["rows"])
 
 
 def section() -> str:
