@@ -28,11 +28,8 @@ def main() -> None:
     setup(args)
     prefix = pathlib.Path(args.base_path, args.dataset_name)
     context, target = (MMapIndexedDataset(f"{prefix}_{part}") for part in ("context", "target"))
-    loader = make_loader(
-        CPM2_Dataset(context, target, args.max_encoder_length, args.max_decoder_length),
-        args,
-        shuffle=True,
-    )
+    pairs = CPM2_Dataset(context, target, args.max_encoder_length, args.max_decoder_length)
+    loader = make_loader(torch.utils.data.Subset(pairs, pairs.short), args, shuffle=True)
     model = untrained(CPM2, args)
     loss_sum = bmt.loss.FusedCrossEntropy(reduction="sum")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.data_sets.common import filled, refused
-from torch.utils.data import DataLoader
+from torch.utils.data import Subset
 
 import model_center.dataset.cpm1dataset
 from model_center.dataset.cpm1 import CPM1_Dataset, CPM1_Dataset_Merge
@@ -134,19 +134,22 @@ def listed(row):
     return {key: np.asarray(value).tolist() for key, value in row.items()}
 
 
-def test_cpm1_pairs(pairs: tuple[Any, Any]):
-    """Padded; long ones left out, and counted. The packages stand beside the task datasets' modules
-    of similar names.
+def test_cpm1_pairs(pairs: tuple[Any, Any]) -> None:
+    """Padded; numbered as in the files, so long ones are None. The packages stand beside the task
+    datasets' modules of similar names.
     """
     dataset = CPM1_Dataset(*pairs, max_length=5)
-    assert (len(dataset), dataset.num_skipped) == (2, 2)
+    assert (len(dataset), dataset.num_skipped, dataset.short) == (4, 2, [0, 2])
     want = {"ctx": [1, 2, 3, 0, 0], "tgt": [7, 8, 9, -100, -100], "len_ctx": 3}
     assert listed(dataset[np.int64(0)]) == want
-    [batch] = DataLoader(dataset, batch_size=2)
+    assert dataset[-1] == dict.fromkeys(want)
+    [batch] = DistributedDataLoader(Subset(dataset, dataset.short), batch_size=2)
     assert batch["ctx"].tolist() == [[1, 2, 3, 0, 0], [4, 0, 0, 0, 0]]
     assert batch["len_ctx"].tolist() == [3, 1]
-    assert all(torch.equal(value, batch[key]) for key, value in dataset[0:2].items())
-    assert len(CPM1_Dataset(*pairs)) == 4
+    assert all(torch.equal(value, batch[key]) for key, value in dataset[0:3].items())
+    with refused("CPM1_Dataset is too long, one of 2: divide .*dataset.short"):
+        list(DistributedDataLoader(dataset, batch_size=2))
+    assert CPM1_Dataset(*pairs).num_skipped == 0
     assert model_center.dataset.cpm1dataset.DATASET
     assert CPM1_Dataset.__module__.startswith("model_center.dataset.cpm1")
 
@@ -154,14 +157,15 @@ def test_cpm1_pairs(pairs: tuple[Any, Any]):
 def test_cpm2_pairs(pairs: tuple[Any, Any]):
     """One more place for the decoder's first id; the vocabulary's gap is closed."""
     dataset = CPM2_Dataset(*pairs, max_source_length=5, max_target_length=3)
-    assert (len(dataset), dataset.num_skipped) == (2, 2)
+    assert (len(dataset), dataset.num_skipped) == (4, 2)
+    assert dataset[1] is None
     assert listed(dataset[:5]) == {
         "ctx": [[1, 2, 3, 0, 0], [4, 0, 0, 0, 0]],
         "tgt": [[7, 8, 9, -100], [5, 26239, 6, -100]],
         "len_ctx": [3, 1],
         "len_tgt": [3, 3],
     }
-    longest = CPM2_Dataset(*pairs, max_source_length=5, max_target_length=2)[1]
+    longest = CPM2_Dataset(*pairs, max_source_length=5, max_target_length=2)[2]
     assert (longest["tgt"].tolist(), longest["len_tgt"]) == ([5, 26239, 6], 2)
     whole = CPM2_Dataset(*pairs)
     assert whole[3]["ctx"].tolist() == filled([26239, 26050], 512)

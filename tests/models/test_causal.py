@@ -180,6 +180,8 @@ def test_outputs(tmp_path):
     assert len(plain) == 5 and plain[1:] == (None,) * 4
     assert torch.equal(plain[0], out["last_hidden_state"])
     assert out[0] is out.last_hidden_state and out[0:2] == out.to_tuple() == (*out.values(),)
+    with pytest.raises(AttributeError, match="no attribute 'index_select': the logits are"):
+        out.index_select(dim=-1, index=torch.arange(2))
     assert list(out) == out.keys() == ["last_hidden_state", "logits"]
     assert len(out) == 2 and "logits" in out and "attentions" not in out
     copied = copy.deepcopy(ours)

@@ -81,6 +81,19 @@ def parameters(*shape, **options):
     return [nn.Parameter(torch.ones(*(shape or (1,)), **options))]
 
 
+class OwnTensor(bmt.DistributedParameter):
+    """Makes its tensor itself, as 4-bit weights of CPM-Bee do."""
+
+    def __new__(cls, data):
+        return torch.Tensor._make_subclass(cls, data, False)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = OwnTensor(torch.zeros(2))
+
+
 def of_optimizers():
     adam = call(AdamOptimizer, parameters())
     manager = OptimManager()
@@ -174,6 +187,7 @@ def of_modules():
     yield assign, ParameterError, "assign=False"
     yield whole.half, ParameterError, "before it is sharded"
     yield call(bmt.init_parameters, bmt.Block(NoReset())), ParameterError, "meta"
+    yield call(bmt.Block, Own()), ParameterError, "'weight' is a OwnTensor with a tensor of its own"
     yield call(bmt.init_parameters, nn.Linear(2, 2)), Bad, "BMTrainModelWrapper"
     yield call(bmt.config.__getitem__, "world_sise"), KeyError, "world_size"
     yield call(bmt.config.__setitem__, "rank", 3), Bad, "cannot be written"

@@ -104,11 +104,16 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
     groups: dict[_GroupKey, dict[torch.nn.Parameter, str]] = {}
     for place in places:
         param = place.value
-        if isinstance(param, DistributedParameter) and not param.storage_of.adoptable:
-            continue
-        placement = (
-            param.storage_of.placement if isinstance(param, DistributedParameter) else EVERYWHERE
-        )
+        placement = EVERYWHERE
+        if isinstance(param, DistributedParameter):
+            if "_storage" not in vars(param):
+                raise ParameterError(
+                    f"{place.path!r} is a {type(param).__name__} with a tensor of its own: make it "
+                    "by DistributedParameter.__new__, or register_buffer what is not trained."
+                )
+            if not param.storage_of.adoptable:
+                continue
+            placement = param.storage_of.placement
         groups.setdefault(_GroupKey(param.dtype, param.requires_grad, placement), {}).setdefault(
             param, place.path
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-import operator
-from typing import Any, Protocol, SupportsIndex
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ class Tokens(Protocol):
 
 
 class Pairs:
-    """The pairs of `ctx` and `tgt` that are short enough, by number.
+    """The pairs of `ctx` and `tgt`, numbered as in their files; `fits` says which are short enough.
 
     Raises:
         DataError: when the two have different numbers of sequences.
@@ -42,23 +42,20 @@ class Pairs:
             )
         self._ctx, self._tgt = ctx, tgt
         self.num_shards = shards_of(ctx)
-        self._rows = np.flatnonzero((ctx.sizes <= max_ctx) & (tgt.sizes <= max_tgt))
-        self.num_skipped = len(ctx) - len(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        self.fits = (ctx.sizes <= max_ctx) & (tgt.sizes <= max_tgt)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        row = int(self._rows[index])
-        return self._ctx[row], self._tgt[row]
+        return self._ctx[index], self._tgt[index]
 
 
-class PairRows(Dataset[dict[str, Any]], abc.ABC):
-    """Rows made of pairs; `len` counts them, and not those that are too long.
+class PairRows(Dataset[dict[str, Any] | None], abc.ABC):
+    """Rows made of pairs, numbered as in the files, which a program's own order may be drawn over.
 
-    A slice gives its rows as one batch.
+    `len` counts all of them; one that is too long is `LONG`, and a slice, which gives its rows as
+    one batch, leaves it out. `Subset(dataset, dataset.short)` has the others only.
     """
 
+    LONG: ClassVar[dict[str, Any] | None] = None
     _pairs: Pairs
 
     @property
@@ -67,17 +64,37 @@ class PairRows(Dataset[dict[str, Any]], abc.ABC):
         return self._pairs.num_shards
 
     @property
+    def short(self) -> list[int]:
+        """The numbers of the pairs that are not too long."""
+        return [int(number) for number in np.flatnonzero(self._pairs.fits)]
+
+    @property
     def num_skipped(self) -> int:
         """Pairs that are too long."""
-        return self._pairs.num_skipped
+        return len(self) - len(self.short)
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._pairs.fits)
 
-    def __getitem__(self, index: SupportsIndex | slice) -> dict[str, Any]:
+    def __getitem__(self, index: SupportsIndex | slice) -> dict[str, Any] | None:
         if isinstance(index, slice):
-            return dict(default_collate([self[row] for row in range(*index.indices(len(self)))]))
-        return self.row(*self._pairs[operator.index(index)])
+            numbers = [n for n in range(*index.indices(len(self))) if self._pairs.fits[n]]
+            return dict(default_collate([self[number] for number in numbers]))
+        number = range(len(self))[index]
+        return self.row(*self._pairs[number]) if self._pairs.fits[number] else self.LONG
+
+    def collate(self, rows: Sequence[dict[str, Any] | None]) -> Any:
+        """A batch of rows.
+
+        Raises:
+            DataError: if one of them is too long.
+        """
+        if any(row is self.LONG for row in rows):
+            raise DataError(
+                f"a row of {type(self).__name__} is too long, one of {self.num_skipped}: divide "
+                "torch.utils.data.Subset(dataset, dataset.short), or raise the lengths."
+            )
+        return default_collate(list(rows))
 
     @abc.abstractmethod
     def row(self, ctx: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> dict[str, Any]:

@@ -17,6 +17,15 @@ Tensors = tuple[torch.Tensor, ...]
 class ModelOutput:
     """Fields, read as `output.name` or `output["name"]`; positions and slices skip None."""
 
+    def __getattr__(self, name: str) -> Any:
+        """What is asked of an output as if it were the logits, as before ModelCenter 1.0.
+
+        Raises:
+            AttributeError: always.
+        """
+        cure = ": the logits are `output.logits`" if name in dir(torch.Tensor) else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{cure}")
+
     def to_tuple(self) -> tuple[Any, ...]:
         """The fields that are not None, in order."""
         return tuple(value for _, value in self.items())

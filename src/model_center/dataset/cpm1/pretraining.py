@@ -25,12 +25,13 @@ class CPM1_Dataset(PairRows):
     """Inputs and targets from two files of token data, padded.
 
     A row is `ctx` int64 (max_length,), padded with 0; `tgt` the same, padded with -100; `len_ctx`,
-    the ids in ctx. Pairs of which one is longer than `max_length` are left out: `len` counts the
-    others, `num_skipped` them.
+    the ids in ctx. Where one of a pair is longer than `max_length`, all three are None.
 
     Raises:
         DataError: when the files do not belong together.
     """
+
+    LONG = {"ctx": None, "tgt": None, "len_ctx": None}  # noqa: RUF012
 
     def __init__(self, ctx: Tokens, tgt: Tokens, max_length: int = 1024) -> None:
         self._pairs, self._length = Pairs(ctx, tgt, max_length, max_length), max_length

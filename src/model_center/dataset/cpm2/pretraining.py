@@ -20,8 +20,7 @@ class CPM2_Dataset(PairRows):
     A row is `ctx` int64 (max_source_length,), padded with 0; `tgt` int64 (max_target_length + 1,),
     padded with -100: the decoder reads tgt[:-1] (with 0 in place of -100) and predicts tgt[1:];
     `len_ctx`, the ids in ctx, and `len_tgt`, those that the decoder reads, max_target_length at
-    most. Ids from 26240 on are lowered by 190. Pairs of which one is too long are left out: `len`
-    counts the others, `num_skipped` them.
+    most. Ids from 26240 on are lowered by 190. A pair of which one is too long is None.
 
     Raises:
         DataError: when the files do not belong together.
