@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +66,10 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).view(-1, 11) / self.temperature, labels.reshape(-1))
+
+
+def half(forward):
+    return lambda self, *args: forward(self, *args) / 2
 
 
 def wrapped(plain, fails_on=-1):
@@ -140,6 +145,9 @@ def test_a_small_model_is_one_graph_and_exact():
     again, twin = copy.deepcopy((model, plain))
     check(again, twin, 8)
     assert stage_of(again) is Stage.WHOLE
+    with mock.patch.object(Net, "forward", half(Net.forward)):
+        check(model, plain, 9)
+    assert stage_of(model) is Stage.WHOLE
 
 
 @pytest.mark.parametrize("what", ["fails", "hook", "memory", "written"])
@@ -255,20 +263,40 @@ def _passes(model: nn.Module) -> tuple[dict[str, Tensor | None], list[Tensor | N
     return of_params, [out["count"], of_input, x.grad]
 
 
+def _compare_passes(model: nn.Module, plain: nn.Module) -> None:
+    ours, inputs = _passes(model)
+    known, expected = _passes(plain)
+    torch.testing.assert_close(inputs, expected)
+    for name, grad in known.items():
+        # All ranks have the same rows, and their gradients are added up.
+        total = None if grad is None else grad * bmt.world_size()
+        torch.testing.assert_close(ours[name], total, msg=name)
+
+
 @on_ranks(2, init=COMPILED)
 def test_backward_through_a_part_of_the_graph() -> None:
     torch.manual_seed(0)
     plain = TwoHeads()
     model, _ = wrapped(plain)
     for _ in range(3):
-        ours, inputs = _passes(model)
-        known, expected = _passes(plain)
-        torch.testing.assert_close(inputs, expected)
-        for name, grad in known.items():
-            # All ranks have the same rows, and their gradients are added up.
-            total = None if grad is None else grad * bmt.world_size()
-            torch.testing.assert_close(ours[name], total, msg=name)
+        _compare_passes(model, plain)
     assert stage_of(model) is Stage.WHOLE
+
+
+@on_ranks(2, init=COMPILED)
+def test_what_is_compiled_is_not_differentiated_twice() -> None:
+    """As one graph, and block by block: refused, and the next pass is right."""
+    torch.manual_seed(0)
+    plain = TwoHeads()
+    model, _ = wrapped(plain)
+    x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+    for number in range(3):
+        if number == 2:
+            model.layers[0].register_forward_hook(lambda *_: None)
+        for _ in range(2):
+            with pytest.raises(bmt.errors.ParameterError, match="compile=False"):
+                torch.autograd.grad(model(x)["one"], x, create_graph=True)
+        _compare_passes(model, plain)
 
 
 class Escaping(nn.Module):
