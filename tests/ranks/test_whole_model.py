@@ -182,6 +182,38 @@ def test_all_ranks_run_whole_or_none(what):
     check(model, plain, 9)
 
 
+class Bounded(Net):
+    """Writes a parameter in each pass, and counts them."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.count = how, 0
+        self.mean = nn.Parameter(torch.zeros(11, 8), requires_grad=False)
+
+    def forward(self, ids, labels):
+        self.count += 1
+        with torch.no_grad():
+            if self.how == "written":
+                self.mean.data.add_(1).clamp_(max=2.5)
+            else:
+                self.mean.data = self.mean.data + 1
+        return super().forward(ids, labels) * self.mean.mean()
+
+
+@pytest.mark.parametrize("how", ["written", "set"])
+@on_ranks(2, init=COMPILED)
+def test_what_writes_its_parameters_runs_apart(how):
+    """Where the writes count, and once per pass."""
+    torch.manual_seed(0)
+    plain = Bounded(how)
+    model, _ = wrapped(plain)
+    with pytest.warns(UserWarning, match=r"block by block.*writes to x\.data"):
+        for number in range(4):
+            check(model, plain, number)
+            torch.testing.assert_close(model.mean.full_tensor(), plain.mean.detach())
+    assert stage_of(model) is Stage.APART and model.count == plain.count
+
+
 class Recurrent(Net):
     """With a layer whose block does not compile."""
 
