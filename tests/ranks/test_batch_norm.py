@@ -1,10 +1,12 @@
 """BatchNorm in training is one process's: its statistics are those of all ranks' rows."""
 
 import copy
+import gc
 import math
 
 import pytest
 import torch
+from tests.garbage import without_collector
 from tests.ranks import models
 from tests.ranks.runner import on_ranks
 from torch import nn
@@ -72,6 +74,38 @@ def test_statistics_are_of_all_rows(use_checkpoint):
     models.assert_same(
         model.eval()(own), plain.eval()(rows).split(sizes)[bmt.rank()], "evaluation", 1e-9
     )
+
+
+class WithMore(nn.Module):
+    """Gives something beside its output that takes statistics of all rows, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = x + torch.tanh(self.first(x))
+        return y, torch.tanh(self.last(self.norm(y)))
+
+
+@on_ranks(2)
+def test_when_a_rank_collects_a_part_of_the_graph_changes_nothing():
+    """Rank 0's collector has taken a part of the graph before backward, rank 1's has not."""
+    world.current("a test").draws.same_rows = False
+    torch.manual_seed(3)
+    plain, rows = nn.ModuleList([WithMore()]), torch.randn(6, 4)
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain), use_checkpoint=True)
+    own = rows.split(3)[bmt.rank()]
+    with without_collector():
+        for m, x in ((model, own), (plain, rows)):
+            out, *more = m[0](x)
+            more.append(more)
+            del more
+            if bmt.rank() == 0:
+                gc.collect()
+            out.square().sum().backward()
+    found, want = models.full_gradients(model), models.plain_gradients(plain)
+    models.assert_same_dicts(found, want, "gradients")
 
 
 class Own(nn.BatchNorm1d):

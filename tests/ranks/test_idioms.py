@@ -16,6 +16,7 @@ from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_whole_parameters import SHARDED, Run, batch, compare, doubles, whole
 from torch import distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import prune
 
 import bmtrain as bmt
@@ -570,6 +571,13 @@ def rows_by_vmap(run):
     return {"out": torch.func.vmap(run.model)(batch()).detach()}
 
 
+@refused
+def tangents(run):
+    with forward_ad.dual_level():
+        out = run.model(forward_ad.make_dual(batch(), batch()))
+        return {"out": forward_ad.unpack_dual(out).tangent}
+
+
 @idiom
 def other_values_for_one_call(run):
     """And the gradients of each row."""
@@ -605,6 +613,8 @@ def all_idioms():
                 compare(program, [SHARDED[number % 2]])
         # On a GPU torch.func comes to the place that refuses TorchScript, which warns as well.
         warnings.filterwarnings("ignore", message=".*outside of blocks by TorchScript or C")
+        # of torch, about its own rules of forward-mode AD
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated")
         for program in REFUSED:
             assert compare(program, may_refuse=True) > 0
 

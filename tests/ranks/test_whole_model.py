@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +66,10 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).view(-1, 11) / self.temperature, labels.reshape(-1))
+
+
+def half(forward):
+    return lambda self, *args: forward(self, *args) / 2
 
 
 def wrapped(plain, fails_on=-1):
@@ -140,6 +145,9 @@ def test_a_small_model_is_one_graph_and_exact():
     again, twin = copy.deepcopy((model, plain))
     check(again, twin, 8)
     assert stage_of(again) is Stage.WHOLE
+    with mock.patch.object(Net, "forward", half(Net.forward)):
+        check(model, plain, 9)
+    assert stage_of(model) is Stage.WHOLE
 
 
 @pytest.mark.parametrize("what", ["fails", "hook", "memory", "written"])
@@ -172,6 +180,38 @@ def test_all_ranks_run_whole_or_none(what):
     assert bool(told) is (what != "hook")
     assert torch.equal(torch.get_rng_state(), before)
     check(model, plain, 9)
+
+
+class Bounded(Net):
+    """Writes a parameter in each pass, and counts them."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.count = how, 0
+        self.mean = nn.Parameter(torch.zeros(11, 8), requires_grad=False)
+
+    def forward(self, ids, labels):
+        self.count += 1
+        with torch.no_grad():
+            if self.how == "written":
+                self.mean.data.add_(1).clamp_(max=2.5)
+            else:
+                self.mean.data = self.mean.data + 1
+        return super().forward(ids, labels) * self.mean.mean()
+
+
+@pytest.mark.parametrize("how", ["written", "set"])
+@on_ranks(2, init=COMPILED)
+def test_what_writes_its_parameters_runs_apart(how):
+    """Where the writes count, and once per pass."""
+    torch.manual_seed(0)
+    plain = Bounded(how)
+    model, _ = wrapped(plain)
+    with pytest.warns(UserWarning, match=r"block by block.*writes to x\.data"):
+        for number in range(4):
+            check(model, plain, number)
+            torch.testing.assert_close(model.mean.full_tensor(), plain.mean.detach())
+    assert stage_of(model) is Stage.APART and model.count == plain.count
 
 
 class Recurrent(Net):
@@ -255,19 +295,23 @@ def _passes(model):
     return of_params, [out["count"], of_input, x.grad]
 
 
+def _compare_passes(model, plain):
+    ours, inputs = _passes(model)
+    known, expected = _passes(plain)
+    torch.testing.assert_close(inputs, expected)
+    for name, grad in known.items():
+        # All ranks have the same rows, and their gradients are added up.
+        total = None if grad is None else grad * bmt.world_size()
+        torch.testing.assert_close(ours[name], total, msg=name)
+
+
 @on_ranks(2, init=COMPILED)
 def test_backward_through_a_part_of_the_graph():
     torch.manual_seed(0)
     plain = TwoHeads()
     model, _ = wrapped(plain)
     for _ in range(3):
-        ours, inputs = _passes(model)
-        known, expected = _passes(plain)
-        torch.testing.assert_close(inputs, expected)
-        for name, grad in known.items():
-            # All ranks have the same rows, and their gradients are added up.
-            total = None if grad is None else grad * bmt.world_size()
-            torch.testing.assert_close(ours[name], total, msg=name)
+        _compare_passes(model, plain)
     assert stage_of(model) is Stage.WHOLE
 
 
@@ -299,6 +343,22 @@ def kept_results(wrap=lambda plain: bmt.BMTrainModelWrapper(copy.deepcopy(plain)
 @on_ranks(2, init=COMPILED)
 def test_results_may_be_kept():
     kept_results(lambda plain: wrapped(plain)[0])
+
+
+@on_ranks(2, init=COMPILED)
+def test_what_is_compiled_is_not_differentiated_twice():
+    """As one graph, and block by block: refused, and the next pass is right."""
+    torch.manual_seed(0)
+    plain = TwoHeads()
+    model, _ = wrapped(plain)
+    x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+    for number in range(3):
+        if number == 2:
+            model.layers[0].register_forward_hook(lambda *_: None)
+        for _ in range(2):
+            with pytest.raises(bmt.errors.ParameterError, match="compile=False"):
+                torch.autograd.grad(model(x)["one"], x, create_graph=True)
+        _compare_passes(model, plain)
 
 
 class Escaping(nn.Module):

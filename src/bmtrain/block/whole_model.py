@@ -349,9 +349,8 @@ class WholeModel:
         ):
             return None
         num_elements = sum(x.numel() for x in tensors_of((args, kwargs)))
-        cannot = not self._is_possible(args, kwargs)
         has_failed, is_impossible, agreed = largest(
-            [float(self._failure is not None), float(cannot), float(num_elements)],
+            [self._failure is not None, self._is_impossible(args, kwargs), num_elements],
             self._axis,
             "a call of the whole model",
         )
@@ -371,9 +370,9 @@ class WholeModel:
             if param is not None
         )
 
-    def _is_possible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_impossible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         self._current()
-        return not (
+        return (
             in_transform()
             or self._context.recorder.is_listening
             or is_watched(())
@@ -422,7 +421,7 @@ class WholeModel:
         """
         if self._stage is Stage.UNTRIED:
             reason = self._compile(model, args, kwargs)
-            (has_failed,) = largest([float(reason is not None)], self._axis, "compiling a model")
+            (has_failed,) = largest([reason is not None], self._axis, "compiling a model")
             if has_failed:
                 self._num_failed += 1
                 if self._num_failed == _MOST_FAILURES:
@@ -444,7 +443,7 @@ class WholeModel:
                 fits = memory.allocated() + to_come + _MARGIN * limit < limit
         except torch.OutOfMemoryError:
             fits = False
-        (is_too_large,) = largest([float(not fits)], self._axis, "room for a model")
+        (is_too_large,) = largest([not fits], self._axis, "room for a model")
         if not is_too_large:
             self._stage, self._tried = Stage.WHOLE, num_elements
             return (out,)

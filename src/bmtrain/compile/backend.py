@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bmtrain.compile import cache, fp8, fusions, heads, joining
-from bmtrain.compile.graph import calls, parts, value_of
+from bmtrain.compile.graph import calls, may_write, parts, value_of
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
     CACHEABLE,
@@ -221,9 +221,10 @@ def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:
 def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
     """The reasons why recomputation in backward would differ from forward.
 
-    An input that is read and changed in place: recomputation would start from the changed value. An
-    operator of another library that may draw random numbers without the tag for it: torch replays
-    random numbers only for tagged operators.
+    Writes by `.data`: between blocks a program may write its parameters, which are copies in a
+    whole model. An input that is read and changed in place: recomputation would start from the
+    changed value. An operator of another library that may draw random numbers without the tag for
+    it: torch replays random numbers only for tagged operators.
     """
     region = torch.ops.higher_order.tag_activation_checkpoint
     recomputes = any(node.target is region for node in graph.graph.nodes)
@@ -235,6 +236,10 @@ def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
                     yield f"{node.name} is read and changed in place"
                 if _CHANGES_TWICE and recomputes:
                     yield f"{node.name} is changed in place and would be again, before torch 2.11"
+            if node.target is torch.Tensor.set_ or (
+                node.name.startswith("_get_data_attr") and any(map(may_write, node.users))
+            ):
+                yield "it writes to x.data"
             if node.op == "call_function" and any(
                 form.namespace not in _OWN and torch.Tag.nondeterministic_seeded not in form.tags
                 for form in overloads(node.target)

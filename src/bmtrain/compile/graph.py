@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -60,7 +61,7 @@ def can_wait(node: torch.fx.Node, until: torch.fx.Node) -> bool:
     modes = ("_set_", "_enter_", "_exit_")
     return not any(
         (each.op == "call_function" and _name(each).startswith(modes))
-        or (_may_write(each) and read & _memories(each.all_input_nodes))
+        or (may_write(each) and read & _memories(each.all_input_nodes))
         for each in between
     )
 
@@ -71,7 +72,7 @@ def _memories(nodes: Iterable[torch.fx.Node]) -> set[int]:
     return {id(value.untyped_storage()) for value in values if value is not None}
 
 
-def _may_write(node: torch.fx.Node) -> bool:
+def may_write(node: torch.fx.Node) -> bool:
     """Whether it may write what it is given."""
     name = _name(node)
     # `__setitem__` too
@@ -95,8 +96,5 @@ def _name(node: torch.fx.Node) -> str:
     return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
 
 
-# Of Python's operators.
-_IN_PLACE = {
-    *("setitem", "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow"),
-    *("irshift", "isub", "itruediv", "ixor"),
-}
+# Of Python's operators, and some that write nothing.
+_IN_PLACE = {name for name in vars(operator) if name.startswith("i")} | {"setitem"}

@@ -102,10 +102,9 @@ class Structure:
             return False
         found = changing(arguments)
         if found is not None:
-            name = type(found).__name__
             self._say(
-                f"where it is given a {name}, whose contents change: leave caches out in "
-                "training (use_cache=False)"
+                f"where it is given a {type(found).__name__}, whose contents change: leave caches "
+                "out in training (use_cache=False)"
             )
         return found is None
 

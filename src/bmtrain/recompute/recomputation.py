@@ -201,8 +201,8 @@ class Recomputation:
         with torch.enable_grad():
             args, kwargs = self._arguments()
         wanted = {saved.index for ref in self._saved if (saved := ref()) is not None}
-        # Not the last that is wanted: each rank's collector decides what the graph has dropped, and
-        # all ranks must come to the same collectives in the module.
+        # Not the last that is wanted: what the graph has dropped is up to each rank's collector,
+        # and all ranks must come to the same collectives in the module.
         values, last, count = self._values, len(self._saved) - 1, itertools.count()
         values.clear()
         at_end_of_backward(values.clear)  # what no node has asked for would stay with the graph
