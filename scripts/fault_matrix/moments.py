@@ -20,10 +20,11 @@ from scripts.fault_matrix.faulty import Fault
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import bmtrain as bmt
-from bmtrain.checkpoint import shards, writer, writing
+from bmtrain.checkpoint import shards, writing
 from bmtrain.checkpoint.shards import ShardedCheckpoint
 from bmtrain.distributed.collectives import Board
 from model_center.training.checkpoints import Checkpoints
+from model_center.weights import safetensors_writer
 
 Deed = Callable[[], object]
 
@@ -130,20 +131,15 @@ def _ending(clock: Clock) -> None:
 
 
 def _exporting(clock: Clock) -> None:
-    """The new file is beside the old one, half of it."""
+    """The new folder is beside the old one, half of a tensor in its file."""
+    write_at = safetensors_writer._write_at  # noqa: SLF001
 
-    def cut(temporary: Any, *args: Any) -> None:
-        os.truncate(temporary, os.path.getsize(temporary) // 2)
+    def half(file: pathlib.Path, offset: int, left: memoryview) -> None:
+        write_at(file, offset, left[: len(left) // 2])
         clock.strike()
+        write_at(file, offset, left)
 
-    for name in ("_write_torch", "_write_safetensors"):
-        original = getattr(writer, name)
-
-        def replaced(temporary: Any, *args: Any, original: Callable[..., Any] = original) -> None:
-            original(temporary, *args)
-            cut(temporary)
-
-        replace(writer, name, replaced)
+    replace(safetensors_writer, "_write_at", half)
 
 
 MOMENTS: dict[str, Callable[[Clock], None]] = {

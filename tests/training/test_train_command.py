@@ -1,6 +1,7 @@
 """`python -m model_center train`: what is learnt, what comes out, and what is refused."""
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,32 @@ def test_a_run_on_other_data(folder, tmp_path):
     tokens = sum(len(item["input_ids"]) for item in items)
     assert records[-1]["tokens"] - records[1]["tokens"] == 2 * tokens
     assert all(0 < one["unpadded_tokens_per_second"] <= one["tokens_per_second"] for one in records)
+
+
+def unread(words: list[str]) -> None:
+    """The command where standard output cannot be written."""
+    with open("/dev/full", "w", encoding="utf-8") as full, contextlib.redirect_stdout(full):
+        run_program(COMMAND, words)
+
+
+def test_what_is_shown_of_data(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of a row controls the terminal; output that nobody can write ends no run; a record
+    that cannot be begun is refused by its name.
+    """
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "a\x1b]0;b\x07", "response": "c\x1b[2J"}) + "\n")
+    words = ["--model-config", tiny("qwen3", folder), "--max-length 64", TINY, "--data"]
+    command(*words, rows, "--look 1", ranks=1)
+    text = capsys.readouterr().out
+    assert "\\u001b]0;b\\u0007" in text and "\x1b" not in text
+    few = (*words, CHAT / "train.jsonl", "--epochs 9 --train-iters 2")
+    run_ranks(unread, 1, words_of(*few, "--save", tmp_path / "run"), join=False)
+    assert [one["step"] for one in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    (tmp_path / "log" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"record of the run cannot be written into .*log: Is a"):
+        command(*few, "--log-dir", tmp_path / "log", ranks=1)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import bmtrain as bmt
+from bmtrain.runtime.log import printable
 from model_center.arguments import positive
 from model_center.commands import train
 from model_center.dataset.packing import PackedSamples
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         )
     found = certify(goal_of(prepared.subject, args), prepared.packed, args, args.steps)
     if bmt.rank() == 0:
-        print("\n".join(lines(found)), flush=True)
+        print(printable("\n".join(lines(found))), flush=True)
     raise SystemExit(1 if found.findings else 0)
 
 

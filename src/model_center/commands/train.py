@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
-from bmtrain.runtime import world
+from bmtrain.runtime import log, world
 from model_center.arguments import (
     above_zero,
     add_model_config_args,
@@ -459,8 +459,7 @@ def _check_ids(parts: Sequence[Part], subject: Subject) -> None:
 
 
 def _say(text: str) -> None:
-    if bmt.rank() == 0:
-        print(text, flush=True)
+    log.tell(log.printable(text))
 
 
 def _path_and_weight(name: str) -> tuple[str, float]:

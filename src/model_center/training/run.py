@@ -534,13 +534,19 @@ class Run:
     def _open_log(self) -> RunLog:
         # A replay adds nothing to the run, and takes nothing of its log back.
         folder = None if self._replay else self.args.log_dir or self.args.save
-        return RunLog(
-            pathlib.Path(folder) if folder else None,
-            first_step=self.step,
-            num_steps=self.total_steps,
-            log_every=self.args.log_iters,
-            curves=asked_curves(self.args),
-        )
+        try:
+            return RunLog(
+                pathlib.Path(folder) if folder else None,
+                first_step=self.step,
+                num_steps=self.total_steps,
+                log_every=self.args.log_iters,
+                curves=asked_curves(self.args),
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the record of the run cannot be written into {folder}: "
+                f"{error.strerror or error}. Make room there, or give another --log-dir."
+            ) from error
 
     def _greeting(self, checkpoint: pathlib.Path | None) -> str:
         where = f"{bmt.world_size()} process(es) on {bmt.device().type}"
