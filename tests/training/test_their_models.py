@@ -50,7 +50,17 @@ MANY = {
         True,
     ),
     **dict.fromkeys(
-        ["olmoe", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "stablelm", "starcoder2", "xglm"],
+        [
+            "olmoe",
+            "persimmon",
+            "phi",
+            "phi3",
+            "qwen2_moe",
+            "seed_oss",
+            "stablelm",
+            "starcoder2",
+            "xglm",
+        ],
         True,
     ),
     **dict.fromkeys(["bart", "bloom", "minimax", "qwen3_next"], False),
