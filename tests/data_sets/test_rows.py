@@ -199,7 +199,11 @@ def test_files_of_all_kinds_are_one_data_set(tmp_path: pathlib.Path) -> None:
     pairs = read(tmp_path / "a.jsonl")
     # sorted by name, so that the folder "deep" comes after d.json
     assert whole == [*pairs * 4, (text, text.removeprefix(END)), *pairs * 4]
-    assert source(tmp_path).passed_over == (tmp_path / "i.dat",)
+    (tmp_path / "README.md").write_text("# About it")  # is a document where nothing is described
+    assert source(tmp_path).passed_over == (tmp_path / "README.md", tmp_path / "i.dat")
+    assert source(tmp_path / "deep").files == (folder / "z.txt",)
+    (folder / "README.md").write_text("# A text")
+    assert source(tmp_path / "deep").files == (folder / "README.md", folder / "z.txt")
 
 
 def test_structs_of_tables_have_nulls(tmp_path: pathlib.Path) -> None:

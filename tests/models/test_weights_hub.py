@@ -3,6 +3,7 @@
 import fnmatch
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -150,7 +151,7 @@ def test_a_hub_that_does_not_answer(has_answer, tmp_path, monkeypatch):
     def model_info(self, repository, *, timeout):
         said.append((repository, timeout))
         if has_answer:
-            response = types.SimpleNamespace(headers={}, request=None)
+            response: Any = types.SimpleNamespace(headers={}, request=None)
             raise RepositoryNotFoundError("404: there is none", response=response)
         raise TimeoutError("timed out")
 
