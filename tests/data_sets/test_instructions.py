@@ -211,11 +211,16 @@ def test_calls_of_tools_are_answers(tmp_path):
     several = [
         {**one, "value": f"[{json.dumps(call)}]"} if n == 1 else one for n, one in enumerate(shared)
     ]
+    names = {"human": "user", "function_call": "tool_call", "observation": "tool_response"}
+    swift = [
+        {"role": names.get(one["from"], "assistant"), "content": one["value"]} for one in shared
+    ]
     rows: list[dict[str, Any]] = [
         {"messages": asked, "tools": tools},
         {"messages": [*asked, *turns("Sure?", "Yes.")], "tools": tools},
         {"conversations": shared, "tools": json.dumps(tools)},
         {"conversations": several, "tools": tools},
+        {"messages": swift, "tools": tools},
     ]
     items = items_from(tmp_path, *rows, reader=rewriting())
     wrote = "<tool_call>\n" + json.dumps(call) + "\n</tool_call><|im_end|>"
@@ -223,7 +228,7 @@ def test_calls_of_tools_are_answers(tmp_path):
     plain = f"{wrote}{last}It is 5.<|im_end|>"
     thought = f"<think>\na sum\n</think>\n\n{plain}"
     later = f"{wrote}It is 5.<|im_end|>{last}Yes.<|im_end|>"
-    assert answers(items) == [thought, later, plain, plain]
+    assert answers(items) == [thought, later, plain, plain, plain]
     assert all('"name": "add"' in GPT2.decode(item["input_ids"]) for item in items_of(items))
 
 

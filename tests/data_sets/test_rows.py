@@ -96,6 +96,8 @@ WHOLE = f"{END}### User:\nx\n\n### Assistant:\ny{END}\n\n{ASKED.removeprefix(END
             WHOLE,
             f"b{END}",
         ),
+        ({"messages": json.dumps([{"role": "User", "content": "x"}, {"role": "ai", "content": "y"}, *TALK])}, WHOLE, f"y{END}b{END}"),
+        ({"text": f"{WHOLE}", "label": 3, "labels": 3, "loss": 0.5}, f"{END}{WHOLE}{END}", f"{WHOLE}{END}"),
         (
             {"messages": TALK, "system": "s"},
             f"{END}### System:\ns\n\n{ASKED.removeprefix(END)}b{END}\n\n",
@@ -121,6 +123,14 @@ def test_what_was_passed_over_is_read(row, text, learnt, tmp_path):
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "got chosen: a better"),
         ({"prompt": "a", "completion": "b", "label": True}, "got label True of a row"),
         ({"messages": TALK, "weight": 0.5}, "got weight 0.5 of a row"),
+        ({"messages": TALK, "sample_weight": 0.5}, "got sample_weight 0.5 of a row"),
+        ({"messages": TALK, "train": False}, "got train False of a row"),
+        ({"messages": TALK, "assistant_masks": [0, 1]}, "got assistant_masks: tokens cannot be masked"),
+        ({"text": "a", "labels": [1]}, "got labels: tokens cannot be masked"),
+        ({"messages": TALK, "documents": [{"text": "a"}]}, "got documents: it is not given to the chat"),
+        ({"messages": TALK, "rejected_messages": TALK}, "got rejected_messages: a better"),
+        ({"messages": TALK, "tools": "none"}, "got 'none' as tools: expected a list, or its JSON"),
+        ({"messages": [TALK[0], {**TALK[1], "train": True, "weight": 0}]}, "one says that it is learnt, one not"),
         ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, "got weight 0.5 of a message"),
         ({"messages": [{**TALK[0], "train": True}, TALK[1]]}, "got train True of a message of the"),
         ({"messages": [TALK[0], {**TALK[1], "mask": 1}]}, "got mask: it is not known"),
@@ -182,7 +192,11 @@ def test_files_of_all_kinds_are_one_data_set(tmp_path):
     pairs = read(tmp_path / "a.jsonl")
     # sorted by name, so that the folder "deep" comes after d.json
     assert whole == [*pairs * 4, (text, text.removeprefix(END)), *pairs * 4]
-    assert source(tmp_path).passed_over == (tmp_path / "i.dat",)
+    (tmp_path / "README.md").write_text("# About it")  # is a document where nothing is described
+    assert source(tmp_path).passed_over == (tmp_path / "README.md", tmp_path / "i.dat")
+    assert source(tmp_path / "deep").files == (folder / "z.txt",)
+    (folder / "README.md").write_text("# A text")
+    assert source(tmp_path / "deep").files == (folder / "README.md", folder / "z.txt")
 
 
 def test_structs_of_tables_have_nulls(tmp_path):

@@ -1,15 +1,18 @@
 """From names to folders, with a client in place of the hub."""
 
 import fnmatch
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
 from model_center.errors import IdentifierError
 from model_center.hub.identifiers import LOCAL_ONLY, REPOSITORIES
-from model_center.hub.resolving import resolve
+from model_center.hub.resolving import ANSWER, resolve
 
 README = """
 bert-base-cased bert-large-cased bert-base-uncased bert-large-uncased bert-base-chinese bert-base-multilingual-cased kv-plm
@@ -138,3 +141,26 @@ def test_one_process_fetches_and_a_failure_is_one_of_all(tmp_path):
         "0 fetch openai-community/gpt2",
         "0 fetch no/body",
     }
+
+
+@pytest.mark.parametrize("has_answer", [False, True])
+def test_a_hub_that_does_not_answer(has_answer, tmp_path, monkeypatch):
+    """Is asked once and not waited for; one that answers that there is no such name is believed."""
+    said = []
+
+    def model_info(self, repository, *, timeout):
+        said.append((repository, timeout))
+        if has_answer:
+            response: Any = types.SimpleNamespace(headers={}, request=None)
+            raise RepositoryNotFoundError("404: there is none", response=response)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    reason = (
+        "RepositoryNotFoundError: 404: there is none"
+        if has_answer
+        else "ConnectionError: the hub does not answer .TimeoutError: timed out., and nothing of it"
+    )
+    with pytest.raises(IdentifierError, match=f"no/such could not be fetched .*{reason}"):
+        resolve("no/such", "config", cache=tmp_path)
+    assert said == [("no/such", ANSWER)]

@@ -23,9 +23,11 @@ from bmtrain.runtime import world
 from model_center.__main__ import main
 from model_center.dataset.chat import ChatRenderer
 from model_center.dataset.instructions import InstructionDataset
+from model_center.dataset.mixture import Mixture, Part
 from model_center.dataset.packing import PackedSamples
+from model_center.dataset.preferences import Pairs
 from model_center.training.certificate import certify
-from model_center.training.objectives import NextToken, goal_of
+from model_center.training.objectives import NextToken, Objective, Preference, goal_of
 from model_center.training.subject import Subject, subject_of
 
 CHAT = DATA / "chat" / "train.jsonl"
@@ -198,6 +200,98 @@ def test_each_planted_fault_is_found(kind, names, tmp_path):
             assert said == [] and found.deviation < 1e-3
         else:
             assert said and text in said[0], f"{name}: {said}"
+
+
+PAIRS = [
+    {
+        "messages": [{"role": "system", "content": f"Count {n}."}, *turns("Up?", "One.", "On?")],
+        "chosen": turns("", "Two." + " More." * n)[1],
+        "rejected": turns("", "Two, I think." * (n % 3 + 1))[1],
+    }
+    for n in range(8)
+]
+
+
+def counts_rows(patch, subject):
+    """Pairs weigh by the size of their micro-batch."""
+    patch.setattr(
+        Preference,
+        "losses",
+        lambda self, batches: (
+            self.loss_sum(batch) / len(batch["number"]) / len(batches) for batch in batches
+        ),
+    )
+
+
+def sees_padding(patch, subject):
+    right = Pairs.collate
+
+    def wrong(self, items):
+        batch = right(self, items)
+        return {**batch, "position_ids": batch["position_ids"].flip(1)}
+
+    patch.setattr(Pairs, "collate", wrong)
+
+
+FAULTS_OF_PAIRS: dict[str, tuple[str, Fault, str | None]] = {
+    "none": (PLAIN, nothing, None),
+    "system": (NO_SYSTEM, nothing, "message 1, of the system: the template leaves out 'Count "),
+    "end": (PLAIN, FAULTS["end"][2], "'<|endoftext|>', is not learnt"),
+    "means": (PLAIN, counts_rows, "times what it should in the loss of its pair"),
+    "positions": (PLAIN, sees_padding, "has the position "),
+}
+
+
+def certified_pairs(folder, cases):
+    """On a rank: the certificate of each fault in a loss of pairs."""
+    found = {}
+    file = Path(folder, f"pairs.{bmt.rank()}.jsonl")
+    file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    for kind, objective, rank, names in cases:
+        args = arguments(
+            Path(folder, kind), batch_size=3, gradient_accumulation=2, num_workers=0, beta=None
+        )
+        args.objective, args.lora_rank, args.margin, args.cache = (
+            Objective(objective),
+            rank,
+            1,
+            None,
+        )
+        subject = subject_of(str(Path(folder, kind)), is_reward=objective == "reward")
+        subject.load(args)
+        subject.adapt(args)
+        for name in names:
+            subject.tokenizer.chat_template, fault, _ = FAULTS_OF_PAIRS[name]
+            with pytest.MonkeyPatch.context() as patch:
+                fault(patch, subject)
+                samples = InstructionDataset(file, subject.tokenizer, 64, pairs=True)
+                pairs = Pairs(Mixture([Part(samples, range(len(PAIRS)))]))
+                goal = Preference(subject, args)
+                goal.add_reference(pairs, name)
+                found[kind, objective, rank, name] = certify(goal, pairs, args, 1)
+    return found
+
+
+@pytest.mark.fresh
+def test_faults_in_losses_of_pairs(tmp_path):
+    """At two ranks, whose micro-batches are of 3 and of 1 pair."""
+    make("gemma2", tmp_path)
+    tiny("gpt2", tmp_path).rename(tmp_path / "own")
+    cases = [
+        ("gemma2", "dpo", 0, [*FAULTS_OF_PAIRS]),
+        ("gemma2", "dpo", 4, ["none"]),
+        ("own", "simpo", 0, ["none", "means"]),
+        ("gemma2", "reward", 0, ["none"]),
+    ]
+    first, second = run_ranks(certified_pairs, 2, str(tmp_path), cases, timeout=200)
+    for case, found in first.items():
+        said, text = [one.text for one in found.findings], FAULTS_OF_PAIRS[case[-1]][2]
+        assert found.findings == second[case].findings
+        assert found.conversations == 16 and not found.unknown, case
+        if text is None:
+            assert said == [] and found.deviation < 1e-3, case
+        else:
+            assert said and any(text in one for one in said), f"{case}: {said}"
 
 
 def commanded(path, data):

@@ -51,6 +51,8 @@ FORMS: list[dict[str, Any]] = [
         "rejected": {"from": "gpt", "value": "It is 22, I think."},
     },
     {"messages": [ASKED, GOOD], "rejected_response": "It is 22, I think."},
+    {"messages": [ASKED, GOOD], "rejected_messages": [ASKED, BAD]},
+    {"input": {"messages": [ASKED]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
     {
         "chosen": "\n\nHuman: 2+2?\n\nAssistant: 4",
         "rejected": "\n\nHuman: 2+2?\n\nAssistant: It is 22, I think.",

@@ -56,7 +56,7 @@ def account(
     passed = [str(path) for one in data for path in one.passed_over]
     if passed:
         more = " ..." if len(passed) > 5 else ""
-        yield f"  files of no known kind, not read: {', '.join(passed[:5])}{more}"
+        yield f"  files that are not read: {', '.join(passed[:5])}{more}"
     unread: collections.Counter[str] = collections.Counter()
     for one in data:
         unread.update(one.tokens.unread)

@@ -9,9 +9,10 @@ from bmtrain.runtime.log import printable
 from model_center.arguments import positive
 from model_center.commands import train
 from model_center.dataset.packing import PackedSamples
+from model_center.dataset.preferences import Pairs
 from model_center.errors import ConfigError
 from model_center.training.certificate import Certificate, certify
-from model_center.training.objectives import goal_of
+from model_center.training.objectives import Preference, goal_of
 
 SHOWN = 10  # differences
 
@@ -38,20 +39,19 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.load_in_4bit:
         raise ConfigError("certify computes in fp32: leave --load-in-4bit out.")
-    if args.objective.takes_pairs:
-        raise ConfigError(
-            f"--objective {args.objective.value}: certify compares the loss of the next token, "
-            "and knows no losses of pairs."
-        )
     args.dtype = "fp32"
     prepared = train.prepare(args)
     if prepared is None:
         return
-    if not isinstance(prepared.packed, PackedSamples):
+    packed = prepared.packed
+    if not isinstance(packed, PackedSamples | Pairs):
         raise ConfigError(
             "--packing concatenated: certify compares with texts one by one, and these see others."
         )
-    found = certify(goal_of(prepared.subject, args), prepared.packed, args, args.steps)
+    goal = goal_of(prepared.subject, args)
+    if isinstance(goal, Preference) and isinstance(packed, Pairs):
+        goal.add_reference(packed, args.dataset_name)
+    found = certify(goal, packed, args, args.steps)
     if bmt.rank() == 0:
         print(printable("\n".join(lines(found))), flush=True)
     raise SystemExit(1 if found.findings else 0)

@@ -94,6 +94,16 @@ def run(args: argparse.Namespace) -> None:
             say("\n")
 
 
+# What loading a model asks of a training's flags.
+TO_TALK = {
+    "load": None,
+    "from_scratch": False,
+    "use_checkpoint": False,
+    "batch_size": 1,
+    "max_length": 1,
+}
+
+
 class TheirGenerator:
     """What TextGenerator does, with a model that transformers has and this package has not.
 
@@ -104,9 +114,7 @@ class TheirGenerator:
         if not world.is_initialized():
             bmt.init_distributed()
         subject = TheirSubject(args.model_config)
-        subject.load(
-            argparse.Namespace(**vars(args), load=None, from_scratch=False, use_checkpoint=False)
-        )
+        subject.load(argparse.Namespace(**{**vars(args), **TO_TALK}))
         if args.load_in_4bit:
             subject.quantize()
         if args.adapter:

@@ -239,8 +239,11 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
     _check_ids([*learnt, *measured], subject)
     if args.look:
         samples = Mixture(learnt)
-        for number in range(min(args.look, len(samples))):
-            _say(f"row {number + 1}\n{shown(samples[number], subject.tokenizer)}\n")
+        names = [" chosen", " rejected"] if args.objective.takes_pairs else [""]
+        for number in range(min(args.look * len(names), len(samples))):
+            row, side = divmod(number, len(names))
+            text = shown(samples[number], subject.tokenizer)
+            _say(f"row {row + 1}{names[side]}\n{text}\n")
         return None
     args.dataset_name = _name_of(learnt, args)
     subject.load(args)
@@ -271,8 +274,7 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     for line in account(learnt, packed, subject, args):
         _say(line)
     goal = goal_of(subject, args)
-    if not args.objective.takes_pairs:
-        _warn(learnt)
+    _warn(learnt)
     evaluator = Evaluator(goal, measured, learnt, args) if measured or args.samples else None
     if isinstance(goal, Preference) and isinstance(packed, Pairs):
         goal.add_reference(packed, args.dataset_name)

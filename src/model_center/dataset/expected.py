@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from model_center.dataset.chat import MARKS, ChatTokenizer, Span
-from model_center.dataset.conversations import Message, is_learnt, parse
+from model_center.dataset.conversations import Message, Parsed, is_learnt, parse, parse_pair
 from model_center.dataset.padding import Item
 from model_center.dataset.rows import Row
 from model_center.errors import DataError
@@ -39,21 +39,26 @@ class Expected(NamedTuple):
     lost: list[str]
 
 
-def expected_of(row: Row, tokenizer: ChatTokenizer) -> Expected:
-    """What is to be learnt of a row.
+def expected_of(row: Row, tokenizer: ChatTokenizer, *, pairs: bool = False) -> list[Expected]:
+    """What is to be learnt of a row: of preferences of the better answer, then of the worse.
 
     Args:
-        row: a conversation or a text.
+        row: a conversation or a text, or a pair.
         tokenizer: with a chat template, a fast one.
+        pairs: whether it is a row of preferences.
 
     Raises:
         DataError: for a row that is none of these, or that the template does not write with other
             contents, so that nothing can be said of it.
     """
     try:
-        parsed = parse(row.content)
+        parsed = parse_pair(row.content) if pairs else [parse(row.content)]
     except (KeyError, ValueError) as error:
         raise DataError(f"{row.place}: {error}") from error
+    return [_expected(one, row.place, tokenizer) for one in parsed]
+
+
+def _expected(parsed: Parsed, place: str, tokenizer: ChatTokenizer) -> Expected:
     if parsed.text is not None:
         bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
         text, lost = bos + parsed.text + eos, [] if eos else ["nothing ends a text"]
@@ -64,9 +69,7 @@ def expected_of(row: Row, tokenizer: ChatTokenizer) -> Expected:
             text, found = _Conversation(parsed.messages, parsed.tools, tokenizer).found()
         # a template raises what its author likes
         except Exception as error:
-            raise DataError(
-                f"{row.place}: the template writes no other contents: {error}"
-            ) from error
+            raise DataError(f"{place}: the template writes no other contents: {error}") from error
     encode: Any = tokenizer
     encoded = encode(text, add_special_tokens=False, return_offsets_mapping=True)
     return Expected(

@@ -48,6 +48,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         source: of the rows.
         tokens: of all rows, whole.
         num_rows: rows of the data.
+        num_sides: conversations of each row: 2 of preferences, else 1.
         lengths, num_learnt: int64 (samples,), tokens of each and those that are learnt.
         num_cut, num_dropped, tokens_lost: conversations that did not fit, and their tokens.
         passed_over: files of a folder that were not read.
@@ -92,7 +93,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         self.max_length = max_length
         self.passed_over = data.passed_over
         self.tokens = tokens_of(data, tokenizer, cache, pairs=pairs, workers=workers, report=report)
-        self._samples_of_row = size = 2 if pairs else 1  # of a conversation, before it is cut
+        self.num_sides = size = 2 if pairs else 1  # of a conversation, before it is cut
         lengths = self.tokens.stops - self.tokens.starts
         is_long = (lengths > max_length) & ~self.tokens.is_text
         of_row = np.logical_or.reduce(is_long.reshape(-1, size), axis=1)
@@ -136,11 +137,13 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
 
     def samples_of(self, row: int) -> range:
         """The numbers of the samples of a row: none of one that was dropped, several of a text."""
-        size = self._samples_of_row
+        size = self.num_sides
         return range(int(self._firsts[size * row]), int(self._firsts[size * row + size]))
 
     def row_and_start(self, index: int) -> tuple[int, int]:
-        """The row that sample `index` is of, and the place of its first token in that."""
+        """The row that sample `index` is of, and the place of its first token in that. Each answer
+        of a row of preferences counts as a row.
+        """
         row = int(np.searchsorted(self._firsts, index, "right")) - 1
         return row, int(self._starts[index] - self.tokens.starts[row])
 

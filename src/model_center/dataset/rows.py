@@ -25,6 +25,9 @@ from model_center.optional import package
 
 # Names of the hub, with a configuration, and a split behind a colon: org/name/config:split
 _HUB = re.compile(r"[\w.-]+(?:/[\w.-]+){0,2}(?::[\w\[\]:%+-]+)?")
+# What data sets of the hub say of themselves, and files that are documents.
+DESCRIPTIONS = ("readme.md", "license.md", "license.txt", "dataset_info.json", "dataset_infos.json")
+TEXTS = {".txt", ".md"}
 _CHUNK = 2**22  # bytes that are hashed at a time
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _EXTRA = "install this package with its extra [data]"
@@ -49,7 +52,7 @@ class Source:
     Attributes:
         name: as it was given.
         files: that are read, in order; none of a data set of the hub.
-        passed_over: files of a folder that are of no known kind.
+        passed_over: files of a folder that are not read.
     """
 
     name: str
@@ -99,7 +102,8 @@ def source(name: str | os.PathLike[str]) -> Source:
     """The data of this name; PREFIX of PREFIX.bin and PREFIX.idx for token data.
 
     A file of another ending than `READERS` knows is taken for JSON lines; in a folder, which is
-    read with all that is below it, it is passed over. Files whose names begin with a dot are none.
+    read with all that is below it, it is passed over, as are `DESCRIPTIONS` beside files of rows.
+    Files whose names begin with a dot are none.
 
     Raises:
         DataError: where there is nothing of this name, or a folder holds nothing to read.
@@ -116,7 +120,11 @@ def source(name: str | os.PathLike[str]) -> Source:
             for file in sorted(path.rglob("*"))
             if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
         ]
-        known = tuple(file for file in inside if kind_of(file) in READERS)
+        kinds = {kind_of(file) for file in inside if file.name.lower() not in DESCRIPTIONS}
+        others = DESCRIPTIONS if kinds & {*READERS} - TEXTS else ()
+        known = tuple(
+            file for file in inside if kind_of(file) in READERS and file.name.lower() not in others
+        )
         if not known:
             raise DataError(
                 f"the folder {path} holds no data: expected files that end with "

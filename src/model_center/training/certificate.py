@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone, largest
@@ -26,11 +25,12 @@ from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.mixture import Mixture
 from model_center.dataset.packing import PackedSamples
 from model_center.dataset.padding import Item
+from model_center.dataset.preferences import Pairs
 from model_center.dataset.rows import kind_of
 from model_center.errors import DataError
 from model_center.training.batches import grouped, make_loader
 from model_center.training.objectives import Goal
-from model_center.training.subject import Batch, Subject
+from model_center.training.subject import Batch
 
 ROUNDING = 2e-3  # of fp32 through a model, of a hidden state's or gradient's size
 # Files that are read as a whole: a short look leaves large ones alone.
@@ -96,6 +96,11 @@ class _Piece(NamedTuple):
         return batches[self.batch][name][self.row, self.columns]
 
 
+def _sides(packed: PackedSamples | Pairs) -> int:
+    """Samples that have one loss."""
+    return 2 if isinstance(packed, Pairs) else 1
+
+
 class _Numbered(torch.utils.data.Dataset[Item]):
     """Packed rows that know their numbers."""
 
@@ -110,20 +115,21 @@ class _Numbered(torch.utils.data.Dataset[Item]):
 
 
 def certify(
-    goal: Goal, packed: PackedSamples, args: argparse.Namespace, num_steps: int
+    goal: Goal, packed: PackedSamples | Pairs, args: argparse.Namespace, num_steps: int
 ) -> Certificate:
     """Compare the first steps of a run with what they should be. Collective.
 
     Args:
         goal: of the run, with a subject in fp32.
-        packed: the rows that the run learns from.
+        packed: the rows that the run learns from, or pairs.
         args: of the run, whose batches are taken.
         num_steps: at most.
 
     Raises:
         DataError: for data that cannot be read.
     """
-    loader = make_loader(_Numbered(packed), args, shuffle=True)
+    rows_of_run = packed if isinstance(packed, Pairs) else _Numbered(packed)
+    loader = make_loader(rows_of_run, args, shuffle=True)
     steps = list(itertools.islice(grouped(loader, args.gradient_accumulation), num_steps))
     rows = attempt(lambda: _rows_of(steps, packed), everyone(), DataError)
     found = Certificate(steps=len(steps))
@@ -131,7 +137,7 @@ def certify(
     was_training = subject.model.training
     subject.model.eval()  # dropout would differ from token to token
     for number, batches in enumerate(steps, start=1):
-        _step(goal, batches, _pieces(batches, packed, rows), number, found)
+        _step(goal, batches, _pieces(batches, packed, rows), number, found, _sides(packed))
     subject.model.train(was_training)
     axis = everyone()
     if axis is not None:
@@ -153,13 +159,14 @@ def first_rows(parts: Iterable[InstructionDataset], num_rows: int) -> tuple[int,
             continue
         for number, row in enumerate(itertools.islice(samples.source.rows(), num_rows)):
             try:
-                expected = expected_of(row, samples.tokenizer)
+                expected = expected_of(row, samples.tokenizer, pairs=samples.num_sides == 2)
             except DataError:
                 continue
             looked += 1
-            words = list(expected.lost)
+            words = [lost for one in expected for lost in one.lost]
             for index in samples.samples_of(number):
-                words += _difference(samples[index], expected, samples, index)
+                side = expected[samples.row_and_start(index)[0] % samples.num_sides]
+                words += _difference(samples[index], side, samples, index)
             findings += [Finding(row.place, word) for word in words[:1]]
     return looked, findings
 
@@ -175,7 +182,7 @@ def _difference(
 Rows = dict[tuple[int, int], tuple[str, Expected | None]]  # place, and what is expected
 
 
-def _rows_of(steps: Sequence[Sequence[Batch]], packed: PackedSamples) -> Rows:
+def _rows_of(steps: Sequence[Sequence[Batch]], packed: PackedSamples | Pairs) -> Rows:
     """What is expected of each row of the data that is in the steps, by data set and number."""
     wanted: dict[int, tuple[InstructionDataset, set[int]]] = {}
     for batch in itertools.chain.from_iterable(steps):
@@ -186,76 +193,96 @@ def _rows_of(steps: Sequence[Sequence[Batch]], packed: PackedSamples) -> Rows:
                 numbers.add(samples.row_and_start(index)[0])
     found: Rows = {}
     for key, (samples, numbers) in wanted.items():
-        for number, row in enumerate(itertools.islice(samples.source.rows(), max(numbers) + 1)):
-            if number in numbers:
-                try:
-                    found[key, number] = row.place, expected_of(row, samples.tokenizer)
-                except DataError:
-                    found[key, number] = row.place, None
+        size = samples.num_sides
+        stop = max(numbers) // size + 1
+        for number, row in enumerate(itertools.islice(samples.source.rows(), stop)):
+            own = range(size * number, size * number + size)
+            if numbers.isdisjoint(own):
+                continue
+            expected: Sequence[Expected | None]
+            try:
+                expected = expected_of(row, samples.tokenizer, pairs=size == 2)
+            except DataError:
+                expected = [None] * size
+            for place, one, side in zip(own, expected, ("chosen", "rejected"), strict=False):
+                found[key, place] = f"{row.place}, {side}" if size == 2 else row.place, one
     return found
 
 
-def _origin(packed: PackedSamples, sample: int) -> tuple[InstructionDataset, int]:
+def _origin(packed: PackedSamples | Pairs, sample: int) -> tuple[InstructionDataset, int]:
     samples = packed.samples
     return samples.origin(sample) if isinstance(samples, Mixture) else (samples, sample)
 
 
-def _pieces(batches: Sequence[Batch], packed: PackedSamples, rows: Rows) -> list[_Piece]:
+def _pieces(batches: Sequence[Batch], packed: PackedSamples | Pairs, rows: Rows) -> list[_Piece]:
+    """The samples of batches; the two of a pair one after the other."""
     found = []
     for place, batch in enumerate(batches):
-        for row, number in enumerate(batch["number"].tolist()):
+        numbers = batch["number"].tolist()
+        for row, number in enumerate(numbers):
             column = 0
-            for sample in packed.rows[number]:
+            for side, sample in enumerate(packed.rows[number]):
                 samples, index = _origin(packed, sample)
                 source, start = samples.row_and_start(index)
                 where, expected = rows[id(samples), source]
                 stop = column + int(samples.lengths[index])
-                columns = slice(column, stop)
-                found.append(
-                    _Piece(where, place, row, columns, expected, start, samples.is_text(index))
-                )
+                columns, is_text = slice(column, stop), samples.is_text(index)
+                at = row
+                if isinstance(packed, Pairs):  # the better answers of a batch come first
+                    at, columns = row + side * len(numbers), slice(0, stop - column)
+                found.append(_Piece(where, place, at, columns, expected, start, is_text))
                 column = stop
     return found
 
 
 def _step(
-    goal: Goal, batches: Sequence[Batch], pieces: Sequence[_Piece], number: int, found: Certificate
+    goal: Goal,
+    batches: Sequence[Batch],
+    pieces: Sequence[_Piece],
+    number: int,
+    found: Certificate,
+    sides: int,
 ) -> None:
-    """Compare one step, and add to what was found. Collective."""
+    """Compare one step, and add to what was found. Collective.
+
+    Args:
+        sides: how many pieces, one after the other, have one loss.
+    """
     subject = goal.subject
     states, gradients = _of_run(goal, batches)
-    beside, behind = _seen(subject, batches, pieces, states)
+    beside, behind = _seen(goal, batches, pieces, states)
     wanted = [_targets(piece, batches) for piece in pieces]
-    count = torch.tensor(
-        float(sum(int((one != -100).sum()) for one in wanted)), device=bmt.device()
-    )
-    total = max(round(float(bmt.sum_loss(count.double())) * bmt.world_size()), 1)
-    found.learnt += total
+    counts = [sum(int((one != -100).sum()) for one in wanted), len(pieces) // sides]
+    sums = bmt.sum_loss(torch.tensor(counts, dtype=torch.float64, device=bmt.device()))
+    learnt, pairs = (max(round(one * bmt.world_size()), 1) for one in sums.tolist())
+    total = learnt if sides == 1 else pairs
+    found.learnt += learnt
     found.conversations += len(pieces)
     axis = everyone()
     most = int(largest([len(pieces)], axis, "conversations of a step")[0]) if axis else len(pieces)
-    for place in range(most):
+    for place in range(0, most, sides):
         # a rank with fewer goes on with its first: all gather weights together
-        piece, targets = next(
-            iter(zip(pieces[place:], wanted[place:], strict=True)), (pieces[0], wanted[0])
-        )
-        state, gradient = _alone(subject, _ids(piece, batches), targets, total)
+        at = place if place < len(pieces) else 0
+        group, targets = pieces[at : at + sides], wanted[at : at + sides]
+        alone = _alone(goal, group, targets, batches, total)
         if place >= len(pieces):
             continue
-        found.tokens += len(targets)
-        at = piece.batch, piece.row, piece.columns
-        text = _row(piece, batches, subject.tokenizer)
-        marks = beside[at[0]][at[1:]], behind[at[0]][at[1:]]
-        run = states[at[0]][at[1:]], gradients[at[0]][at[1:]]
-        other, deviation = _computed(
-            run, (state, gradient), marks, total, _Words(piece, batches, subject.tokenizer)
-        )
-        found.deviation = max(found.deviation, deviation)
-        if piece.expected is None:
-            found.unknown.append(piece.place)
-        lost = piece.expected.lost[:1] if piece.expected else []
-        for words in [*lost, *filter(None, [text or other])]:
-            found.findings.append(Finding(f"step {number}, {piece.place}", words))
+        for piece, own, (state, gradient) in zip(group, targets, alone, strict=True):
+            found.tokens += len(own)
+            text = _row(piece, batches, subject.tokenizer)
+            spot = piece.batch, (piece.row, piece.columns)
+            marks = beside[spot[0]][spot[1]], behind[spot[0]][spot[1]]
+            run = states[spot[0]][spot[1]], gradients[spot[0]][spot[1]]
+            words = _Words(piece, batches, subject.tokenizer)
+            other, deviation = _computed(
+                run, (state, gradient), marks, total if sides == 1 else None, words
+            )
+            found.deviation = max(found.deviation, deviation)
+            if piece.expected is None:
+                found.unknown.append(piece.place)
+            lost = piece.expected.lost[:1] if piece.expected else []
+            for said in [*lost, *filter(None, [text or other])]:
+                found.findings.append(Finding(f"step {number}, {piece.place}", said))
 
 
 class _Words(NamedTuple):
@@ -341,19 +368,28 @@ def _of_run(goal: Goal, batches: Sequence[Batch]) -> tuple[Tensors, Tensors]:
 
 
 def _alone(
-    subject: Subject, ids: torch.Tensor, targets: torch.Tensor, total: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states (length, width) of a sample by itself, and the gradient of its loss by them."""
-    with _captured(subject.trunk) as seen:
-        logits = subject.logits(ids[None])[0].float()
-    loss = F.cross_entropy(logits, targets, reduction="sum") / total
-    (gradient,) = torch.autograd.grad(loss, seen[-1])
-    return seen[-1][0].detach(), gradient[0]
+    goal: Goal,
+    group: Sequence[_Piece],
+    targets: Sequence[torch.Tensor],
+    batches: Sequence[Batch],
+    total: int,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of samples by themselves: hidden states (length, width), and the gradient of their loss by
+    them.
+    """
+    first = group[0]
+    samples = [(_ids(piece, batches), own) for piece, own in zip(group, targets, strict=True)]
+    references = batches[first.batch].get("reference")
+    with _captured(goal.subject.trunk) as seen:
+        loss = goal.loss_alone(samples, None if references is None else references[first.row])
+    own = seen[-len(group) :]
+    gradients = torch.autograd.grad(loss / total, own)
+    return [(one[0].detach(), grad[0]) for one, grad in zip(own, gradients, strict=True)]
 
 
 @torch.no_grad()
 def _seen(
-    subject: Subject, batches: Sequence[Batch], pieces: Sequence[_Piece], states: Tensors
+    goal: Goal, batches: Sequence[Batch], pieces: Sequence[_Piece], states: Tensors
 ) -> tuple[Tensors, Tensors]:
     """Which tokens (batch, length) change with those of other samples of their row, and with those
     that follow. Collective.
@@ -373,19 +409,17 @@ def _seen(
         # any two samples differ in one bit of their numbers
         for bit, side in itertools.product(range(bits), (0, 1)):
             changed = (numbers[place] >> bit) % 2 == side
-            beside[place] |= _moved(subject, batch, changed, states[place]) & (numbers[place] > 0)
-        behind[place] |= _moved(subject, batch, later[place], states[place]) & ~beside[place]
+            beside[place] |= _moved(goal, batch, changed, states[place]) & (numbers[place] > 0)
+        behind[place] |= _moved(goal, batch, later[place], states[place]) & ~beside[place]
     return beside, behind
 
 
-def _moved(
-    subject: Subject, batch: Batch, changed: torch.Tensor, states: torch.Tensor
-) -> torch.Tensor:
+def _moved(goal: Goal, batch: Batch, changed: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Which of the other tokens are computed otherwise when these are exchanged."""
     ids = batch["input_ids"]
-    others = torch.where(changed, (ids * 7 + 13) % subject.vocab_size, ids)
-    with _captured(subject.trunk) as seen:
-        subject.scores({**batch, "input_ids": others})
+    others = torch.where(changed, (ids * 7 + 13) % goal.subject.vocab_size, ids)
+    with _captured(goal.subject.trunk) as seen:
+        goal.loss_sum({**batch, "input_ids": others})
     return ~changed & ~_same(seen[-1], states, ROUNDING / 10)
 
 
@@ -399,7 +433,7 @@ def _computed(
     run: Sequence[torch.Tensor],
     alone: Sequence[torch.Tensor],
     seen: Sequence[torch.Tensor],
-    total: int,
+    total: int | None,
     words: _Words,
 ) -> tuple[str | None, float]:
     """The first token that the run computes or learns otherwise, in words; the largest deviation of
@@ -428,7 +462,13 @@ def _computed(
         "sample, differs": not is_same[place],
         f"{following}, weighs in the loss, and is not to be learnt": not is_learnt[place],
         f"{following}, is not what {here}, is taught to be followed by": not along[place],
-        f"{following}, weighs {float(ratio[place]) / total:.4g} in the loss, and should "
-        f"1/{total}": True,
+        f"{following}, weighs {_weights(float(ratio[place]), total)}": True,
     }
     return next(reason for reason, holds in reasons.items() if holds), deviation
+
+
+def _weights(ratio: float, total: int | None) -> str:
+    """A token's weight and what it should be, in words; of a pair they are known as a ratio."""
+    if total is None:
+        return f"{ratio:.4g} times what it should in the loss of its pair"
+    return f"{ratio / total:.4g} in the loss, and should 1/{total}"

@@ -34,6 +34,7 @@ from model_center.training.base_weights import checksum
 from model_center.training.subject import Batch, RewardSubject, Subject
 
 HALF = -math.log(2.0)
+Sample = tuple[torch.Tensor, torch.Tensor]  # ids and targets, int64 (length,)
 
 
 class Objective(enum.Enum):
@@ -108,6 +109,15 @@ class Goal(abc.ABC):
         return (mean(self.loss_sum(batch)) for batch in batches)
 
     @abc.abstractmethod
+    def loss_alone(self, samples: Sequence[Sample], reference: torch.Tensor | None) -> torch.Tensor:
+        """The loss of one sample, or of the two of a pair, each computed by itself. Collective.
+
+        Args:
+            samples: ids and targets of each.
+            reference: what the batch says of the pair, float32 (2,).
+        """
+
+    @abc.abstractmethod
     def sums(self, batch: Batch) -> torch.Tensor:
         """float64: what is measured of a batch, summed over what counts; the loss is the first."""
 
@@ -126,6 +136,12 @@ class NextToken(Goal):
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """As in Goal."""
         return self.subject.loss_sum(batch)
+
+    def loss_alone(self, samples: Sequence[Sample], reference: torch.Tensor | None) -> torch.Tensor:
+        """As in Goal."""
+        ((ids, targets),) = samples
+        logits = self.subject.logits(ids[None])[0].float()
+        return F.cross_entropy(logits, targets, reduction="sum")
 
     def sums(self, batch: Batch) -> torch.Tensor:
         """As in Goal."""
@@ -175,21 +191,46 @@ class Preference(Goal):
 
     def _losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of pairs: losses, and rewards of both answers."""
-        if isinstance(self.subject, RewardSubject):
-            better, worse = self.subject.rewards(batch).chunk(2)
-            return -F.logsigmoid(better - worse), better, worse
-        if self._kind is Objective.DPO:
-            # The reference first: its pass must not come between the policy's two.
-            reference = self._reference(batch)
-            better, worse = (self._sums(batch) - reference).chunk(2)
-            return dpo(better, worse, self._beta), self._beta * better, self._beta * worse
         lengths = (batch["targets"] != -100).sum(1)
-        better, worse = (self._sums(batch) / lengths).chunk(2)
+        if isinstance(self.subject, RewardSubject):
+            return self._of_scores(self.subject.rewards(batch), lengths, None)
+        # The reference first: its pass must not come between the policy's two.
+        reference = self._reference(batch) if self._kind is Objective.DPO else None
+        return self._of_scores(self._sums(batch), lengths, reference)
+
+    def _of_scores(
+        self, scores: torch.Tensor, lengths: torch.Tensor, reference: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same of rewards or log-probabilities (rows,) of answers so long."""
+        if self._kind is Objective.REWARD:
+            better, worse = scores.chunk(2)
+            return -F.logsigmoid(better - worse), better, worse
+        if reference is not None:
+            better, worse = (scores - reference).chunk(2)
+            return dpo(better, worse, self._beta), self._beta * better, self._beta * worse
+        better, worse = (scores / lengths).chunk(2)
         if self._kind is Objective.ORPO:
             losses = orpo(better, worse, self._beta)
         else:
             losses = simpo(better, worse, self._beta, self.args.margin)
         return losses, self._beta * better, self._beta * worse
+
+    def loss_alone(self, samples: Sequence[Sample], reference: torch.Tensor | None) -> torch.Tensor:
+        """As in Goal."""
+        if self._kind is not Objective.DPO:
+            reference = None
+        elif self.args.lora_rank:
+            with torch.no_grad(), self._without_adapters():
+                reference = torch.stack([self._score_alone(*one) for one in samples])
+        scores = torch.stack([self._score_alone(*one) for one in samples])
+        lengths = torch.stack([(targets != -100).sum() for _, targets in samples])
+        return self._of_scores(scores, lengths, reference)[0].sum()
+
+    def _score_alone(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.subject.logits(ids[None])[0].float()
+        if self._kind is Objective.REWARD:
+            return logits[0]
+        return -F.cross_entropy(logits, targets, reduction="sum")
 
     def _sums(self, batch: Batch) -> torch.Tensor:
         """Log-probabilities of the answers of rows, (rows,)."""
