@@ -69,7 +69,9 @@ def byte_level_bpe(
 
 def tokenizer_from(text: str) -> PreTrainedTokenizerFast:
     """The tokenizer of what `byte_level_bpe` has made."""
-    names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
+    # Any text can be written; but some classes of transformers add a token for unknown ones, unless
+    # it has a name.
+    names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "unk_token": EOS}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(text), clean_up_tokenization_spaces=False, **names
     )
