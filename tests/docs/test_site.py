@@ -112,6 +112,12 @@ def test_links_lead_somewhere() -> None:
     assert not dead, "\n".join(dead)
 
 
+def test_files_behind_claims_exist() -> None:
+    text = (ROOT / "docs" / "claims.md").read_text("utf-8")
+    named = re.findall(r"`((?:tests|benchmarks|examples|\.github)/[\w./-]+)`", text)
+    assert named and not [name for name in named if not (ROOT / name).exists()]
+
+
 def links(text: str) -> list[str]:
     """Targets of links and pictures in Markdown, but for those on the network."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
