@@ -109,6 +109,12 @@ def test_links_lead_somewhere():
     assert not dead, "\n".join(dead)
 
 
+def test_files_behind_claims_exist():
+    text = (ROOT / "docs" / "claims.md").read_text("utf-8")
+    named = re.findall(r"`((?:tests|benchmarks|examples|\.github)/[\w./-]+)`", text)
+    assert named and not [name for name in named if not (ROOT / name).exists()]
+
+
 def links(text):
     """Targets of links and pictures in Markdown, but for those on the network."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)

@@ -187,8 +187,8 @@ def goes_on(folder):
         twin.step()
         checkpoints.save(1, model, manager).wait()
         asked: list[tuple[str, Callable[[], object]]] = [
-            ("other step", lambda: checkpoints.save(2 + rank % 2, model, manager)),
-            ("other facts", lambda: checkpoints.save(2, model, facts={"best": rank})),
+            ("different step", lambda: checkpoints.save(2 + rank % 2, model, manager)),
+            ("different facts", lambda: checkpoints.save(2, model, facts={"best": rank})),
             ("other only", lambda: checkpoints.save(2, model, only=[f"{rank % 2}.weight"])),
             ("other optim_manager", lambda: checkpoints.save(2, model, manager if rank else None)),
             ("other optimizers", lambda: checkpoints.save(2, model, turned)),
@@ -340,7 +340,9 @@ def not_finite(folder):
         own.copy_(before)
     group = manager.optimizers[0].param_groups[0]
     rate, group["lr"] = group["lr"], math.nan if bmt.rank() else 0.05
-    with pytest.raises(CheckpointError, match="the learning rate of group 0, nan, is not finite"):
+    with pytest.raises(
+        CheckpointError, match="the learning rate of group 0, nan, is no longer finite"
+    ):
         checkpoints.save(2, model, manager)
     group["lr"] = rate
     assert [path.name for path in usable(checkpoints.folder)] == ["step-00000001"]
