@@ -70,21 +70,20 @@ def test_every_oddity_trains_as_plain_pytorch():
 
 
 class Layer(torch.nn.Module):
-    """A feed-forward block with dropout: (batch, dim) to the same."""
+    """A feed-forward block: (batch, dim) to the same."""
 
-    def __init__(self, dim=512, dropout=0.0):
+    def __init__(self, dim=512):
         super().__init__()
         self.norm = torch.nn.LayerNorm(dim)
         self.up, self.down = torch.nn.Linear(dim, 4 * dim), torch.nn.Linear(4 * dim, dim)
-        self.dropout = torch.nn.Dropout(dropout)
 
     def forward(self, x):
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def make_layers(dropout=0.0):
+def make_layers():
     torch.manual_seed(2)
-    return [Layer(dropout=dropout).to(bmt.device()) for _ in range(6)]
+    return [Layer().to(bmt.device()) for _ in range(6)]
 
 
 def gradients(layers, x):
@@ -127,24 +126,6 @@ def test_compiled_blocks_have_the_gradients_of_plain_ones():
     passes.
     """
     on_gpus(compare_compiled)
-
-
-def compare_dropout():
-    results = []
-    for recompute in (False, True):
-        # Uncompiled: with and without recomputation the compiler fuses, and so rounds, differently.
-        layers = bmt.TransformerBlockList(
-            [bmt.Block(m, use_checkpoint=recompute, compile=False) for m in make_layers(0.3)]
-        )
-        torch.manual_seed(5)
-        results.append(gradients(layers, torch.ones(64, 512, device=bmt.device())))
-    for kept, recomputed in zip(*results, strict=True):
-        models.assert_same(recomputed, kept, "recomputed dropout", 0.0)
-
-
-def test_recomputation_replays_dropout_exactly():
-    """Bitwise the gradients of a run that kept its activations."""
-    on_gpus(compare_dropout)
 
 
 def forbid_waiting(forbid):
@@ -242,24 +223,10 @@ def test_saved_files_load(tmp_path):
     on_gpus(save_and_load, str(tmp_path))
 
 
-def communicate():
-    size, rank, device = bmt.world_size(), bmt.rank(), bmt.device()
-    x = torch.arange(4.0, device=device, requires_grad=True)
-    gathered = bmt.distributed.all_gather(x + rank)
-    assert gathered.shape == (size, 4)
-    (gathered * (rank + 1)).sum().backward()
-    models.assert_same(
-        x.grad, torch.full((4,), size * (size + 1) / 2, device=device), "all_gather backward"
-    )
-    assert float(bmt.sum_loss(torch.tensor(float(rank), device=device))) == (size - 1) / 2
-    results = bmt.gather_result(torch.full((rank + 1,), rank, device=device)).tolist()
-    assert results == [other for other in range(size) for _ in range(other + 1)]
-    assert float(bmt.distributed.all_reduce(torch.tensor(rank + 1.0, device=device), "max")) == size
-    bmt.synchronize()
+def measure():
     rows = bmt.benchmark.all_gather(max_size=1 << 16)
     assert rows and all(row.seconds > 0 for row in rows)
 
 
-def test_communication_over_nccl():
-    """Collectives with gradients, results and the bandwidth table."""
-    on_gpus(communicate)
+def test_the_bandwidth_table():
+    on_gpus(measure)

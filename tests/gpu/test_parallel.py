@@ -27,20 +27,13 @@ def on_gpus(fn, ranks, *args, init):
 
 @pytest.mark.parametrize(("ranks", "stages", "tp"), grids())
 def test_pipelines_train_as_one_process(ranks, stages, tp, tmp_path):
-    model, optimizer, expected = pipeline.plain(ranks)
+    expected = pipeline.plain(ranks)
     for use_checkpoint, micro_batches in ((True, stages), (False, 2 * stages)):
         init = {"pipe_size": stages, "tp_size": tp, "num_micro_batches": micro_batches}
         results = on_gpus(
             pipeline.train, ranks, use_checkpoint, str(tmp_path / "model.pt"), True, init=init
         )
-        for rank, result in enumerate(results):
-            pipeline.close(result["logits"], expected["logits"].chunk(ranks)[rank])
-            pipeline.close(result["states"], expected["states"].chunk(ranks, 1)[rank])
-            pipeline.close(result["evaluated"], expected["evaluated"].chunk(ranks)[rank])
-            pipeline.close(result["norms"], expected["norms"])
-            for index, (name, param) in enumerate(model.named_parameters()):
-                pipeline.close(result["full"][name], param.detach())
-                pipeline.close(result["state"][index]["exp_avg"], optimizer.state[param]["exp_avg"])
+        pipeline.check(results, *expected)
 
 
 @pytest.mark.parametrize(("ranks", "stages", "tp"), [size for size in grids() if size[1] == 1])

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu import test_engine
+from tests.gpu import test_engine, test_recompute
 from tests.gpu.test_programs import drawn_on_the_cpu, on_its_gpu, with_its_data
 from tests.ranks import test_idioms, test_whole_parameters
 from tests.ranks.runner import run_ranks
@@ -75,7 +75,8 @@ def share(program, *args):
 
 
 @pytest.mark.parametrize(
-    "program", [test_engine.compare_odd, test_engine.compare_compiled, test_engine.compare_dropout]
+    "program",
+    [test_engine.compare_odd, test_engine.compare_compiled, test_recompute.compare_levels],
 )
 def test_the_engine(program):
     share(program)

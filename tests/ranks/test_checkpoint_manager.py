@@ -320,7 +320,8 @@ def not_finite(folder):
     twin = Twin()
     twin.step()
     checkpoints = bmt.CheckpointManager(folder, keep=1)
-    model, manager = twin.model, twin.manager
+    model: Any = twin.model
+    manager = twin.manager
     checkpoints.save(1, model, manager).wait()
     model.register_buffer("mask", torch.full((3,), -math.inf))
     model.register_parameter("frozen", torch.nn.Parameter(torch.ones(3) * math.inf, False))

@@ -375,6 +375,8 @@ def tensors_of_every_kind():
         "mask": torch.tensor([True, False]),
         "half": torch.full((70000,), 4.0, dtype=torch.float16),
         "complex": torch.ones(2, dtype=torch.complex64),
+        "dims": torch.ones((2,) * (1 + rank)),
+        "rows": torch.ones((3,) * min(rank, 1)),
         **({"special": special} if rank == 1 else {}),
     }
     with inspect_tensor() as inspector:
@@ -391,7 +393,8 @@ def tensors_of_every_kind():
         ((3, 3), 1.0, 0.0, 1.0),
         ((n,), (n - 1) / 2, 1.0, n - 1),
     ]
-    assert [mean for _, mean, _, _ in found[5:]] == [0.5, 4.0, None, 3.0]
+    assert [mean for _, mean, _, _ in found[5:]] == [0.5, 4.0, None, 1.0, 1.0, 3.0]
+    assert [shape for shape, *_ in found[8:10]] == [(-1,), (1 + 3 * (n - 1),)]
     assert (summary[-1]["name"], summary[-1]["grad_mean"]) == ("0.special", 5.0)
     if rank == 0:
         with pytest.raises(KeyError, match=r"no tensor '0\.special' was recorded on this rank"):

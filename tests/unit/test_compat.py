@@ -118,12 +118,6 @@ def test_what_has_no_meaning_says_so_when_it_is_used(use):
     assert "gather" in (gone.__doc__ or "")
 
 
-def test_arguments_are_in_the_order_of_1_0_1():
-    parameters = inspect.signature(bmt.init_distributed).parameters.values()
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional == ["init_method", "seed", "pipe_size", "num_micro_batches", "tp_size"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_has_inf_nan(dtype):
     has_inf_nan = bmt.loss._function.has_inf_nan

@@ -14,6 +14,7 @@ import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, NotInitializedError
 from bmtrain.inspect import statistics as of_tensors
 from bmtrain.inspect.tables import fold, ranges
+from bmtrain.inspect.tensors import Key, full_name, numbered
 
 CPU = torch.device("cpu")
 ROW = {"name": "layers.0.weight", "shape": (3, 4), "max": 1.23456, "min": -2.0}
@@ -64,6 +65,20 @@ def test_equal_layers_fold():
     names = [f"l.{i}.e.{j}" for i, experts in enumerate((2, 1, 2)) for j in range(experts)]
     found = [name for name, _, _ in fold((name, None) for name in names)]
     assert found == ["l.[0,2].e.[0-1]", "l.1.e.0"] and fold([]) == []
+
+
+def test_records_are_numbered_over_stages():
+    """By segment, then stage, then as recorded; each name and group by itself."""
+
+    def key(segment, stage, count=0, group="g"):
+        return Key(group, "h", segment=segment, stage=stage, count=count)
+
+    after = key(2, 0)
+    there = [key(1, 0), key(1, 0, 1), key(1, 0, group=None)]
+    found = numbered([key(0, 0), key(1, 1), after, *there, after])
+    names = [full_name(key.name, key.group, index) for key, index in found.items()]
+    assert names == ["g.0.h", "g.1.h", "g.2.h", "0.h", "g.3.h", "g.4.h"]
+    assert [key.stage for key in found] == [0, 0, 0, 0, 1, 0]
 
 
 def statistics(x):

@@ -34,18 +34,6 @@ def test_shrinks_and_grows_within_bounds():
     assert LossScale(0.5, minimum=2.0).value == 2
 
 
-def test_state_goes_on():
-    """Value and the count of good steps, of which those before an overflow do not count."""
-    scale, other = LossScale(8, growth_steps=3), LossScale(1, growth_steps=3)
-    for event in (scale.grow, scale.grow, scale.shrink, scale.grow, scale.grow):
-        event()
-    other.load_state_dict(scale.state_dict())
-    for each in (scale, other):
-        assert each.value == 4
-        each.grow()
-        assert each.value == 8
-
-
 @pytest.mark.parametrize(
     ("number", "value", "good_steps"), [(1e300, 8, 2), (math.inf, 4, 0), (math.nan, 4, 0)]
 )
