@@ -558,7 +558,8 @@ class Beside(NamedTuple):
         """The other's name and mode."""
         alone = "DDP" if self.ours["gpus"] > 1 else "PyTorch"
         name = "FSDP2" if self.other["backend"] == "fsdp2" else alone
-        return f"{name} {self.other['mode'] or 'compile'}"
+        mode = self.other["mode"] or ("recomputed" if self.other["recomputes"] else "compile")
+        return f"{name} {mode}"
 
 
 def reports() -> dict[pathlib.Path, dict[str, Any]]:
@@ -606,13 +607,13 @@ def short_table(rows: Sequence[Beside]) -> str:
 def text_picture(rows: Sequence[Beside]) -> str:
     """Bars of text; the fastest other is 1.0. The largest batch of each model and machine."""
     shown = {(row.ours["model"], row.place): row for row in sorted(rows, key=_num_rows)}
-    lines = [f"{'':40}0         0.5       1.0       1.5"]
+    lines = [f"{'':41}0         0.5       1.0       1.5"]
     for row in rows:
         if row in shown.values():
             bar = "█" * round(20 * row.ratio)
             bar = f"{bar[:20]:<20}|{bar[20:]}"
             lines.append(
-                f"{row.place}, {row.what} tokens".ljust(40) + f"{bar} {row.ratio:.2f} x {row.peer}"
+                f"{row.place}, {row.what} tokens".ljust(41) + f"{bar} {row.ratio:.2f} x {row.peer}"
             )
     return "```text\n" + "\n".join(lines) + "\n```\n"
 

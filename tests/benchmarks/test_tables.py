@@ -154,7 +154,7 @@ def test_like_is_compared_with_like(bench):
 
 def written(backend, rate, model, rows, gpus=1, mode=None):
     found = {"what": "as written", "backend": backend, "model": model, "rows": rows, "gpus": gpus}
-    return found | {"mode": mode, "tokens_per_s": rate, "peak_gib": 6.25}
+    return found | {"mode": mode, "tokens_per_s": rate, "peak_gib": 6.25, "recomputes": rows == 3}
 
 
 def test_this_library_beside_others(bench, tmp_path, monkeypatch):
@@ -174,6 +174,7 @@ def test_this_library_beside_others(bench, tmp_path, monkeypatch):
             written(ours, 300, "gpt2", 8, 2), written("plain", 200, "gpt2", 8, 2), gpu="NVIDIA H100"
         ),
         "z": report(written(ours, 300, "llama-8b", 3, 2)),
+        "zz": report(written(ours, 9, "llama-8b", 3, 2), written("fsdp2", 6, "llama-8b", 3, 2)),
         "trees": {"what": "trees", "records": []},
     }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
@@ -187,11 +188,13 @@ def test_this_library_beside_others(bench, tmp_path, monkeypatch):
         "| gpt2, 8 x 1024 | 1 x H200 | 1,000 | FSDP2 compile 900 | 1.11 | 6.2, 6.2 |",
         "| gpt2, 32 x 1024 | 1 x H200 | 1,500 | PyTorch reduce-overhead 2,000 | 0.75 | 6.2, 6.2 |",
         "| gpt2, 8 x 1024 | 2 x H100 | 300 | DDP compile 200 | 1.50 | 6.2, 6.2 |",
+        "| llama-8b, 3 x 4096 | 2 x H200 | 9 | FSDP2 recomputed 6 | 1.50 | 6.2, 6.2 |",
     ]
     bars = bench.tables.text_picture(rows).splitlines()
-    assert [bar[40:] for bar in bars[2:-1]] == [
+    assert [bar[41:] for bar in bars[2:-1]] == [
         f"{'█' * 15}     | 0.75 x PyTorch reduce-overhead",
         f"{'█' * 20}|{'█' * 10} 1.50 x DDP compile",
+        f"{'█' * 20}|{'█' * 10} 1.50 x FSDP2 recomputed",
     ]
     pytest.importorskip("matplotlib")
     first, second = (
