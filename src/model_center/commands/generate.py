@@ -96,8 +96,11 @@ def run(args: argparse.Namespace) -> None:
 
 # What loading a model asks of a training's flags.
 TO_TALK = {
-    **{"load": None, "from_scratch": False, "use_checkpoint": False},
-    **{"batch_size": 1, "max_length": 1},
+    "load": None,
+    "from_scratch": False,
+    "use_checkpoint": False,
+    "batch_size": 1,
+    "max_length": 1,
 }
 
 
