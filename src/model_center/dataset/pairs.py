@@ -48,7 +48,7 @@ class Pairs:
         return self._ctx[index], self._tgt[index]
 
 
-class PairRows(Dataset[dict[str, Any] | None], abc.ABC):
+class PairRows(Dataset[Any], abc.ABC):
     """Rows made of pairs, numbered as in the files, which a program's own order may be drawn over.
 
     `len` counts all of them; one that is too long is `LONG`, and a slice, which gives its rows as
@@ -76,7 +76,7 @@ class PairRows(Dataset[dict[str, Any] | None], abc.ABC):
     def __len__(self) -> int:
         return len(self._pairs.fits)
 
-    def __getitem__(self, index: SupportsIndex | slice) -> dict[str, Any] | None:
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
         if isinstance(index, slice):
             numbers = [n for n in range(*index.indices(len(self))) if self._pairs.fits[n]]
             return dict(default_collate([self[number] for number in numbers]))
