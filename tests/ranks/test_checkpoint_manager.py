@@ -189,9 +189,12 @@ def goes_on(folder):
         asked: list[tuple[str, Callable[[], object]]] = [
             ("different step", lambda: checkpoints.save(2 + rank % 2, model, manager)),
             ("different facts", lambda: checkpoints.save(2, model, facts={"best": rank})),
-            ("other only", lambda: checkpoints.save(2, model, only=[f"{rank % 2}.weight"])),
-            ("other optim_manager", lambda: checkpoints.save(2, model, manager if rank else None)),
-            ("other optimizers", lambda: checkpoints.save(2, model, turned)),
+            ("different only", lambda: checkpoints.save(2, model, only=[f"{rank % 2}.weight"])),
+            (
+                "different optim_manager",
+                lambda: checkpoints.save(2, model, manager if rank else None),
+            ),
+            ("different optimizers", lambda: checkpoints.save(2, model, turned)),
             (
                 "cannot be kept",
                 lambda: checkpoints.save(2, model, state={"x": path} if rank else {}),
