@@ -11,7 +11,7 @@ from tests.arch.source import ROOT
 
 ENGINE = ROOT / "src" / "bmtrain"
 SPINE = ("shard", "block", "recompute", "graphs")
-MOST_TOKENS, MOST_SPINE_TOKENS = 217_400, 72_300
+MOST_TOKENS, MOST_SPINE_TOKENS = 217_400, 72_400
 MOST_OF_ONE_STATEMENT, MOST_SMALL_FILES = 553, 29
 _COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 
