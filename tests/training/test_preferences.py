@@ -211,7 +211,7 @@ def compare(folder, data, case):
     name, objective, rank = case
     kind, path = Objective(objective), Path(folder, name)
     args = arguments(path, lora_rank=rank, objective=kind, beta=None, margin=1.0, samples=0)
-    args = argparse.Namespace(**vars(args), cache=None, batch_size=2)
+    args = argparse.Namespace(**{**vars(args), "cache": None, "batch_size": 2})
     subject = subject_of(str(path), is_reward=kind is Objective.REWARD)
     subject.load(args)
     samples = InstructionDataset(data, subject.tokenizer, 64, pairs=True)
