@@ -10,15 +10,12 @@ import torch
 
 from model_center.dataset import padding
 from model_center.dataset.mixture import Mixture, Part
-from model_center.dataset.order import permutation
+from model_center.dataset.packed import IGNORED, Concatenation
 from model_center.dataset.padding import Item
-from model_center.dataset.protocols import Epoch
 from model_center.errors import DataError
 
-IGNORED = -100
 
-
-class ConcatenatedTexts(torch.utils.data.Dataset[Item]):
+class ConcatenatedTexts(Concatenation):
     """All texts one after the other, cut into rows of `max_length` tokens.
 
     Texts are in another order in each epoch (`set_epoch`), so rows join others each time. Items
@@ -60,22 +57,16 @@ class ConcatenatedTexts(torch.utils.data.Dataset[Item]):
             )
         self._part = np.repeat(np.arange(len(pairs)), [len(some) for some in numbers])
         self._starts = np.concatenate([tokens.starts[some] for tokens, some in pairs])
-        self._sizes = np.concatenate([tokens.stops[some] for tokens, some in pairs]) - self._starts
-        self.num_tokens = int(self._sizes.sum())
-        if self.num_tokens < 2:
-            raise DataError(f"the texts have {self.num_tokens} tokens: expected at least two.")
-        self._length, self._least, self._seed, self._shuffle = max_length, least, seed, shuffle
-        self._bos = parts[0].samples.tokenizer.bos_token_id
-        self._epoch = Epoch()
-        self._laid_out: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        self._stops = np.concatenate([tokens.stops[some] for tokens, some in pairs])
+        self._least, self._bos = least, parts[0].samples.tokenizer.bos_token_id
+        super().__init__("the text", max_length, seed, shuffle=shuffle)
+
+    def _sizes(self) -> npt.NDArray[np.int64]:
+        return self._stops - self._starts
 
     def __len__(self) -> int:
         """Rows of an epoch, the last one included that may not be full."""
-        return max((self.num_tokens - 2) // self._length + 1, self._least)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The texts are in the order of `epoch` from now on."""
-        self._epoch.number = epoch
+        return max(super().__len__(), self._least)
 
     def __getitem__(self, index: int) -> Item:
         """Row `index`."""
@@ -93,7 +84,8 @@ class ConcatenatedTexts(torch.utils.data.Dataset[Item]):
 
     def num_learnt(self) -> int:
         """Tokens that are a target in an epoch."""
-        first = self._part[self._sizes > 0], self._starts[self._sizes > 0]
+        is_any = self._sizes() > 0
+        first = self._part[is_any], self._starts[is_any]
         begins = sum(
             self._tokens[part].ids[at] == self._bos for part, at in zip(*first, strict=True)
         )
@@ -102,7 +94,7 @@ class ConcatenatedTexts(torch.utils.data.Dataset[Item]):
     def num_bytes(self) -> int | None:
         """Bytes of the text that is a target in an epoch; None where that is not known."""
         total = 0
-        for part, start, size in zip(self._part, self._starts, self._sizes, strict=True):
+        for part, start, size in zip(self._part, self._starts, self._sizes(), strict=True):
             sizes = self._tokens[part].num_bytes
             if sizes is None:
                 return None
@@ -111,37 +103,19 @@ class ConcatenatedTexts(torch.utils.data.Dataset[Item]):
 
     def _bytes_of_the_first(self) -> int:
         """Of the first token of all, which nothing predicts."""
-        order, _ = self._layout()
-        first = next(number for number in order if self._sizes[number])
+        first, *_ = next(self._spans(0, 1))
         sizes = self._tokens[self._part[first]].num_bytes
         return 0 if sizes is None else int(sizes[self._starts[first]])
 
     def _read(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The tokens [start, stop) of the epoch, and which of them begin a text."""
-        order, ends = self._layout()
-        place, parts, begins = int(np.searchsorted(ends, start, side="right")), [], []
-        while start < stop:
-            number = order[place]
-            done = start - (int(ends[place - 1]) if place else 0)
+        parts, begins = [], []
+        for number, done, count in self._spans(start, stop):
             first = self._starts[number] + done
-            some = (
-                self._tokens[self._part[number]]
-                .ids[first : first + min(stop - start, self._sizes[number] - done)]
-                .astype(np.int64)
-            )
-            parts.append(some)
-            begins.append(np.arange(done, done + len(some)) == 0)
-            start, place = start + len(some), place + 1
+            some = self._tokens[self._part[number]].ids[first : first + count]
+            parts.append(some.astype(np.int64))
+            begins.append(np.arange(done, done + count) == 0)
         return np.concatenate(parts), np.concatenate(begins)
-
-    def _layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The texts in the epoch's order, and the tokens up to the end of each; made once."""
-        epoch = self._epoch.number
-        if self._laid_out is None or self._laid_out[0] != epoch:
-            count = len(self._sizes)
-            order = permutation(count, self._seed, epoch) if self._shuffle else np.arange(count)
-            self._laid_out = epoch, order, np.cumsum(self._sizes[order])
-        return self._laid_out[1:]
 
 
 def _item(ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> Item:

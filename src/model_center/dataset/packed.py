@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -18,7 +19,78 @@ from model_center.errors import DataError
 IGNORED = -100
 
 
-class PackedDataset(Dataset[dict[str, torch.Tensor]]):
+class Concatenation(Dataset[dict[str, torch.Tensor]]):
+    """Documents one after the other, cut into rows of `length` tokens.
+
+    The documents' order is shuffled anew in every epoch (`set_epoch`, which DistributedDataLoader
+    calls), so rows join other documents each time. Nothing is copied: a row is found by bisection.
+
+    Args:
+        what: the documents, for messages.
+        length: tokens of a row.
+        seed: of the orders.
+        shuffle: False leaves the documents in their order.
+
+    Attributes:
+        num_tokens: of all documents.
+
+    Raises:
+        DataError: when there are fewer than two tokens, or the length is no length.
+    """
+
+    def __init__(self, what: object, length: int, seed: int, *, shuffle: bool) -> None:
+        if length < 1:
+            raise DataError(f"length is {length}: expected ids of a row, from 1 on.")
+        self._length, self._seed, self._shuffle = length, seed, shuffle
+        self.num_tokens = int(self._sizes().sum())
+        if self.num_tokens < 2:
+            raise DataError(
+                f"{what} has {self.num_tokens} tokens: expected at least two, one of which is "
+                "predicted."
+            )
+        self._epoch = Epoch()
+        self._laid_out: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+
+    def _sizes(self) -> npt.NDArray[np.int64]:
+        """(documents,): tokens of each, what separates them included."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Rows of an epoch, the last one included that may not be full."""
+        return (self.num_tokens - 2) // self._length + 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """The documents are in the order of `epoch` from now on."""
+        self._epoch.number = epoch
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Where the tokens [start, stop) of the epoch are: of each document its number, the first
+        token, and how many.
+        """
+        order, ends = self._layout()
+        place = int(np.searchsorted(ends, start, side="right"))
+        while start < stop:
+            done = start - (int(ends[place - 1]) if place else 0)
+            end = min(int(ends[place]), stop)
+            yield int(order[place]), done, end - start
+            start, place = end, place + 1
+
+    def _layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The documents in the epoch's order, and the tokens up to the end of each; made once."""
+        epoch = self._epoch.number
+        if self._laid_out is None or self._laid_out[0] != epoch:
+            sizes = self._sizes()
+            count = len(sizes)
+            order = permutation(count, self._seed, epoch) if self._shuffle else np.arange(count)
+            self._laid_out = epoch, order, np.cumsum(sizes[order])
+        return self._laid_out[1:]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the layout, which worker processes make themselves."""
+        return {**self.__dict__, "_laid_out": None}
+
+
+class PackedDataset(Concatenation):
     """All documents of token data one after the other, cut into rows.
 
     The documents' order is shuffled anew in every epoch (`set_epoch`, which DistributedDataLoader
@@ -53,39 +125,19 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         separator: int | None = None,
         shuffle: bool = True,
     ) -> None:
-        if length < 1:
-            raise DataError(f"length is {length}: expected ids of a row, from 1 on.")
-        self._indexed, self._length, self._seed, self._separator, self._shuffle = (
-            indexed,
-            length,
-            seed,
-            separator,
-            shuffle,
-        )
+        self._indexed, self._separator = indexed, separator
         self._starts = document_starts(indexed)
-        self._num_tokens = int(self._starts[-1]) + (len(self._starts) - 1) * (separator is not None)
-        if self._num_tokens < 2:
-            raise DataError(
-                f"{indexed} has {self._num_tokens} tokens: expected at least two, one of "
-                "which is predicted."
-            )
-        self._epoch = Epoch()
-        self._laid_out: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        super().__init__(indexed, length, seed, shuffle=shuffle)
 
-    def __len__(self) -> int:
-        """Rows of an epoch, the last one included that may not be full."""
-        return (self._num_tokens - 2) // self._length + 1
-
-    def set_epoch(self, epoch: int) -> None:
-        """The documents are in the order of `epoch` from now on."""
-        self._epoch.number = epoch
+    def _sizes(self) -> npt.NDArray[np.int64]:
+        return np.diff(self._starts) + (self._separator is not None)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, torch.Tensor]:
         row = operator.index(index)
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}.")
         start = row % len(self) * self._length
-        tokens = self._read(start, min(start + self._length + 1, self._num_tokens))
+        tokens = self._read(start, min(start + self._length + 1, self.num_tokens))
         missing = self._length + 1 - len(tokens)
         ids = torch.from_numpy(np.pad(tokens, (0, missing), constant_values=self._separator or 0))
         targets = ids[1:].clone()
@@ -94,33 +146,14 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The tokens [start, stop) of the epoch."""
-        order, ends = self._layout()
-        place, parts = int(np.searchsorted(ends, start, side="right")), []
-        while start < stop:
-            first, last = self._starts[order[place]], self._starts[order[place] + 1]
-            done = start - (int(ends[place - 1]) if place else 0)
-            tokens = self._indexed.tokens[
-                first + done : min(last, first + done + stop - start)
-            ].astype(np.int64)
-            if self._separator is not None and len(tokens) < stop - start:
-                tokens = np.append(tokens, self._separator)
-            parts.append(tokens)
-            start, place = start + len(tokens), place + 1
+        parts = []
+        for number, done, count in self._spans(start, stop):
+            first, last = self._starts[number], self._starts[number + 1]
+            tokens = self._indexed.tokens[first + done : min(last, first + done + count)]
+            parts.append(tokens.astype(np.int64))
+            if len(tokens) < count:
+                parts.append(np.array([self._separator]))
         return np.concatenate(parts)
-
-    def _layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The documents in the epoch's order, and the tokens up to the end of each; made once."""
-        epoch = self._epoch.number
-        if self._laid_out is None or self._laid_out[0] != epoch:
-            count = len(self._starts) - 1
-            order = permutation(count, self._seed, epoch) if self._shuffle else np.arange(count)
-            sizes = np.diff(self._starts)[order] + (self._separator is not None)
-            self._laid_out = epoch, order, np.cumsum(sizes)
-        return self._laid_out[1:]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the layout, which worker processes make themselves."""
-        return {**self.__dict__, "_laid_out": None}
 
 
 def document_starts(indexed: MMapIndexedDataset) -> npt.NDArray[np.int64]:
