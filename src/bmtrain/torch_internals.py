@@ -195,11 +195,6 @@ def in_transform() -> bool:
     )
 
 
-def base_of(x: torch.Tensor) -> torch.Tensor:
-    """The tensor that `x` is a view of; `x` itself if it is none."""
-    return x if x._base is None else x._base
-
-
 def hooks_of(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
     """The module's own hooks of forward and backward, which change with it."""
     return (

@@ -26,7 +26,7 @@ from bmtrain.compile import backend
 from bmtrain.compile.programs import NoProgramError, Program, changing, is_watched
 from bmtrain.distributed.agreement import largest
 from bmtrain.errors import StaleParameterError
-from bmtrain.recompute.memory import memory_of
+from bmtrain.recompute.memory import memory_of, storages_of
 from bmtrain.recompute.runner import ModuleCall
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
@@ -42,7 +42,6 @@ from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import (
     COMPILED_NODE,
     BatchNorm,
-    base_of,
     hooks_of,
     in_backward,
     in_transform,
@@ -212,7 +211,8 @@ class Gate:
     """A compiler backend whose code raises CompiledOnly instead of running while it is shut.
 
     Gives copies of what the code computes: a CUDA graph overwrites its results in the next replay,
-    while the program may keep them, returned or as attributes of modules.
+    while the program may keep them, returned or as attributes of modules. What lies in the memory
+    of an argument is no result: a buffer, or a view of one.
     """
 
     def __init__(self, lower: backend.Lower) -> None:
@@ -228,10 +228,11 @@ class Gate:
         def run(*arguments: Any) -> Any:
             if self.is_shut:
                 raise CompiledOnly
-            tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-            given = {id(y) for x in tensors for y in (x, base_of(x))}
+            given = storages_of(x for x in arguments if isinstance(x, torch.Tensor))
             return [
-                x.clone() if isinstance(x, torch.Tensor) and id(base_of(x)) not in given else x
+                x.clone()
+                if isinstance(x, torch.Tensor) and id(x.untyped_storage()) not in given
+                else x
                 for x in lowered(*arguments)
             ]
 
