@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bmtrain.compile import cache, fp8, fusions, heads, joining
-from bmtrain.compile.graph import calls, may_write, parts, value_of
+from bmtrain.compile.graph import calls, may_write, memories, parts, value_of
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
     CACHEABLE,
@@ -229,6 +229,7 @@ def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
     region = torch.ops.higher_order.tag_activation_checkpoint
     recomputes = any(node.target is region for node in graph.graph.nodes)
     for part in parts(graph):
+        data = memories(x for x in part.graph.nodes if x.name.startswith("_get_data_attr"))
         for node in part.graph.nodes:
             value = value_of(node)
             if node.op == "placeholder" and value is not None and value._version > 0:
@@ -237,7 +238,7 @@ def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
                 if _CHANGES_TWICE and recomputes:
                     yield f"{node.name} is changed in place and would be again, before torch 2.11"
             if node.target is torch.Tensor.set_ or (
-                node.name.startswith("_get_data_attr") and any(map(may_write, node.users))
+                may_write(node) and data & memories(node.all_input_nodes)
             ):
                 yield "it writes to x.data"
             if node.op == "call_function" and any(

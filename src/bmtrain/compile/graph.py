@@ -54,20 +54,20 @@ def can_wait(node: torch.fx.Node, until: torch.fx.Node) -> bool:
     """Whether `node` could be computed where a later node stands, with the same values and
     gradients: no tensor that it reads is written before, and no mode is changed.
     """
-    read = _memories(node.all_input_nodes)
+    read = memories(node.all_input_nodes)
     nodes = itertools.dropwhile(lambda each: each is not node, node.graph.nodes)
     between = itertools.takewhile(lambda each: each is not until, itertools.islice(nodes, 1, None))
     # what turns gradients, autocast or the like on or off
     modes = ("_set_", "_enter_", "_exit_")
     return not any(
         (each.op == "call_function" and _name(each).startswith(modes))
-        or (may_write(each) and read & _memories(each.all_input_nodes))
+        or (may_write(each) and read & memories(each.all_input_nodes))
         for each in between
     )
 
 
-def _memories(nodes: Iterable[torch.fx.Node]) -> set[int]:
-    """The same for tensors that share memory."""
+def memories(nodes: Iterable[torch.fx.Node]) -> set[int]:
+    """What the tensors of these nodes lie in: the same for those that share memory."""
     values = map(value_of, nodes)
     return {id(value.untyped_storage()) for value in values if value is not None}
 
