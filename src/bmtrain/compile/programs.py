@@ -123,10 +123,14 @@ class Structure:
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = Program(function, self._lower)
+        first_node = next_node_number()
         try:
-            return program(module, args, kwargs)
+            out = program(module, args, kwargs)
         except NoProgramError as error:
             reason, is_expected = str(error), error.is_expected
+        else:
+            before_backward_of(out, first_node, refuse_create_graph)
+            return out
         # If the module itself raises here, the user sees its error, and the structure may still
         # compile: the compiler may have failed on this error alone.
         out = self._uncompiled(module, args, kwargs)
@@ -229,9 +233,8 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
     Raises:
         NoProgramError: if the compiler fails, which happens before any operator has run.
     """
-    first_node = next_node_number()
     try:
-        out = compiled(*arguments)
+        return compiled(*arguments)
     except too_many_forms_error() as error:
         reason = "its arguments or attributes change too often"
         raise NoProgramError(reason, has_too_many=True) from error
@@ -247,8 +250,6 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
             f"{type(cause).__name__}: {lines[0]}",
             is_expected=isinstance(cause, backend.CommunicationError),
         ) from error
-    before_backward_of(out, first_node, refuse_create_graph)
-    return out
 
 
 def changing(arguments: Iterable[Any]) -> Any:
