@@ -195,12 +195,14 @@ class Bounded(Net):
         with torch.no_grad():
             if self.how == "written":
                 self.mean.data.add_(1).clamp_(max=2.5)
+            elif self.how == "in a view":
+                self.mean.data.view(-1)[:9].add_(1)
             else:
                 self.mean.data = self.mean.data + 1
         return super().forward(ids, labels) * self.mean.mean()
 
 
-@pytest.mark.parametrize("how", ["written", "set"])
+@pytest.mark.parametrize("how", ["written", "in a view", "set"])
 @on_ranks(2, init=COMPILED)
 def test_what_writes_its_parameters_runs_apart(how):
     """Where the writes count, and once per pass."""
@@ -316,12 +318,19 @@ def test_backward_through_a_part_of_the_graph():
 
 
 class Kept(TwoHeads):
-    """Keeps an activation as an attribute too."""
+    """Keeps an activation as an attribute too, and shows a buffer, in whose memory it counts."""
+
+    calls: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
+        self.calls += 1
         out = super().forward(x)
         self.seen = out["one"].detach() + 1
-        return out
+        return {**out, "calls": self.calls.detach()}
 
 
 def kept_results(wrap=lambda plain: bmt.BMTrainModelWrapper(copy.deepcopy(plain))):
