@@ -4,6 +4,7 @@ comes out, beside transformers in one process.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Sequence
@@ -277,7 +278,7 @@ def test_bytes_of_what_is_learnt(name: str, tmp_path: Path) -> None:
     """All bytes of a text, whatever the length of rows, but those of a first token that nothing
     predicts.
     """
-    tokenizer: Any = stored(name)
+    tokenizer: Any = copy.deepcopy(stored(name))  # it is changed below
     given = [*texts(4, 12), "", " ", "é" * 40, "  \n lead"]
     path = write_rows(tmp_path / "a.jsonl", *({"text": text} for text in given))
     expected = [len(text.encode()) for text in given]
@@ -329,7 +330,7 @@ def test_concatenated_rows(bos: str | None, tmp_path: Path) -> None:
     """Every token is a target once, in the order of the epoch, but the first, and what begins
     texts; ranks that would have no row get one without a target.
     """
-    tokenizer: Any = stored("gpt2")
+    tokenizer: Any = copy.deepcopy(stored("gpt2"))
     tokenizer.bos_token = bos
     data = InstructionDataset(rows(tmp_path, "a.jsonl", 7, 15), tokenizer, 9)
     other = InstructionDataset(rows(tmp_path, "b.jsonl", 8, 5), tokenizer, 9)
