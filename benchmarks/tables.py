@@ -606,7 +606,10 @@ def short_table(rows: Sequence[Beside]) -> str:
 
 def text_picture(rows: Sequence[Beside]) -> str:
     """Bars of text; the fastest other is 1.0. The largest batch of each model and machine."""
-    shown = {(row.ours["model"], row.place): row for row in sorted(rows, key=_num_rows)}
+    shown = {
+        (row.ours["model"], row.place): row
+        for row in sorted(rows, key=lambda row: int(row.ours["rows"]))
+    }
     lines = [f"{'':41}0         0.5       1.0       1.5"]
     for row in rows:
         if row in shown.values():
@@ -616,10 +619,6 @@ def text_picture(rows: Sequence[Beside]) -> str:
                 f"{row.place}, {row.what} tokens".ljust(41) + f"{bar} {row.ratio:.2f} x {row.peer}"
             )
     return "```text\n" + "\n".join(lines) + "\n```\n"
-
-
-def _num_rows(row: Beside) -> int:
-    return int(row.ours["rows"])
 
 
 def section() -> str:
