@@ -81,6 +81,23 @@ def measuring(m, x):
     return out + x * (m.linear.weight.sum() + m.linear.bias.sum())
 
 
+class Biased(nn.Module):
+    """Attention as in T5: to itself with a learnt bias, then to others with none."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.linear = nn.Embedding(16, 2), nn.Linear(N, N)
+
+    def forward(self, x):
+        tokens = torch.arange(x.shape[-2])
+        bias = self.bias(tokens[:, None] - tokens + 8).permute(2, 0, 1)[None]
+        heads = self.linear(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        zeros = torch.zeros((1, 2, len(tokens), len(tokens)), dtype=x.dtype)
+        for mask in (bias, torch.where(tokens < 6, bias, -100.0), zeros):
+            heads = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask, scale=1.0)
+        return heads.transpose(1, 2).flatten(2)
+
+
 class Noted(NamedTuple):
     """The arguments of kernels of norms and of their gradients, as the compiler is given them."""
 
@@ -269,6 +286,25 @@ def test_what_does_not_fit_is_left_to_the_compiler(joined):
     # positive: the parameters' gradient is one sum of all numbers, in which others would cancel
     assert equal_to_plain(Other(measuring), X.abs(), without_code) == ["gelu"]
     assert not joined.gradients
+
+
+def test_masks_of_attention_suit_the_kernels(joined):
+    """The last dimension of a learnt bias is contiguous, and zeros are left out."""
+    torch.manual_seed(0)
+    masks = []
+
+    def noting(graph, inputs):
+        attend = F.scaled_dot_product_attention
+        found = graph.graph.find_nodes(op="call_function", target=attend)
+        masks.extend(node.kwargs["attn_mask"] for node in found)
+        return without_code(graph, inputs)
+
+    assert equal_to_plain(Biased(), X, noting) == []
+    assert [mask and mask.meta["example_value"].stride()[-2:] for mask in masks[:3]] == [
+        (8, 1),
+        (8, 1),
+        None,
+    ]
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.1, True), (0.1, False), (0.0, True)])

@@ -1,4 +1,5 @@
-"""GELU and norms of compiled blocks, forward and backward, through kernels of this library.
+"""GELU and norms of compiled blocks, forward and backward, through kernels of this library; masks
+of attention in a form that torch's fast kernels take.
 
 `rewrite` replaces torch's functions by those of this file in the graph that Dynamo has traced. The
 sums around them appear only in the joint graph: see `joining.py`.
@@ -146,7 +147,30 @@ def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
             function, parameters = _NORMS[node.target]
             if _is_plain_norm(node, *parameters):
                 node.target = function
+        elif node.target is F.scaled_dot_product_attention:
+            _simplify_mask(node)
     graph.recompile()
+
+
+def _simplify_mask(node: torch.fx.Node) -> None:
+    """Leave a mask of zeros out, and make the last dimension of any other contiguous.
+
+    The position bias of T5 is a permuted table of embeddings: for its strides torch would take the
+    path that holds all scores in fp32. Its cross attention adds zeros.
+    """
+    mask = given(node).get("attn_mask")
+    value = value_of(mask)
+    if mask is None or value is None or not value.is_floating_point():
+        return
+    made: torch.fx.Node | None = None
+    if mask.target is not torch.zeros or any(user.target is not node.target for user in mask.users):
+        if value.stride(-1) == 1:
+            return
+        with node.graph.inserting_before(node):
+            made = node.graph.call_method("contiguous", (mask,))
+        made.meta = {**mask.meta, "example_value": value.contiguous()}
+    node.args = tuple(made if each is mask else each for each in node.args)
+    node.kwargs = {name: made if each is mask else each for name, each in node.kwargs.items()}
 
 
 def _is_plain_linear(node: Any) -> bool:

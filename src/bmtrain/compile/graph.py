@@ -38,6 +38,7 @@ def given(node: torch.fx.Node) -> dict[str, Any]:
 _NORM = ("input", "normalized_shape", "weight", "bias")
 _PARAMETERS: dict[Any, tuple[str, ...]] = {
     F.dropout: ("input", "p", "training"),
+    F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask"),
     F.linear: ("input", "weight", "bias"),
     F.layer_norm: _NORM,
     torch.layer_norm: _NORM,
