@@ -89,7 +89,7 @@ class Attending(nn.Module):
         self.bias, self.linear, self.masks = nn.Embedding(16, 2, 3), nn.Linear(N, N), masks
 
     def forward(self, x):
-        tokens = torch.arange(x.shape[-2])
+        tokens = torch.arange(x.shape[-2], device=x.device)
         bias = self.bias(tokens[:, None] - tokens + 8).permute(2, 0, 1)[None]
         heads = self.linear(x).unflatten(-1, (2, -1)).transpose(1, 2)
         for mask in self.masks:
@@ -101,7 +101,7 @@ class Attending(nn.Module):
 
 def written(bias, tokens):
     """What is no constant for all that it is computed of numbers."""
-    mask = torch.ones((8, 8), dtype=torch.bool)
+    mask = torch.ones((8, 8), dtype=torch.bool, device=tokens.device)
     mask[:, 1] = False
     return mask
 
@@ -124,8 +124,12 @@ MASKS = {
     triangle: True,
     bands: (8, 1),
     written: (8, 1),
-    lambda bias, tokens: torch.zeros((1, 2, 8, 8)): None,
-    lambda bias, tokens: torch.full((1, 2, 8, 8), 0.5): (64, 8, 1),
+    lambda bias, tokens: torch.zeros((1, 2, 8, 8), dtype=bias.dtype, device=bias.device): None,
+    lambda bias, tokens: torch.full((1, 2, 8, 8), 0.5, dtype=bias.dtype, device=bias.device): (
+        64,
+        8,
+        1,
+    ),
     lambda bias, tokens: bias: (64, 8, 1),
     lambda bias, tokens: torch.where(everything(bias, tokens), bias, -100.0): (64, 8, 1),
     lambda bias, tokens: torch.where(triangle(bias, tokens), bias, -100.0): (128, 64, 8, 1),
