@@ -17,6 +17,7 @@ from bmtrain.plan.sources import of_transformers
 from model_center.commands import train
 from model_center.errors import ConfigError
 from model_center.layer.linear import Linear
+from model_center.layer.quantized import BLOCK_SIZE
 from model_center.model.causal import CausalModel
 from model_center.optional import package
 from model_center.training.adapters import ALL, ATTENTION, layers_to_adapt
@@ -25,7 +26,6 @@ from model_center.training.subject import THEIR_ATTENTION, own_class
 
 RECOMPUTE = {True: "block", False: "nothing", "auto": "auto"}
 OPTIMIZERS = {"adam": "adam", "adam-offload": "offload", "offload": "offload", "torch": "torch"}
-BLOCK_SIZE = 64  # elements that share a scale, of weights in 4 bits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
