@@ -144,7 +144,6 @@ class Block(DistributedModule):
         self._binding = Binding(functools.partial(parts_of, inner))
         self._host_state = HostState(functools.partial(all_modules, inner), context.scripts)
         self.shard()
-        context.modules.add(inner)
         self._is_made = True
 
     @property
@@ -386,11 +385,6 @@ class Block(DistributedModule):
             return self._run(
                 Execution(invocation, runner.plain, packs=torch.is_grad_enabled()), args, kwargs
             )
-        if level is Level.OFFLOADED:
-            self._context.host.refuse(
-                "a block has use_checkpoint=Level.OFFLOADED: its copies to the host and back are "
-                "not part of a graph"
-            )
         moved = (
             [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
             if level is Level.OFFLOADED
@@ -408,23 +402,21 @@ class Block(DistributedModule):
                     kwargs,
                 )
         again, use = runner.repeatable(level), invocation.use
-        context, host = self._context, self._context.host
-        draws = host.draws()
+        context = self._context
         execution = Execution(invocation, again, packs=False)
         first_node = next_node_number()
 
         def body(
             args: tuple[Any, ...], kwargs: dict[str, Any], is_again: bool
         ) -> tuple[Any, list[torch.Tensor]]:
-            with next(draws):
-                return self._compute(execution, args, kwargs, is_again=is_again)
+            return self._compute(execution, args, kwargs, is_again=is_again)
 
         def keep(reason: str) -> None:
             again.forget()
             self._warn_of_keeping(reason)
 
         named = itertools.chain(enumerate(args), kwargs.items())
-        begun = self._host_state.begin(named, context.draws, is_capturing=host.is_capturing)
+        begun = self._host_state.begin(named, context.draws)
         recomputation = Recomputation(body, begun, use.place_of, use.find, keep)
         with context.pinned.saving(moved, None) if moved else contextlib.nullcontext():
             recomputation.save(args, kwargs)

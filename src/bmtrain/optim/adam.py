@@ -184,7 +184,7 @@ class AdamBase(torch.optim.Optimizer):
         """torch's, without a call for each sharded parameter."""
         backward = self._engine.backward
         backward.abandon_if_dead()
-        if not set_to_none or backward.has_deferred or self._engine.host.is_capturing:
+        if not set_to_none or backward.has_deferred:
             super().zero_grad(set_to_none)
             return
         for param in parameters_of(self.param_groups):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -169,9 +168,7 @@ class OptimManager:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale / grad_scale`, the value that backward runs on."""
-        return loss * self._engine.host.number(
-            lambda: self.loss_scale / self.grad_scale, loss.device
-        )
+        return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: torch.Tensor | None = None, *, reduce_gradients: bool = True) -> None:
         """Run backward on the scaled loss and add the gradients, summed over ranks, to `.grad`.
@@ -195,7 +192,7 @@ class OptimManager:
                     "backward got a loss that optimizer.loss_scale() has scaled already: "
                     "pass the loss itself, or call loss.backward()."
                 )
-        self._engine.host.when_computed(functools.partial(self._note_loss, loss.detach()))
+        self._note_loss(loss.detach())
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
             self.scale_loss(loss).backward()
 
@@ -209,9 +206,6 @@ class OptimManager:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers, deferred ones included."""
-        self._engine.host.when_computed(functools.partial(self._zero_grad, set_to_none))
-
-    def _zero_grad(self, set_to_none: bool) -> None:
         self._mark = None
         self._engine.backward.abandon_if_dead()
         has_deferred = self._engine.backward.has_deferred

@@ -297,13 +297,12 @@ class HostState:
         """State for a copy, which has other modules."""
         return {**self.__dict__, "_snapshot": None}
 
-    def begin(self, arguments: Any, draws: Draws, *, is_capturing: bool = False) -> Begun:
+    def begin(self, arguments: Any, draws: Draws) -> Begun:
         """A pass begins.
 
         Args:
             arguments: of the pass; direct tensors among them are the caller's.
             draws: of the rank.
-            is_capturing: whether the device's generator cannot be read and set.
         """
         if self._snapshot is None or not self._snapshot.is_current():
             self._snapshot = Snapshot()
@@ -312,28 +311,20 @@ class HostState:
         for name, value in arguments:
             if not isinstance(value, torch.Tensor):
                 given.add(value, f"argument {name}")
-        return Begun(self, self._snapshot, given, draws, is_capturing=is_capturing)
+        return Begun(self, self._snapshot, given, draws)
 
 
 class Begun:
     """The state at the beginning of one pass."""
 
-    def __init__(
-        self,
-        owner: HostState,
-        snapshot: Snapshot,
-        given: Snapshot,
-        draws: Draws,
-        *,
-        is_capturing: bool,
-    ) -> None:
+    def __init__(self, owner: HostState, snapshot: Snapshot, given: Snapshot, draws: Draws) -> None:
         self._owner, self._parts = owner, (snapshot, given)
         self._num_scripts = owner.scripts.count()
         self._versions = [versions_of(part.tensors) for part in self._parts]
         self._copies: dict[int, torch.Tensor] = {}  # of buffers, by position
         if owner.writes_buffers:
             self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
-        generators = default_generators(None if is_capturing else draws.device)
+        generators = default_generators(draws.device)
         self._ambient = AmbientState(draws, [*generators, *snapshot.generators, *given.generators])
 
     def obstacle(self) -> str | None:

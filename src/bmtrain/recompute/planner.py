@@ -31,7 +31,6 @@ from bmtrain.recompute.profiles import PassKey, Profile, Profiles, Shape, padded
 from bmtrain.runtime.log import print_rank
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.engine import Engine
 
 LEVELS = tuple(Level)
 # Levels measured first: if NOTHING fits, CHEAP is never needed.
@@ -170,7 +169,6 @@ class Planner:
 
     def __init__(self, world: World, axis: Axis) -> None:
         self._axis, self._memory, self._host = axis, world.service(memory_of), world.service(Host)
-        self._steps = world.service(Engine).host
         self._profiles = Profiles()
         self._pass = _Pass(0, None, Stage.BACKWARD)
         self._num_retries = self._memory.num_retries()
@@ -190,13 +188,6 @@ class Planner:
         """The turn of the next call. Collective at the start of a pass."""
         if self._memory.limit_is_open:
             return Turn(self, -1, -1, Level.NOTHING)
-        if self._steps.is_capturing:
-            # The capture of a CUDA graph can neither measure nor communicate: the present plan, if
-            # it has one level for all blocks. Not OFFLOADED: the host orders its copies, and takes
-            # no part in a replay.
-            planned = set(self.levels)
-            is_one = len(planned) == 1 and Level.OFFLOADED not in planned
-            return Turn(self, -1, -1, planned.pop() if is_one else Level.BLOCK)
         if self._pass.stage is Stage.BACKWARD or self._is_repeated(subject):
             self._begin(subject)
         current = self._pass

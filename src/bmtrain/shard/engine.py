@@ -15,7 +15,7 @@ from bmtrain.distributed.peers import PeerGroups
 from bmtrain.distributed.transport import Streams, Transport
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.backward import NO_PASS, Backward, HostSteps
+from bmtrain.shard.backward import NO_PASS, Backward
 from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.label import Label, Phase
 from bmtrain.shard.parting import Sameness
@@ -119,20 +119,16 @@ class Engine:
             Streams(world.device), world.service(PeerGroups), world.service(Ledger)
         )
         self.schedule: Schedule[Residence] = Schedule()
-        self.host = HostSteps(self.transport.ledger)
-        self.backward = Backward(self.transport, self.host, self._end_of_backward)
-        self.replicated = Replicated(world.mesh.world, self.host, self.backward)
+        self.backward = Backward(self.transport, self._end_of_backward)
+        self.replicated = Replicated(world.mesh.world, self.transport.ledger, self.backward)
         # Ties gathered views to the graph. All gathers share it, because nothing is ever
-        # accumulated into it. It is on the CPU, where autograd attaches no stream to its node: a
-        # graph of an earlier pass that is still alive would otherwise make a captured pass
-        # synchronise with that pass's stream, which breaks the capture.
+        # accumulated into it. It is on the CPU, where autograd attaches no stream to its node.
         self.leaf = torch.zeros((), device="cpu", requires_grad=True)
         # Weak: the engine lives as long as the run and must not keep dropped models alive.
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
-        self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
         world.service(Sameness)  # refuses wrappers that take over modules
-        self.steps = Steps(self.transport.ledger, world.mesh.world, self.replicated, self.host)
+        self.steps = Steps(self.transport.ledger, world.mesh.world, self.replicated)
         self._with_grad = True  # grad mode of the last forward pass
         self._num_turns = 0  # storages met in the pass
 
@@ -145,7 +141,6 @@ class Engine:
     def register(self, residence: Residence, gradient: Gradient) -> None:
         """Enter a new storage into the schedule, the backward passes and the ledger."""
         self._residences.add(residence)
-        self._gradients.add(gradient)
         residence.rename(gradient.label)
         shapes = " ".join(f"{slot.name} {slot.shape}" for slot in gradient.layout.slots)
         self.transport.ledger.note(
@@ -181,11 +176,6 @@ class Engine:
                     each.keep()
         self.bring(residences)
 
-    @property
-    def num_alive(self) -> int:
-        """Number of storages in use."""
-        return len(self._gradients)
-
     def acquire(self, residence: Residence, phase: Phase, *, with_grad: bool) -> torch.Tensor:
         """The full buffer of `residence`; starts the gather of its expected successor behind it.
 
@@ -195,12 +185,6 @@ class Engine:
         """
         if self.backward.task != NO_PASS:
             self.backward.abandon_if_dead()
-        tape = self.host.tape
-        if tape is not None:
-            tape.uses(residence)
-            # No pass of the schedule: the values were gathered before it, and stay.
-            if tape.is_capturing:
-                return residence.acquire(phase)
         if isinstance(residence, Fixed):  # `bring` has gathered it, outside of the schedule
             return residence.acquire(phase)
         if phase is Phase.FORWARD:
@@ -239,25 +223,13 @@ class Engine:
         """
         if self.backward.task != NO_PASS:
             self.backward.abandon_if_dead()
-        # A replay reads shards without asking for them.
+        # Compiled code of whole models reads shards without asking for them.
         for residence in list(self._residences):
             self._finish_update(residence)
         # A capture that follows cannot wait for events of work that was issued before it.
         self.transport.streams.join()
         self.schedule.restart()
         self._begin_forward()
-
-    def trainable(self) -> list[tuple[bool, ...]]:
-        """Which parameters require grad, ordinary ones first."""
-        return [self.replicated.trainable(), *[each.trainable() for each in self._gradients]]
-
-    def place(self, residence: Residence) -> Residence:
-        """Where a call that begins now finds the values of a storage.
-
-        While a pass is captured, that is where each replay will find them.
-        """
-        tape = self.host.tape
-        return residence if tape is None or not tape.is_capturing else self.fixed(residence)
 
     def fixed(self, residence: Residence) -> Residence:
         """The residence of the same values that stays where it is, for as long as it is held."""

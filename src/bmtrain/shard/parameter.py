@@ -22,7 +22,6 @@ from bmtrain.shard.placement import Placement, split_of
 from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, described, run
 from bmtrain.shard.slices import Slices, without_memory
 from bmtrain.shard.storage import ShardPolicy, Storage
-from bmtrain.shard.unreadable import Unreadable
 from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import native_gradients, plain_functions
 
@@ -221,19 +220,18 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
         Collective if `reduce_gradients=False` held gradients back.
         """
-        if self._storage.engine.host.is_capturing:
-            return Unreadable.like(self)
         if self._storage.gradient.has_deferred:
             self._storage.engine.backward.flush()
         return self.shown_grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        host = self._storage.engine.host
         if value is None:
-            host.when_computed(self._clear_gradient)
+            # Else a pass that has raised would take back what is cleared here.
+            self._storage.engine.backward.abandon_if_dead()
+            self._storage.gradient.discard_deferred(self._index)
+            self.shown_grad = None
             return
-        host.refuse("gradients are set inside: set them after the function")
         if not isinstance(value, torch.Tensor) or value.dtype != self.dtype:
             raise ParameterError(
                 f"param.grad got {described(value)}: expected a tensor of {self.dtype}."
@@ -245,12 +243,6 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         self.grad = None
 
     _grad = grad  # torch's other name of it
-
-    def _clear_gradient(self) -> None:
-        # Else a pass that has raised would take back what is cleared here.
-        self._storage.engine.backward.abandon_if_dead()
-        self._storage.gradient.discard_deferred(self._index)
-        self.shown_grad = None
 
     @property
     def local(self) -> torch.Tensor:
@@ -299,12 +291,9 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     def differentiable_whole(self) -> torch.Tensor:
         # Only this tensor: not the rest of its storage, which only some ranks may have.
-        return self.gather() if self._is_alone else super().differentiable_whole()
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether a gather of its storage brings this tensor and no other, to all ranks."""
-        return self._storage.placement.stage is None and len(self._storage.layout.slots) == 1
+        storage = self._storage
+        is_alone = storage.placement.stage is None and len(storage.layout.slots) == 1
+        return self.gather() if is_alone else super().differentiable_whole()
 
     def read(self) -> torch.Tensor:
         self._expect_whole_gradients()
@@ -312,11 +301,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     def whole(self) -> torch.Tensor:
         self._expect_whole_gradients()
-        if self._storage.engine.host.tape is None or not self._is_alone:
-            return super().whole()
-        # A graph finds it where the gathers before each replay have brought it.
-        with torch.inference_mode(False), torch.no_grad():
-            return self.gather().clone()
+        return super().whole()
 
     @torch.no_grad()
     def expect_gradients_of_torch(self) -> None:

@@ -16,7 +16,6 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
-from bmtrain.shard.backward import HostSteps
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import plain_functions
@@ -32,7 +31,6 @@ class Steps:
             from then on.
         axis: of all ranks.
         replicated: the ordinary parameters whose gradients are summed over ranks.
-        host: refuses steps inside of a CUDA graph.
 
     Attributes:
         has_sharded: whether anything has been sharded in this run; ordinary parameters are not
@@ -40,8 +38,8 @@ class Steps:
             at a time of its own, and the check is collective.
     """
 
-    def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated, host: HostSteps) -> None:
-        self._ledger, self._axis, self._replicated, self._host = ledger, axis, replicated, host
+    def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated) -> None:
+        self._ledger, self._axis, self._replicated = ledger, axis, replicated
         self.has_sharded = False
         self._ordinary: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ordinary] = (
             weakref.WeakKeyDictionary()
@@ -75,7 +73,6 @@ class Steps:
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._replicated.refuse_retired(params)
-        self._host.refuse("an optimizer steps inside: step after the function")
         world.current().watchdog.step()
         waits, self._waits = self._waits, []
         for wait in waits:

@@ -210,7 +210,6 @@ class Storage:
         Called at the same place on all ranks: forgetting decides which gathers there are.
         """
         self.residence.forget()
-        self.engine.place(self.residence).forget()
 
     def slice_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This rank's 1-D slice of a full tensor of slot `index`'s shape."""

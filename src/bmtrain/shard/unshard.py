@@ -177,16 +177,15 @@ class Use:
 
     Args:
         storages: that it gathers.
-        residences: where their full values are; None for where the engine finds them.
+        residences: where their full values are, if not where the storages have them.
     """
 
     def __init__(
         self, storages: Sequence[Storage], residences: Sequence[Residence] | None = None
     ) -> None:
         self._storages = storages
-        # Chosen once: the call may outlive the capture of the pass it belongs to.
         if residences is None:
-            residences = [storage.engine.place(storage.residence) for storage in storages]
+            residences = [storage.residence for storage in storages]
         self._residences = dict(zip(storages, residences, strict=True))
         self._full: dict[Storage, torch.Tensor] = {}
         self._written: dict[Storage, int] = {}
@@ -256,15 +255,8 @@ class Use:
             return self._tied
         self.expect()
         engine = self._storages[0].engine
-        # The AccumulateGrad node of a parameter that is in an older graph remembers that graph's
-        # stream. Autograd would synchronise a captured pass with that stream, which breaks the
-        # capture.
-        params = (
-            []
-            if engine.host.tape is not None
-            # the leaf in the place of those that the program has dropped
-            else [engine.leaf if x is None else x for one in self._storages for x in one.params]
-        )
+        # the leaf in the place of those that the program has dropped
+        params = [engine.leaf if x is None else x for one in self._storages for x in one.params]
         views = list(Unshard.apply(self, engine.leaf, *params))
         if self._calls is Calls.OPEN:
             self._tied = views
