@@ -179,7 +179,7 @@ def _build(
     Fills slot by slot and frees each old value before the next copy where possible, so that the
     peak is one storage and one parameter, not two copies of everything.
     """
-    shapes = [(path, full_shape(param)) for param, path in members.items()]
+    shapes = [(path, param.shape) for param, path in members.items()]
     splits = [
         p.storage_of.layout.slots[p.index_in_storage].split
         if isinstance(p, DistributedParameter)
@@ -298,8 +298,3 @@ def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -
                 )
             else:  # in place: modules may share the buffer
                 buffer.copy_(value)
-
-
-def full_shape(param: torch.nn.Parameter) -> torch.Size:
-    """The shape of the full tensor."""
-    return param._original_shape if isinstance(param, DistributedParameter) else param.shape

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bmtrain.block.adopt import adopt, move_buffers, move_to_stage, places_of, share_buffers
-from bmtrain.block.binding import Binding, ParameterTable
+from bmtrain.block.binding import Binding
 from bmtrain.block.calls import Execution, Invocation
 from bmtrain.block.context import Context
 from bmtrain.block.shardable import check_shardable
@@ -26,7 +26,7 @@ from bmtrain.recompute.level import Level, level_of
 from bmtrain.recompute.offload import is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.planner import Subject
-from bmtrain.recompute.probe import Trials, measure, unmeasured
+from bmtrain.recompute.probe import Trials, measure
 from bmtrain.recompute.recomputation import Recomputation
 from bmtrain.recompute.runner import Runner, SeveralGraphsError, call
 from bmtrain.recompute.scripts import open_slots
@@ -332,7 +332,7 @@ class Block(DistributedModule):
         except Exception:
             planner.abort()
             raise
-        before_backward_of(out, first_node, turn.backward_begins)
+        before_backward_of(out, first_node, functools.partial(planner.turn_back, turn))
         return out
 
     def _measure(
@@ -344,7 +344,8 @@ class Block(DistributedModule):
     ) -> dict[Level, Option]:
         """The cost of a call at each level, measured on the parameters that its use holds."""
         if self._holds_blocks or not self._is_repeatable(invocation):
-            return unmeasured()
+            # Inner blocks communicate: not to be run by one rank for itself.
+            return {Level.BLOCK: Option(0, 0, 0.0)}
         use = invocation.use
         # Views, not detached tensors: `detach` hides that parameters share one buffer, and the
         # compiler then takes such inputs for mutated.
@@ -494,7 +495,10 @@ class Block(DistributedModule):
             else contextlib.nullcontext()
         )
         with use.running(), again:
-            views = use.open_apart() if is_again else use.open()
+            views = use.views() if is_again else use.open()
+            if is_again:  # leaves of their own graph: recomputation takes their gradients itself
+                flags = zip(views, use.trainable, strict=True)
+                views = [view.detach().requires_grad_(flag) for view, flag in flags]
             with self._bound(invocation, views):
                 hooks = use.saving() if execution.packs else contextlib.nullcontext()
                 if execution.moved:
@@ -530,20 +534,18 @@ class Block(DistributedModule):
             return out
         use = execution.invocation.use
         tied = out
-        if use.is_shared_by_ranks:
+        if execution.invocation.table.are_copies:
             again = use.is_gathered_again
             tied = tied_to(views, out, arguments, first_node, is_gathered_again=again)
         if execution.lends or tied is not out:
             end = next((view.grad_fn for view in views if view.requires_grad), None)
-            lend = functools.partial(self._lend, execution.invocation.table, use)
-            before_backward_of(tied, first_node, lambda: use.lend(lend, end))
-        return tied
+            table, binding, fp8 = execution.invocation.table, self._binding, self._fp8
 
-    def _lend(
-        self, table: ParameterTable, use: Use, tensors: Sequence[torch.Tensor]
-    ) -> Callable[[], None]:
-        """Bind `tensors` to the modules for backward, marked for fp8 as in forward."""
-        return self._binding.lend(table, use, marked(tensors) if self._fp8 else tensors)
+            def bind(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+                return binding.lend(table, use, marked(tensors) if fp8 else tensors)
+
+            before_backward_of(tied, first_node, lambda: use.lend(bind, end))
+        return tied
 
     def compile(self, **options: Any) -> None:
         """Compile the inner module with torch.compile's arguments.

@@ -92,7 +92,8 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale = LossScale(scale, factor, growth_steps)
         #: the loss scale of the gradients that are there
         self.carried = CarriedScale(self.dynamic_scale.value)
-        self._scaled: weakref.ref[torch.Tensor] | None = None
+        #: the last tensor that `loss_scale` returned
+        self.scaled: weakref.ref[torch.Tensor] | None = None
 
     @property
     def skips_on_device(self) -> bool:
@@ -115,7 +116,7 @@ class AdamBase(torch.optim.Optimizer):
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size."""
         scaled = loss * (self.scale / self._engine.mesh.world.size)
-        self._scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
+        self.scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
         return scaled
 
     def scale_with(self, scale: LossScale) -> None:
@@ -125,13 +126,9 @@ class AdamBase(torch.optim.Optimizer):
         program has computed by itself is not multiplied.
         """
         self.dynamic_scale.wait()
-        if self._scaled is None:
+        if self.scaled is None:
             self.carried.value = scale.value
         self.dynamic_scale = scale
-
-    def has_scaled(self, loss: torch.Tensor) -> bool:
-        """Whether `loss` is the last tensor that `loss_scale` returned."""
-        return self._scaled is not None and self._scaled() is loss
 
     @torch.no_grad()
     def step(
@@ -210,7 +207,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def _uncopied(self) -> dict[str, Any]:
         """What a copy has for itself, or shares."""
-        return {"_engine": self._engine, "_layout": None, "_scaled": None, "_stepped": []}
+        return {"_engine": self._engine, "_layout": None, "scaled": None, "_stepped": []}
 
     def wait(self) -> None:
         """Wait for an update that is under way: weights and states are then those of the step."""

@@ -187,7 +187,11 @@ class OptimManager:
         loss = _checked(self._last_loss.take() if loss is None else loss)
         for optimizer in self.optimizers:
             self._replicate(optimizer)
-            if isinstance(optimizer, AdamBase) and optimizer.has_scaled(loss):
+            if (
+                isinstance(optimizer, AdamBase)
+                and optimizer.scaled is not None
+                and optimizer.scaled() is loss
+            ):
                 raise ConfigurationError(
                     "backward got a loss that optimizer.loss_scale() has scaled already: "
                     "pass the loss itself, or call loss.backward()."
@@ -466,7 +470,8 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
         if (
             param.grad is not None
             and not isinstance(param, DistributedParameter)
-            and not replicated.is_summed(param)
+            and world.world_size() > 1
+            and param not in replicated
         ):
             raise ConfigurationError(
                 f"optim_step got {type(optimizer).__name__} with a parameter of shape "

@@ -75,14 +75,9 @@ class Subject:
 class Turn:
     """One call of a pass, and its level."""
 
-    planner: Planner
     num_pass: int
     number: int
     level: Level
-
-    def backward_begins(self) -> None:
-        """Backward has reached this call."""
-        self.planner.turn_back(self)
 
 
 class _Watch:
@@ -187,14 +182,14 @@ class Planner:
     def next(self, subject: Subject) -> Turn:
         """The turn of the next call. Collective at the start of a pass."""
         if self._memory.limit_is_open:
-            return Turn(self, -1, -1, Level.NOTHING)
+            return Turn(-1, -1, Level.NOTHING)
         if self._pass.stage is Stage.BACKWARD or self._is_repeated(subject):
             self._begin(subject)
         current = self._pass
         number, current.num_calls = current.num_calls, current.num_calls + 1
         if current.watch is not None:
             current.watch.begin_call()
-        return Turn(self, current.number, number, self._level(current, number, subject))
+        return Turn(current.number, number, self._level(current, number, subject))
 
     def abort(self) -> None:
         """A call of this pass has failed: the next call begins a new pass.

@@ -293,7 +293,9 @@ class Backward:
         # Gradients are put back on the compute stream, and the next pass reads and writes the sums
         # there. Without this wait, a reduction in flight could overwrite both.
         self._transport.wait_for_reductions()
-        is_incomplete = any(gradient.had_deferred for gradient in self._waiting)
+        is_incomplete = any(
+            each.had_deferred if each.is_open else each.has_deferred for each in self._waiting
+        )
         for gradient in self._gradients:
             gradient.abandon()
         if is_incomplete:

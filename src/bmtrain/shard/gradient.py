@@ -104,7 +104,8 @@ class Gradient:
         self._live = [False] * len(layout.slots)
         self._touched = [False] * len(layout.slots)
         self._deferred: torch.Tensor | None = None
-        self._has_deferred_before = False  # at the beginning of the pass
+        #: whether gradients were held back at the beginning of the pass
+        self.had_deferred = False
         #: whether a pass has raised that added to what earlier ones had deferred
         self.is_lost = False
         self._content = Content.UNWRITTEN
@@ -138,11 +139,6 @@ class Gradient:
         """Whether this rank holds gradients back for a later reduction."""
         return self._deferred is not None or self._keeps_slices or self.is_lost
 
-    @property
-    def had_deferred(self) -> bool:
-        """Whether gradients were held back before this pass."""
-        return self._has_deferred_before if self.is_open else self.has_deferred
-
     def expect(self) -> None:
         """A backward pass may come: free cleared memory, prepare for the reduction.
 
@@ -165,7 +161,7 @@ class Gradient:
             for index, live in enumerate(self._live):
                 if not live and self._total is not None:
                     self._slice(self._total, index).zero_()
-        self._has_deferred_before = self.has_deferred
+        self.had_deferred = self.has_deferred
         if not self.has_deferred:
             self._touched = [False] * len(self._live)
         self._set_aside(grads)
@@ -230,7 +226,7 @@ class Gradient:
         cannot be taken apart: see `lose_deferred`.
         """
         self.is_open = False
-        if not self._has_deferred_before:
+        if not self.had_deferred:
             self._deferred, self._keeps_slices = None, False
         self._slices.clear()
         for index, before in self._before.items():

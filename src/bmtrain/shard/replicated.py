@@ -43,10 +43,6 @@ class Replicated:
     def __contains__(self, param: object) -> bool:
         return any(known is param for known in self)
 
-    def is_summed(self, param: torch.nn.Parameter) -> bool:
-        """Whether the gradient of an ordinary parameter is summed over ranks."""
-        return self._world.size == 1 or param in self
-
     def retire(self, param: torch.nn.Parameter) -> None:
         """`param` was replaced by a sharded parameter: an optimizer of it would train nothing."""
         key = id(param)

@@ -216,10 +216,6 @@ class Storage:
         piece = self.piece(index)
         return value.detach().reshape(-1)[piece.start : piece.stop]
 
-    def slice_of_whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's 1-D slice of a tensor of slot `index`'s whole shape (split undone)."""
-        return self.cut(index).own_of_whole(value.detach())
-
     def version(self) -> int:
         """A number that changes when a parameter is written in place on this rank."""
         return version_of(self._shard)

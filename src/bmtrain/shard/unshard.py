@@ -235,11 +235,6 @@ class Use:
         return self._ended_in != -1
 
     @property
-    def is_shared_by_ranks(self) -> bool:
-        """Whether other ranks take part in its gathers and reductions."""
-        return any(storage.axis.size > 1 for storage in self._storages)
-
-    @property
     def is_gathered_again(self) -> bool:
         """Whether backward gathers again what forward has gathered (ZeRO-3)."""
         return any(not residence.survives_forward for residence in self._residences.values())
@@ -266,13 +261,6 @@ class Use:
         """Backward may come, and bring gradients. Collective the first time."""
         for storage, _ in self._trained():
             storage.gradient.expect()
-
-    def open_apart(self) -> list[torch.Tensor]:
-        """The same as leaves of their own graph: recomputation takes their gradients itself."""
-        return [
-            view.detach().requires_grad_(flag)
-            for view, flag in zip(self.views(), self.trainable, strict=True)
-        ]
 
     def select(
         self, views: Sequence[torch.Tensor], storages: Sequence[Storage], positions: Sequence[int]
