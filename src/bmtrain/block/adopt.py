@@ -106,7 +106,7 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
         param = place.value
         placement = EVERYWHERE
         if isinstance(param, DistributedParameter):
-            if "_storage" not in vars(param):
+            if "storage_of" not in vars(param):
                 raise ParameterError(
                     f"{place.path!r} is a {type(param).__name__} with a tensor of its own: make it "
                     "by DistributedParameter.__new__, or register_buffer what is not trained."
@@ -218,7 +218,7 @@ def replace(
 ) -> DistributedParameter:
     """Replace the ordinary parameter `old`; returns `old` itself where it can become the new."""
     if old.is_meta:
-        new.mark_unset()
+        new.never_set = True
     used = new.take_the_place_of(old)
     if used is not old:
         converted.remember(old, new)

@@ -141,7 +141,8 @@ class Block(DistributedModule):
         self._shown: str | None = None
         self._stage: int | None = None  # pipeline stage; None outside of a pipeline
         self._shared: Use | None = None  # one use for all calls inside `together`
-        self._binding = Binding(functools.partial(parts_of, inner))
+        #: puts full tensors in the place of the parameters: calls are those of the module then
+        self.binding = Binding(functools.partial(parts_of, inner))
         self._host_state = HostState(functools.partial(all_modules, inner), context.scripts)
         self.shard()
         self._is_made = True
@@ -162,15 +163,7 @@ class Block(DistributedModule):
     @property
     def storages(self) -> Sequence[Storage]:
         """The storages that are gathered for this block."""
-        return self._binding.table().storages
-
-    @property
-    def binding(self) -> Binding:
-        """What puts full tensors in the place of the parameters.
-
-        While it does, calls of the block are calls of its module.
-        """
-        return self._binding
+        return self.binding.table().storages
 
     @property
     def runs_plainly(self) -> bool:
@@ -204,7 +197,7 @@ class Block(DistributedModule):
             )
 
     def _structure(self) -> Structure:
-        params = [param for _, param in self._binding.table()]
+        params = [param for _, param in self.binding.table()]
         return self._context.programs.structure(self._inner, params, bool(self._fp8))
 
     def _parts(self) -> list[tuple[str, torch.nn.Module]]:
@@ -281,9 +274,9 @@ class Block(DistributedModule):
         return functools.partial(self._forward, self._inner.forward)
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._binding.is_running:  # a replacement of `forward` calls `original` from inside
+        if self.binding.is_running:  # a replacement of `forward` calls `original` from inside
             return original(*args, **kwargs)
-        table = self._binding.table()
+        table = self.binding.table()
         if table.is_replaced:
             return original(*args, **kwargs)
         refuse_transforms()
@@ -292,7 +285,7 @@ class Block(DistributedModule):
         use = Use(table.storages) if self._shared is None else self._shared
         invocation = Invocation(table, use, self._runner_now((*args, *kwargs.values())))
         level = self._level if torch.is_grad_enabled() else Level.NOTHING
-        if level is None and use.has_hooks:
+        if level is None and use.hooks is not None:
             # What they do with what is kept is their business: they recompute it, or move it. Once
             # more the same level, if they are those of a checkpoint.
             level = Level.NOTHING
@@ -514,7 +507,7 @@ class Block(DistributedModule):
         """Inside, the module holds views of the invocation's use."""
         table = invocation.table
         bound = invocation.use.select(views, table.storages, table.positions)
-        return self._binding.running(table, bound, is_compiled=invocation.runner.is_compiled)
+        return self.binding.running(table, bound, is_compiled=invocation.runner.is_compiled)
 
     def _tied(
         self,
@@ -539,7 +532,7 @@ class Block(DistributedModule):
             tied = tied_to(views, out, arguments, first_node, is_gathered_again=again)
         if execution.lends or tied is not out:
             end = next((view.grad_fn for view in views if view.requires_grad), None)
-            table, binding, fp8 = execution.invocation.table, self._binding, self._fp8
+            table, binding, fp8 = execution.invocation.table, self.binding, self._fp8
 
             def bind(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
                 return binding.lend(table, use, marked(tensors) if fp8 else tensors)

@@ -120,7 +120,7 @@ def init_parameters(module: torch.nn.Module) -> None:
             _Wrapping(current).wrap_children(module)
         for param in module.parameters():
             if isinstance(param, DistributedParameter):
-                param.mark_unset()
+                param.never_set = True
     initialize.initialize(module)
 
 

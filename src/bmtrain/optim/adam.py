@@ -83,7 +83,7 @@ class AdamBase(torch.optim.Optimizer):
                     "(model.to(bmtrain.device())) before making the optimizer."
                 )
         self._engine = current.service(Engine)
-        self._engine.replicate(x for x in flat if not isinstance(x, DistributedParameter))
+        self._engine.replicated.add(x for x in flat if not isinstance(x, DistributedParameter))
         self._stepped: list[dict[str, Any]] = []  # states of the parameters in the last step
         if scale is None:
             scale = 65536.0 if any(param.dtype == torch.float16 for param in flat) else 1.0

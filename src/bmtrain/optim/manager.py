@@ -164,7 +164,7 @@ class OptimManager:
         Called before every backward, because parameters may have joined its groups since.
         """
         params = parameters_of(optimizer.param_groups)
-        self._engine.replicate(x for x in params if not isinstance(x, DistributedParameter))
+        self._engine.replicated.add(x for x in params if not isinstance(x, DistributedParameter))
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale / grad_scale`, the value that backward runs on."""

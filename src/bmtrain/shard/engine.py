@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -211,10 +211,6 @@ class Engine:
         """Wait for the values that a gather is about to read."""
         residence.is_late = False
         residence.settle()
-
-    def replicate(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Keep ordinary parameters the same on all ranks: rank 0's values, gradients summed."""
-        self.replicated.add(params)
 
     def rest(self) -> None:
         """Between passes: nothing stays in flight, and gathered values are forgotten.

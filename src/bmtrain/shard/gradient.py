@@ -8,13 +8,14 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from bmtrain.distributed.transport import Reduction, Transport
 from bmtrain.errors import ParameterError
+from bmtrain.shard.hooks import Hooked
 from bmtrain.shard.label import Label
 from bmtrain.shard.layout import Layout
 from bmtrain.shard.residence import num_references
@@ -51,21 +52,6 @@ class Content(enum.Enum):
     CURRENT = enum.auto()
 
 
-class Trained(Protocol):
-    """What a gradient needs of its parameter."""
-
-    shown_grad: Slices | None  # what `.grad` shows
-    requires_grad: bool
-    grad_hooks: Mapping[int, object]  # called by `hooked`
-    post_hooks: Mapping[int, object]  # called by `run_post_hooks`
-
-    def hooked(self, grad: Slices) -> Slices:
-        """The gradient of one pass after its hooks have run."""
-
-    def run_post_hooks(self) -> None:
-        """Called when `.grad` is complete."""
-
-
 class Gradient:
     """Sums the full gradients of a storage over backward passes and shows each slice in `.grad`.
 
@@ -87,11 +73,11 @@ class Gradient:
         show: Callable[[torch.Tensor, int], Slices],
     ) -> None:
         self.layout, self.policy, self.axis, self.label = layout, policy, label.axis, label
-        self._params: Sequence[weakref.ref[Trained]] = params  # filled in by the storage later
+        self._params: Sequence[weakref.ref[Hooked]] = params  # filled in by the storage later
         self._device, self._transport, self._show = device, transport, show
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
         # The same in the parameters' dtype, shown in `.grad`; one tensor if the dtypes agree.
-        self._public: torch.Tensor | None = None
+        self.flat: torch.Tensor | None = None
         self._slots: list[torch.Tensor] = []  # 1-D views of `_public`
         self._views: list[Slices] = []  # what `.grad` shows: `_slots` that look whole
         # For parameters with hooks: what `.grad` held before the pass.
@@ -101,8 +87,8 @@ class Gradient:
         self._keeps_slices = False  # `_slices` are deferred
         self._versions: list[int] = []
         self._num_own = 0  # references to the memory and its views if no one else holds any
-        self._live = [False] * len(layout.slots)
-        self._touched = [False] * len(layout.slots)
+        self.continued = [False] * len(layout.slots)
+        self.touched = [False] * len(layout.slots)
         self._deferred: torch.Tensor | None = None
         #: whether gradients were held back at the beginning of the pass
         self.had_deferred = False
@@ -110,24 +96,6 @@ class Gradient:
         self.is_lost = False
         self._content = Content.UNWRITTEN
         self.is_open = False
-
-    @property
-    def flat(self) -> torch.Tensor | None:
-        """This rank's gradient of all slots, padding zero: (shard_numel,) in the parameters' dtype.
-
-        None while no memory is allocated for it.
-        """
-        return self._public
-
-    @property
-    def touched(self) -> list[bool]:
-        """Per slot: whether this backward pass has produced a gradient for it on this rank."""
-        return list(self._touched)
-
-    @property
-    def continued(self) -> list[bool]:
-        """Per slot: whether this backward pass adds to what `.grad` held."""
-        return list(self._live)
 
     @property
     def has_hooks(self) -> bool:
@@ -151,19 +119,19 @@ class Gradient:
         """Begin a backward pass: keep what is in `.grad`, drop the rest of the sum."""
         self.is_open = True
         grads = self._part_from_readers(self._grads())
-        self._live = [grad is not None for grad in grads]
-        self._prepare_sum(is_continued=any(self._live))
+        self.continued = [grad is not None for grad in grads]
+        self._prepare_sum(is_continued=any(self.continued))
         for index, grad in enumerate(grads):
             if grad is not None:
                 self._take_over(index, grad)
         # The reduction adds to the sum: without this, a gradient that was cleared would count.
         if self._content is Content.CURRENT:
-            for index, live in enumerate(self._live):
+            for index, live in enumerate(self.continued):
                 if not live and self._total is not None:
                     self._slice(self._total, index).zero_()
         self.had_deferred = self.has_deferred
         if not self.has_deferred:
-            self._touched = [False] * len(self._live)
+            self.touched = [False] * len(self.continued)
         self._set_aside(grads)
 
     def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> Reduction | None:
@@ -174,7 +142,7 @@ class Gradient:
         Returns:
             The reduction that the caller has to start; None if it is held back.
         """
-        self._touched = [t or g is not None for t, g in zip(self._touched, grads, strict=True)]
+        self.touched = [t or g is not None for t, g in zip(self.touched, grads, strict=True)]
         self._check_deferring(defer)
         grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
         if not defer and self._deferred is None:
@@ -192,7 +160,7 @@ class Gradient:
     def add_slice(self, index: int, grad: torch.Tensor, *, defer: bool) -> None:
         """Add the gradient of this rank's slice of slot `index`, already summed over ranks."""
         self._check_deferring(defer)
-        self._touched[index] = True
+        self.touched[index] = True
         self._slices.append((index, grad))
         self._keeps_slices = self._keeps_slices or defer
 
@@ -204,20 +172,20 @@ class Gradient:
         self._transport.ledger.note(
             self.axis, f"clearing held-back gradient {index} of {self.label.text}"
         )
-        self._touched[index] = False
+        self.touched[index] = False
         self._slices = [(place, grad) for place, grad in self._slices if place != index]
         self._keeps_slices = bool(self._slices)
         slot = self.layout.slots[index]
         if self._deferred is not None:
             self._deferred[slot.offset : slot.end].zero_()
-        if not any(self._touched):
+        if not any(self.touched):
             self._deferred, self.is_lost = None, False
 
     def lose_deferred(self) -> None:
         """What passes had deferred is incomplete: the program must clear these gradients first."""
         self._deferred, self._keeps_slices = None, False
         self._slices.clear()
-        self.is_lost = any(self._touched)
+        self.is_lost = any(self.touched)
 
     def abandon(self) -> None:
         """Leave a pass that has raised: `.grad` of hooked parameters is as it was.
@@ -248,15 +216,15 @@ class Gradient:
         find different ones step on different parameters.
         """
         self.is_open = False
-        if self._total is None or self._public is None:
+        if self._total is None or self.flat is None:
             return
         self._add_slices()
-        if self._public is not self._total:
-            self._public.copy_(self._total)
+        if self.flat is not self._total:
+            self.flat.copy_(self._total)
         shown, hooked = [], self._hooked()
         for index, is_trained in enumerate(self.trainable()):
             param = self._params[index]()
-            if param is not None and is_trained and (self._live[index] or touched[index]):
+            if param is not None and is_trained and (self.continued[index] or touched[index]):
                 if index in hooked or index in self._before:
                     self._run_hooks(index, param, is_touched=touched[index])
                 param.shown_grad = self._views[index]
@@ -295,7 +263,7 @@ class Gradient:
             if (param := ref()) is not None and (param.grad_hooks or param.post_hooks)
         }
 
-    def _run_hooks(self, index: int, param: Trained, *, is_touched: bool) -> None:
+    def _run_hooks(self, index: int, param: Hooked, *, is_touched: bool) -> None:
         before = self._before.pop(index, None)
         view = self._slots[index]
         own = self._show(view.clone(), index)
@@ -304,7 +272,7 @@ class Gradient:
                 view.copy_(param.hooked(own).local)
             if before is not None:
                 view.add_(before)
-            if self._public is not self._total and self._total is not None:
+            if self.flat is not self._total and self._total is not None:
                 self._slice(self._total, index).copy_(view)
 
     def _add_slices(self) -> None:
@@ -347,18 +315,18 @@ class Gradient:
         would overwrite `old` in silence. Returns what `.grad` shows now.
         """
         shown = list(map(operator.is_, grads, self._views))
-        if self._public is None or self._total is None or all(shown):
+        if self.flat is None or self._total is None or all(shown):
             return grads
         # Two references to each shown view are our own: one in `grads`, one in its parameter.
         if self._num_references() - 2 * sum(shown) <= self._num_own:
             return grads
         old, was = self._slots, self._versions
-        old_total, old_public = self._total, self._public
+        old_total, old_public = self._total, self.flat
         with torch.inference_mode(False):
             self._total = old_total.clone()
         self._show_total(self._total)
-        if self._public is not self._total:
-            self._public.copy_(old_public)
+        if self.flat is not self._total:
+            self.flat.copy_(old_public)
         for index, reference in enumerate(self._params):
             param = reference()
             if param is not None and shown[index]:
@@ -379,7 +347,7 @@ class Gradient:
             return
         if any(grad is not None for grad in self._grads()):
             return
-        self._total = self._public = None
+        self._total = self.flat = None
         self._slots, self._views = [], []
 
     def _prepare_sum(self, *, is_continued: bool) -> None:
@@ -402,9 +370,7 @@ class Gradient:
         """Make the views that `.grad` shows of a new sum."""
         with torch.inference_mode(False):
             same = total.dtype == self.policy.dtype
-            self._public = public = (
-                total if same else torch.empty_like(total, dtype=self.policy.dtype)
-            )
+            self.flat = public = total if same else torch.empty_like(total, dtype=self.policy.dtype)
             self._slots = [self._slice(public, index) for index in range(len(self._params))]
             self._views = [self._show(own, index) for index, own in enumerate(self._slots)]
         self._versions = [-1] * len(self._params)
@@ -422,7 +388,7 @@ class Gradient:
             return
         if grad.local is not view:
             view.copy_(grad.local)
-        if self._public is not self._total:
+        if self.flat is not self._total:
             self._slice(self._total, index).copy_(view)
 
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -60,12 +60,13 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             it does not have.
     """
 
-    _storage: Storage
-    _index: int
+    storage_of: Storage
+    index_in_storage: int  # its slot in the storage
     _original_shape: torch.Size
     _tp_original_shape: torch.Size
     _init_method: Initializer | None
-    _never_set: bool
+    #: made from a meta tensor, or waiting for `init_parameters` or a checkpoint
+    never_set: bool
     _aliases: dict[int, weakref.ref[Slices]]
     _takes_whole_gradients: bool
     group: str | None
@@ -81,7 +82,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     ) -> DistributedParameter:
         param = cls.unattached(data, requires_grad, tp_mode, tp_split_dim)
         param._init_method, param.group = init_method, group
-        param._storage.attach([param])
+        param.storage_of.attach([param])
         return param
 
     @classmethod
@@ -117,7 +118,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         )
         storage.fill(0, data)
         param = cls.at(storage, 0, requires_grad)
-        param._never_set = data.is_meta
+        param.never_set = data.is_meta
         return param
 
     @classmethod
@@ -131,7 +132,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             collections.OrderedDict(),
         )
         param.shown_grad, param._init_method, param.group = None, None, None
-        param._never_set = param._takes_whole_gradients = False
+        param.never_set = param._takes_whole_gradients = False
         param.move_to(storage, index)
         return param
 
@@ -160,15 +161,15 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def move_to(self, storage: Storage, index: int) -> None:
         """Live in another storage from now on; its slot must already hold the values."""
         slot = storage.layout.slots[index]
-        self._storage, self._index, self.shown_grad = storage, index, None
-        self._local, self._cut = storage.local(index), storage.cut(index)
+        self.storage_of, self.index_in_storage, self.shown_grad = storage, index, None
+        self._local, self.cut = storage.local(index), storage.cut(index)
         self._original_shape, self._tp_original_shape = (
             torch.Size(slot.shape),
             torch.Size(slot.whole_shape),
         )
         self.count_holders()
         for alias in self._living_aliases():
-            alias._local, alias._cut = self._local, self._cut
+            alias._local, alias.cut = self._local, self.cut
 
     @property
     def data(self) -> torch.Tensor:
@@ -210,7 +211,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         self._aliases.clear()
         self.local.copy_(values.local)
         self.mark_written()
-        if isinstance(value, Slices) and value.cut.is_like(self._cut):
+        if isinstance(value, Slices) and value.cut.is_like(self.cut):
             value._local = self._local
             self._aliases[id(value)] = weakref.ref(value)
 
@@ -220,16 +221,16 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
         Collective if `reduce_gradients=False` held gradients back.
         """
-        if self._storage.gradient.has_deferred:
-            self._storage.engine.backward.flush()
+        if self.storage_of.gradient.has_deferred:
+            self.storage_of.engine.backward.flush()
         return self.shown_grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is None:
             # Else a pass that has raised would take back what is cleared here.
-            self._storage.engine.backward.abandon_if_dead()
-            self._storage.gradient.discard_deferred(self._index)
+            self.storage_of.engine.backward.abandon_if_dead()
+            self.storage_of.gradient.discard_deferred(self.index_in_storage)
             self.shown_grad = None
             return
         if not isinstance(value, torch.Tensor) or value.dtype != self.dtype:
@@ -246,7 +247,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     @property
     def local(self) -> torch.Tensor:
-        self._storage.settle()
+        self.storage_of.settle()
         return self._local
 
     @property
@@ -255,27 +256,12 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return sys.getrefcount(self._local) - shared > self._num_holders
 
     @property
-    def storage_of(self) -> Storage:
-        """The storage of this parameter."""
-        return self._storage
-
-    @property
-    def index_in_storage(self) -> int:
-        """Its slot in the storage."""
-        return self._index
-
-    @property
     def init_method(self) -> Initializer | None:
         """Called by `init_parameters` with the full tensor."""
         return self._init_method
 
-    @property
-    def never_set(self) -> bool:
-        """Whether a parameter made from a meta tensor has no values yet."""
-        return self._never_set
-
     def alias(self) -> Slices:
-        alias = ParameterAlias(self._local, self._cut)
+        alias = ParameterAlias(self._local, self.cut)
         alias.param = self
         self._aliases[id(alias)] = weakref.ref(alias)
         if len(self._aliases) > 8:
@@ -291,7 +277,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     def differentiable_whole(self) -> torch.Tensor:
         # Only this tensor: not the rest of its storage, which only some ranks may have.
-        storage = self._storage
+        storage = self.storage_of
         is_alone = storage.placement.stage is None and len(storage.layout.slots) == 1
         return self.gather() if is_alone else super().differentiable_whole()
 
@@ -314,19 +300,21 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         """
         if args or kwargs:
             return torch.gather(self, *args, **kwargs)
-        use = Use([self._storage])
+        use = Use([self.storage_of])
         with use.running():
-            view = use.open()[self._index]
+            view = use.open()[self.index_in_storage]
             return view.clone() if use.is_gathered_again else view
 
     def gather_all(self) -> torch.Tensor:
         """The whole tensor, `_tp_original_shape`: as `gather`, the tensor-parallel split undone."""
-        split = self._storage.layout.slots[self._index].split
+        split = self.storage_of.layout.slots[self.index_in_storage].split
         full = self.gather()
         return (
             full
             if split is None
-            else torch.cat(list(autograd.all_gather(full, self._storage.engine.mesh.tp)), split.dim)
+            else torch.cat(
+                list(autograd.all_gather(full, self.storage_of.engine.mesh.tp)), split.dim
+            )
         )
 
     def tp_gather(self) -> torch.Tensor:
@@ -334,12 +322,12 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
         Collective.
         """
-        split = self._storage.layout.slots[self._index].split
+        split = self.storage_of.layout.slots[self.index_in_storage].split
         local = self.differentiable_local()
         return (
             local
             if split is None
-            else autograd.all_gather(local, self._storage.engine.mesh.tp).view(-1)
+            else autograd.all_gather(local, self.storage_of.engine.mesh.tp).view(-1)
         )
 
     def set_full(self, value: torch.Tensor) -> None:
@@ -353,7 +341,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
                 f"a parameter of shape {tuple(self._tp_original_shape)} got values of "
                 f"shape {tuple(value.shape)}."
             )
-        self.set_slice(self._cut.own_of_whole(value))
+        self.set_slice(self.cut.own_of_whole(value))
 
     def set_slice(self, values: torch.Tensor) -> None:
         """Set the values of this rank's slice, (numel of the slice,)."""
@@ -361,28 +349,24 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             self.local.copy_(values)
         self.mark_written()
 
-    def mark_unset(self) -> None:
-        """The parameter waits for `init_parameters` or a checkpoint."""
-        self._never_set = True
-
     def mark_written(self) -> None:
         """The parameter was written: values gathered before are stale.
 
         Call it after every write between gathers, at the same place on all ranks.
         """
         self.count_write()
-        self._storage.mark_written()
+        self.storage_of.mark_written()
 
     def count_write(self) -> None:
         """`mark_written` for writes at the end of a pass, when no gather has to be forgotten."""
-        self._never_set = False
+        self.never_set = False
         self.num_own_writes += 1
 
     mark_set = mark_written
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
-            _copy_storage(self._storage, memo)
+            _copy_storage(self.storage_of, memo)
         found: DistributedParameter = memo[id(self)]
         return found
 
@@ -413,12 +397,14 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             param = reference()
             if grad is None or param is None:
                 return None
-            storage = param._storage
+            storage = param.storage_of
             if isinstance(grad, Slices):
-                storage.engine.backward.add_slice(storage.gradient, param._index, grad.local)
+                storage.engine.backward.add_slice(
+                    storage.gradient, param.index_in_storage, grad.local
+                )
             else:
                 own = [
-                    grad if index == param._index else None
+                    grad if index == param.index_in_storage else None
                     for index in range(len(storage.layout.slots))
                 ]
                 storage.engine.backward.add([(storage.gradient, own)])
@@ -494,10 +480,10 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
         trainable = old is not None and old.requires_grad
         new = DistributedParameter.at(target, index, trainable)
         if isinstance(old, DistributedParameter):
-            new._init_method, new.group, new._never_set = (
+            new._init_method, new.group, new.never_set = (
                 copy.copy(old._init_method),
                 old.group,
-                old._never_set,
+                old.never_set,
             )
             for name in set(vars(old)) - set(vars(new)):
                 vars(new)[name] = copy.deepcopy(vars(old)[name], memo)

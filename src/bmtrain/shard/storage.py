@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -35,16 +34,6 @@ class ShardPolicy:
 
     def __post_init__(self) -> None:
         check_zero_level(self.zero_level)
-
-
-class Update(Protocol):
-    """New values of a shard, or of a part of it, that are computed beside the program."""
-
-    def finish(self) -> None:
-        """Wait for the values and write them. May be called again.
-
-        Later work on the current stream finds them.
-        """
 
 
 class Storage:
@@ -98,7 +87,7 @@ class Storage:
         self._shard, source = engine.transport.new_shard(
             numel, dtype, self.axis, shared=self.is_here and not adoptable
         )
-        self._updates: list[Update] = []
+        self._updates: list[Callable[[], None]] = []
         self._num_own = num_references(self._shard)  # if no one has made a view of it
         # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
         # Python's collector finds the cycle, at different times on different ranks.
@@ -141,16 +130,18 @@ class Storage:
         self.settle()
         return self._shard
 
-    def expect(self, update: Update, *, is_late: bool) -> None:
+    def expect(self, finish: Callable[[], None], *, is_late: bool) -> None:
         """Values are computed beside the program: whoever asks for them waits.
 
         Called at the same place on all ranks, those without elements of it too. The caller has
         counted the write, so that versions do not depend on when the values come.
 
         Args:
+            finish: waits for the values and writes them, so that later work on the current stream
+                finds them. May be called again.
             is_late: whether that may be in the next pass; the same on all ranks.
         """
-        self._updates.append(update)
+        self._updates.append(finish)
         self.residence.is_late = is_late or self.residence.is_late
 
     def settle(self) -> None:
@@ -160,9 +151,9 @@ class Storage:
             Exception: what ended an update; then the values are not to be had any more.
         """
         while self._updates:
-            update = self._updates[0]
-            update.finish()
-            self._updates = [other for other in self._updates if other is not update]
+            finish = self._updates[0]
+            finish()
+            self._updates = [other for other in self._updates if other is not finish]
 
     @property
     def is_held(self) -> bool:

@@ -118,10 +118,6 @@ class Kept:
 Bind = Callable[[Sequence[torch.Tensor]], Callable[[], None]]
 
 
-def _nothing() -> None:
-    """The tensors were given back already."""
-
-
 class Loan:
     """Full tensors of a use, lent to code that runs in backward: recomputation and user hooks.
 
@@ -145,7 +141,7 @@ class Loan:
         if tensors:
             # The pass keeps this object until its end, and `give_back` holds the tensors: without
             # the exchange, their memory would stay allocated as long.
-            give_back, self._give_back = self._give_back, _nothing
+            give_back, self._give_back = self._give_back, lambda: None
             give_back()
         grads = [tensor.grad for tensor in tensors]
         for tensor, grad in zip(tensors, grads, strict=True):
@@ -189,7 +185,8 @@ class Use:
         self._residences = dict(zip(storages, residences, strict=True))
         self._full: dict[Storage, torch.Tensor] = {}
         self._written: dict[Storage, int] = {}
-        self._hooks: Any = saved_tensors_hooks()  # of the program
+        #: for saved tensors: the program's, or those of a call around it; None without any
+        self.hooks: Any = saved_tensors_hooks()
         self._places: dict[int, Storage] = {}  # by address of the full buffer
         self._running = 0
         self._with_grad = torch.is_grad_enabled()
@@ -206,11 +203,6 @@ class Use:
                 for storage in storages
                 for param in storage.params
             ]
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether the program's hooks for saved tensors, or those of a call around it, were set."""
-        return self._hooks is not None
 
     @property
     def is_repeated(self) -> bool:
@@ -435,14 +427,14 @@ class Use:
         Of parameters their places are kept: views would keep buffers until backward. All else goes
         the way of the program's own hooks.
         """
-        if self._hooks is None:
+        if self.hooks is None:
             if not self.is_gathered_again:
                 return contextlib.nullcontext()
             return torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: self.place_of(tensor) or Kept(tensor),
                 lambda saved: self.find(saved) if isinstance(saved, Packed) else saved.get(),
             )
-        pack, unpack = self._hooks
+        pack, unpack = self.hooks
 
         def keep(tensor: torch.Tensor) -> tuple[Callable[[Any], torch.Tensor], Any]:
             place = self.place_of(tensor)
@@ -459,7 +451,7 @@ class Use:
         if storage is None:
             return None
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        if self._hooks is not None:
+        if self.hooks is not None:
             begin = offset - int(self._full[storage].storage_offset())
             slots = [(slot.shape, slot.stride, slot.offset) for slot in storage.layout.slots]
             if (tuple(size), stride, begin) not in slots:
