@@ -400,17 +400,13 @@ class Block(DistributedModule):
         execution = Execution(invocation, again, packs=False)
         first_node = next_node_number()
 
-        def body(
-            args: tuple[Any, ...], kwargs: dict[str, Any], is_again: bool
-        ) -> tuple[Any, list[torch.Tensor]]:
-            return self._compute(execution, args, kwargs, is_again=is_again)
-
         def keep(reason: str) -> None:
             again.forget()
             self._warn_of_keeping(reason)
 
         named = itertools.chain(enumerate(args), kwargs.items())
         begun = self._host_state.begin(named, context.draws)
+        body = functools.partial(self._compute, execution)
         recomputation = Recomputation(body, begun, use.place_of, use.find, keep)
         with context.pinned.saving(moved, None) if moved else contextlib.nullcontext():
             recomputation.save(args, kwargs)
@@ -474,7 +470,6 @@ class Block(DistributedModule):
         execution: Execution,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
         is_again: bool = False,
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run the module on gathered parameters, for its saved tensors only if it runs again.

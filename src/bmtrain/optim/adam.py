@@ -66,7 +66,8 @@ class AdamBase(torch.optim.Optimizer):
     ) -> None:
         name = type(self).__name__
         current = world.current(name)
-        self._form = StateForm.checked(name, moments, master_weights)
+        #: in how many bits states are kept
+        self.form = StateForm.checked(name, moments, master_weights)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
         defaults |= {"weight_decay": weight_decay, "hold_steps": hold_steps}
         check(name, **{key: (defaults[key], rule) for key, rule in RULES.items()})
@@ -74,7 +75,7 @@ class AdamBase(torch.optim.Optimizer):
         for group in self.param_groups:
             check(name, **{key: (group[key], rule) for key, rule in RULES.items()})
         flat = parameters_of(self.param_groups)
-        self._form.check_params(name, flat)
+        self.form.check_params(name, flat)
         for param in flat:
             if param.device != current.device:
                 raise ParameterError(
@@ -235,7 +236,7 @@ class AdamBase(torch.optim.Optimizer):
         if self._layout is not None and not self._layout.is_current(self.param_groups, self.state):
             self._drop_layout()
         if self._layout is None:
-            self._form.check_params(type(self).__name__, parameters_of(self.param_groups))
+            self.form.check_params(type(self).__name__, parameters_of(self.param_groups))
             self._layout = self._new_layout()
         return self._layout
 
@@ -249,7 +250,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def _new_layout(self) -> AdamLayout:
         return AdamLayout(
-            self.param_groups, self.state, self._memory_of, self._form, self._wait_for_copies
+            self.param_groups, self.state, self._memory_of, self.form, self._wait_for_copies
         )
 
     def _wait_for_copies(self) -> None:
@@ -265,7 +266,7 @@ class AdamBase(torch.optim.Optimizer):
         """
         state, flat = self.sharded_state_dict(), parameters_of(self.param_groups)
         states = state["state"]
-        if self._form.is_compact:
+        if self.form.is_compact:
             states = {index: in_fp32(values, flat[index]) for index, values in states.items()}
         if gather:
             return {**state, "state": resharding.gather_states(flat, states)}
@@ -276,10 +277,6 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale.wait()
         self._lay_out().follow()
         return super().state_dict()
-
-    def state_names(self, param: torch.Tensor) -> tuple[frozenset[str], frozenset[str]]:
-        """Names of the tensors that a saved state of it must have, and of those it may have."""
-        return self._form.names(param)
 
     def begin_restore(self, saved: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Take over groups and step counts of `saved`, a state dict without tensors.
@@ -318,7 +315,7 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale.wait()
         check_adam_state(state_dict, {*NAMES, *resharding.NAMES})
         states = resharding.local_states(self.param_groups, state_dict)
-        if self._form.master_weights == "split":
+        if self.form.master_weights == "split":
             check_masters(parameters_of(self.param_groups), states)
         return {**state_dict, "state": states}
 

@@ -141,7 +141,7 @@ class Engine:
     def register(self, residence: Residence, gradient: Gradient) -> None:
         """Enter a new storage into the schedule, the backward passes and the ledger."""
         self._residences.add(residence)
-        residence.rename(gradient.label)
+        residence.label = gradient.label
         shapes = " ".join(f"{slot.name} {slot.shape}" for slot in gradient.layout.slots)
         self.transport.ledger.note(
             gradient.axis, f"the making of {gradient.label.text}: {gradient.policy.dtype} {shapes}"

@@ -282,16 +282,12 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return self.gather() if is_alone else super().differentiable_whole()
 
     def read(self) -> torch.Tensor:
-        self._expect_whole_gradients()
+        self.expect_whole_gradients()
         return self.local
 
     def whole(self) -> torch.Tensor:
-        self._expect_whole_gradients()
+        self.expect_whole_gradients()
         return super().whole()
-
-    @torch.no_grad()
-    def expect_gradients_of_torch(self) -> None:
-        self._expect_whole_gradients()
 
     def gather(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The full tensor, differentiable: its gradient is summed over ranks into this slice.
@@ -382,7 +378,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             return getattr(vars(DistributedParameter)["grad"], func.__name__)(*args)
         return run(func, args, kwargs or {})
 
-    def _expect_whole_gradients(self) -> None:
+    def expect_whole_gradients(self) -> None:
         """Take whole gradients from torch's own `.grad` and reduce them.
 
         A custom function, or TorchScript, may be reading the parameter itself: autograd then

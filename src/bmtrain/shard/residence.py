@@ -57,10 +57,6 @@ class Residence:
     def __init__(self, source: ShardSource) -> None:
         self._source = source
 
-    def rename(self, label: Label) -> None:
-        """Set the name in messages."""
-        self.label = label
-
     def place(self, phase: Phase) -> str:
         """What is gathered where, for messages: the same on all ranks."""
         return "" if self.label is None else self.label.places[phase]

@@ -123,8 +123,8 @@ class Slices(torch.Tensor):
         with torch.inference_mode(False), torch.no_grad():
             return self.cut.gathered(self.local)
 
-    def expect_gradients_of_torch(self) -> None:
-        """Torch's own code has put this tensor itself into its graph."""
+    def expect_whole_gradients(self) -> None:
+        """Torch's own code may have put this tensor itself into its graph. Without gradients."""
 
     def whole_of_parts(self) -> torch.Tensor:
         """The same with a tensor-parallel split undone. Collective."""
@@ -221,8 +221,9 @@ class Slices(torch.Tensor):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         sharded = [x for x in tensors if isinstance(x, Slices)]
         if torch.is_grad_enabled():
-            for x in sharded:
-                x.expect_gradients_of_torch()
+            with torch.no_grad():
+                for x in sharded:
+                    x.expect_whole_gradients()
         cut = sharded[0].cut
         # In backward, a 0-dim operand may depend on this rank's rows: the slices would be of
         # different results.
