@@ -92,8 +92,6 @@ class Storage:
         # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
         # Python's collector finds the cycle, at different times on different ranks.
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
-        self._leaves: list[torch.Tensor] | None = None
-        self._num_leaf_views = 0  # tensors made for `_leaves`
         wire = GradientPolicy(
             dtype=dtype,
             reduce_dtype=policy.reduce_dtype or dtype,
@@ -162,7 +160,7 @@ class Storage:
         It can read that at any time without asking.
         """
         params = [param for param in self.params if param is not None]
-        own = self._num_own + len(params) + self._num_leaf_views
+        own = self._num_own + len(params)
         return num_references(self._shard) > own or any(
             isinstance(param, Slices) and param.is_held for param in params
         )
@@ -222,19 +220,6 @@ class Storage:
             full.as_strided(slot.shape, slot.stride, start + slot.offset)
             for slot in self.layout.slots
         ]
-
-    def leaves(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """The same as leaves of any graph.
-
-        On one rank they are made once: the full buffer is always the shard.
-        """
-        if self.axis.size > 1:
-            return self.views(full)
-        if self._leaves is None:
-            before = num_references(self._shard)
-            self._leaves = self.views(self.shard.data)
-            self._num_leaf_views = num_references(self._shard) - before
-        return self._leaves
 
     def gather(self) -> torch.Tensor:
         """A new full buffer (layout.numel,), outside autograd and schedule.

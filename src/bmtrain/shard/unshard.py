@@ -332,9 +332,7 @@ class Use:
         # No gradient gets past a checkpoint that runs a nested backward pass: then this pass may
         # have no path to the node that ends the use.
         self._has_end = end is not None and will_run(end)
-        tensors = [
-            leaf for storage in self._storages for leaf in storage.leaves(self.hold(storage))
-        ]
+        tensors = self.views()
         for tensor, trainable in zip(tensors, self.trainable, strict=True):
             if tensor.requires_grad is not trainable:
                 tensor.requires_grad_(trainable)
