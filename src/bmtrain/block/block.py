@@ -34,7 +34,7 @@ from bmtrain.runtime import world
 from bmtrain.runtime.arguments import known_keywords
 from bmtrain.runtime.log import warn
 from bmtrain.shard.module import DistributedModule, has_blocks
-from bmtrain.shard.outputs import before_backward_of, has_plain_tensors, map_tensors, tied_to
+from bmtrain.shard.outputs import PLAIN, before_backward_of, map_tensors, tied_to
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import ShardPolicy, Storage
@@ -280,7 +280,7 @@ class Block(DistributedModule):
         if table.is_replaced:
             return original(*args, **kwargs)
         refuse_transforms()
-        if not has_plain_tensors((*args, *kwargs.values())):
+        if not PLAIN.issuperset(map(type, (*args, *kwargs.values()))):
             args, kwargs = map_tensors(ordinary, (args, kwargs))
         use = Use(table.storages) if self._shared is None else self._shared
         invocation = Invocation(table, use, self._runner_now((*args, *kwargs.values())))

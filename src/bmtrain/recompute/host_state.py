@@ -318,7 +318,7 @@ class Begun:
     """The state at the beginning of one pass."""
 
     def __init__(self, owner: HostState, snapshot: Snapshot, given: Snapshot, draws: Draws) -> None:
-        self._owner, self._parts = owner, (snapshot, given)
+        self.owner, self._parts = owner, (snapshot, given)
         self._num_scripts = owner.scripts.count()
         self._versions = [versions_of(part.tensors) for part in self._parts]
         self._copies: dict[int, torch.Tensor] = {}  # of buffers, by position
@@ -329,13 +329,8 @@ class Begun:
 
     def obstacle(self) -> str | None:
         """After the pass: why it cannot be recomputed from this state, or None."""
-        found = self._find_obstacle()
-        self._owner.is_repeatable = found is None
-        return found
-
-    def _find_obstacle(self) -> str | None:
         # Its executor rewrites a function after the first calls, which then saves other tensors.
-        if self._owner.scripts.count() != self._num_scripts:
+        if self.owner.scripts.count() != self._num_scripts:
             return "TorchScript runs in it"
         for part in self._parts:
             if part.obstacle is not None:
@@ -350,9 +345,9 @@ class Begun:
             elif number in self._copies:
                 self._versions[0][number] = -1  # the copy is read: later changes are harmless
             else:
-                self._owner.writes_buffers |= number in snapshot.buffers
+                self.owner.writes_buffers |= number in snapshot.buffers
                 return f"its forward pass changes {snapshot.names[number]}"
-        self._owner.writes_buffers = bool(self._copies)
+        self.owner.writes_buffers = bool(self._copies)
         return None
 
     def check(self) -> None:

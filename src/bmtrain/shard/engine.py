@@ -67,10 +67,6 @@ class Schedule(Generic[Item]):
         self._last = item
         self._seen.add(item)
         self._last_pass[item] = self._num_passes
-        return self.following(item, phase)
-
-    def following(self, item: Item, phase: Phase) -> Item | None:
-        """The expected successor of `item`."""
         known = self._next[phase].get(item)
         return self._previous.get(item) if known is None and phase is Phase.BACKWARD else known
 
@@ -192,12 +188,18 @@ class Engine:
                 self.schedule.restart()
                 self._num_turns = 0
                 self._begin_forward()
-                self._compare_passes(residence)
+                # On a GPU the host does not wait for gathers: without this, ranks that part in a
+                # forward pass would hang with no message. Once per pass, in the background.
+                ledger = self.transport.ledger
+                if residence.label is not None and not ledger.is_immediate:
+                    ledger.compare_later(residence.label.axis)
             self._with_grad = with_grad
             residence.turn = self._num_turns
             self._num_turns += 1
         following = self.schedule.observe(residence, phase)
-        self._finish_update(residence)
+        # Wait for the values that the gather is about to read.
+        residence.is_late = False
+        residence.settle()
         full = residence.acquire(phase)
         # Backward gathers inside a pipeline only if a graph was retained. The successor may be
         # outside of it: the ranks of other stages reach that gather only after they have got
@@ -206,11 +208,6 @@ class Engine:
         if following is not None and not is_apart and not following.is_late:
             following.prefetch(phase)
         return full
-
-    def _finish_update(self, residence: Residence) -> None:
-        """Wait for the values that a gather is about to read."""
-        residence.is_late = False
-        residence.settle()
 
     def rest(self) -> None:
         """Between passes: nothing stays in flight, and gathered values are forgotten.
@@ -221,7 +218,8 @@ class Engine:
             self.backward.abandon_if_dead()
         # Compiled code of whole models reads shards without asking for them.
         for residence in list(self._residences):
-            self._finish_update(residence)
+            residence.is_late = False
+            residence.settle()
         # A capture that follows cannot wait for events of work that was issued before it.
         self.transport.streams.join()
         self.schedule.restart()
@@ -232,16 +230,6 @@ class Engine:
         found = residence.fixed()
         self._residences.add(found)
         return found
-
-    def _compare_passes(self, residence: Residence) -> None:
-        """Compare ledgers with the other ranks in the background, once per forward pass.
-
-        On a GPU the host does not wait for gathers: without this, ranks that part in a forward pass
-        would hang with no message.
-        """
-        ledger = self.transport.ledger
-        if residence.label is not None and not ledger.is_immediate:
-            ledger.compare_later(residence.label.axis)
 
     def _begin_forward(self) -> None:
         # Shards may be written between passes: without this, a block could use old values.

@@ -78,7 +78,7 @@ class Gradient:
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
         # The same in the parameters' dtype, shown in `.grad`; one tensor if the dtypes agree.
         self.flat: torch.Tensor | None = None
-        self._slots: list[torch.Tensor] = []  # 1-D views of `_public`
+        self._slots: list[torch.Tensor] = []  # 1-D views of `flat`
         self._views: list[Slices] = []  # what `.grad` shows: `_slots` that look whole
         # For parameters with hooks: what `.grad` held before the pass.
         self._before: dict[int, torch.Tensor] = {}
@@ -112,7 +112,12 @@ class Gradient:
 
         Collective the first time.
         """
-        self._free_if_cleared()
+        total = self._total
+        # While a pass is writing there it must not be freed.
+        is_large = total is not None and total.nbytes >= LEAST_FREED and not self.is_open
+        if is_large and all(grad is None for grad in self._grads()):
+            self._total = self.flat = None
+            self._slots, self._views = [], []
         self._transport.expect(self.layout.numel, self.policy.reduce_dtype, self.axis)
 
     def open(self) -> None:
@@ -120,15 +125,32 @@ class Gradient:
         self.is_open = True
         grads = self._part_from_readers(self._grads())
         self.continued = [grad is not None for grad in grads]
-        self._prepare_sum(is_continued=any(self.continued))
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                self._take_over(index, grad)
-        # The reduction adds to the sum: without this, a gradient that was cleared would count.
-        if self._content is Content.CURRENT:
-            for index, live in enumerate(self.continued):
-                if not live and self._total is not None:
-                    self._slice(self._total, index).zero_()
+        total = self._total
+        if total is None:
+            with torch.inference_mode(False):
+                self._total = total = torch.empty(
+                    self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device
+                )
+            self._show_total(total)
+            self._content = Content.UNWRITTEN
+        if any(self.continued):
+            if self._content is Content.UNWRITTEN:
+                total.zero_()
+            self._content = Content.CURRENT
+        elif self._content is Content.CURRENT:
+            self._content = Content.STALE
+        for index, (grad, view) in enumerate(zip(grads, self._slots, strict=True)):
+            if grad is None and self._content is Content.CURRENT:
+                # The reduction adds to the sum: without this, what was cleared would count.
+                self._slice(total, index).zero_()
+            # Where the program has written or replaced `.grad`, the sum becomes equal to it.
+            shown = self._views[index]
+            if grad is None or (grad is shown and view._version == self._versions[index]):
+                continue
+            if grad.local is not view:
+                view.copy_(grad.local)
+            if self.flat is not total:
+                self._slice(total, index).copy_(view)
         self.had_deferred = self.has_deferred
         if not self.has_deferred:
             self.touched = [False] * len(self.continued)
@@ -218,13 +240,22 @@ class Gradient:
         self.is_open = False
         if self._total is None or self.flat is None:
             return
-        self._add_slices()
+        if self._slices and not self._keeps_slices:
+            if self._content is not Content.CURRENT:  # no reduction has overwritten it
+                self._total.zero_()
+                self._content = Content.CURRENT
+            for index, grad in self._slices:
+                self._slice(self._total, index).add_(grad)
+            self._slices.clear()
         if self.flat is not self._total:
             self.flat.copy_(self._total)
         shown, hooked = [], self._hooked()
-        for index, is_trained in enumerate(self.trainable()):
-            param = self._params[index]()
-            if param is not None and is_trained and (self.continued[index] or touched[index]):
+        with plain_functions():
+            params = [reference() for reference in self._params]
+            trained = [param is not None and param.requires_grad for param in params]
+        for index, param in enumerate(params):
+            is_shown = trained[index] and (self.continued[index] or touched[index])
+            if param is not None and is_shown:
                 if index in hooked or index in self._before:
                     self._run_hooks(index, param, is_touched=touched[index])
                 param.shown_grad = self._views[index]
@@ -275,27 +306,6 @@ class Gradient:
             if self.flat is not self._total and self._total is not None:
                 self._slice(self._total, index).copy_(view)
 
-    def _add_slices(self) -> None:
-        """Add the gradients of slices to what has been reduced."""
-        if self._total is None or not self._slices or self._keeps_slices:
-            return
-        if self._content is not Content.CURRENT:  # no reduction has overwritten it
-            self._total.zero_()
-            self._content = Content.CURRENT
-        for index, grad in self._slices:
-            self._slice(self._total, index).add_(grad)
-        self._slices.clear()
-
-    def trainable(self) -> tuple[bool, ...]:
-        """Which parameters require grad."""
-        with plain_functions():
-            return tuple(
-                [
-                    param is not None and param.requires_grad
-                    for param in (reference() for reference in self._params)
-                ]
-            )
-
     def shows(self, grads: Sequence[object], index: int) -> bool:
         """Whether `grads`, of the slots from `index` on, are the views that this object shows."""
         shown = self._views[index : index + len(grads)]
@@ -303,10 +313,8 @@ class Gradient:
 
     def _grads(self) -> list[Slices | None]:
         """The `.grad` of each parameter."""
-        return [
-            None if param is None else param.shown_grad
-            for param in (reference() for reference in self._params)
-        ]
+        params = [reference() for reference in self._params]
+        return [None if param is None else param.shown_grad for param in params]
 
     def _part_from_readers(self, grads: list[Slices | None]) -> list[Slices | None]:
         """Move to new memory if the program has cleared a gradient but still holds it.
@@ -331,7 +339,7 @@ class Gradient:
             param = reference()
             if param is not None and shown[index]:
                 param.shown_grad = self._views[index]
-                # Without this, `_take_over` would mistake the copy for a write by the program.
+                # Without this, `open` would mistake the copy for a write by the program.
                 if old[index]._version == was[index]:
                     self._versions[index] = self._slots[index]._version
         return self._grads()
@@ -340,31 +348,6 @@ class Gradient:
         """References to the memory and to its views."""
         views: int = sum(map(sys.getrefcount, self._views))
         return views + num_references(self._slots[0])
-
-    def _free_if_cleared(self) -> None:
-        # While a pass is writing there it must not be freed.
-        if self._total is None or self._total.nbytes < LEAST_FREED or self.is_open:
-            return
-        if any(grad is not None for grad in self._grads()):
-            return
-        self._total = self.flat = None
-        self._slots, self._views = [], []
-
-    def _prepare_sum(self, *, is_continued: bool) -> None:
-        """Allocate the sum if it has no memory; continue it from `.grad` or start it at zero."""
-        if self._total is None:
-            with torch.inference_mode(False):
-                self._total = torch.empty(
-                    self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device
-                )
-            self._show_total(self._total)
-            self._content = Content.UNWRITTEN
-        if is_continued:
-            if self._content is Content.UNWRITTEN:
-                self._total.zero_()
-            self._content = Content.CURRENT
-        elif self._content is Content.CURRENT:
-            self._content = Content.STALE
 
     def _show_total(self, total: torch.Tensor) -> None:
         """Make the views that `.grad` shows of a new sum."""
@@ -379,17 +362,6 @@ class Gradient:
     def _slice(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         piece = self.layout.piece(index, self.axis.index)
         return flat[piece.begin : piece.end]
-
-    def _take_over(self, index: int, grad: Slices) -> None:
-        """Make the sum equal to `.grad` where the program has written or replaced that."""
-        view = self._slots[index]
-        untouched = grad is self._views[index] and view._version == self._versions[index]
-        if untouched or self._total is None:
-            return
-        if grad.local is not view:
-            view.copy_(grad.local)
-        if self.flat is not self._total:
-            self._slice(self._total, index).copy_(view)
 
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Flat pieces that make up the full gradient (layout.numel,) in reduce_dtype, in order.

@@ -183,6 +183,8 @@ class Use:
         if residences is None:
             residences = [storage.residence for storage in storages]
         self._residences = dict(zip(storages, residences, strict=True))
+        #: whether backward gathers again what forward has gathered (ZeRO-3)
+        self.is_gathered_again = any(not each.survives_forward for each in residences)
         self._full: dict[Storage, torch.Tensor] = {}
         self._written: dict[Storage, int] = {}
         #: for saved tensors: the program's, or those of a call around it; None without any
@@ -225,11 +227,6 @@ class Use:
     def is_over(self) -> bool:
         """Whether backward has come to its end."""
         return self._ended_in != -1
-
-    @property
-    def is_gathered_again(self) -> bool:
-        """Whether backward gathers again what forward has gathered (ZeRO-3)."""
-        return any(not residence.survives_forward for residence in self._residences.values())
 
     def open(self) -> list[torch.Tensor]:
         """Gather; one view per slot of all storages, in the graph where gradients are wanted."""
@@ -332,7 +329,7 @@ class Use:
         # No gradient gets past a checkpoint that runs a nested backward pass: then this pass may
         # have no path to the node that ends the use.
         self._has_end = end is not None and will_run(end)
-        tensors = self.views()
+        tensors = [view for each in self._storages for view in each.views(self.hold(each))]
         for tensor, trainable in zip(tensors, self.trainable, strict=True):
             if tensor.requires_grad is not trainable:
                 tensor.requires_grad_(trainable)
@@ -445,7 +442,11 @@ class Use:
 
         None, too, for views of parameters that the program's hooks see in plain PyTorch.
         """
-        storage = self._addresses().get(_memory_of(tensor))
+        if len(self._places) != len(self._full):
+            self._places = {
+                full.untyped_storage().data_ptr(): storage for storage, full in self._full.items()
+            }
+        storage = self._places.get(_memory_of(tensor))
         if storage is None:
             return None
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
@@ -455,14 +456,6 @@ class Use:
             if (tuple(size), stride, begin) not in slots:
                 return None
         return Packed(storage, tensor.dtype, size, stride, offset)
-
-    def _addresses(self) -> dict[int, Storage]:
-        """The storages by the addresses of their full buffers."""
-        if len(self._places) != len(self._full):
-            self._places = {
-                full.untyped_storage().data_ptr(): storage for storage, full in self._full.items()
-            }
-        return self._places
 
     def find(self, saved: Packed) -> torch.Tensor:
         """The tensor at this place."""
