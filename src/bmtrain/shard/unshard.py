@@ -273,7 +273,15 @@ class Use:
             yield
         finally:
             self._running -= 1
-            self._after_run()
+            # Forward is over: release all but what backward will read from here (ZeRO-2). In
+            # backward, `end` and `drop` release; while a run is nested in another, the outer still
+            # reads.
+            if not (in_backward() or self._running):
+                for storage in list(self._full):
+                    residence = self._residences[storage]
+                    if not residence.survives_forward or not torch.is_grad_enabled():
+                        self._places.clear()
+                        residence.release(self._full.pop(storage))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -358,18 +366,6 @@ class Use:
             self._places.clear()
             self._residences[storage].release(full)
 
-    def _after_run(self) -> None:
-        """Forward is over: release all but what backward will read from here (ZeRO-2)."""
-        # In backward, `end` and `drop` release; while a run is nested in another, the outer still
-        # reads.
-        if in_backward() or self._running:
-            return
-        for storage in list(self._full):
-            residence = self._residences[storage]
-            if not residence.survives_forward or not torch.is_grad_enabled():
-                self._places.clear()
-                residence.release(self._full.pop(storage))
-
     def end(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Backward has computed the gradients of all slots: release the buffers, then reduce.
 
@@ -378,7 +374,10 @@ class Use:
         self._check_versions()
         loan = self._open_loan()
         if loan is not None:
-            grads = [_sum(grad, late) for grad, late in zip(grads, loan.end(), strict=True)]
+            grads = [
+                late if grad is None else grad if late is None else grad + late
+                for grad, late in zip(grads, loan.end(), strict=True)
+            ]
         self._ended_in = backward_pass()
         self._storages[0].engine.backward.end_use(self)
         self._reduce(grads)
@@ -446,7 +445,10 @@ class Use:
             self._places = {
                 full.untyped_storage().data_ptr(): storage for storage, full in self._full.items()
             }
-        storage = self._places.get(_memory_of(tensor))
+        # Sharded and sparse tensors have no memory of their own.
+        has_memory = not isinstance(tensor, Slices) and tensor.layout is torch.strided
+        address = tensor.untyped_storage().data_ptr() if has_memory else 0
+        storage = self._places.get(address)
         if storage is None:
             return None
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
@@ -482,21 +484,6 @@ def _version(full: torch.Tensor) -> int:
     return 0 if full.is_inference() else full._version
 
 
-def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
-
-
 def _names(storage: Storage) -> str:
     """For messages."""
     return ", ".join([slot.name for slot in storage.layout.slots[:3]] + ["..."])
-
-
-def _memory_of(x: torch.Tensor) -> int:
-    """The address of the memory of `x`; 0 for sharded and sparse tensors, which have none."""
-    return (
-        0
-        if isinstance(x, Slices) or x.layout is not torch.strided
-        else x.untyped_storage().data_ptr()
-    )
