@@ -11,7 +11,6 @@ from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters
 from bmtrain.checkpoint import CheckpointManager, load, save
 from bmtrain.distributed import nccl
 from bmtrain.distributed.results import sum_loss, synchronize, wait_loader
-from bmtrain.graphs.function import cuda_graph
 from bmtrain.optim import optim_step
 from bmtrain.parallel.pipeline import PipelineTransformerBlockList
 from bmtrain.runtime.config import config
@@ -29,7 +28,7 @@ from bmtrain.shard.listing import grouped_parameters
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer
 from bmtrain.shard.whole import gather_result
-from bmtrain.utils import print_block, print_dict, see_memory
+from bmtrain.utils import cuda_graph, print_block, print_dict, see_memory
 from bmtrain.verification import verify
 from bmtrain.version import __version__
 

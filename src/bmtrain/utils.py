@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, SupportsFloat, TextIO
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.errors import ConfigurationError, RemovedError
 from bmtrain.runtime import world
-from bmtrain.runtime.log import print_rank, rich
+from bmtrain.runtime.log import print_rank, rich, warn
 
 
 def round_up(x: int, d: int) -> int:
@@ -55,6 +55,22 @@ def load_nccl_pypi() -> NoReturn:
         "bmtrain.utils.load_nccl_pypi",
         "torch.distributed brings its NCCL along; leave the call out.",
     )
+
+
+def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 8) -> Any:
+    """Calls `function` as it is, with one warning: nothing is recorded for it any more.
+
+    A small model records itself once it is wrapped (`BMTrainModelWrapper`).
+
+    Args:
+        function: of any arguments; None to decorate with `@cuda_graph(max_graphs=...)`.
+        max_graphs: has no effect.
+    """
+    warn(
+        "bmtrain.cuda_graph has no effect any more. Leave it out and wrap the model, model = "
+        "bmtrain.BMTrainModelWrapper(model): a small one is recorded as CUDA graphs by itself."
+    )
+    return (lambda same: same) if function is None else function
 
 
 class AverageRecorder:

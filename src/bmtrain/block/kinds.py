@@ -203,10 +203,13 @@ def _generating(method: Method) -> Method:
 
     @functools.wraps(method)
     def generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        def syncs(wanted: Any = None) -> Any:
-            return True if wanted is None and world.world_size() > 1 else wanted
-
-        return _call_with(method, (self, *args), kwargs, "synced_gpus", syncs)
+        return _call_with(
+            method,
+            (self, *args),
+            kwargs,
+            "synced_gpus",
+            lambda wanted=None: True if wanted is None and world.world_size() > 1 else wanted,
+        )
 
     return generate
 

@@ -339,12 +339,11 @@ class WholeModel:
 
         Collective while the model is not APART.
         """
-        # The program records by itself, this is a call from inside of another, or other tensors
+        # This is a call from inside of another, or other tensors
         # stand in the places of parameters: those of a block around it, or of functional_call.
         if (
             self._stage is Stage.APART
             or self._binding.is_running
-            or self._engine.host.tape is not None
             or in_backward()
             or not self._is_sharded()
         ):

@@ -33,15 +33,8 @@ SMALLEST_SHARED_BYTES = 2**16
 
 
 class Mark(torch.cuda.Event):
-    """An event with the age of the streams at its recording.
+    """An event that knows the stream that has waited for it last, by its number."""
 
-    A CUDA graph capture cannot wait for an event recorded outside it, nor can later work wait for
-    an event recorded inside. `renew` starts a new age, and waits for events of an earlier one are
-    skipped.
-    """
-
-    age: int
-    #: the stream that has waited for it last, by its number
     waited: int | None = None
 
 
@@ -54,7 +47,7 @@ class Streams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._age = device, 0
+        self._device = device
         self._gather: torch.cuda.Stream | None = None
         self._reduce: torch.cuda.Stream | None = None
         if device.type != "cpu":
@@ -70,7 +63,6 @@ class Streams:
         if self._gather is None:
             return None
         mark = Mark()
-        mark.age = self._age
         torch.cuda.current_stream().record_event(mark)
         return mark
 
@@ -78,7 +70,7 @@ class Streams:
 
     def compute_waits(self, event: torch.Event | None) -> None:
         """Make later work on the compute stream wait for `event`."""
-        if isinstance(event, Mark) and event.age == self._age:
+        if isinstance(event, Mark):
             stream = current_stream_number(self._device)
             # Storages that were gathered together share an event.
             if event.waited != stream:
@@ -89,7 +81,7 @@ class Streams:
         """Issue the body on the gather stream, after the event `after`."""
         if self._gather is None:
             return contextlib.nullcontext()
-        if isinstance(after, Mark) and after.age == self._age:
+        if after is not None:
             # Without this wait, the gather could overwrite a buffer that is still being read.
             self._gather.wait_event(after)
         return torch.cuda.stream(self._gather)
@@ -107,10 +99,6 @@ class Streams:
         for side in (self._gather, self._reduce):
             if side is not None:
                 torch.cuda.current_stream().wait_stream(side)
-
-    def renew(self) -> None:
-        """Turn waits for earlier events into no-ops: their work is done, or was only captured."""
-        self._age += 1
 
     def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
         """Issue jobs that may run concurrently.

@@ -250,7 +250,7 @@ def inspect_tensor() -> Iterator[Inspector]:
     """
     recorder = world.current("inspect_tensor").service(Recorder)
     inspector = Inspector(recorder.position)
-    with recorder.listening(inspector):
+    with recorder.listening(inspector.record):
         try:
             yield inspector
         finally:

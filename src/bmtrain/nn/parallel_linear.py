@@ -97,7 +97,10 @@ class OpParallelLinear:
             product = tensor_parallel.gather_linear(input, weight, bias, async_gather_chunks)
         else:
             product = F.linear(input, weight, bias)
-        return tensor_parallel.gather_features(product) if gather_output else product
+        if not gather_output:
+            return product
+        # along the last dim, in rank order
+        return tensor_parallel.gather_rows(product.unsqueeze(0)).movedim(0, -2).flatten(-2)
 
 
 class _ParallelLinear(DistributedModule):

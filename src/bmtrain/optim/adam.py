@@ -66,7 +66,8 @@ class AdamBase(torch.optim.Optimizer):
     ) -> None:
         name = type(self).__name__
         current = world.current(name)
-        self._form = StateForm.checked(name, moments, master_weights)
+        #: in how many bits states are kept
+        self.form = StateForm.checked(name, moments, master_weights)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
         defaults |= {"weight_decay": weight_decay, "hold_steps": hold_steps}
         check(name, **{key: (defaults[key], rule) for key, rule in RULES.items()})
@@ -74,7 +75,7 @@ class AdamBase(torch.optim.Optimizer):
         for group in self.param_groups:
             check(name, **{key: (group[key], rule) for key, rule in RULES.items()})
         flat = parameters_of(self.param_groups)
-        self._form.check_params(name, flat)
+        self.form.check_params(name, flat)
         for param in flat:
             if param.device != current.device:
                 raise ParameterError(
@@ -83,7 +84,7 @@ class AdamBase(torch.optim.Optimizer):
                     "(model.to(bmtrain.device())) before making the optimizer."
                 )
         self._engine = current.service(Engine)
-        self._engine.replicate(x for x in flat if not isinstance(x, DistributedParameter))
+        self._engine.replicated.add(x for x in flat if not isinstance(x, DistributedParameter))
         self._stepped: list[dict[str, Any]] = []  # states of the parameters in the last step
         if scale is None:
             scale = 65536.0 if any(param.dtype == torch.float16 for param in flat) else 1.0
@@ -92,7 +93,8 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale = LossScale(scale, factor, growth_steps)
         #: the loss scale of the gradients that are there
         self.carried = CarriedScale(self.dynamic_scale.value)
-        self._scaled: weakref.ref[torch.Tensor] | None = None
+        #: the last tensor that `loss_scale` returned
+        self.scaled: weakref.ref[torch.Tensor] | None = None
 
     @property
     def skips_on_device(self) -> bool:
@@ -115,7 +117,7 @@ class AdamBase(torch.optim.Optimizer):
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size."""
         scaled = loss * (self.scale / self._engine.mesh.world.size)
-        self._scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
+        self.scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
         return scaled
 
     def scale_with(self, scale: LossScale) -> None:
@@ -125,13 +127,9 @@ class AdamBase(torch.optim.Optimizer):
         program has computed by itself is not multiplied.
         """
         self.dynamic_scale.wait()
-        if self._scaled is None:
+        if self.scaled is None:
             self.carried.value = scale.value
         self.dynamic_scale = scale
-
-    def has_scaled(self, loss: torch.Tensor) -> bool:
-        """Whether `loss` is the last tensor that `loss_scale` returned."""
-        return self._scaled is not None and self._scaled() is loss
 
     @torch.no_grad()
     def step(
@@ -184,7 +182,7 @@ class AdamBase(torch.optim.Optimizer):
         """torch's, without a call for each sharded parameter."""
         backward = self._engine.backward
         backward.abandon_if_dead()
-        if not set_to_none or backward.has_deferred or self._engine.host.is_capturing:
+        if not set_to_none or backward.has_deferred:
             super().zero_grad(set_to_none)
             return
         for param in parameters_of(self.param_groups):
@@ -210,7 +208,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def _uncopied(self) -> dict[str, Any]:
         """What a copy has for itself, or shares."""
-        return {"_engine": self._engine, "_layout": None, "_scaled": None, "_stepped": []}
+        return {"_engine": self._engine, "_layout": None, "scaled": None, "_stepped": []}
 
     def wait(self) -> None:
         """Wait for an update that is under way: weights and states are then those of the step."""
@@ -238,7 +236,7 @@ class AdamBase(torch.optim.Optimizer):
         if self._layout is not None and not self._layout.is_current(self.param_groups, self.state):
             self._drop_layout()
         if self._layout is None:
-            self._form.check_params(type(self).__name__, parameters_of(self.param_groups))
+            self.form.check_params(type(self).__name__, parameters_of(self.param_groups))
             self._layout = self._new_layout()
         return self._layout
 
@@ -252,7 +250,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def _new_layout(self) -> AdamLayout:
         return AdamLayout(
-            self.param_groups, self.state, self._memory_of, self._form, self._wait_for_copies
+            self.param_groups, self.state, self._memory_of, self.form, self._wait_for_copies
         )
 
     def _wait_for_copies(self) -> None:
@@ -268,7 +266,7 @@ class AdamBase(torch.optim.Optimizer):
         """
         state, flat = self.sharded_state_dict(), parameters_of(self.param_groups)
         states = state["state"]
-        if self._form.is_compact:
+        if self.form.is_compact:
             states = {index: in_fp32(values, flat[index]) for index, values in states.items()}
         if gather:
             return {**state, "state": resharding.gather_states(flat, states)}
@@ -279,10 +277,6 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale.wait()
         self._lay_out().follow()
         return super().state_dict()
-
-    def state_names(self, param: torch.Tensor) -> tuple[frozenset[str], frozenset[str]]:
-        """Names of the tensors that a saved state of it must have, and of those it may have."""
-        return self._form.names(param)
 
     def begin_restore(self, saved: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Take over groups and step counts of `saved`, a state dict without tensors.
@@ -321,7 +315,7 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale.wait()
         check_adam_state(state_dict, {*NAMES, *resharding.NAMES})
         states = resharding.local_states(self.param_groups, state_dict)
-        if self._form.master_weights == "split":
+        if self.form.master_weights == "split":
             check_masters(parameters_of(self.param_groups), states)
         return {**state_dict, "state": states}
 

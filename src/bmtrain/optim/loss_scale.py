@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -144,6 +145,7 @@ class NoScaling(LossScale):
         )
 
 
+@dataclasses.dataclass
 class CarriedScale:
     """The loss scale that the gradients of some parameters carry.
 
@@ -151,8 +153,7 @@ class CarriedScale:
     be added to gradients of another scale, or clipped and applied by another.
     """
 
-    def __init__(self, value: float) -> None:
-        self.value = value
+    value: float
 
     def become(self, value: float, params: Sequence[torch.nn.Parameter], engine: Engine) -> None:
         """Multiply the gradients that are there, so that they carry this scale.

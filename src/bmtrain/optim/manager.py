@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -165,13 +164,11 @@ class OptimManager:
         Called before every backward, because parameters may have joined its groups since.
         """
         params = parameters_of(optimizer.param_groups)
-        self._engine.replicate(x for x in params if not isinstance(x, DistributedParameter))
+        self._engine.replicated.add(x for x in params if not isinstance(x, DistributedParameter))
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale / grad_scale`, the value that backward runs on."""
-        return loss * self._engine.host.number(
-            lambda: self.loss_scale / self.grad_scale, loss.device
-        )
+        return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: torch.Tensor | None = None, *, reduce_gradients: bool = True) -> None:
         """Run backward on the scaled loss and add the gradients, summed over ranks, to `.grad`.
@@ -190,12 +187,16 @@ class OptimManager:
         loss = _checked(self._last_loss.take() if loss is None else loss)
         for optimizer in self.optimizers:
             self._replicate(optimizer)
-            if isinstance(optimizer, AdamBase) and optimizer.has_scaled(loss):
+            if (
+                isinstance(optimizer, AdamBase)
+                and optimizer.scaled is not None
+                and optimizer.scaled() is loss
+            ):
                 raise ConfigurationError(
                     "backward got a loss that optimizer.loss_scale() has scaled already: "
                     "pass the loss itself, or call loss.backward()."
                 )
-        self._engine.host.when_computed(functools.partial(self._note_loss, loss.detach()))
+        self._note_loss(loss.detach())
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
             self.scale_loss(loss).backward()
 
@@ -209,9 +210,6 @@ class OptimManager:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers, deferred ones included."""
-        self._engine.host.when_computed(functools.partial(self._zero_grad, set_to_none))
-
-    def _zero_grad(self, set_to_none: bool) -> None:
         self._mark = None
         self._engine.backward.abandon_if_dead()
         has_deferred = self._engine.backward.has_deferred
@@ -472,7 +470,8 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
         if (
             param.grad is not None
             and not isinstance(param, DistributedParameter)
-            and not replicated.is_summed(param)
+            and world.world_size() > 1
+            and param not in replicated
         ):
             raise ConfigurationError(
                 f"optim_step got {type(optimizer).__name__} with a parameter of shape "

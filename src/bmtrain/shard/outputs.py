@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from bmtrain.torch_internals import node_number, tree_flatten, tree_unflatten
 
 _NO_TENSORS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
-_PLAIN = _NO_TENSORS | {torch.Tensor}
+PLAIN = _NO_TENSORS | {torch.Tensor}
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:
@@ -26,11 +26,6 @@ def tensors_of(out: Any) -> list[torch.Tensor]:
 
     map_tensors(note, out)
     return found
-
-
-def has_plain_tensors(values: Iterable[Any]) -> bool:
-    """Whether all values are ordinary tensors or values that contain none."""
-    return _PLAIN.issuperset(map(type, values))
 
 
 def map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:

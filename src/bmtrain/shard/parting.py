@@ -178,4 +178,4 @@ def _refuse_strangers(holder: torch.nn.Module, name: str, module: torch.nn.Modul
 
 
 def _is_sharded(param: torch.Tensor) -> bool:
-    return getattr(type(param), "storage_of", None) is not None
+    return getattr(param, "storage_of", None) is not None

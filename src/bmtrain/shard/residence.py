@@ -31,10 +31,6 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _nothing() -> None:
-    """No update is ever under way."""
-
-
 class Residence:
     """The full values of a storage on a rank that needs no gather: the shard is the full buffer.
 
@@ -56,14 +52,10 @@ class Residence:
     #: same on all ranks, whichever of them has waited already.
     is_late: bool = False
     #: waits for updates that are under way
-    settle: Callable[[], None] = staticmethod(_nothing)
+    settle: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
-
-    def rename(self, label: Label) -> None:
-        """Set the name in messages."""
-        self.label = label
 
     def place(self, phase: Phase) -> str:
         """What is gathered where, for messages: the same on all ranks."""

@@ -37,12 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = command.EPILOG
     parser.conflict_handler = "resolve"  # of a flag that both have, train's counts
     parser.add_argument("model", nargs="?", metavar="MODEL", help="another way of --model-config")
+    parser.add_argument("--lora", type=int, help="another way of --lora-rank")
     command.add_run_arguments(parser)
     train.add_arguments(parser)
     for action in parser._actions:  # noqa: SLF001 (argparse lists them nowhere else)
         if action.dest == "optimizer":
             action.choices = list(OPTIMIZERS)
-    parser.set_defaults(batch=None, seq=None, recompute=None, lora=0)
+    parser.set_defaults(batch=None, seq=None, recompute=None)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,7 +64,6 @@ def run(args: argparse.Namespace) -> None:
     args.lora_rank = args.lora_rank or args.lora
     args.device_states = 0.0 if args.device_states == "auto" else args.device_states
     given = {key: found[key] for key in ("lora_rank", "lora_targets", "load_in_4bit", "objective")}
-    args.lora = 0  # the adapters are in the model that is built
     raise SystemExit(command.report(args, functools.partial(source_of, name, **given)))
 
 
