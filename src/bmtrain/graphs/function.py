@@ -81,6 +81,9 @@ def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 
     be captured (a value read by the host, tensors on the CPU, ranks that communicate in `function`,
     pipeline or tensor parallelism, too many kinds), one warning names it and `function` runs
     eagerly from then on, on all ranks. On the CPU it always runs eagerly.
+
+    Raises:
+        ConfigurationError: for a `max_graphs` below 1, or a `function` that cannot be called.
     """
     if type(max_graphs) is not int or max_graphs < 1:
         raise ConfigurationError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, UnknownNameError
 from bmtrain.runtime import world
 from bmtrain.runtime.topology import Topology
 from bmtrain.runtime.world import World
@@ -23,7 +22,7 @@ class Config(Mapping[str, Any]):
     `state_dict()` of sharded modules leave full tensors on the rank's device.
 
     Raises:
-        KeyError: for an unknown name; the message suggests the nearest one.
+        UnknownNameError: for a name that it does not have; a KeyError too.
         ConfigurationError: on assignment to any other key, which is an argument of
             `init_distributed` instead, or of anything but a bool.
         NotInitializedError: on assignment before `init_distributed`.
@@ -31,11 +30,7 @@ class Config(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if key not in _BEFORE:
-            near = difflib.get_close_matches(str(key), _BEFORE, n=1, cutoff=0.0)
-            raise KeyError(
-                f"config has no {key!r}: the nearest name is {near[0]!r}; all are "
-                f"{', '.join(_BEFORE)}."
-            )
+            raise UnknownNameError(f"config has no {key!r}: its names are {', '.join(_BEFORE)}.")
         return (_values(world.current("config")) if world.is_initialized() else _BEFORE)[key]
 
     def __setitem__(self, key: str, value: object) -> None:

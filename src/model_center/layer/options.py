@@ -238,7 +238,7 @@ def takes(
             try:
                 values = own.bind(*args, **given).arguments
             except TypeError as error:
-                raise TypeError(f"{type(self).__name__}: {error}") from None
+                raise ArgumentError(f"{type(self).__name__}: {error}") from None
             return init(self, kind(**values))
 
         of_self = inspect.Parameter("self", anyhow)
