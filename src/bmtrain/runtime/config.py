@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ class Config(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if key not in _BEFORE:
-            raise UnknownNameError(f"config has no {key!r}: its names are {', '.join(_BEFORE)}.")
+            near = difflib.get_close_matches(str(key), _BEFORE, n=1, cutoff=0.0)
+            raise UnknownNameError(f"config has no {key!r}: the nearest name is {near[0]!r}.")
         return (_values(world.current("config")) if world.is_initialized() else _BEFORE)[key]
 
     def __setitem__(self, key: str, value: object) -> None:
