@@ -38,8 +38,8 @@ class Config(Mapping[str, Any]):
     def __setitem__(self, key: str, value: object) -> None:
         if key != "save_param_to_cpu":
             raise ConfigurationError(
-                f"config[{key!r}] cannot be written, since it would have no effect: give settings to "
-                'init_distributed(). Only config["save_param_to_cpu"] can be written.'
+                f"config[{key!r}] cannot be written: it would have no effect. Give settings to "
+                'init_distributed(); only config["save_param_to_cpu"] can be written.'
             )
         if not isinstance(value, bool):
             raise ConfigurationError(
