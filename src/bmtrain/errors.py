@@ -32,6 +32,10 @@ class ArgumentError(ConfigurationError, TypeError):
     """An argument of another type than expected, or one that is not known."""
 
 
+class UnknownNameError(BMTrainError, KeyError):
+    """A name that `bmtrain.config` or an Inspector does not have; the message lists others."""
+
+
 class NonFiniteError(BMTrainError, FloatingPointError):
     """Losses or gradients that stay NaN or infinite. Raised on every rank."""
 

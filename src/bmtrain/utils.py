@@ -22,7 +22,9 @@ def round_up(x: int, d: int) -> int:
 
 
 def check_torch_version(version_str: str) -> int:
-    """Positive if torch is newer than "major.minor.patch", 0 if equal, negative if older.
+    """Positive if torch is newer than `version_str`, 0 if equal, negative if older.
+
+    `version_str` is "major.minor.patch"; what follows is ignored.
 
     Raises:
         ConfigurationError: for a text that is no version.
@@ -105,7 +107,7 @@ class AverageRecorder:
         return self._sum / (1 - self._past_weight)
 
     def record(self, v: SupportsFloat) -> None:
-        """Add a value: a number, or a tensor with one element."""
+        """Add the value `v`: a number, or a tensor with one element."""
         self._sum = self.alpha * self._sum + (1 - self.alpha) * float(v)
         self._past_weight *= self.alpha
 

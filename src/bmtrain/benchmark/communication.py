@@ -53,14 +53,17 @@ def all_gather(max_size: int | None = None) -> list[Row]:
 
 
 def reduce_scatter(max_size: int | None = None) -> list[Row]:
-    """Measure reduce-scatters by size. Collective; see `all_gather`."""
+    """Measure reduce-scatters by size. Collective.
+
+    `max_size` and errors are those of `all_gather`.
+    """
     return _measure("reduce_scatter", max_size)
 
 
 def send_recv(max_size: int | None = None) -> list[Row]:
-    """Measure sends of every rank to the next one in a ring. Collective; see `all_gather`.
+    """Measure sends of every rank to the next one in a ring. Collective.
 
-    With a world size of 1 the table is empty.
+    `max_size` and errors are those of `all_gather`. With a world size of 1 the table is empty.
     """
     return _measure("send_recv", max_size)
 

@@ -62,7 +62,7 @@ class Block(DistributedModule):
             shards.
         use_checkpoint: True recomputes the forward pass during backward instead of keeping
             activations, False keeps them, a Level says what is kept, "auto" recomputes what does
-            not fit (see recompute/planner.py). Dropout replays exactly.
+            not fit into the memory limit. Dropout replays exactly.
         zero_level: 3 releases full parameters after forward and gathers them again for backward, 2
             keeps them in between; None takes the default given to `init_distributed`.
         mode: "BLOCK" (or "PIPE", the same here), accepted from BMTrain programs.
@@ -70,7 +70,7 @@ class Block(DistributedModule):
         accumulate_dtype: dtype in which gradients of micro-batches add up; None takes the default.
         compile: whether calls with gradients run compiled code where the module compiles as one
             graph; None takes the default.
-        fp8: whether linear layers compute in fp8 (see compile/fp8.py); None takes the default.
+        fp8: whether linear layers compute in FP8, on GPUs that have it; None takes the default.
 
     The state dict, parameters, buffers and attributes have the names of the inner module.
 
@@ -527,7 +527,7 @@ class Block(DistributedModule):
         return tied
 
     def compile(self, **options: Any) -> None:
-        """Compile the inner module with torch.compile's arguments.
+        """Compile the inner module; `options` are the keywords of torch.compile.
 
         Blocks of equal structure share the compiled code.
         """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.errors import ParameterError
+from bmtrain.errors import CheckpointError, ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.shard.listing import in_whole
@@ -188,7 +188,7 @@ def _saving(method: Method) -> Method:
             raise failure
         for rank, reason in enumerate(told):
             if reason is not None:
-                raise RuntimeError(f"save_pretrained failed on rank {rank}: {reason}")
+                raise CheckpointError(f"save_pretrained failed on rank {rank}: {reason}")
         return result
 
     return save_pretrained

@@ -61,10 +61,19 @@ class TransformerBlockList(BlockList):
         plan_gathers(blocks)
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
-        """Run all blocks.
+        """Run all blocks, each on the result of the one before.
+
+        Args:
+            args: the hidden tensors, `num_hidden` of them, then other arguments of every block.
+            return_hidden_states: whether to return the input of every block too.
+            kwargs: keyword arguments of every block.
 
         Returns the hidden tensor, or a tuple of `num_hidden`. With `return_hidden_states`,
         additionally one stacked tensor `(len(self), *shape)` per hidden: the input of every block.
+
+        Raises:
+            ConfigurationError: for fewer than `num_hidden` arguments, or a block that returns
+                another number of values.
         """
         count = self.num_hidden
         if len(args) < count:

@@ -23,9 +23,12 @@ from bmtrain.runtime.world import World, unwatched
 
 
 class Writing:
-    """The handle that a save returns: a file, or a checkpoint, that is being written.
+    """The handle that `save` returns: a file, or a checkpoint, that is being written.
 
-    A rank that writes nothing has no work of its own.
+    A rank that writes nothing has no work of its own: its `done` is True.
+
+    Attributes:
+        path: of the file, or the folder of the checkpoint.
     """
 
     def __init__(self, path: pathlib.Path, step: Callable[[], None] | None, axis: Axis) -> None:

@@ -30,7 +30,12 @@ def all_gather(
     """Every rank's `x`, stacked: `(ranks, *x.shape)`. Backward reduce-scatters the gradient.
 
     Args:
+        x: on the rank's device, of the same shape and dtype on every rank.
+        comm: the ranks, an axis such as config["comm"]; None is all.
         local_gradient: backward takes this rank's part of its own gradient, as in BMTrain.
+
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator of the open run.
     """
     axis = _axis("all_gather", comm)
     out: torch.Tensor = _AllGather.apply(x, axis, local_gradient)
@@ -42,9 +47,14 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
 
     Backward all-gathers the gradient.
 
+    Args:
+        x: on the rank's device, of the same shape and dtype on every rank.
+        op: "sum", "avg", "max", "min" or "prod".
+        comm: the ranks, an axis such as config["comm"]; None is all.
+
     Raises:
-        ConfigurationError: for an unknown `op` (sum, avg, max, min, prod) or a dim 0 that the ranks
-            do not divide.
+        ConfigurationError: for an unknown `op`, a dim 0 that the ranks do not divide, or a `comm`
+            that is no communicator of the open run.
     """
     axis = _axis("reduce_scatter", comm)
     collectives.check_op(op)
@@ -68,12 +78,16 @@ def all_reduce(
     If several ranks hold the same extremum, they share its gradient equally, as in torch.amax.
 
     Args:
+        x: on the rank's device, of the same shape and dtype on every rank.
+        op: "sum", "avg", "max", "min" or "prod".
+        comm: the ranks, an axis such as config["comm"]; None is all.
         local_gradient: backward passes on this rank's gradient g only, as in BMTrain: g for sum,
             g / ranks for avg, g times the product of the other ranks' values for prod; for max and
             min, g where `x` is the extremum.
 
     Raises:
-        ConfigurationError: for an unknown `op`.
+        ConfigurationError: for an unknown `op`, or a `comm` that is no communicator of the open
+            run.
     """
     axis = _axis("all_reduce", comm)
     collectives.check_op(op)
@@ -96,8 +110,15 @@ def broadcast(
     requires grad; the other ranks' `x` get zero gradients.
 
     Args:
+        x: on the rank's device, of the same shape and dtype on every rank.
+        root: an index in `comm`.
+        comm: the ranks, an axis such as config["comm"]; None is all.
         local_gradient: backward gives that sum to every rank's `x`, as in BMTrain. The result then
             requires grad on all ranks if `x` does on any.
+
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator of the open run, or has no rank
+            `root`.
     """
     axis = _axis("broadcast", comm, root)
     can_require_grad = x.is_floating_point() or x.is_complex()
@@ -118,6 +139,15 @@ def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> 
     That rank must call `recv_activations`. Returns a 0-dim zero on x's device: backward through it
     waits for the gradient from the receiver's backward and passes it on to `x`. Ignore it if `x`
     needs no gradient.
+
+    Args:
+        x: on the rank's device, of any shape and dtype.
+        target: an index in `comm`.
+        comm: the ranks, an axis such as config["comm"]; None is all.
+
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator of the open run, or has no rank
+            `target`.
     """
     axis = _axis("send_activations", comm, target)
     wants_grad = torch.is_grad_enabled() and x.requires_grad
@@ -131,6 +161,14 @@ def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
 
     The result requires grad if the sender's `x` does and gradients are enabled here; its backward
     then sends the gradient back, exactly once.
+
+    Args:
+        source: an index in `comm`.
+        comm: the ranks, an axis such as config["comm"]; None is all.
+
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator of the open run, or has no rank
+            `source`.
     """
     axis = _axis("recv_activations", comm, source)
     shape, dtype, wants_grad = collectives.receive_object(source, axis)

@@ -1,8 +1,10 @@
 """`bmtrain.nccl`: the verbs of BMTrain's NCCL binding, as aliases of `distributed.collectives`.
 
-The groups use NCCL on a GPU, Gloo on a CPU. Sources and destinations are contiguous tensors or
-storages, as in BMTrain. They are read as flat vectors; only their numbers of elements must match. A
-communicator is an `Axis`, such as `bmtrain.config["comm"]`; ranks are indices in it.
+The groups use NCCL on a GPU, Gloo on a CPU. `src` and `dst` are contiguous tensors or storages, as
+in BMTrain. They are read as flat vectors, of equal dtypes and devices; only their numbers of
+elements must match. `op` is "sum", "avg", "max", "min" or "prod". `comm` is a communicator of
+`bmtrain.config`, such as `config["comm"]`; `root` and `peer` are indices in it. Anything else is a
+ConfigurationError.
 """
 
 from __future__ import annotations
@@ -99,6 +101,10 @@ def groupEnd() -> None:
 
     One communicator after the other, in an order that is the same on all ranks: with different
     orders, two ranks could each wait for the other in different communicators and deadlock.
+
+    Raises:
+        ConfigurationError: without a groupStart before it, or if this rank's sends to itself and
+            its receives from itself differ in number, length or dtype.
     """
     batch = world.current("nccl.groupEnd").service(_Batch)
     if batch.depth == 0:
@@ -139,17 +145,17 @@ def commInitRank(unique_id: bytes, world_size: int, rank: int) -> NoReturn:
 
 
 def commCount(comm: Axis) -> int:
-    """Number of ranks of a communicator."""
+    """Number of ranks of `comm`."""
     return autograd.checked("nccl.commCount", comm).size
 
 
 def commRank(comm: Axis) -> int:
-    """This rank's index in a communicator."""
+    """This rank's index in `comm`."""
     return autograd.checked("nccl.commRank", comm).index
 
 
 def commDestroy(comm: Axis) -> None:
-    """Only checks its argument: the run owns all communicators and closes them at its end."""
+    """Only checks `comm`: the run owns all communicators and closes them at its end."""
     autograd.checked("nccl.commDestroy", comm)
 
 

@@ -100,7 +100,7 @@ def entry(
 
 
 def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
-    """A plain-text table of the result of `inspect_model` or `Inspector.get_summary`.
+    """A plain-text table of a `summary`, what `inspect_model` or `Inspector.get_summary` returns.
 
     A header and one line per tensor. Numbers have four significant digits, zero is 0.0000; "-"
     stands for an undefined number.

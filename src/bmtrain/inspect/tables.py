@@ -70,7 +70,8 @@ class ParameterRow:
         shape: the shape of each full tensor.
         dtype: the dtype in which each is stored.
         num_local: elements of each that this rank holds; all of them if it is not sharded.
-        sharded, trainable: whether they are.
+        sharded: whether each rank holds a slice.
+        trainable: whether they require grad.
         group: as given to DistributedParameter.
     """
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, UnknownNameError
 from bmtrain.inspect.statistics import entry, statistics_of
 from bmtrain.runtime import world
 from bmtrain.shard.recording import Position, Recorder
@@ -69,7 +69,7 @@ def shape_of_all(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 class Inspector:
-    """The tensors recorded on this rank while it is open; created by `inspect_tensor`."""
+    """The tensors recorded on this rank inside `with inspect_tensor() as inspector`."""
 
     def __init__(self, position: Position) -> None:
         self._begin = position.segment - position.segment % 2
@@ -203,15 +203,15 @@ class Inspector:
             inside the context.
 
         Raises:
-            KeyError: nothing of that name, group and index was recorded on this rank; the message
-                has the closest names.
-            RuntimeError: in a pipeline, `get_summary` has not been called since the last record. It
-                numbers the records across stages.
+            UnknownNameError: nothing of that name, group and index was recorded on this rank; the
+                message has the closest names.
+            ConfigurationError: in a pipeline, `get_summary` has not been called since the last
+                record. It numbers the records across stages.
         """
         numbers = self._agreed
         if any(key not in numbers for key in self._parts):
             if any(key.is_pipelined for key in self._parts):
-                raise RuntimeError(
+                raise ConfigurationError(
                     "get_tensor: in a pipeline the index of a tensor depends on other "
                     "stages: call get_summary() on every rank first."
                 )
@@ -225,11 +225,11 @@ class Inspector:
             names = [full_name(n, g, i) for g, n, i in known]
             near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.0)
             there = (
-                f"the nearest are {', '.join(map(repr, near))} of {len(known)}"
+                f"the nearest are {str(near)[1:-1]} of {len(known)}"
                 if near
                 else "nothing was recorded on this rank"
             )
-            raise KeyError(f"no tensor {wanted!r} was recorded on this rank: {there}.")
+            raise UnknownNameError(f"no tensor {wanted!r} was recorded on this rank: {there}.")
         if len(self._parts[key]) == 1:
             return next(iter(self._parts[key].values()))
         values, grad = self._joined(key, torch.atleast_1d)

@@ -34,7 +34,8 @@ class Linear(DistributedModule):
     """A linear layer, not tensor-parallel: (..., in_features) -> (..., out_features).
 
     Args:
-        in_features, out_features: sizes of the last dim of input and output.
+        in_features: size of the last dim of the input.
+        out_features: size of the last dim of the output.
         bias: whether to add a bias.
         dtype: the dtype of the parameters; None is torch's default.
         init_method: called with the full weight (out_features, in_features); None draws from
@@ -70,7 +71,7 @@ class Linear(DistributedModule):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features)."""
+        """`x` (..., in_features) -> (..., out_features)."""
         return OpLinear.apply(x, self.weight, self._parameters["bias"])
 
     def extra_repr(self) -> str:

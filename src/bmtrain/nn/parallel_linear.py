@@ -147,8 +147,8 @@ class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each tensor-parallel rank computes a part of the output features.
 
     Args:
-        in_features, out_features: sizes of the full layer. `out_features` is split: weight and bias
-            along dim 0.
+        in_features: size of the last dim of the input.
+        out_features: of all tensor-parallel ranks; weight and bias are split along dim 0.
         bias: whether to add a bias.
         dtype: the dtype of the parameters; None is torch's default.
         gather_output: return all output features on every rank instead of this rank's.
@@ -189,7 +189,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.async_gather_chunks = async_gather_chunks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, ..., in_features) -> (rows of all ranks, ..., out_features / tp_size).
+        """`x` (rows, ..., in_features) -> (rows of all ranks, ..., out_features / tp_size).
 
         The constructor's `gather_input` and `gather_output` change the shapes.
         """
@@ -219,8 +219,9 @@ class RowParallelLinear(_ParallelLinear):
     The partial products are summed over ranks.
 
     Args:
-        in_features, out_features: sizes of the full layer. `in_features` is split: the weight along
-            dim 1. The bias is not split; it is added once, to the sum.
+        in_features: of all tensor-parallel ranks; the weight is split along dim 1.
+        out_features: size of the last dim of the output. The bias is not split; it is added once,
+            to the sum.
         bias: whether to add a bias.
         dtype: the dtype of the parameters; None is torch's default.
         split_input: the input has the features of all ranks, and the layer uses this rank's; if
@@ -255,7 +256,7 @@ class RowParallelLinear(_ParallelLinear):
         self.reduce_type = ReduceType.ALL_REDUCE if all_reduce_output else ReduceType.REDUCE_SCATTER
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows of all ranks, ..., in_features / tp_size) -> (rows, ..., out_features).
+        """`x` (rows of all ranks, ..., in_features / tp_size) -> (rows, ..., out_features).
 
         The constructor's `split_input` and `all_reduce_output` change the shapes.
         """

@@ -115,7 +115,11 @@ class AdamBase(torch.optim.Optimizer):
         return value
 
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size."""
+        """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size.
+
+        Args:
+            loss: this rank's, a scalar.
+        """
         scaled = loss * (self.scale / self._engine.mesh.world.size)
         self.scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
         return scaled
@@ -141,7 +145,11 @@ class AdamBase(torch.optim.Optimizer):
     ) -> Any:
         """Update all parameters that have a gradient, dividing gradients by `scale` on the fly.
 
+        Returns what `closure` returns; None without one.
+
         Args:
+            closure: computes the loss again, with gradients, before the update.
+            scale: the loss scale that the gradients carry.
             verdict: 0-dim fp64 on the device. If it is NaN or infinite, weights and moments do not
                 change. The host need not wait for it; once it knows, it calls `take_back`.
 
@@ -297,9 +305,9 @@ class AdamBase(torch.optim.Optimizer):
         return live
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load either form of `state_dict`, or BMTrain's (see `resharding.local_states`).
+        """Load either form of `state_dict`, at any world size if it was gathered, or BMTrain's.
 
-        Collective.
+        Collective. A state of this rank's slices loads at the world size that wrote it.
 
         Raises:
             CheckpointError: on every rank, if this is no such state, or that of other parameters.
@@ -358,13 +366,18 @@ class AdamOptimizer(AdamBase):
     Weight decay is decoupled for every dtype. fp16 and bf16 parameters keep an fp32 master copy and
     fp32 moments.
 
+    Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov and
+    Hutter, "Decoupled Weight Decay Regularization" (2019); for 8 bits, Dettmers et al., "8-bit
+    Optimizers via Block-wise Quantization" (2022).
+
     Args:
-        params: parameters or groups, as in torch.optim.
+        params: parameters or groups, as in torch.optim, of any floating dtype, on the rank's
+            device.
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW, except that weight_decay
             defaults to 0.
         hold_steps: number of initial steps with a learning rate of 0, while the moments build up.
         moments: "fp32", or "8bit": 2.1 instead of 8 bytes an element, in blocks of 64 elements,
-            rounded stochastically (see kernels/blockwise.py).
+            rounded stochastically.
         master_weights: of 16-bit parameters. "fp32": 4 bytes an element. "split", for bf16: 2
             bytes, with which the weights are fp32 numbers; they are rounded to bf16 away from zero
             where two numbers are as near. "none", for bf16: no bytes; weights are rounded
@@ -375,4 +388,5 @@ class AdamOptimizer(AdamBase):
     Raises:
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range.
+        NotInitializedError: before `init_distributed`.
     """

@@ -11,7 +11,7 @@ from bmtrain.runtime import world
 
 
 def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """`print(*args, **kwargs)` on one rank of the world; the others stay silent."""
+    """`print(*args, **kwargs)` on one `rank` of the run; the others print nothing."""
     if world.rank() == rank:
         print(*args, **kwargs)
 

@@ -146,7 +146,7 @@ class RunLog:
         return self
 
     def step(self, report: StepReport) -> None:
-        """Show and record one step."""
+        """Show and record one step, the figures of `report`."""
         self._listener.hear(dataclasses.asdict(report))
         if not self.enabled:
             return
@@ -168,7 +168,7 @@ class RunLog:
             self._line(report.step, words)
 
     def record(self, step: int, **values: Any) -> None:
-        """Show and record what was found out after a step."""
+        """Show and record `values`, numbers measured after a step."""
         self._listener.hear({"step": step, **values})
         if self.enabled:
             self._keep({"step": step, **values})
@@ -181,7 +181,7 @@ class RunLog:
             self.tell(str(self.metrics.path), self.metrics.to_disk)
 
     def say(self, text: str) -> None:
-        """A line for the user; letters that the terminal lacks, or would obey, are written out."""
+        """Print `text` on rank 0; letters that the terminal lacks, or would obey, are escaped."""
         if self.enabled:
             name = self.console.encoding
             text = printable(text).encode(name, "backslashreplace").decode(name)
