@@ -69,9 +69,9 @@ class Linear(DistributedModule):
             else None,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return OpLinear.apply(x, self.weight, self._parameters["bias"])
+        return OpLinear.apply(input, self.weight, self._parameters["bias"])
 
     def extra_repr(self) -> str:
         """The sizes, for printing."""
