@@ -564,7 +564,7 @@ def older_forms(folder):
     assert [len(params) for _, params in bmt.grouped_parameters(model=model)] == [4]
     x = torch.ones(2, 3)
     models.assert_same(model(x), torch.zeros(2, 3), "of zeros", 0)
-    models.assert_same(bmt.nn.Linear(3, 3, init_method=zeros)(input=x), torch.zeros(2, 3), "", 0)
+    models.assert_same(layers[0](input=x), torch.zeros(2, 3), "by its name", 0)
     bmt.save(model=model, file_name=folder / "model.pt")
     bmt.load(model=model, file_name=folder / "model.pt", strict=True)
     assert len(bmt.inspect.inspect_model(model, param_name="*weight")) == 2
