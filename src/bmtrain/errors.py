@@ -80,6 +80,10 @@ class RemovedError(BMTrainError, AttributeError):
         super().__init__(f"{name} is a part of BMTrain that has no meaning here: {remedy}")
 
 
+class MissingNameError(BMTrainError, AttributeError):
+    """A module was asked for a name that it does not have; the message says which one has it."""
+
+
 class StaleParameterError(BMTrainError, RuntimeError):
     """Parameters were changed between a forward pass that used them and its backward pass."""
 

@@ -57,7 +57,7 @@ class Block(DistributedModule):
     """`Block(module)` computes what `module` computes, with its parameters sharded over ranks.
 
     Args:
-        module: any module; its parameters may be plain (on the CPU, on meta or on the rank's
+        inner_module: any module; its parameters may be plain (on the CPU, on meta or on the rank's
             device) or distributed. It is changed in place: its parameters become this rank's
             shards.
         use_checkpoint: True recomputes the forward pass during backward instead of keeping
@@ -89,7 +89,7 @@ class Block(DistributedModule):
     @known_keywords
     def __init__(
         self,
-        module: torch.nn.Module,
+        inner_module: torch.nn.Module,
         use_checkpoint: bool | str | Level = True,
         zero_level: int | None = None,
         mode: str = "BLOCK",
@@ -101,9 +101,9 @@ class Block(DistributedModule):
     ) -> None:
         self._context = context = world.current("Block").service(Context)
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
+        if not isinstance(inner_module, torch.nn.Module):
             raise ConfigurationError(
-                f"Block got {type(module).__name__}: expected a torch.nn.Module."
+                f"Block got {type(inner_module).__name__}: expected a torch.nn.Module."
             )
         if mode not in MODES:
             raise ConfigurationError(
@@ -115,7 +115,8 @@ class Block(DistributedModule):
             reduce_dtype=reduce_dtype or defaults.reduce_dtype,
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
         )
-        inner = module._module if isinstance(module, Block) else module
+        is_block = isinstance(inner_module, Block)
+        inner = inner_module._module if is_block else inner_module
         # A list hides the module from nn.Module, which would prefix its names. Sharing its dicts
         # exposes its parameters, buffers and children under their own names.
         self._hidden = [inner]

@@ -103,7 +103,7 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     return cast(Module, out)
 
 
-def init_parameters(module: torch.nn.Module) -> None:
+def init_parameters(model: torch.nn.Module) -> None:
     """Give every distributed parameter its initial values, the same on any number of ranks.
 
     Runs each `init_method` on the full tensor and keeps this rank's slice. Shards a plain module
@@ -115,21 +115,21 @@ def init_parameters(module: torch.nn.Module) -> None:
             BMTrainModelWrapper can replace.
     """
     current = world.current("init_parameters")
-    if not any(isinstance(param, DistributedParameter) for param in module.parameters()) and any(
-        True for _ in module.parameters()
+    if not any(isinstance(param, DistributedParameter) for param in model.parameters()) and any(
+        True for _ in model.parameters()
     ):
-        if any(param is not None for param in module._parameters.values()):
+        if any(param is not None for param in model._parameters.values()):
             raise ConfigurationError(
-                f"{type(module).__name__} has parameters of its own and is not "
+                f"{type(model).__name__} has parameters of its own and is not "
                 "sharded: wrap it first, "
                 "model = bmtrain.BMTrainModelWrapper(model), then call init_parameters(model)."
             )
         with current.service(Sameness).known():  # all values will come from rank 0's random state
-            _Wrapping(current).wrap_children(module)
-        for param in module.parameters():
+            _Wrapping(current).wrap_children(model)
+        for param in model.parameters():
             if isinstance(param, DistributedParameter):
                 param.never_set = True
-    initialize.initialize(module)
+    initialize.initialize(model)
 
 
 def _name_storages(model: torch.nn.Module) -> None:

@@ -47,12 +47,12 @@ class Plan:
 
 def load(
     model: torch.nn.Module,
-    file: str | os.PathLike[str],
+    file_name: str | os.PathLike[str],
     strict: bool = True,
     *,
     only: Collection[str] | None = None,
 ) -> LoadResult:
-    """Load all parameters and persistent buffers of `model` from `file`. Collective.
+    """Load all parameters and persistent buffers of `model` from `file_name`. Collective.
 
     Reads files written by `save`, by BMTrain and ModelCenter, any state dict of `torch.save`,
     .safetensors files, and folders of either, with or without an index. For a model of
@@ -65,7 +65,7 @@ def load(
 
     Args:
         model: any module, its parameters distributed or not.
-        file: a file or a folder.
+        file_name: a file or a folder.
         strict: whether missing and unexpected names are errors.
         only: names of the tensors to load, of tied ones the first; None for all. With `strict` the
             file holds these alone.
@@ -82,7 +82,7 @@ def load(
     targets = attempt(lambda: selected(entries(model), only), axis)
     shapes = {name: entry.shape for entry in targets for name in entry.names}
     source = attempt(
-        lambda: without_prefix(as_parameters(open_source(file), model, shapes), shapes), axis
+        lambda: without_prefix(as_parameters(open_source(file_name), model, shapes), shapes), axis
     )
     plan = attempt(lambda: make_plan(targets, source, strict=strict), axis)
     _check_same_everywhere(plan, source, axis)

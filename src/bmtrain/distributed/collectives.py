@@ -107,13 +107,6 @@ def broadcast_(x: torch.Tensor, source: int, axis: Axis) -> None:
         dist.broadcast(x, src=axis.ranks[source], group=axis.group)
 
 
-def reduce_(x: torch.Tensor, target: int, op: str, axis: Axis) -> None:
-    """Reduce `x` in place onto the rank at index `target`; undefined on other ranks afterwards."""
-    if axis.size > 1:
-        _enter(axis, f"reduce ({op}) onto rank {axis.ranks[target]}", x)
-        dist.reduce(x, dst=axis.ranks[target], op=OPS[op], group=axis.group)
-
-
 def send(x: torch.Tensor, target: int, axis: Axis) -> None:
     """Send `x` to the rank at index `target` of the axis."""
     _enter_alone(axis, "a send")

@@ -9,21 +9,18 @@ ConfigurationError.
 
 from __future__ import annotations
 
-from typing import NoReturn
+import itertools
 
 import torch
 
 from bmtrain.distributed import autograd, collectives
-from bmtrain.errors import ConfigurationError, RemovedError
+from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import KINDS, Axis
 from bmtrain.runtime.world import World
 
 Buffer = torch.Tensor | torch.UntypedStorage | torch.TypedStorage
 NCCLCommunicator = Axis
-_MADE_BY_INIT = (
-    "init_distributed makes all groups; they are in bmtrain.config, config['comm'] first."
-)
 
 
 class _Batch:
@@ -64,11 +61,9 @@ def broadcast(src: Buffer, dst: Buffer, root: int, comm: Axis) -> None:
 def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Axis) -> None:
     """`dst` on rank `root` = the reduction of every rank's `src` by `op`; not written elsewhere."""
     source, target = _pair("reduce", src, dst, comm, root, reduces=True)
-    collectives.check_op(op)
-    total = source.clone()
-    collectives.reduce_(total, root, "sum" if op == "avg" else op, comm)
+    total = autograd.all_reduce(source, op, comm)
     if comm.index == root:
-        _write(target, total / comm.size if op == "avg" else total)
+        _write(target, total)
 
 
 def send(src: Buffer, peer: int, comm: Axis) -> None:
@@ -115,33 +110,23 @@ def groupEnd() -> None:
     queued, batch.queued = batch.queued, []
     axes = dict.fromkeys(axis for axis, *_ in queued)
     for axis in sorted(axes, key=lambda axis: KINDS.index(axis.name)):
-        sends, receives = (
-            [(x, peer) for owner, sent, x, peer in queued if owner is axis and sent == is_sent]
-            for is_sent in (True, False)
-        )
         # messages to self, which torch refuses: the n-th send fills the n-th receive
-        own, into = ([x for x, p in one if p == axis.index] for one in (sends, receives))
-        if [(x.dtype, x.numel()) for x in own] != [(x.dtype, x.numel()) for x in into]:
+        own, into, sends, receives = (
+            [
+                (x, peer)
+                for owner, sent, x, peer in queued
+                if owner is axis and (peer == axis.index) == is_own and sent == is_sent
+            ]
+            for is_own, is_sent in itertools.product((True, False), repeat=2)
+        )
+        if [(x.dtype, x.numel()) for x, _ in own] != [(x.dtype, x.numel()) for x, _ in into]:
             raise ConfigurationError(
                 f"rank {axis.index} sends {len(own)} tensors to itself and receives {len(into)}: "
                 "expected as many, of the same numbers of elements and dtypes, in the same order."
             )
-        for x, target in zip(own, into, strict=True):
+        for (x, _), (target, _) in zip(own, into, strict=True):
             _write(target, x)
-        sends, receives = (
-            [(x, peer) for x, peer in one if peer != axis.index] for one in (sends, receives)
-        )
         collectives.exchange(sends, receives, axis)
-
-
-def getUniqueId() -> NoReturn:
-    """Always raises RemovedError: `init_distributed` creates the groups."""
-    raise RemovedError("bmtrain.nccl.getUniqueId", _MADE_BY_INIT)
-
-
-def commInitRank(unique_id: bytes, world_size: int, rank: int) -> NoReturn:
-    """Always raises RemovedError: `init_distributed` creates the groups."""
-    raise RemovedError("bmtrain.nccl.commInitRank", _MADE_BY_INIT)
 
 
 def commCount(comm: Axis) -> int:
@@ -204,14 +189,11 @@ def _pair(
     """Flat source and destination, of dtypes, devices and numbers of elements that fit."""
     autograd.checked(f"nccl.{what}", comm, root)
     source, target = _flat(what, src), _flat(what, dst)
-    for kind, own, theirs in (
-        ("dtype", source.dtype, target.dtype),
-        ("device", source.device, target.device),
-    ):
-        if own != theirs:
-            raise ConfigurationError(
-                f"nccl.{what} got {own} to be written to {theirs}: expected the same {kind}."
-            )
+    if (source.dtype, source.device) != (target.dtype, target.device):
+        raise ConfigurationError(
+            f"nccl.{what} got {source.dtype} on {source.device} to be written to {target.dtype} on "
+            f"{target.device}: expected the same dtype and device."
+        )
     wanted = source.numel() * (comm.size if gathers else 1) / (comm.size if scatters else 1)
     if target.numel() != wanted:
         raise ConfigurationError(

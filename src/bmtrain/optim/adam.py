@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,7 +20,17 @@ from bmtrain.optim.form import NAMES, StateForm, in_fp32
 from bmtrain.optim.loss_scale import CarriedScale, LossScale
 from bmtrain.optim.saved import check_adam_state, check_masters
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, NUMBER, PART, Rule, check, known_keywords
+from bmtrain.runtime.arguments import (
+    AMOUNT,
+    COUNT,
+    FLAG,
+    NUMBER,
+    PART,
+    POSITIVE,
+    Rule,
+    check,
+    known_keywords,
+)
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
@@ -123,6 +134,13 @@ class AdamBase(torch.optim.Optimizer):
         scaled = loss * (self.scale / self._engine.mesh.world.size)
         self.scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
         return scaled
+
+    steps_since_last_scale = property(operator.attrgetter("dynamic_scale.num_good"))
+
+    def justify_scale(self, scale: float) -> None:
+        """Set the loss scale of the 0.1.x API; gradients that are there are brought to it."""
+        check("justify_scale", scale=(scale, POSITIVE))
+        self.dynamic_scale.load_state_dict(scale)
 
     def scale_with(self, scale: LossScale) -> None:
         """Take the loss scale of a manager.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,15 @@ from bmtrain.runtime.arguments import POSITIVE, SIZE, check, known_keywords
 from bmtrain.runtime.log import warn
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
+
+
+def _refuse(manager: OptimManager, value: object) -> None:
+    """Assigned to, BMTrain's attributes of a manager would be of no effect."""
+    raise ConfigurationError(
+        f"OptimManager: the loss scale, its factor, steps and bounds cannot be set to {value!r} "
+        "later: give them to OptimManager(loss_scale=..., loss_scale_factor=..., "
+        "loss_scale_steps=..., min_loss_scale=..., max_loss_scale=...), or load a state_dict."
+    )
 
 
 class OptimManager:
@@ -107,6 +117,14 @@ class OptimManager:
         for optimizer, carried in zip(self.optimizers, self._carried, strict=True):
             carried.become(value, parameters_of(optimizer.param_groups), self._engine)
         return value
+
+    loss_scale = loss_scale.setter(_refuse)
+    # What BMTrain's programs read of it.
+    loss_scale_enabled = property(operator.attrgetter("_is_scaled"), _refuse)
+    loss_scale_factor, loss_scale_steps, steps_since_last_scale, min_loss_scale, max_loss_scale = (
+        property(operator.attrgetter(f"_scale.{name}"), _refuse)
+        for name in ("factor", "growth_steps", "num_good", "minimum", "maximum")
+    )
 
     @property
     def skipped_steps(self) -> int:
@@ -405,7 +423,7 @@ class OptimManager:
             "num_skipped": self._scale.num_skipped,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved state, at the same world size or, if gathered, at any other.
 
         Raises:
@@ -413,9 +431,9 @@ class OptimManager:
                 differ in number or kind, or if ranks got different states; all is as it was.
         """
         self._scale.wait()
-        check_manager_state(state, self.lr_schedulers)
+        check_manager_state(state_dict, self.lr_schedulers)
         owns = []  # all of them are looked at before one is changed
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        for optimizer, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
             if isinstance(optimizer, AdamBase):
                 owns.append(optimizer.own_of(saved))
             else:
@@ -426,7 +444,7 @@ class OptimManager:
                 optimizer.take_own(own)
             else:
                 optimizer.load_state_dict(own)
-        self.load_rest(state)
+        self.load_rest(state_dict)
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         """Restore all of a saved state but the optimizers."""

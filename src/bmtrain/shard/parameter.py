@@ -29,18 +29,18 @@ Initializer = Callable[[torch.Tensor], object]
 
 
 class ParameterInitializer:
-    """An initialisation to run later: called with the full tensor, runs `fn(tensor, ...)`.
+    """An initialisation to run later: called with the full tensor, runs `func(tensor, ...)`.
 
     Args:
-        fn: a function that writes the tensor in place, such as those of torch.nn.init.
-        args, kwargs: passed on to `fn` after the tensor.
+        func: a function that writes the tensor in place, such as those of torch.nn.init.
+        args, kwargs: passed on to `func` after the tensor.
     """
 
-    def __init__(self, fn: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        self.fn, self.args, self.kwargs = fn, args, kwargs
+    def __init__(self, func: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        self.fn(tensor, *self.args, **self.kwargs)
+        self.func(tensor, *self.args, **self.kwargs)
 
 
 class DistributedParameter(Hooked, torch.nn.Parameter):
