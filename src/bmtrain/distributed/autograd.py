@@ -52,11 +52,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
         out: torch.Tensor = _ReduceScatter.apply(x, axis)
         return out / axis.size if op == "avg" else out
     # Not every backend has reduce-scatter for these; all-reduce works on all of them.
-    if x.dim() == 0 or x.shape[0] % axis.size:
-        raise ConfigurationError(
-            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
-            "expected dim 0 to be a multiple."
-        )
+    collectives.check_divided(x, axis)
     return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
 
 
