@@ -132,7 +132,7 @@ def names_and_oddities():
 
     with (
         failing(collectives, "all_gather_flat", refuse, bmt.rank()),
-        failing(transport, "all_gather_flat", refuse, bmt.rank()),
+        failing(transport.Transport, "gather", refuse, bmt.rank()),
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(collectives, "all_reduce", counted)

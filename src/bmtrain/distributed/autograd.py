@@ -62,11 +62,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
         out: torch.Tensor = _ReduceScatter.apply(x, axis)
         return out / axis.size if op == "avg" else out
     # Not every backend has reduce-scatter for these; all-reduce works on all of them.
-    if x.dim() == 0 or x.shape[0] % axis.size:
-        raise ConfigurationError(
-            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
-            "expected dim 0 to be a multiple."
-        )
+    collectives.check_divided(x, axis)
     return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
 
 
@@ -113,8 +109,8 @@ def broadcast(
         src: on the rank's device, of the same shape and dtype on every rank.
         root: an index in `comm`.
         comm: the ranks, an axis such as config["comm"]; None is all.
-        local_gradient: backward gives that sum to every rank's `src`, as in BMTrain. The result then
-            requires grad on all ranks if `src` does on any.
+        local_gradient: backward gives that sum to every rank's `src`, as in BMTrain. The result
+            then requires grad on all ranks if `src` does on any.
 
     Raises:
         ConfigurationError: for a `comm` that is no communicator of the open run, or has no rank
@@ -143,8 +139,8 @@ def send_activations(
     """Send `hidden_state`, with its dtype and shape, to the rank at index `next_rank`.
 
     That rank must call `recv_activations`. Returns a 0-dim zero on its device: backward through it
-    waits for the gradient from the receiver's backward and passes it on to `hidden_state`. Ignore it if `hidden_state`
-    needs no gradient.
+    waits for the gradient from the receiver's backward and passes it on to `hidden_state`. Ignore
+    it if `hidden_state` needs no gradient.
 
     Args:
         hidden_state: on the rank's device, of any shape and dtype.
@@ -167,8 +163,8 @@ def send_activations(
 def recv_activations(prev_rank: int, comm: Axis | None = None) -> torch.Tensor:
     """Receive what the rank at index `prev_rank` sends by `send_activations`, on this device.
 
-    The result requires grad if the sender's `hidden_state` does and gradients are enabled here; its backward
-    then sends the gradient back, exactly once.
+    The result requires grad if the sender's `hidden_state` does and gradients are enabled here; its
+    backward then sends the gradient back, exactly once.
 
     Args:
         prev_rank: an index in `comm`.

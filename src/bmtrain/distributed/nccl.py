@@ -33,37 +33,34 @@ class _Batch:
 
 def allReduce(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:
     """`dst` = the reduction of every rank's `src` by `op` (sum, avg, max, min, prod)."""
-    source, target = _pair("allReduce", src, dst, comm, reduces=True)
-    _write(target, autograd.all_reduce(source, op, comm))
+    source = _source("allReduce", src, comm, reduces=True)
+    _write("allReduce", dst, autograd.all_reduce(source, op, comm))
 
 
 def allGather(src: Buffer, dst: Buffer, comm: Axis) -> None:
     """`dst` (ranks * n,) = every rank's `src` (n,), in rank order."""
-    source, target = _pair("allGather", src, dst, comm, gathers=True)
-    _write(target, collectives.all_gather(source, comm).view(-1))
+    _write("allGather", dst, collectives.all_gather(_source("allGather", src, comm), comm))
 
 
 def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:
     """`dst` (n,) = this rank's part of the reduction by `op` of every rank's `src` (ranks * n,)."""
-    source, target = _pair("reduceScatter", src, dst, comm, reduces=True, scatters=True)
-    _write(target, autograd.reduce_scatter(source, op, comm))
+    source = _source("reduceScatter", src, comm, reduces=True)
+    _write("reduceScatter", dst, autograd.reduce_scatter(source, op, comm))
 
 
 def broadcast(src: Buffer, dst: Buffer, root: int, comm: Axis) -> None:
     """`dst` = the `src` of rank `root`; elsewhere `src` is not read."""
-    source, target = _pair("broadcast", src, dst, comm, root)
-    if comm.index == root:
-        _write(target, source)
-    with torch.no_grad():
-        collectives.broadcast_(target, root, comm)
+    axis = autograd.checked("nccl.broadcast", comm, root)
+    own = _flat("broadcast", src if axis.index == root else dst).clone()
+    collectives.broadcast_(own, root, axis)
+    _write("broadcast", dst, own)
 
 
 def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Axis) -> None:
     """`dst` on rank `root` = the reduction of every rank's `src` by `op`; not written elsewhere."""
-    source, target = _pair("reduce", src, dst, comm, root, reduces=True)
-    total = autograd.all_reduce(source, op, comm)
+    total = autograd.all_reduce(_source("reduce", src, comm, root, reduces=True), op, comm)
     if comm.index == root:
-        _write(target, total)
+        _write("reduce", dst, total)
 
 
 def send(src: Buffer, peer: int, comm: Axis) -> None:
@@ -125,7 +122,7 @@ def groupEnd() -> None:
                 "expected as many, of the same numbers of elements and dtypes, in the same order."
             )
         for (x, _), (target, _) in zip(own, into, strict=True):
-            _write(target, x)
+            target.copy_(x)
         collectives.exchange(sends, receives, axis)
 
 
@@ -175,39 +172,25 @@ def _flat(what: str, buffer: Buffer) -> torch.Tensor:
     )
 
 
-def _pair(
-    what: str,
-    src: Buffer,
-    dst: Buffer,
-    comm: Axis,
-    root: int = 0,
-    *,
-    reduces: bool = False,
-    gathers: bool = False,
-    scatters: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat source and destination, of dtypes, devices and numbers of elements that fit."""
+def _source(
+    what: str, src: Buffer, comm: Axis, root: int = 0, *, reduces: bool = False
+) -> torch.Tensor:
+    """The elements of `src`, once the communicator is known to have a rank `root`."""
     autograd.checked(f"nccl.{what}", comm, root)
-    source, target = _flat(what, src), _flat(what, dst)
-    if (source.dtype, source.device) != (target.dtype, target.device):
-        raise ConfigurationError(
-            f"nccl.{what} got {source.dtype} on {source.device} to be written to {target.dtype} on "
-            f"{target.device}: expected the same dtype and device."
-        )
-    wanted = source.numel() * (comm.size if gathers else 1) / (comm.size if scatters else 1)
-    if target.numel() != wanted:
-        raise ConfigurationError(
-            f"nccl.{what} got {source.numel()} elements and a destination of {target.numel()}: "
-            f"expected {wanted:g}."
-        )
-    if reduces and (isinstance(src, torch.UntypedStorage) or isinstance(dst, torch.UntypedStorage)):
+    if reduces and isinstance(src, torch.UntypedStorage):
         raise ConfigurationError(
             f"nccl.{what} got an untyped storage, whose bytes cannot be reduced: "
             "expected a tensor or typed storage."
         )
-    return source, target
+    return _flat(what, src)
 
 
-def _write(target: torch.Tensor, values: torch.Tensor) -> None:
-    if target.data_ptr() != values.data_ptr():
-        target.copy_(values)
+def _write(what: str, dst: Buffer, values: torch.Tensor) -> None:
+    """Write the result, of any shape, to a destination that must fit."""
+    target = _flat(what, dst)
+    found, wanted = (f"{x.numel()} elements of {x.dtype} on {x.device}" for x in (target, values))
+    if found != wanted:
+        raise ConfigurationError(
+            f"nccl.{what} got a destination of {found}: expected {wanted}; nothing was written."
+        )
+    target.copy_(values.view(-1))
