@@ -143,6 +143,18 @@ def test_the_commands_of_all_pages():
     assert not bad, "\n".join(bad)
 
 
+def test_shell_blocks_have_no_comments():
+    """An interactive zsh takes `#` for an argument, and an apostrophe behind it for a quote that is open."""
+    documents = [*PAGES.values(), *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    bad = [
+        f"{page.relative_to(ROOT)} line {block.line}"
+        for page in documents
+        for block in blocks(page)
+        if block.language in SHELLS and re.search(r"(^|\s)#", block.text, re.M)
+    ]
+    assert not bad, bad
+
+
 def test_blocks_that_do_not_run():
     """They are few, each with its reason; the list is here to be read. Every block has a language,
     so that none escapes for want of one; output and trees have "text" or nothing.
