@@ -146,18 +146,18 @@ FAULTS = {
         PLAIN,
         TALKS,
         spans(lambda text, span: (text.rindex("<assistant", 0, span[0]), span[1])),
-        "is learnt, and is no part of an answer",
+        "is in the loss, but no part of an answer",
     ),
     "end": (
         PLAIN,
         TALKS,
         spans(lambda text, span: (span[0], text.rindex(END, 0, span[1]))),
-        "'<|endoftext|>', is not learnt",
+        "'<|endoftext|>', is not in the loss",
     ),
-    "prefixes": (ALWAYS, TALKS, by_prefixes, "is learnt, and is no part of an answer"),
+    "prefixes": (ALWAYS, TALKS, by_prefixes, "is in the loss, but no part of an answer"),
     "segments": (PLAIN, TALKS, one_segment, "sees other samples of its row"),
     "means": (PLAIN, TALKS, means_of_means, "in the loss, and should 1/"),
-    "shifted": (PLAIN, TALKS, shifted_twice, "weighs in the loss, and is not to be learnt"),
+    "shifted": (PLAIN, TALKS, shifted_twice, "weighs in the loss, but should not be in it"),
     "positions": (PLAIN, TALKS, positions_go_on, "has the position "),
 }
 
@@ -195,7 +195,7 @@ def test_each_planted_fault_is_found(kind, names, tmp_path):
     for name, found in first.items():
         said, text = [one.text for one in found.findings], FAULTS[name][3]
         assert found.findings == second[name].findings
-        assert found.conversations >= 4 and found.learnt > 0 and not found.unknown, name
+        assert found.conversations >= 4 and found.loss_tokens > 0 and not found.unknown, name
         if text is None:
             assert said == [] and found.deviation < 1e-3
         else:
@@ -236,7 +236,7 @@ def sees_padding(patch, subject):
 FAULTS_OF_PAIRS: dict[str, tuple[str, Fault, str | None]] = {
     "none": (PLAIN, nothing, None),
     "system": (NO_SYSTEM, nothing, "message 1, of the system: the template leaves out 'Count "),
-    "end": (PLAIN, FAULTS["end"][2], "'<|endoftext|>', is not learnt"),
+    "end": (PLAIN, FAULTS["end"][2], "'<|endoftext|>', is not in the loss"),
     "means": (PLAIN, counts_rows, "times what it should in the loss of its pair"),
     "positions": (PLAIN, sees_padding, "has the position "),
 }
@@ -313,7 +313,7 @@ def test_the_commands_say_what_differs(tmp_path):
     data = tmp_path / "talks.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in TALKS))
     ((certificate, start),) = run_ranks(commanded, 1, str(path), str(data))
-    assert "no difference: each learnt token weighs the same" in certificate
+    assert "no difference: each token in the loss weighs the same" in certificate
     assert "warning" not in start
     memory = re.search(r"weights (\S+) GiB, gradients (\S+) GiB, optimizer (\S+) GiB", start)
     assert memory is not None

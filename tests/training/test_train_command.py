@@ -189,7 +189,7 @@ def test_a_run_on_other_data(folder, tmp_path):
     assert [one["epoch"] for one in records] == [0, 0, *[0] * len(packed), *[1] * len(packed)]
     items = [packed[number] for number in range(len(packed))]
     learnt = sum(int((item["targets"] != -100).sum()) for item in items)
-    assert records[-1]["tokens_learnt"] - records[1]["tokens_learnt"] == 2 * learnt
+    assert records[-1]["loss_tokens"] - records[1]["loss_tokens"] == 2 * learnt
     tokens = sum(len(item["input_ids"]) for item in items)
     assert records[-1]["tokens"] - records[1]["tokens"] == 2 * tokens
     assert all(0 < one["unpadded_tokens_per_second"] <= one["tokens_per_second"] for one in records)

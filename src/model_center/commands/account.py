@@ -1,4 +1,4 @@
-"""What a run says before its first step: rows, tokens, model, and a row as it is learnt."""
+"""What a run says before its first step: rows, tokens, model, and a row with its loss mask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from model_center.training.optimization import in_steps
 from model_center.training.subject import Subject
 
 SHOWN = 1200  # characters of a row
-OPEN, CLOSE = "[[", "]]"  # around what is learnt
+OPEN, CLOSE = "[[", "]]"  # around tokens in the loss
 
 
 def account(
@@ -32,37 +32,10 @@ def account(
     args: argparse.Namespace,
 ) -> Iterator[str]:
     """The lines."""
-    samples = packed.samples
-    tokens, learnt = int(samples.lengths.sum()), int(samples.num_learnt.sum())
-    if isinstance(packed, ConcatenatedTexts):
-        learnt = packed.num_learnt()
     if args.from_scratch:
         yield _vocabulary(subject)
-    rows = sum(len(part.numbers) for part in parts)
-    yield f"data: {rows:,} rows, {tokens:,} tokens, {learnt:,} learnt ({learnt / tokens:.1%})"
-    data = {id(part.samples): part.samples for part in parts}.values()
-    lost = {
-        f"{args.too_long.value} for being longer than --max-length {args.max_length}": sum(
-            one.num_cut + one.num_dropped for one in data
-        ),
-        "left out for having nothing to learn in that length": 0
-        if isinstance(packed, ConcatenatedTexts)
-        else packed.num_without_answer,
-    }
-    if any(lost.values()):
-        gone = sum(one.tokens_lost for one in data)
-        said = "; ".join(f"{number:,} rows {why}" for why, number in lost.items() if number)
-        yield f"  {said}; {gone:,} tokens lost"
-    passed = [str(path) for one in data for path in one.passed_over]
-    if passed:
-        more = " ..." if len(passed) > 5 else ""
-        yield f"  files that are not read: {', '.join(passed[:5])}{more}"
-    unread: collections.Counter[str] = collections.Counter()
-    for one in data:
-        unread.update(one.tokens.unread)
-    if unread:
-        names = ", ".join(f"{name} ({number:,} rows)" for name, number in unread.most_common(8))
-        yield f"  fields that are not read: {names}"
+    samples = packed.samples
+    yield from data_lines(parts, packed, args)
     if isinstance(packed, Pairs):
         yield f"  {len(packed):,} pairs, a row for each answer"
     elif isinstance(packed, ConcatenatedTexts):
@@ -96,7 +69,46 @@ def account(
         f"learning rate {args.lr:g} ({args.lr_decay_style}); saved: {where}"
     )
     first = packed[0] if isinstance(packed, ConcatenatedTexts) else samples[packed.rows[0][0]]
-    yield f"the first row, what is learnt in {OPEN} {CLOSE}:\n{shown(first, subject.tokenizer)}"
+    text = shown(first, subject.tokenizer)
+    yield f"the first row, tokens in the loss between {OPEN} and {CLOSE}:\n{text}"
+
+
+def data_lines(
+    parts: Sequence[Part],
+    packed: PackedSamples | ConcatenatedTexts | Pairs,
+    args: argparse.Namespace,
+) -> Iterator[str]:
+    """How many rows and tokens of `parts` were read, and what was left out and why."""
+    tokens, num_without_answer = int(packed.samples.lengths.sum()), 0
+    if isinstance(packed, ConcatenatedTexts):
+        loss_tokens = packed.num_loss_tokens()
+    else:
+        loss_tokens = int(packed.samples.num_loss_tokens.sum())
+        num_without_answer = packed.num_without_answer
+    rows = sum(len(part.numbers) for part in parts)
+    share = f"{loss_tokens:,} in the loss ({loss_tokens / tokens:.1%})"
+    yield f"data: {rows:,} rows, {tokens:,} tokens, {share}"
+    data = {id(part.samples): part.samples for part in parts}.values()
+    lost = {
+        f"{args.too_long.value} for being longer than --max-length {args.max_length}": sum(
+            one.num_cut + one.num_dropped for one in data
+        ),
+        "left out because no token within that length is in the loss": num_without_answer,
+    }
+    if any(lost.values()):
+        gone = sum(one.tokens_lost for one in data)
+        reasons = "; ".join(f"{number:,} rows {why}" for why, number in lost.items() if number)
+        yield f"  {reasons}; {gone:,} tokens lost"
+    unread_files = [str(path) for one in data for path in one.passed_over]
+    if unread_files:
+        more = " ..." if len(unread_files) > 5 else ""
+        yield f"  files that are not read: {', '.join(unread_files[:5])}{more}"
+    unread: collections.Counter[str] = collections.Counter()
+    for one in data:
+        unread.update(one.tokens.unread)
+    if unread:
+        names = ", ".join(f"{name} ({number:,} rows)" for name, number in unread.most_common(8))
+        yield f"  fields that are not read: {names}"
 
 
 def _vocabulary(subject: Subject) -> str:
@@ -132,15 +144,15 @@ def _memory(subject: Subject, args: argparse.Namespace) -> str:
 
 
 def shown(item: Item, tokenizer: Any) -> str:
-    """A sample as text, what is learnt of it between brackets."""
+    """A sample as text, its tokens in the loss between brackets."""
     ids = item["input_ids"].tolist()
-    learnt = [False, *(item["targets"][:-1] != -100).tolist()]
-    pairs = zip(ids, learnt, strict=True)
+    in_loss = [False, *(item["targets"][:-1] != -100).tolist()]
+    pairs = zip(ids, in_loss, strict=True)
     parts = []
-    for is_learnt, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
+    for is_in_loss, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
         text = tokenizer.decode([number for number, _ in run])
-        parts.append(f"{OPEN}{text}{CLOSE}" if is_learnt else text)
+        parts.append(f"{OPEN}{text}{CLOSE}" if is_in_loss else text)
     if int(item["targets"][-1]) != -100:
-        parts.append(" (goes on)")
+        parts.append(" (continues)")
     text = "".join(parts)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ... ({len(text):,} characters)"

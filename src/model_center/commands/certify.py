@@ -61,7 +61,7 @@ def lines(found: Certificate) -> list[str]:
     """What was compared and what differs, in words."""
     said = [
         f"compared: {found.steps} steps on {bmt.world_size()} ranks, {found.conversations:,} "
-        f"samples, {found.tokens:,} tokens, {found.learnt:,} learnt"
+        f"samples, {found.tokens:,} tokens, {found.loss_tokens:,} in the loss"
     ]
     if found.unknown:
         said.append(
@@ -70,7 +70,7 @@ def lines(found: Certificate) -> list[str]:
         )
     if not found.findings:
         said.append(
-            "no difference: each learnt token weighs the same in its step (up to "
+            "no difference: each token in the loss weighs the same in its step (up to "
             f"{found.deviation:.0e}), has the position and sees what it sees alone"
         )
     else:

@@ -27,7 +27,7 @@ from model_center.arguments import (
     problem_of,
     share,
 )
-from model_center.commands.account import account, shown
+from model_center.commands.account import account, data_lines, shown
 from model_center.commands.configuration import differences, keep, model_in, words_of
 from model_center.commands.vocabulary import check_size, vocabulary_of
 from model_center.dataset.chat import PLAIN
@@ -195,7 +195,7 @@ class Prepared(NamedTuple):
     """What a run begins with."""
 
     subject: Subject
-    learnt: list[Part]
+    training_parts: list[Part]
     measured: list[Part]
     packed: Packed
 
@@ -216,7 +216,7 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
     if args.lr is None:
         args.lr = 1e-4 if args.lora_rank else 3e-4 if args.from_scratch else 1e-5
         if args.objective.takes_pairs and args.objective is not Objective.REWARD:
-            args.lr /= 10  # which of two answers is the better one is soon learnt
+            args.lr /= 10  # which of two answers is the better one is soon learned
     setup(args)
     args.dtype = args.dtype or default_dtype()
     args.model_config, adapters = model_in(args.model_config)
@@ -232,28 +232,30 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
     )
     if args.from_scratch:
         check_size(subject.tokenizer, subject.vocab_size)
-    learnt, measured = _read(args, subject.tokenizer)
-    if not all(part.samples.tokens.is_text.all() for part in learnt):
+    training_parts, measured = _read(args, subject.tokenizer)
+    if not all(part.samples.tokens.is_text.all() for part in training_parts):
         # It is saved with the model, which then is asked as it was taught.
         subject.tokenizer.chat_template = subject.tokenizer.chat_template or PLAIN
-    _check_ids([*learnt, *measured], subject)
+    _check_ids([*training_parts, *measured], subject)
     if args.look:
-        samples = Mixture(learnt)
+        samples = Mixture(training_parts)
         names = [" chosen", " rejected"] if args.objective.takes_pairs else [""]
         for number in range(min(args.look * len(names), len(samples))):
             row, side = divmod(number, len(names))
             text = shown(samples[number], subject.tokenizer)
             _say(f"row {row + 1}{names[side]}\n{text}\n")
+        for line in data_lines(training_parts, _packed(training_parts, args, subject), args):
+            _say(line)
         return None
-    args.dataset_name = _name_of(learnt, args)
+    args.dataset_name = _name_of(training_parts, args)
     subject.load(args)
     if subject.num_positions is not None and args.max_length > subject.num_positions:
         raise ConfigError(
             f"--max-length {args.max_length}: the model has {subject.num_positions} positions."
         )
-    packed = _packed(learnt, args, subject)
+    packed = _packed(training_parts, args, subject)
     subject.adapt(args)
-    return Prepared(subject, learnt, measured, packed)
+    return Prepared(subject, training_parts, measured, packed)
 
 
 def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
@@ -269,13 +271,15 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     prepared = prepare(args)
     if prepared is None:
         return
-    subject, learnt, measured, packed = prepared
+    subject, training_parts, measured, packed = prepared
     rows = make_loader(packed, args, shuffle=True)
-    for line in account(learnt, packed, subject, args):
+    for line in account(training_parts, packed, subject, args):
         _say(line)
     goal = goal_of(subject, args)
-    _warn(learnt)
-    evaluator = Evaluator(goal, measured, learnt, args) if measured or args.samples else None
+    _warn(training_parts)
+    evaluator = (
+        Evaluator(goal, measured, training_parts, args) if measured or args.samples else None
+    )
     if isinstance(goal, Preference) and isinstance(packed, Pairs):
         goal.add_reference(packed, args.dataset_name)
     goal.begin()
@@ -300,10 +304,12 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
         subject.save(args)
 
 
-def _warn(learnt: Sequence[Part]) -> None:
-    """Say once if the first rows are not learnt as their text says."""
+def _warn(training_parts: Sequence[Part]) -> None:
+    """Say once if the loss of the first rows does not cover what their text says."""
     if bmt.rank() == 0:
-        written = {id(p.samples): p.samples for p in learnt if not p.samples.source.is_tokens}
+        written = {
+            id(p.samples): p.samples for p in training_parts if not p.samples.source.is_tokens
+        }
         looked, found = first_rows(written.values(), CERTIFIED)
         for place, text in found[:1]:
             _say(
@@ -323,12 +329,16 @@ class Evaluator:
     Args:
         goal: what is measured.
         parts: data to measure it on; without any nothing is measured.
-        learnt: data that samples are of where there are no others.
+        training_parts: data that samples are of where there are no others.
         args: the flags.
     """
 
     def __init__(
-        self, goal: Goal, parts: Sequence[Part], learnt: Sequence[Part], args: argparse.Namespace
+        self,
+        goal: Goal,
+        parts: Sequence[Part],
+        training_parts: Sequence[Part],
+        args: argparse.Namespace,
     ) -> None:
         self._goal, self._subject, self._args = goal, goal.subject, args
         self._loader, self._num_bytes = None, None
@@ -340,7 +350,7 @@ class Evaluator:
             elif all(part.samples.tokens.is_text.all() for part in parts):
                 self._num_bytes = rows.num_bytes()
             self._loader = make_loader(rows, args, shuffle=False)
-        self._questions = _questions(Mixture(parts or learnt), args.samples)
+        self._questions = _questions(Mixture(parts or training_parts), args.samples)
 
     def report(self, training: Run) -> None:
         """Record loss and what else is measured, and show answers."""
@@ -379,7 +389,7 @@ class Evaluator:
         return str(decode(asked.ids.tolist()) + decode(found))
 
 
-Parts = tuple[list[Part], list[Part]]  # what is learnt, and what is measured
+Parts = tuple[list[Part], list[Part]]  # training data, and validation data
 
 
 def _read(args: argparse.Namespace, tokenizer: Any) -> Parts:
@@ -393,15 +403,15 @@ def _read(args: argparse.Namespace, tokenizer: Any) -> Parts:
 
 
 def _parts(args: argparse.Namespace, tokenizer: Any) -> Parts:
-    learnt, measured = [], [_part(name, args, tokenizer) for name in args.validation or ()]
+    training_parts, measured = [], [_part(name, args, tokenizer) for name in args.validation or ()]
     for place, name in enumerate(args.data):
         path, weight = _path_and_weight(name)
         rest, aside = set_aside(
             _part(path, args, tokenizer), args.validation_share, args.seed, place
         )
-        learnt.append(weighted(rest, weight, args.seed, place))
+        training_parts.append(weighted(rest, weight, args.seed, place))
         measured += [aside] if aside.numbers else []
-    return learnt, measured
+    return training_parts, measured
 
 
 def _part(name: str, args: argparse.Namespace, tokenizer: Any) -> Part:
@@ -424,7 +434,7 @@ def _part(name: str, args: argparse.Namespace, tokenizer: Any) -> Part:
 
 
 def _name_of(parts: Sequence[Part], args: argparse.Namespace) -> str:
-    """What a run that goes on compares: the tokens that are learnt, wherever the data lie."""
+    """What a run that goes on compares: the tokens that are trained on, wherever the data lie."""
     found = hashlib.sha256(f"{args.max_length} {args.too_long.value}".encode())
     if args.packing is not Packing.SEPARATE:
         found.update(args.packing.value.encode())
@@ -497,8 +507,8 @@ def _questions(samples: Mixture, count: int) -> list[Question]:
                 found.append(Question(ids[: min(GIVEN, max(len(ids) // 2, 1))], is_text=True))
             continue
         targets = samples[number]["targets"]
-        learnt = (targets != -100).nonzero()[:, 0]
-        silent = (targets[: learnt[-1]] == -100).nonzero()[:, 0] if len(learnt) else learnt
+        in_loss = (targets != -100).nonzero()[:, 0]
+        silent = (targets[: in_loss[-1]] == -100).nonzero()[:, 0] if len(in_loss) else in_loss
         if len(silent):
             ids = samples[number]["input_ids"][: int(silent[-1]) + 2]
             found.append(Question(ids, is_text=False))

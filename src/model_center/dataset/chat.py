@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from model_center.dataset.conversations import Message, is_learnt
+from model_center.dataset.conversations import Message, is_in_loss
 from model_center.dataset.task_dataset import Tokenizer
 from model_center.errors import DataError
 from model_center.tokenizer.chat_template import rendered
@@ -71,7 +71,7 @@ class ChatRenderer:
             InputError: if the template refuses the conversation, or takes too much.
         """
         text = self.text(messages)
-        places = [place for place, message in enumerate(messages) if is_learnt(message)]
+        places = [place for place, message in enumerate(messages) if is_in_loss(message)]
         spans = [self._span(text, messages, place) for place in places]
         return text, [span for span in spans if span is not None]
 

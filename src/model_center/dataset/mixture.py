@@ -25,7 +25,7 @@ class Mixture(torch.utils.data.Dataset[Item]):
     """The samples of the parts one after the other; all have one tokenizer and `max_length`.
 
     Attributes:
-        lengths, num_learnt: as of `InstructionDataset`.
+        lengths, num_loss_tokens: as of `InstructionDataset`.
 
     Raises:
         DataError: without a sample.
@@ -43,7 +43,9 @@ class Mixture(torch.utils.data.Dataset[Item]):
         self._numbers = np.concatenate(numbers)
         pairs = list(zip(self._parts, numbers, strict=True))
         self.lengths = np.concatenate([samples.lengths[some] for samples, some in pairs])
-        self.num_learnt = np.concatenate([samples.num_learnt[some] for samples, some in pairs])
+        self.num_loss_tokens = np.concatenate(
+            [samples.num_loss_tokens[some] for samples, some in pairs]
+        )
         first = self._parts[0]
         self.max_length, self.fill, self.collate = first.max_length, first.fill, first.collate
 
@@ -67,7 +69,7 @@ class Mixture(torch.utils.data.Dataset[Item]):
         return samples.row_and_start(number)[1] == 0
 
     def num_bytes(self, index: int) -> int | None:
-        """Bytes of the text that is learnt of sample `index`; None where that is not known."""
+        """Bytes of the text in the loss of sample `index`; None where that is not known."""
         samples, number = self.origin(index)
         return samples.num_bytes(number)
 

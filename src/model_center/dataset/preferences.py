@@ -34,7 +34,7 @@ class Pairs(torch.utils.data.Dataset[Item]):
 
     def __init__(self, samples: Mixture) -> None:
         self.samples = samples
-        useful = samples.num_learnt.reshape(-1, 2).min(1) > 0
+        useful = samples.num_loss_tokens.reshape(-1, 2).min(1) > 0
         self.rows = [[2 * n, 2 * n + 1] for n in np.flatnonzero(useful).tolist()]
         self.num_without_answer = len(useful) - len(self.rows)
         if not self.rows:

@@ -49,7 +49,7 @@ class Certificate:
     """What was compared, of all ranks.
 
     Attributes:
-        steps, conversations, tokens, learnt: how many.
+        steps, conversations, tokens, loss_tokens: how many.
         findings: what differs, the first of each conversation.
         unknown: rows of which nothing could be said: their template writes no other contents.
         deviation: the largest of a weight that was taken for right, relative to it.
@@ -58,7 +58,7 @@ class Certificate:
     steps: int = 0
     conversations: int = 0
     tokens: int = 0
-    learnt: int = 0
+    loss_tokens: int = 0
     findings: list[Finding] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     deviation: float = 0.0
@@ -81,7 +81,7 @@ class _Piece(NamedTuple):
         columns: of the row that hold it.
         expected: of its row in the data; None where nothing can be said.
         start: of its first token in that.
-        is_text: whether its last token is learnt, too.
+        is_text: whether its last token is in the loss, too.
     """
 
     place: str
@@ -254,9 +254,9 @@ def _step(
     wanted = [_targets(piece, batches) for piece in pieces]
     counts = [sum(int((one != -100).sum()) for one in wanted), len(pieces) // sides]
     sums = bmt.sum_loss(torch.tensor(counts, dtype=torch.float64, device=bmt.device()))
-    learnt, pairs = (max(round(one * bmt.world_size()), 1) for one in sums.tolist())
-    total = learnt if sides == 1 else pairs
-    found.learnt += learnt
+    loss_tokens, pairs = (max(round(one * bmt.world_size()), 1) for one in sums.tolist())
+    total = loss_tokens if sides == 1 else pairs
+    found.loss_tokens += loss_tokens
     found.conversations += len(pieces)
     axis = everyone()
     most = int(largest([len(pieces)], axis, "conversations of a step")[0]) if axis else len(pieces)
@@ -310,8 +310,8 @@ def _ids(piece: _Piece, batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def _targets(piece: _Piece, batches: Sequence[Batch]) -> torch.Tensor:
-    """What should follow each token, -100 where that is not learnt; where both are right, as the
-    run has it.
+    """What should follow each token, -100 where that is not in the loss; where both are right, as
+    the run has it.
     """
     own = piece.of(batches, "targets")
     if piece.expected is None:
@@ -320,9 +320,9 @@ def _targets(piece: _Piece, batches: Sequence[Batch]) -> torch.Tensor:
     for place, target in enumerate(own.tolist()):
         following = piece.start + place + 1
         is_seen = following < len(piece.expected.ids) and (piece.is_text or place + 1 < len(own))
-        learnt = piece.expected.learnt[following] if is_seen else False
-        learnt = target != -100 if learnt is None else learnt
-        found.append(piece.expected.ids[following] if learnt else -100)
+        in_loss = piece.expected.in_loss[following] if is_seen else False
+        in_loss = target != -100 if in_loss is None else in_loss
+        found.append(piece.expected.ids[following] if in_loss else -100)
     return torch.tensor(found, device=own.device)
 
 
@@ -445,12 +445,12 @@ def _computed(
     # (length,): the run's weight of each token as a multiple of what it should be
     ratio = (run[1] * gradient).sum(-1) / (size * size).clamp(min=1e-30)
     along = (run[1] - ratio[:, None] * gradient).norm(dim=-1) <= 10 * ROUNDING * other_size + noise
-    is_learnt, weighs = size > noise, other_size > noise
+    is_in_loss, weighs = size > noise, other_size > noise
     is_same = _same(run[0], own, ROUNDING)
-    is_right = torch.where(is_learnt, along & ((ratio - 1).abs() <= 10 * ROUNDING), ~weighs)
+    is_right = torch.where(is_in_loss, along & ((ratio - 1).abs() <= 10 * ROUNDING), ~weighs)
     wrong = seen[0] | seen[1] | ~is_same | ~is_right
     place = int(wrong.int().argmax()) if bool(wrong.any()) else len(wrong)
-    good = is_learnt[:place]
+    good = is_in_loss[:place]
     deviation = float((ratio[:place][good] - 1).abs().max()) if bool(good.any()) else 0.0
     if place == len(wrong):
         return None, deviation
@@ -460,7 +460,7 @@ def _computed(
         f"{here}, sees what follows it": seen[1][place],
         f"{here}, is computed otherwise than alone: its position, or what it sees of its own "
         "sample, differs": not is_same[place],
-        f"{following}, weighs in the loss, and is not to be learnt": not is_learnt[place],
+        f"{following}, weighs in the loss, but should not be in it": not is_in_loss[place],
         f"{following}, is not what {here}, is taught to be followed by": not along[place],
         f"{following}, weighs {_weights(float(ratio[place]), total)}": True,
     }

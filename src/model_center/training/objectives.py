@@ -127,7 +127,7 @@ class Goal(abc.ABC):
 
 
 class NextToken(Goal):
-    """Cross-entropy, over all tokens that are learnt."""
+    """Cross-entropy, over all tokens in the loss."""
 
     def counted(self, batch: Batch) -> torch.Tensor:
         """As in Goal."""

@@ -48,8 +48,8 @@ class Replayed(Stopped):
 class Figures:
     """What all ranks say of a step: means of losses and of tokens, the norm of the gradients.
 
-    `wish` is above 0 if a rank was asked to stop; `seen` are tokens without padding, `learnt` those
-    that the loss is of.
+    `wish` is above 0 if a rank was asked to stop; `seen` are tokens without padding,
+    `loss_tokens` those in the loss.
     """
 
     loss: float
@@ -57,7 +57,7 @@ class Figures:
     tokens: float
     wish: float
     seen: float
-    learnt: float
+    loss_tokens: float
 
 
 class Run:
@@ -154,7 +154,7 @@ class Run:
         self._counts: torch.Tensor | None = None  # of the step at hand, see `tokens_counted`
         self._epoch = 0  # the pass at hand
         self._open: int | None = None  # the pass whose end the program has not dealt with
-        self._seen = [0, 0]  # tokens up to this step, and those learnt, of all ranks
+        self._seen = [0, 0]  # tokens up to this step, and those in the loss, of all ranks
         newest = self._latest()
         checkpoint = attempt(lambda: self._to_go_on_from(newest), everyone(), ResumeError)
         if checkpoint is not None:
@@ -441,7 +441,7 @@ class Run:
         seconds = now - self._clock
         rate = figures.tokens / seconds
         is_counted = self._counts is not None
-        own = [round(count * bmt.world_size()) for count in (figures.seen, figures.learnt)]
+        own = [round(count * bmt.world_size()) for count in (figures.seen, figures.loss_tokens)]
         self._seen = [before + count for before, count in zip(self._seen, own, strict=True)]
         report = StepReport(
             step=self.step,
@@ -457,7 +457,7 @@ class Run:
             epoch=self._epoch,
             unpadded_tokens_per_second=own[0] / seconds if is_counted else None,
             tokens=self._seen[0] if is_counted else None,
-            tokens_learnt=self._seen[1] if is_counted else None,
+            loss_tokens=self._seen[1] if is_counted else None,
         )
         self._clock = now
         self.log.step(report)

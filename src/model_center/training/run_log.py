@@ -60,7 +60,7 @@ class StepReport:
         skipped: True for a step that was skipped, else None.
         epoch: the pass over the data, from 0 on.
         unpadded_tokens_per_second: as `tokens_per_second`, of tokens that are no padding.
-        tokens, tokens_learnt: up to this step without padding, and those that the loss is of; None
+        tokens, loss_tokens: up to this step without padding, and those that the loss is of; None
             for batches that do not say.
     """
 
@@ -77,7 +77,7 @@ class StepReport:
     epoch: int | None = None
     unpadded_tokens_per_second: float | None = None
     tokens: int | None = None
-    tokens_learnt: int | None = None
+    loss_tokens: int | None = None
 
 
 class RunLog:

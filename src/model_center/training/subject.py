@@ -172,7 +172,7 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (learnt, vocabulary) where rows have targets, and these (learnt,)."""
+        """Logits (loss tokens, vocabulary) where rows have targets, and these (loss tokens,)."""
 
     @abc.abstractmethod
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probabilities (learnt,) of the targets of rows, row by row."""
+        """Log-probabilities (loss tokens,) of the targets of rows, row by row."""
 
     @abc.abstractmethod
     def adapt(self, args: argparse.Namespace) -> None:
@@ -245,13 +245,13 @@ class OwnSubject(Subject):
 
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """As in Subject."""
-        learnt = batch["targets"] != -100
-        return self.model.logits(self._hidden(batch)[learnt]), batch["targets"][learnt]
+        in_loss = batch["targets"] != -100
+        return self.model.logits(self._hidden(batch)[in_loss]), batch["targets"][in_loss]
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
         """As in Subject; without all scores in memory."""
-        learnt = batch["targets"] != -100
-        return self.model.log_probs(self._hidden(batch)[learnt], batch["targets"][learnt])
+        in_loss = batch["targets"] != -100
+        return self.model.log_probs(self._hidden(batch)[in_loss], batch["targets"][in_loss])
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         apart = {}
@@ -517,9 +517,9 @@ class TheirSubject(Subject):
         return -self._head.losses(*self._head_inputs(batch), reduction="none")
 
     def _head_inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
-        learnt = batch["targets"] != -100
-        hidden = self._hidden(self._inputs(batch))[learnt]
-        return hidden, self.model.get_output_embeddings(), batch["targets"][learnt]
+        in_loss = batch["targets"] != -100
+        hidden = self._hidden(self._inputs(batch))[in_loss]
+        return hidden, self.model.get_output_embeddings(), batch["targets"][in_loss]
 
     def notes(self) -> list[str]:
         """As in Subject."""
@@ -530,16 +530,16 @@ class TheirSubject(Subject):
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """As in Subject."""
         inputs = self._inputs(batch)
-        learnt = batch["targets"] != -100
+        in_loss = batch["targets"] != -100
         # Columns that some row learns: scores take the most memory of all.
         if "logits_to_keep" in self._takes:
-            columns = learnt.any(0).nonzero()[:, 0]
+            columns = in_loss.any(0).nonzero()[:, 0]
             inputs["logits_to_keep"] = columns
-            learnt = learnt[:, columns]
+            in_loss = in_loss[:, columns]
             targets = batch["targets"][:, columns]
         else:
             targets = batch["targets"]
-        return self._logits(inputs)[learnt], targets[learnt]
+        return self._logits(inputs)[in_loss], targets[in_loss]
 
     def adapt(self, args: argparse.Namespace) -> None:
         """As in Subject."""
@@ -567,7 +567,7 @@ class TheirSubject(Subject):
         self._is_adapted = True
 
     def _heads_to_learn(self) -> list[str]:
-        """Modules that are learnt whole beside adapters."""
+        """Modules that are trained whole beside adapters."""
         return []
 
     def save(self, args: argparse.Namespace) -> None:
