@@ -20,7 +20,7 @@ from model_center.model.registry import CLASSES, model_class
 from model_center.weights.export import Exporter, targets_of, with_dtype, written
 from model_center.weights.extras import files_alongside
 from model_center.weights.keymap import KeyMap
-from model_center.weights.loading import Opened, check, open_weights
+from model_center.weights.loading import OpenCheckpoint, check, open_weights
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size
 from model_center.weights.staging import CONFIG, MODEL_CENTER_FILE, Staging, writing
 
@@ -118,7 +118,7 @@ def _class_of(content: Mapping[str, Any], wanted: str | None) -> type[BaseModel]
 
 
 def _to_hugging_face(
-    opened: Opened,
+    opened: OpenCheckpoint,
     ties: list[tuple[str, ...]],
     key_map: KeyMap,
     staging: Staging,
@@ -149,7 +149,7 @@ def _copy_beside(folders: list[pathlib.Path], staging: Staging) -> None:
             shutil.copyfile(path, staging.path(path.name))
 
 
-def _report(opened: Opened, missing: list[str], target: pathlib.Path) -> Iterator[str]:
+def _report(opened: OpenCheckpoint, missing: list[str], target: pathlib.Path) -> Iterator[str]:
     yield from opened.notes
     if missing:
         yield f"not in the source, and not written: {', '.join(missing)}"

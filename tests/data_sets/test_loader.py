@@ -279,7 +279,7 @@ def test_streams_pass_through():
         DistributedDataLoader(Stream(), shuffle=True)
 
 
-class Part(Numbers):
+class MixturePart(Numbers):
     """One of two parts."""
 
     num_shards = 2
@@ -302,7 +302,7 @@ class Endless(Dataset[int]):
         (Numbers(4), {"batch_size": None}, "batch_size is None"),
         (Numbers(4), {"batch_size": True}, "batch_size is True"),
         (Numbers(4), {"batch_size": 5, "drop_last": True}, "drop_last leaves no batch"),
-        (Part(4), {}, "one of 2 parts"),
+        (MixturePart(4), {}, "one of 2 parts"),
         (Endless(), {}, "no length"),
     ],
 )

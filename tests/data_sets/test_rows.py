@@ -13,7 +13,7 @@ import torch
 from tests.data_sets.common import refused, tokenizer, write_rows
 
 from model_center.dataset.instructions import InstructionDataset, TooLong
-from model_center.dataset.mixture import Mixture, Part, set_aside
+from model_center.dataset.mixture import Mixture, MixturePart, set_aside
 from model_center.dataset.packing import PackedSamples
 from model_center.dataset.rows import source
 from model_center.dataset.tokenised import FEW, tokens_of
@@ -266,7 +266,7 @@ def test_texts_go_on_in_the_next_sample(tmp_path):
         packed = PackedSamples(data, length)
         learnt = sum(int((packed[n]["targets"] >= 0).sum()) for n in range(len(packed)))
         assert learnt == sum(data.num_loss_tokens) >= sum(whole.num_loss_tokens[:4])
-        rest, aside = set_aside(Part(data, range(5)), 0.4, 3)
+        rest, aside = set_aside(MixturePart(data, range(5)), 0.4, 3)
         assert len(Mixture([rest])) + len(Mixture([aside])) == len(data)
         assert {*rest.numbers}.isdisjoint(aside.numbers) and len(aside.numbers) == 2
 

@@ -6,7 +6,7 @@ import numpy as np
 from tests.data_sets.common import refused
 
 from model_center.dataset.order import draw, permutation
-from model_center.dataset.sampler import Cut, RankBatches, check_rows
+from model_center.dataset.sampler import BatchSplit, RankBatches, check_rows
 
 CASES = [
     (rows, batch, ranks)
@@ -35,7 +35,7 @@ def test_every_row_once_and_equally_many_batches():
     comes; the work of a step is even.
     """
     for rows, batch_size, ranks in CASES:
-        cut = Cut(batch_size=batch_size, world_size=ranks)
+        cut = BatchSplit(batch_size=batch_size, world_size=ranks)
         got = batches(rows, cut)
         assert flat(batches(rows, cut, shuffle=False)) == list(range(rows))
         assert flat(got) == permutation(rows, 7, 0).tolist()
@@ -51,7 +51,7 @@ def test_every_row_once_and_equally_many_batches():
 def test_drop_last_keeps_full_batches_only():
     """As torch's: what does not fill a step is left out."""
     for rows, batch_size, ranks in CASES:
-        cut = Cut(batch_size=batch_size, world_size=ranks, drop_last=True)
+        cut = BatchSplit(batch_size=batch_size, world_size=ranks, drop_last=True)
         got = batches(rows, cut, shuffle=False)
         kept = rows // (batch_size * ranks) * batch_size * ranks
         assert flat(got) == list(range(kept))
@@ -64,13 +64,15 @@ def test_an_epoch_goes_on_from_any_step():
     rest of the epoch's order, once: only fewer rows than ranks are left out.
     """
     for rows, batch_size, ranks in CASES:
-        cut = Cut(batch_size=batch_size, world_size=ranks)
+        cut = BatchSplit(batch_size=batch_size, world_size=ranks)
         whole, row = batches(rows, cut), 0
         for step in range(cut.count(rows) + 1):
             assert batches(rows, cut, row=row) == [of_rank[step:] for of_rank in whole]
             row += sum(len(of_rank[step]) for of_rank in whole if step < len(of_rank))
         for others, row in itertools.product((1, 2, 3, 4), (1, rows // 2, rows - 1)):
-            rest = flat(batches(rows, Cut(batch_size=batch_size, world_size=others), row=row))
+            rest = flat(
+                batches(rows, BatchSplit(batch_size=batch_size, world_size=others), row=row)
+            )
             assert rest == (flat(whole)[row:] if rows - row >= others else [])
 
 
@@ -82,9 +84,9 @@ def test_too_few_rows_are_an_error():
         (7, 4, True, "drop_last leaves no batch"),
     ):
         with refused(complaint):
-            check_rows(rows, Cut(batch_size=2, world_size=ranks, drop_last=drop_last))
-    check_rows(8, Cut(batch_size=2, world_size=4, drop_last=True))
-    check_rows(4, Cut(batch_size=2, world_size=4))
+            check_rows(rows, BatchSplit(batch_size=2, world_size=ranks, drop_last=drop_last))
+    check_rows(8, BatchSplit(batch_size=2, world_size=4, drop_last=True))
+    check_rows(4, BatchSplit(batch_size=2, world_size=4))
 
 
 def test_orders_are_permutations_of_their_key():

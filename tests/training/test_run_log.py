@@ -117,7 +117,7 @@ def told(folder, out):
             path.rename(path.with_name("away"))
             log.step(report(2))
             path.with_name("away").rename(path)
-            log.say("you \u4f60\x1b[2J\r")
+            log.message("you \u4f60\x1b[2J\r")
             log.step(report(3))
             log.to_disk()
     return [record["step"] for record in read_metrics(path / METRICS)], "".join(said)

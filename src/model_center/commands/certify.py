@@ -9,7 +9,7 @@ from bmtrain.runtime.log import printable
 from model_center.arguments import positive
 from model_center.commands import train
 from model_center.dataset.packing import PackedSamples
-from model_center.dataset.preferences import Pairs
+from model_center.dataset.preferences import PreferencePairs
 from model_center.errors import ConfigError
 from model_center.training.certificate import Certificate, certify
 from model_center.training.objectives import Preference, goal_of
@@ -44,12 +44,12 @@ def run(args: argparse.Namespace) -> None:
     if prepared is None:
         return
     packed = prepared.packed
-    if not isinstance(packed, PackedSamples | Pairs):
+    if not isinstance(packed, PackedSamples | PreferencePairs):
         raise ConfigError(
             "--packing concatenated: certify compares with texts one by one, and these see others."
         )
-    goal = goal_of(prepared.subject, args)
-    if isinstance(goal, Preference) and isinstance(packed, Pairs):
+    goal = goal_of(prepared.trained_model, args)
+    if isinstance(goal, Preference) and isinstance(packed, PreferencePairs):
         goal.add_reference(packed, args.dataset_name)
     found = certify(goal, packed, args, args.steps)
     if bmt.rank() == 0:

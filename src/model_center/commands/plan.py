@@ -21,7 +21,7 @@ from model_center.model.causal import CausalModel
 from model_center.optional import package
 from model_center.training.adapters import ALL, ATTENTION, layers_to_adapt
 from model_center.training.objectives import Objective
-from model_center.training.subject import THEIR_ATTENTION, own_class
+from model_center.training.trained_model import THEIR_ATTENTION, own_class
 
 RECOMPUTE = {True: "block", False: "nothing", "auto": "auto"}
 OPTIMIZERS = {"adam": "adam", "adam-offload": "offload", "offload": "offload", "torch": "torch"}

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from model_center.dataset import padding
-from model_center.dataset.mixture import Mixture, Part
+from model_center.dataset.mixture import Mixture, MixturePart
 from model_center.dataset.packed import IGNORED, Concatenation
 from model_center.dataset.padding import Item
 from model_center.errors import DataError
@@ -39,7 +39,7 @@ class ConcatenatedTexts(Concatenation):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[MixturePart],
         max_length: int,
         least: int = 1,
         seed: int = 0,

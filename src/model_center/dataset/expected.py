@@ -80,7 +80,7 @@ def _expected(parsed: Parsed, place: str, tokenizer: ChatTokenizer) -> Expected:
 
 
 def difference(
-    item: Item, expected: Expected, start: int, *, goes_on: bool, tokenizer: Any
+    item: Item, expected: Expected, start: int, *, continues: bool, tokenizer: Any
 ) -> str | None:
     """The first token of a sample that is not as it should be, in words; None where all are.
 
@@ -88,7 +88,7 @@ def difference(
         item: `input_ids` and `targets`, int64 (length,).
         expected: of its row.
         start: the place of the sample's first token in the row.
-        goes_on: whether the last token predicts what follows in the next sample.
+        continues: whether the last token predicts what follows in the next sample.
         tokenizer: that says what the tokens are.
     """
     ids, targets = item["input_ids"].tolist(), item["targets"].tolist()
@@ -103,7 +103,7 @@ def difference(
         if own != expected.ids[start + place]:
             return f"{here}, is {word(expected.ids[start + place])} in its text"
         following = start + place + 1
-        is_seen = following < len(expected.ids) and (goes_on or place + 1 < len(ids))
+        is_seen = following < len(expected.ids) and (continues or place + 1 < len(ids))
         wanted = expected.in_loss[following] if is_seen else False
         if target == -100:
             if wanted:

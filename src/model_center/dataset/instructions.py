@@ -118,8 +118,8 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
             self.tokens.stops[row] - self._starts, max_length
         )
         # The last token of a text's sample predicts the first one of the next sample.
-        self._goes_on = self.tokens.is_text[row]
-        predicting = self.lengths - ~self._goes_on
+        self._continues = self.tokens.is_text[row]
+        predicting = self.lengths - ~self._continues
         self.num_loss_tokens: npt.NDArray[np.int64] = _sums(
             self.tokens.in_loss, self._starts, predicting
         )
@@ -151,14 +151,14 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
 
     def is_text(self, index: int) -> bool:
         """Whether sample `index` is one of a text."""
-        return bool(self._goes_on[index])
+        return bool(self._continues[index])
 
     def num_bytes(self, index: int) -> int | None:
         """Bytes of the text in the loss of sample `index`; None where that is not known."""
         if self.tokens.num_bytes is None:
             return None
         start = int(self._starts[index])
-        stop = start + int(self.lengths[index]) - (not self._goes_on[index])
+        stop = start + int(self.lengths[index]) - (not self._continues[index])
         following = self.tokens.num_bytes[start + 1 : stop + 1]
         in_loss = self.tokens.in_loss[start:stop][: len(following)]
         return int((following * in_loss.astype(np.int64)).sum())
@@ -174,7 +174,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         behind = self.tokens.ids[start + 1 : stop + 1]
         following[: len(behind)] = behind
         in_loss = self.tokens.in_loss[start:stop].astype(bool)
-        in_loss[-1] &= self._goes_on[index]
+        in_loss[-1] &= self._continues[index]
         targets = torch.from_numpy(np.where(in_loss, following, -100))
         return {"input_ids": ids, "targets": targets, "input_length": torch.tensor(length)}
 

@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse answer to the same prompt, as batches of rows."""
+"""PreferencePairs of a better and a worse answer to the same prompt, as batches of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model_center.dataset.padding import Item
 from model_center.errors import DataError
 
 
-class Pairs(torch.utils.data.Dataset[Item]):
+class PreferencePairs(torch.utils.data.Dataset[Item]):
     """The pairs of a mixture whose parts were read with `pairs=True`.
 
     An item is two samples. A batch of B items has 2 B rows, the better answers first. It holds,

@@ -45,7 +45,7 @@ Work = TypeVar("Work")
 Done = TypeVar("Done")
 
 
-class Tokens:
+class TokenIndex:
     """The tokens of all rows of a source.
 
     Attributes:
@@ -111,7 +111,7 @@ def tokens_of(
     pairs: bool = False,
     workers: int = 1,
     report: Callable[[int], object] = lambda rows: None,
-) -> Tokens:
+) -> TokenIndex:
     """The tokens of a source, from `cache` if they are there.
 
     Args:
@@ -130,7 +130,7 @@ def tokens_of(
     encoder = Encoder(tokenizer, pairs=pairs)
     key = _key(source, encoder)
     if cache is not None and (cache / key / FACTS).is_file():
-        return Tokens(cache / key)
+        return TokenIndex(cache / key)
     try:
         if cache is not None:
             cache.mkdir(parents=True, exist_ok=True)
@@ -138,10 +138,10 @@ def tokens_of(
         try:
             _write(made, key, source, encoder, workers, report)
             if cache is None:
-                return Tokens(made, keep=False)
+                return TokenIndex(made, keep=False)
             with contextlib.suppress(OSError):  # another program was faster
                 made.rename(cache / key)
-            return Tokens(cache / key)
+            return TokenIndex(cache / key)
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:

@@ -9,7 +9,7 @@ import torch
 
 from bmtrain.torch_internals import has_global_module_hooks, has_hooks, num_dispatch_modes
 from model_center.generation.fingerprint import HostStateFingerprint
-from model_center.generation.recording import Repeated, recorder_for
+from model_center.generation.recording import ReplayedWork, recorder_for
 from model_center.generation.session import (
     RecordedPrefill,
     RecordedSteps,
@@ -53,7 +53,7 @@ class DecodeRunner:
             or any(has_hooks(module) for module in model.modules())
         )
         self._session = None if self.is_watched else session
-        self._repeated = Repeated(None)
+        self._repeated = ReplayedWork(None)
         self._first: RecordedPrefill | None = None
         self._steps: FixedSteps | None = None
         self._places: Sequence[object] = []
@@ -71,7 +71,7 @@ class DecodeRunner:
             raise
         finally:
             # they refer to this object: memory would wait for Python's collector
-            self._steps, self._first, self._repeated = None, None, Repeated(None)
+            self._steps, self._first, self._repeated = None, None, ReplayedWork(None)
             self._decoding.end()
 
     def first(self, num_new: int, copies: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ class DecodeRunner:
         elif kept is not None and self._session is not None:
             self._session.leave(kept)  # it is for other prompts
         elif num_new >= FEWEST_TOKENS and not self.is_watched:
-            self._repeated = Repeated(recorder_for(self._device))
+            self._repeated = ReplayedWork(recorder_for(self._device))
         return scores
 
     def next(self, tokens: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
@@ -139,7 +139,11 @@ class DecodeRunner:
         if prompts is None:
             return None
         is_known = first is not None and first.prompts is prompts
-        return first if is_known else RecordedPrefill(prompts, Repeated(recorder_for(self._device)))
+        return (
+            first
+            if is_known
+            else RecordedPrefill(prompts, ReplayedWork(recorder_for(self._device)))
+        )
 
     def _resumed(self, kept: RecordedSteps, first: RecordedPrefill) -> torch.Tensor:
         """Scores after the prefill; the recorded steps of the earlier generation follow."""

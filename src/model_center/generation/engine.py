@@ -69,7 +69,7 @@ def generate(
         tokenizer=tokenizer,
         generator=generator,
     )
-    return Run(
+    return GenerationRun(
         model, lambda: (prompts, GenerationConfig.of(config, **options)), search_of, session
     ).completed()
 
@@ -102,7 +102,7 @@ def stream(
         tokenizer=tokenizer,
         generator=generator,
     )
-    run = Run(
+    run = GenerationRun(
         model,
         lambda: (prompts, GenerationConfig.of(config, **options)),
         streamed_search_of,
@@ -130,7 +130,7 @@ def streamed_search_of(task: DecodeTask) -> StreamedSearch:
     return StreamedSearch(task)
 
 
-class Run(Generic[Kind]):
+class GenerationRun(Generic[Kind]):
     """One generation: its arguments, checked by all ranks; then its steps, once; then its output.
 
     A rank whose weights are whole goes its own way: steps of one kind of work, which on a GPU is

@@ -23,7 +23,7 @@ class Listener:
         self._call = call
         self._has_told = False
 
-    def hear(self, values: Mapping[str, Any]) -> None:
+    def receive(self, values: Mapping[str, Any]) -> None:
         """Hand them on, without those that are None. The first error is told as a warning."""
         if self._call is None:
             return

@@ -14,29 +14,29 @@ from bmtrain.plan import Settings
 from bmtrain.plan.outline import groups_of
 from bmtrain.plan.step import shard_of
 from model_center.dataset.concatenated import ConcatenatedTexts
-from model_center.dataset.mixture import Part
+from model_center.dataset.mixture import MixturePart
 from model_center.dataset.packing import PackedSamples
 from model_center.dataset.padding import Item
-from model_center.dataset.preferences import Pairs
+from model_center.dataset.preferences import PreferencePairs
 from model_center.training.optimization import in_steps
-from model_center.training.subject import Subject
+from model_center.training.trained_model import TrainedModel
 
 SHOWN = 1200  # characters of a row
 OPEN, CLOSE = "[[", "]]"  # around tokens in the loss
 
 
-def account(
-    parts: Sequence[Part],
-    packed: PackedSamples | ConcatenatedTexts | Pairs,
-    subject: Subject,
+def run_summary(
+    parts: Sequence[MixturePart],
+    packed: PackedSamples | ConcatenatedTexts | PreferencePairs,
+    trained_model: TrainedModel,
     args: argparse.Namespace,
 ) -> Iterator[str]:
     """The lines."""
     if args.from_scratch:
-        yield _vocabulary(subject)
+        yield _vocabulary(trained_model)
     samples = packed.samples
-    yield from data_lines(parts, packed, args)
-    if isinstance(packed, Pairs):
+    yield from data_summary(parts, packed, args)
+    if isinstance(packed, PreferencePairs):
         yield f"  {len(packed):,} pairs, a row for each answer"
     elif isinstance(packed, ConcatenatedTexts):
         yield f"  one after the other, in {len(packed):,} rows of {args.max_length}"
@@ -44,19 +44,19 @@ def account(
         room = len(packed) * args.max_length
         kind = (
             "packed into"
-            if subject.is_packed
+            if trained_model.is_packed
             else "one to a row (this model mixes what shares one):"
         )
         used = sum(int(samples.lengths[row].sum()) for row in packed.rows)
         yield f"  {kind} {len(packed):,} rows of {args.max_length}, {1 - used / room:.1%} padding"
-    counts = [(param.numel(), param.requires_grad) for param in subject.model.parameters()]
+    counts = [(param.numel(), param.requires_grad) for param in trained_model.model.parameters()]
     trained = sum(number for number, is_trained in counts if is_trained)
     yield (
-        f"model: {type(subject.model).__name__}, {sum(number for number, _ in counts):,} "
+        f"model: {type(trained_model.model).__name__}, {sum(number for number, _ in counts):,} "
         f"parameters, {trained:,} trained"
     )
-    yield from (f"  {note}" for note in subject.notes())
-    yield _memory(subject, args)
+    yield from (f"  {note}" for note in trained_model.notes())
+    yield _memory(trained_model, args)
     size = args.batch_size * bmt.world_size() * args.gradient_accumulation
     steps = min(args.epochs * -(-len(packed) // size), args.train_iters)
     where = (
@@ -69,13 +69,13 @@ def account(
         f"learning rate {args.lr:g} ({args.lr_decay_style}); saved: {where}"
     )
     first = packed[0] if isinstance(packed, ConcatenatedTexts) else samples[packed.rows[0][0]]
-    text = shown(first, subject.tokenizer)
+    text = marked_text(first, trained_model.tokenizer)
     yield f"the first row, tokens in the loss between {OPEN} and {CLOSE}:\n{text}"
 
 
-def data_lines(
-    parts: Sequence[Part],
-    packed: PackedSamples | ConcatenatedTexts | Pairs,
+def data_summary(
+    parts: Sequence[MixturePart],
+    packed: PackedSamples | ConcatenatedTexts | PreferencePairs,
     args: argparse.Namespace,
 ) -> Iterator[str]:
     """How many rows and tokens of `parts` were read, and what was left out and why."""
@@ -111,24 +111,25 @@ def data_lines(
         yield f"  fields that are not read: {names}"
 
 
-def _vocabulary(subject: Subject) -> str:
+def _vocabulary(trained_model: TrainedModel) -> str:
     """Of tokenizer and model, and what a text of the tokenizer ends with."""
-    tokenizer = subject.tokenizer
+    tokenizer = trained_model.tokenizer
     if tokenizer.eos_token is None:
         ends = "which knows no token that ends a text: the model will not learn where to end"
     else:
         ends = f"texts end with {tokenizer.eos_token}"
     return (
-        f"tokenizer: {len(tokenizer):,} tokens, of {subject.vocab_size:,} ids of the model; {ends}"
+        f"tokenizer: {len(tokenizer):,} tokens, of {trained_model.vocab_size:,} ids of the model; "
+        f"{ends}"
     )
 
 
-def _memory(subject: Subject, args: argparse.Namespace) -> str:
+def _memory(trained_model: TrainedModel, args: argparse.Namespace) -> str:
     """What one process holds all the time, whatever the rows are."""
     optimizer = "offload" if args.optimizer == "adam-offload" else "adam"
     forms = {"moments": args.moments, "master_weights": args.master_weights}
     settings = Settings(dtype=args.dtype, optimizer=optimizer, **forms)
-    groups = groups_of(subject.model.named_parameters())
+    groups = groups_of(trained_model.model.named_parameters())
     shards = [shard_of(group, bmt.world_size(), settings) for group in groups]
     weights = sum(  # those in 4 bits are whole on every rank
         one.full_bytes if args.load_in_4bit and not one.trained else one.num_bytes for one in shards
@@ -143,7 +144,7 @@ def _memory(subject: Subject, args: argparse.Namespace) -> str:
     )
 
 
-def shown(item: Item, tokenizer: Any) -> str:
+def marked_text(item: Item, tokenizer: Any) -> str:
     """A sample as text, its tokens in the loss between brackets."""
     ids = item["input_ids"].tolist()
     in_loss = [False, *(item["targets"][:-1] != -100).tolist()]

@@ -147,7 +147,7 @@ class Vocabulary(NamedTuple):
         }
 
 
-class Subject(abc.ABC):
+class TrainedModel(abc.ABC):
     """A model and its tokenizer.
 
     Attributes:
@@ -211,7 +211,7 @@ class Subject(abc.ABC):
         return bmt.loss.FusedCrossEntropy(reduction="sum")(*self.scores(batch))
 
 
-class OwnSubject(Subject):
+class NativeModel(TrainedModel):
     """A decoder of this package."""
 
     model: CausalModel
@@ -237,19 +237,19 @@ class OwnSubject(Subject):
             }
 
     def load(self, args: argparse.Namespace) -> None:
-        """As in Subject."""
+        """As in TrainedModel."""
         make = untrained if args.from_scratch else pretrained
         self.model = make(self._kind, args, **self._changes)
         self.trunk = self.model
         self.num_positions = self.model.num_positions
 
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in Subject."""
+        """As in TrainedModel."""
         in_loss = batch["targets"] != -100
         return self.model.logits(self._hidden(batch)[in_loss]), batch["targets"][in_loss]
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """As in Subject; without all scores in memory."""
+        """As in TrainedModel; without all scores in memory."""
         in_loss = batch["targets"] != -100
         return self.model.log_probs(self._hidden(batch)[in_loss], batch["targets"][in_loss])
 
@@ -263,12 +263,12 @@ class OwnSubject(Subject):
         return hidden
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """As in Subject."""
+        """As in TrainedModel."""
         found: torch.Tensor = self.model(ids).logits
         return found
 
     def adapt(self, args: argparse.Namespace) -> None:
-        """As in Subject."""
+        """As in TrainedModel."""
         if args.load_in_4bit:
             quantize(self.model)
         if args.lora_rank:
@@ -277,14 +277,14 @@ class OwnSubject(Subject):
             self._lora = Lora(self.model, *how, targets, args.model_config)
 
     def save(self, args: argparse.Namespace) -> None:
-        """As in Subject."""
+        """As in TrainedModel."""
         if self._lora is None:
             save_model(self.model, args, self.tokenizer)
         elif args.save is not None:
             self._lora.save(pathlib.Path(args.save, args.save_name or "adapter"), self.tokenizer)
 
     def answer(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> list[int]:
-        """As in Subject."""
+        """As in TrainedModel."""
         end = self.tokenizer.eos_token_id
         found = generate(
             self.model, ids, eos_token_id=end, max_new_tokens=max_new_tokens, **options
@@ -292,11 +292,11 @@ class OwnSubject(Subject):
         return list(found.rows()[0])
 
     def flops(self, length: int) -> float | None:
-        """As in Subject."""
+        """As in TrainedModel."""
         return flops_per_token(self.model, length)
 
 
-class TheirSubject(Subject):
+class TransformersModel(TrainedModel):
     """Any causal language model of transformers, of which this package has no class."""
 
     model: Any
@@ -343,7 +343,7 @@ class TheirSubject(Subject):
         return config
 
     def load(self, args: argparse.Namespace) -> None:
-        """As in Subject; weights are read slice by slice, and first values are transformers'."""
+        """Weights are read slice by slice; first values are those of transformers."""
         accelerate = package("accelerate", "a model of transformers", ConfigError)
         dtype, auto = DTYPES[args.dtype], getattr(self._auto, self._AUTO)
         torch.manual_seed(args.seed)
@@ -491,7 +491,7 @@ class TheirSubject(Subject):
         return inputs
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """As in Subject."""
+        """As in TrainedModel."""
         return self._logits({"input_ids": ids})
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -505,13 +505,13 @@ class TheirSubject(Subject):
         return inputs
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """As in Subject; without all scores in memory where they would be large."""
+        """As in TrainedModel; without all scores in memory where they would be large."""
         if self._head is None or not self._are_scores_large:
             return super().loss_sum(batch)
         return self._head.losses(*self._head_inputs(batch), reduction="sum")
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """As in Subject; without all scores in memory where it is known how they are made."""
+        """As in TrainedModel; without all scores in memory where it is known how they are made."""
         if self._head is None:
             return -bmt.loss.FusedCrossEntropy(reduction="none")(*self.scores(batch))
         return -self._head.losses(*self._head_inputs(batch), reduction="none")
@@ -522,13 +522,13 @@ class TheirSubject(Subject):
         return hidden, self.model.get_output_embeddings(), batch["targets"][in_loss]
 
     def notes(self) -> list[str]:
-        """As in Subject."""
+        """As in TrainedModel."""
         if not vars(self.config.get_text_config()).get("output_router_logits"):
             return []
         return ["the loss that balances experts (output_router_logits) is not computed"]
 
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in Subject."""
+        """As in TrainedModel."""
         inputs = self._inputs(batch)
         in_loss = batch["targets"] != -100
         # Columns that some row learns: scores take the most memory of all.
@@ -542,7 +542,7 @@ class TheirSubject(Subject):
         return self._logits(inputs)[in_loss], targets[in_loss]
 
     def adapt(self, args: argparse.Namespace) -> None:
-        """As in Subject."""
+        """As in TrainedModel."""
         if args.load_in_4bit:
             self.quantize()
         if not args.lora_rank:
@@ -571,7 +571,7 @@ class TheirSubject(Subject):
         return []
 
     def save(self, args: argparse.Namespace) -> None:
-        """As in Subject."""
+        """As in TrainedModel."""
         if args.save is None:
             return
         name = args.save_name or ("adapter" if self._is_adapted else "model")
@@ -622,7 +622,7 @@ class TheirSubject(Subject):
 
     @torch.no_grad()
     def answer(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> list[int]:
-        """As in Subject."""
+        """As in TrainedModel."""
         was_training = self.model.training
         self.model.eval()
         ids, device = ids.to(bmt.device()), bmt.device()
@@ -644,7 +644,7 @@ class TheirSubject(Subject):
         return found
 
 
-class RewardSubject(TheirSubject):
+class RewardModel(TransformersModel):
     """A model of transformers with a head of one number, which is a conversation's reward.
 
     The number is that of the last token which is no padding, as transformers finds it.
@@ -687,7 +687,7 @@ class RewardSubject(TheirSubject):
             raise WeightsError(f"{path} does not fit the model: {[*missing, *others][:5]}.")
 
     def _look_at(self, args: argparse.Namespace) -> None:
-        """As in TheirSubject; rewards have nothing that could be mixed or seen too early."""
+        """As in TransformersModel; rewards have nothing that could be mixed or seen too early."""
 
     def _heads_to_learn(self) -> list[str]:
         return self._heads
@@ -740,9 +740,9 @@ def own_class(name: str) -> type[CausalModel] | None:
     return own
 
 
-def subject_of(
+def trained_model_of(
     name: str, *, is_reward: bool = False, vocabulary: Vocabulary | None = None
-) -> Subject:
+) -> TrainedModel:
     """The model of a folder or of a known name, not loaded yet. Collective.
 
     Args:
@@ -756,7 +756,7 @@ def subject_of(
     own = None if is_reward else own_class(name)
     # GPT-J's files have one norm where our class has two, which training would part.
     if own is None or own is GPTj:
-        return (RewardSubject if is_reward else TheirSubject)(name, vocabulary)
+        return (RewardModel if is_reward else TransformersModel)(name, vocabulary)
     if not issubclass(own, TokenModel | Llama):
         raise ConfigError(f"{own.__name__} is not trained by this program.")
-    return OwnSubject(own, name, vocabulary)
+    return NativeModel(own, name, vocabulary)
