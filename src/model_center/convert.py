@@ -86,9 +86,12 @@ def run(args: argparse.Namespace) -> None:
                 staging.write_json(CONFIG, config.to_dict())
                 write_file(
                     staging.path(MODEL_CENTER_FILE),
-                    {name: _lean(opened.source.mapped(name)) for name in opened.source.headers},
+                    {
+                        name: _without_unused_storage(opened.source.mapped(name))
+                        for name in opened.source.headers
+                    },
                 )
-            _copy_beside([config_folder, source], staging)
+            _copy_other_files([config_folder, source], staging)
             staging.commit()
     except BaseException:
         staging.abandon()
@@ -136,13 +139,13 @@ def _to_hugging_face(
         exporter.put([name], opened.source.whole(name))
 
 
-def _lean(values: torch.Tensor) -> torch.Tensor:
+def _without_unused_storage(values: torch.Tensor) -> torch.Tensor:
     """The values alone: mapped, where the file holds them so; else a copy in memory."""
     is_alone = values.is_contiguous() and values.untyped_storage().nbytes() == values.nbytes
     return values if is_alone else values.clone(memory_format=torch.contiguous_format)
 
 
-def _copy_beside(folders: list[pathlib.Path], staging: Staging) -> None:
+def _copy_other_files(folders: list[pathlib.Path], staging: Staging) -> None:
     """Tokenizer and generation settings."""
     for folder in dict.fromkeys(folders):
         for path in files_alongside(folder):

@@ -41,7 +41,7 @@ from model_center.dataset.packing import PackedSamples
 from model_center.errors import ConfigError, DataError, ResumeError
 from model_center.generation import generate
 from model_center.tokenizer.byte_level import byte_level_bpe, pieces, tokenizer_from
-from model_center.training.trained_model import own_class
+from model_center.training.trained_model import native_class
 
 WORDS = [
     "alpha",
@@ -154,7 +154,7 @@ def test_from_a_configuration_to_a_model(
     assert (config.vocab_size, len(tokenizer), tokenizer.chat_template) == (300, 300, None)
     for one in (config, model.generation_config):
         assert (one.bos_token_id, one.eos_token_id, one.pad_token_id) == (0, 1, 2)
-    kind_here = own_class(str(saved))
+    kind_here = native_class(str(saved))
     if kind_here is None:
         return
     ids = torch.tensor([tokenizer.encode("alpha beta")])

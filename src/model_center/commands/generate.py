@@ -22,7 +22,7 @@ from model_center.tokenizer.chat_template import rendered
 from model_center.training.adapters import add_adapters
 from model_center.training.quantization import quantize
 from model_center.training.setup import DTYPES, default_dtype
-from model_center.training.trained_model import TransformersModel, own_class, tokenizer_of
+from model_center.training.trained_model import TransformersModel, native_class, tokenizer_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +157,7 @@ def open_generator(
     args.dtype = args.dtype or default_dtype()
     args.model_config, adapters = model_in(args.model_config)
     args.adapter = args.adapter or adapters
-    kind = own_class(args.model_config)
+    kind = native_class(args.model_config)
     if kind is None:
         return TransformersGenerator(
             args, lambda: read_on_rank_zero(lambda: _tokenizer_folder(args))

@@ -81,13 +81,14 @@ class ChatRenderer:
         if text.startswith(before):
             mark = _mark(text)
             through = through[
-                : len(through) - self._unasked(messages, place, before, through, mark)
+                : len(through)
+                - self._generation_prompt_length(messages, place, before, through, mark)
             ]
             if text.startswith(through):
                 return len(before), len(through.rstrip())
         return self._rewritten(text, messages, place, before)
 
-    def _unasked(
+    def _generation_prompt_length(
         self, messages: Sequence[Message], place: int, before: str, through: str, mark: str
     ) -> int:
         """How many characters at the end of a text, through the answer at `place`, are an
@@ -129,7 +130,9 @@ class ChatRenderer:
                 "the chat template writes other messages otherwise when an answer is another."
             )
         last = self.text([*messages[:place], marked])
-        last = last[: len(last) - self._unasked(messages, place, before, last, mark)]
+        last = last[
+            : len(last) - self._generation_prompt_length(messages, place, before, last, mark)
+        ]
         end = last.rpartition(mark)[2].rstrip()
         invitation = before.removeprefix(self.text(messages[:place]))
         invited = text.rfind(invitation, 0, start) + len(invitation)

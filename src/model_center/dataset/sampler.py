@@ -109,18 +109,18 @@ class EpochRows(list[int]):
         self._epoch = epoch
 
     def __reduce__(self) -> tuple[Callable[..., list[int]], tuple[int, list[int]]]:
-        return _arrived, (self._epoch, list(self))
+        return _unpickled_rows, (self._epoch, list(self))
 
 
-def _arrived(epoch: int, rows: list[int]) -> list[int]:
+def _unpickled_rows(epoch: int, rows: list[int]) -> list[int]:
     """The rows in the process that they were sent to."""
     if torch.utils.data.get_worker_info() is not None:
-        _tell_worker(epoch)
+        _set_worker_epoch(epoch)
     return rows
 
 
 @functools.lru_cache(maxsize=1)  # once an epoch: what a dataset does then may take long
-def _tell_worker(epoch: int) -> None:
+def _set_worker_epoch(epoch: int) -> None:
     info = torch.utils.data.get_worker_info()
     if info is not None:
         begin_epoch(info.dataset, epoch)

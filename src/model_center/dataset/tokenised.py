@@ -367,6 +367,9 @@ def parsed_rows(row: Row, *, pairs: bool = False) -> Sequence[Parsed]:
     try:
         return parse_pair(row.content) if pairs else [parse(row.content)]
     except KeyError as error:
-        raise DataError(f"{row.place}: there is no field {error}.") from error
+        raise DataError(
+            f"{row.place}: there is no field {error} beside {', '.join(row.content)}: rename the "
+            "fields (docs/site/en/guides/fine-tuning.md has all forms of rows)."
+        ) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{row.place}: {error}") from error

@@ -48,7 +48,7 @@ class GPTjConfig(TransformerConfig):
 
     model_type: ClassVar[str] = "gptj"
     architecture: ClassVar[str] = "GPTJForCausalLM"
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "dim_model": "n_embd",
         "num_heads": "n_head",

@@ -48,7 +48,7 @@ class LlamaConfig(TransformerConfig):
     model_type: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     has_window: ClassVar[bool] = False  # whether Hugging Face's model knows `sliding_window`
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "dim_model": "hidden_size",
         "num_heads": "num_attention_heads",

@@ -44,7 +44,7 @@ class MaskedConfig(TransformerConfig):
         pad_token_id: the token whose embedding is not learned from lookups; None for none.
     """
 
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "type_size": ("type_vocab_size", 2),
         "dim_model": "hidden_size",

@@ -34,7 +34,7 @@ class T5Config(Seq2SeqConfig):
     model_type: ClassVar[str] = "t5"
     other_types: ClassVar[tuple[str, ...]] = ("mt5",)
     architecture: ClassVar[str] = "T5ForConditionalGeneration"
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "dim_model": "d_model",
         "num_heads": "num_heads",

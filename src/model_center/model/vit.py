@@ -55,7 +55,7 @@ class VitConfig(Config):
 
     model_type: ClassVar[str] = "vit"
     architecture: ClassVar[str] = "ViTForImageClassification"
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "img_size": ("image_size", 224),
         "patch_size": ("patch_size", 16),
         "channels_in": ("num_channels", 3),

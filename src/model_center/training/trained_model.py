@@ -59,7 +59,7 @@ TOKENIZERS: dict[str, Any] = {
     "Qwen3": Qwen2Tokenizer,
 }
 # What transformers' models call the projections of attention.
-THEIR_ATTENTION = (
+TRANSFORMERS_ATTENTION = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "dense"),
     *("query_key_value", "c_attn", "Wqkv", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
     "kv_b_proj",
@@ -549,7 +549,7 @@ class TransformersModel(TrainedModel):
             return
         peft = package("peft", "LoRA", ConfigError, instead="use all weights, without adapters")
         names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
-        targets = args.lora_targets or [name for name in THEIR_ATTENTION if name in names]
+        targets = args.lora_targets or [name for name in TRANSFORMERS_ATTENTION if name in names]
         config = peft.LoraConfig(
             r=args.lora_rank,
             lora_alpha=args.lora_alpha,
@@ -715,7 +715,7 @@ def tokenizer_of(kind: type, folder: str) -> Any:
     return (own or [auto])[0].from_pretrained(folder)
 
 
-def own_class(name: str) -> type[CausalModel] | None:
+def native_class(name: str) -> type[CausalModel] | None:
     """The class of this package for a folder or a known name; None if it is for transformers.
     Collective.
 
@@ -753,7 +753,7 @@ def trained_model_of(
     Raises:
         ConfigError, IdentifierError: for one that is not known, or no causal language model.
     """
-    own = None if is_reward else own_class(name)
+    own = None if is_reward else native_class(name)
     # GPT-J's files have one norm where our class has two, which training would part.
     if own is None or own is GPTj:
         return (RewardModel if is_reward else TransformersModel)(name, vocabulary)
