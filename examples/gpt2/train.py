@@ -99,7 +99,7 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
             )
             stopping = stop.agreed()
             last = position.step == options.steps
-            look_at(model, data, position, options, report)
+            report_if_due(model, data, position, options, report)
             if position.step % options.save_every == 0 or last or stopping:
                 checkpoint = checkpoints.save(
                     dataclasses.asdict(position), model, optim_manager, made_with
@@ -120,7 +120,7 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
     return Exit.REQUEUE if requeue else 0
 
 
-def look_at(
+def report_if_due(
     model: GPT, data: TokenData, position: Position, options: Options, report: Report
 ) -> None:
     """Validation loss and a sample, where it is time for them; the last sample is for the end."""

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     messages = list(first)
     with Session() as session:
         generator = open_generator(args, session)
-        while (line := _asked()) is not None:
+        while (line := _read_question()) is not None:
             if not line:
                 messages = list(first)
                 continue
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
             messages.append({"role": "assistant", "content": answer})
 
 
-def _asked() -> str | None:
+def _read_question() -> str | None:
     """The next line, which the first rank reads; None at the end of the input."""
     say("> " if sys.stdin.isatty() else "")
     line = read_on_rank_zero(sys.stdin.readline)

@@ -128,7 +128,7 @@ class TransformersGenerator:
 
     def stream(self, text: str) -> Iterator[str]:
         """What follows the text."""
-        return self._behind(self._trained_model.tokenizer.encode(text))
+        return self._answer_text(self._trained_model.tokenizer.encode(text))
 
     def stream_chat(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
         """The next message of a conversation."""
@@ -136,9 +136,9 @@ class TransformersGenerator:
         if not tokenizer.chat_template:
             raise InputError("the tokenizer has no chat template: use generate.")
         text = rendered(tokenizer, messages, add_generation_prompt=True)
-        return self._behind(tokenizer.encode(text, add_special_tokens=False))
+        return self._answer_text(tokenizer.encode(text, add_special_tokens=False))
 
-    def _behind(self, ids: Sequence[int]) -> Iterator[str]:
+    def _answer_text(self, ids: Sequence[int]) -> Iterator[str]:
         args = self._args
         draws = {"do_sample": False}
         if args.temperature:

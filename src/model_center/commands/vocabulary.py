@@ -154,7 +154,7 @@ def _of_texts(
     is_first = bmt.rank() == 0
     steps = attempt(lambda: _steps(config) if is_first else {}, axis, ConfigError)
     origin = attempt(lambda: _origin(args, names, steps) if is_first else {}, axis, DataError)
-    text = attempt(lambda: _kept(args, origin) if is_first else "", axis, ResumeError)
+    text = attempt(lambda: _saved_vocabulary(args, origin) if is_first else "", axis, ResumeError)
     text = attempt(
         lambda: text or (_made(args, names, origin, say) if is_first else ""), axis, DataError
     )
@@ -179,7 +179,7 @@ def _texts(name: str) -> Source:
     return found
 
 
-def _kept(args: argparse.Namespace, origin: Origin) -> str:
+def _saved_vocabulary(args: argparse.Namespace, origin: Origin) -> str:
     """The vocabulary in the run's folder; empty where it is still to be made.
 
     Raises:

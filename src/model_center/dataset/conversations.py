@@ -264,7 +264,7 @@ def _turns(name: str) -> Callable[[Row], list[Any]]:
     return form
 
 
-def _asked(field: str, row: Row) -> list[Message]:
+def _question_and_answer(field: str, row: Row) -> list[Message]:
     context = next((_text(row, name) for name in CONTEXTS if row.get(name)), "")
     asked = "\n\n".join(filter(None, (_text(row, field), context)))
     answer = next((name for name in ANSWERS if name in row), None)
@@ -279,7 +279,7 @@ def _asked(field: str, row: Row) -> list[Message]:
 def _of_prompts(row: Row) -> list[Message]:
     """TRL's: only the completion is in the loss where both are messages."""
     if not isinstance(row["prompt"], list):
-        return _asked("prompt", row)
+        return _question_and_answer("prompt", row)
     completion = row["completion"]
     said = (
         completion
@@ -293,10 +293,10 @@ def _of_prompts(row: Row) -> list[Message]:
 FORMS: dict[str, Callable[[Row], list[Any]] | None] = {
     "messages": _turns("messages"),
     "conversations": _turns("conversations"),
-    "instruction": lambda row: _asked("instruction", row),
+    "instruction": lambda row: _question_and_answer("instruction", row),
     "prompt": _of_prompts,
-    "question": lambda row: _asked("question", row),
-    "query": lambda row: _asked("query", row),
+    "question": lambda row: _question_and_answer("question", row),
+    "query": lambda row: _question_and_answer("query", row),
     "text": None,
     "content": None,
 }

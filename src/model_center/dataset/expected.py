@@ -54,8 +54,8 @@ def expected_of(row: Row, tokenizer: ChatTokenizer, *, pairs: bool = False) -> l
     try:
         parsed = parse_pair(row.content) if pairs else [parse(row.content)]
     except (KeyError, ValueError) as error:
-        raise DataError(f"{row.place}: {error}") from error
-    return [_expected(one, row.place, tokenizer) for one in parsed]
+        raise DataError(f"{row.location}: {error}") from error
+    return [_expected(one, row.location, tokenizer) for one in parsed]
 
 
 def _expected(parsed: Parsed, place: str, tokenizer: ChatTokenizer) -> Expected:

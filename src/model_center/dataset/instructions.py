@@ -101,7 +101,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
             number = int(is_long.argmax())
             first = next(itertools.islice(data.rows(), number // size, None))
             raise DataError(
-                f"{first.place}: the conversation has {lengths[number]} tokens, and "
+                f"{first.location}: the conversation has {lengths[number]} tokens, and "
                 f"{of_row.sum()} of {len(of_row)} rows have more than {max_length}: raise "
                 "max_length, or let them be cut or dropped."
             )

@@ -97,7 +97,7 @@ class DistributedDataLoader:
                 "a torch.utils.data.Subset to choose rows, or torch's DataLoader."
             )
         self.dataset, self.shuffle, self.seed = dataset, bool(shuffle), operator.index(seed)
-        self._place = _Position()
+        self._position = _Position()
         self._generator = torch.Generator()
         pin = bmt.is_initialized() and bmt.device().type != "cpu"
         kwargs = {"generator": self._generator, "pin_memory": pin, **dataloader_kwargs}
@@ -111,7 +111,7 @@ class DistributedDataLoader:
     @property
     def epoch(self) -> int:
         """The epoch, counted from 0, that is being read or that the next pass will read."""
-        return self._place.epoch
+        return self._position.epoch
 
     @property
     def batch_size(self) -> int | None:
@@ -125,7 +125,7 @@ class DistributedDataLoader:
         """
         if operator.index(epoch) < 0:
             raise DataError(f"set_epoch got {epoch}: expected a number from 0 on.")
-        self._place = _Position(epoch=operator.index(epoch))
+        self._position = _Position(epoch=operator.index(epoch))
 
     def __len__(self) -> int:
         """Batches of a whole epoch, equal on every rank."""
@@ -133,9 +133,9 @@ class DistributedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """One pass: the rest of a resumed epoch, else a whole one."""
-        if not self._place.fresh:
-            self._place = _Position(epoch=self._place.epoch + 1)
-        place = self._place = dataclasses.replace(self._place)
+        if not self._position.fresh:
+            self._position = _Position(epoch=self._position.epoch + 1)
+        place = self._position = dataclasses.replace(self._position)
         sizes = self._source.begin(place)
         _note(self._source.described(place))
         self._generator.manual_seed(int(bits(1, self.seed, place.epoch, bmt.rank())[0] >> 1))
@@ -156,12 +156,12 @@ class DistributedDataLoader:
 
         Of a stream: its epoch and its own state.
         """
-        return {"epoch": self._place.epoch, **self._source.state(self._place)}
+        return {"epoch": self._position.epoch, **self._source.state(self._position)}
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """The epoch, and the rows of it that were handed out on all ranks together."""
-        return self._place.epoch, self._place.row
+        return self._position.epoch, self._position.row
 
     def rows_since(self, place: tuple[int, int]) -> list[list[int]] | None:
         """Row numbers of this rank's batches between an earlier `place` and now.
@@ -169,7 +169,7 @@ class DistributedDataLoader:
         Returns:
             A list for each batch; None for a stream, or where that was another epoch.
         """
-        epoch, row = self.place
+        epoch, row = self.position
         if (epoch, row) == (place[0] + 1, 0):  # the batch was the last one
             return self._source.rows_between(place, None)
         return self._source.rows_between(place, row) if epoch == place[0] else None
@@ -180,7 +180,7 @@ class DistributedDataLoader:
         Raises:
             DataError: when the state is that of another number of rows, seed or kind of order.
         """
-        self._place = _Position(epoch=int(state["epoch"]), row=self._source.load_state(state))
+        self._position = _Position(epoch=int(state["epoch"]), row=self._source.load_state(state))
 
 
 def _note(what: str | None) -> None:

@@ -330,7 +330,7 @@ class Encoder:
             return ChatRenderer(self.tokenizer, parsed.tools).text_and_answers(parsed.messages)
         except (InputError, DataError) as error:
             raise DataError(
-                f"{row.place}: {error} The conversation is {reprlib.repr(parsed.messages)}."
+                f"{row.location}: {error} The conversation is {reprlib.repr(parsed.messages)}."
             ) from error
 
     def _around(self, parsed: Parsed) -> tuple[str, str]:
@@ -368,8 +368,8 @@ def parsed_rows(row: Row, *, pairs: bool = False) -> Sequence[Parsed]:
         return parse_pair(row.content) if pairs else [parse(row.content)]
     except KeyError as error:
         raise DataError(
-            f"{row.place}: there is no field {error} beside {', '.join(row.content)}: rename the "
-            "fields (docs/site/en/guides/fine-tuning.md has all forms of rows)."
+            f"{row.location}: there is no field {error} beside {', '.join(row.content)}: rename "
+            "the fields (docs/site/en/guides/fine-tuning.md has all forms of rows)."
         ) from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{row.place}: {error}") from error
+        raise DataError(f"{row.location}: {error}") from error

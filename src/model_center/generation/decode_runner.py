@@ -81,7 +81,7 @@ class DecodeRunner:
         """
         decoding, room = self._decoding, num_new
         self._places = self._where()
-        kept = self._kept(num_new, copies)
+        kept = self._reusable_steps(num_new, copies)
         if kept is not None:
             self._first = self._first_of(kept, copies)
             if self._first is not None:
@@ -122,7 +122,7 @@ class DecodeRunner:
         # a session's memory is written on one stream, and nothing orders it with others
         return [*self._weights.addresses(), torch.cuda.current_stream(self._device)]
 
-    def _kept(self, num_new: int, copies: int) -> RecordedSteps | None:
+    def _reusable_steps(self, num_new: int, copies: int) -> RecordedSteps | None:
         """Recorded steps of the session that this generation can replay."""
         if self._session is None:
             return None
@@ -167,9 +167,9 @@ class DecodeRunner:
             )
 
     def _do(self, work: Work) -> torch.Tensor:
-        return self._repeated(lambda: self._noted(work))
+        return self._repeated(lambda: self._run_or_record(work))
 
-    def _noted(self, work: Work) -> torch.Tensor:
+    def _run_or_record(self, work: Work) -> torch.Tensor:
         """Run or record a step, without replaying."""
         if self._session is not None and self._repeated.can_record:
             self._fingerprint = HostStateFingerprint(self._model, self._device)

@@ -20,7 +20,7 @@ from model_center.layer.transformer import Encoder, Past
 from model_center.layer.variant import PLAIN, LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import CausalModel, ForwardOptions
-from model_center.model.inputs import attention_mask_of, embedded, past_place, positions_from
+from model_center.model.inputs import attention_mask_of, embedded, past_position, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -179,7 +179,7 @@ class Llama(CausalModel):
     ) -> Any:
         """Score the next token at every position; arguments as in `GPT2`."""
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
-        start = past_place(past_key_values)
+        start = past_position(past_key_values)
         mask = attention_mask_of(
             attention_mask, length, hidden, start, causal=True, length_counts=True
         )

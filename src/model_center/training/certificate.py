@@ -40,7 +40,7 @@ WHOLE, LARGE = (".json", ".txt", ".md"), 2**26
 class Finding(NamedTuple):
     """What is not as it should be: where, and what of it."""
 
-    place: str
+    location: str
     text: str
 
 
@@ -84,7 +84,7 @@ class _PackedSample(NamedTuple):
         is_text: whether its last token is in the loss, too.
     """
 
-    place: str
+    location: str
     batch: int
     row: int
     columns: slice
@@ -167,7 +167,7 @@ def first_rows(parts: Iterable[InstructionDataset], num_rows: int) -> tuple[int,
             for index in samples.samples_of(number):
                 side = expected[samples.row_and_start(index)[0] % samples.num_sides]
                 words += _difference(samples[index], side, samples, index)
-            findings += [Finding(row.place, word) for word in words[:1]]
+            findings += [Finding(row.location, word) for word in words[:1]]
     return looked, findings
 
 
@@ -205,7 +205,7 @@ def _rows_of(steps: Sequence[Sequence[Batch]], packed: PackedSamples | Preferenc
             except DataError:
                 expected = [None] * size
             for place, one, side in zip(own, expected, ("chosen", "rejected"), strict=False):
-                found[key, place] = f"{row.place}, {side}" if size == 2 else row.place, one
+                found[key, place] = f"{row.location}, {side}" if size == 2 else row.location, one
     return found
 
 
@@ -252,7 +252,7 @@ def _step(
     """
     trained_model = goal.trained_model
     states, gradients = _of_run(goal, batches)
-    beside, behind = _seen(goal, batches, pieces, states)
+    beside, behind = _attended_tokens(goal, batches, pieces, states)
     wanted = [_targets(piece, batches) for piece in pieces]
     counts = [sum(int((one != -100).sum()) for one in wanted), len(pieces) // sides]
     sums = bmt.sum_loss(torch.tensor(counts, dtype=torch.float64, device=bmt.device()))
@@ -266,7 +266,7 @@ def _step(
         # a rank with fewer goes on with its first: all gather weights together
         at = place if place < len(pieces) else 0
         group, targets = pieces[at : at + sides], wanted[at : at + sides]
-        alone = _alone(goal, group, targets, batches, total)
+        alone = _computed_alone(goal, group, targets, batches, total)
         if place >= len(pieces):
             continue
         for piece, own, (state, gradient) in zip(group, targets, alone, strict=True):
@@ -281,10 +281,10 @@ def _step(
             )
             found.deviation = max(found.deviation, deviation)
             if piece.expected is None:
-                found.unknown.append(piece.place)
+                found.unknown.append(piece.location)
             lost = piece.expected.lost[:1] if piece.expected else []
             for said in [*lost, *filter(None, [text or other])]:
-                found.findings.append(Finding(f"step {number}, {piece.place}", said))
+                found.findings.append(Finding(f"step {number}, {piece.location}", said))
 
 
 class _TokenNames(NamedTuple):
@@ -371,7 +371,7 @@ def _of_run(goal: Goal, batches: Sequence[Batch]) -> tuple[Tensors, Tensors]:
     return states, gradients
 
 
-def _alone(
+def _computed_alone(
     goal: Goal,
     group: Sequence[_PackedSample],
     targets: Sequence[torch.Tensor],
@@ -392,7 +392,7 @@ def _alone(
 
 
 @torch.no_grad()
-def _seen(
+def _attended_tokens(
     goal: Goal, batches: Sequence[Batch], pieces: Sequence[_PackedSample], states: Tensors
 ) -> tuple[Tensors, Tensors]:
     """Which tokens (batch, length) change with those of other samples of their row, and with those

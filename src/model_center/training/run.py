@@ -23,7 +23,7 @@ from model_center.errors import ConfigError, DivergenceError, ResumeError
 from model_center.training.base_weights import BaseWeights
 from model_center.training.batches import num_tokens, tokens_counted
 from model_center.training.checkpoints import Checkpoints
-from model_center.training.curves import asked_curves
+from model_center.training.curves import requested_curves
 from model_center.training.flops import FlopsMeter, peak_flops
 from model_center.training.listener import OnStep
 from model_center.training.non_finite_cause import cause_lines, find_cause, non_finite_error
@@ -407,7 +407,7 @@ class Run:
 
     def _measure(self, losses: Losses) -> MeasuredStep:
         seen: list[float] = []
-        total, grad_norm = self._backward(_noted(losses, seen), math.inf)
+        total, grad_norm = self._backward(_collected(losses, seen), math.inf)
         figures = self._figures(total, grad_norm)
         gradients = gradient_checksums(self.model)
         return MeasuredStep(seen, figures.loss, figures.grad_norm, gradients)
@@ -542,7 +542,7 @@ class Run:
                 first_step=self.step,
                 num_steps=self.total_steps,
                 log_every=self.args.log_iters,
-                curves=asked_curves(self.args),
+                curves=requested_curves(self.args),
             )
         except OSError as error:
             raise ConfigError(
@@ -591,7 +591,7 @@ def _checkpoints(args: argparse.Namespace) -> Checkpoints | None:
     )
 
 
-def _noted(losses: Losses, seen: list[float]) -> Iterator[torch.Tensor]:
+def _collected(losses: Losses, seen: list[float]) -> Iterator[torch.Tensor]:
     """The losses, each written down."""
     for loss in losses:
         seen.append(loss.item())

@@ -33,7 +33,7 @@ class StepReplayBuffer:
         self._batches: list[Any] | None = None
         self._recomputation: Recomputation | None = None
         self._is_moved = False
-        self._place: tuple[int, int] | None = None
+        self._position: tuple[int, int] | None = None
 
     @property
     def has_batches(self) -> bool:
@@ -65,14 +65,14 @@ class StepReplayBuffer:
                 yield _copies(self._batches)
                 if self._recomputation is recomputation:  # the program did not compute it again
                     self._recomputation = None
-            self._place = self._batches = None
+            self._position = self._batches = None
             if self._is_moved:
                 return
 
     def _placed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches; remembers where the loader was before the first of a step."""
         while True:
-            self._place = self._place or self._loader.place
+            self._position = self._position or self._loader.position
             try:
                 yield next(batches)
             except StopIteration:
@@ -93,7 +93,7 @@ class StepReplayBuffer:
 
     def rows(self) -> list[list[int]] | None:
         """The row numbers of this rank's micro-batches in the data set; None if nobody knows."""
-        return None if self._place is None else self._loader.rows_since(self._place)
+        return None if self._position is None else self._loader.rows_since(self._position)
 
 
 def _copies(batches: list[Any]) -> list[Any]:

@@ -354,27 +354,27 @@ class TransformersModel(TrainedModel):
             with accelerate.init_empty_weights(include_buffers=False):
                 model = auto.from_config(self.config, dtype=dtype)
             model.tie_weights()
-        self._keep_exact(model)
+        self._keep_in_fp32(model)
         self._prepare(model)
         self.trunk = model.base_model
         model = bmt.BMTrainModelWrapper(model, use_checkpoint=args.use_checkpoint)
         if not args.from_scratch or args.load:
-            self._fill(model, args.load or resolve(args.model_config, "model"))
+            self._load_weights(model, args.load or resolve(args.model_config, "model"))
         self.model = model.train()
         self._takes = {*inspect.signature(model.forward).parameters}
         scores = args.batch_size * args.max_length * self.vocab_size * dtype.itemsize
         self._are_scores_large = scores > LARGE
-        self._look_at(args)
+        self._probe_packing(args)
 
     def _prepare(self, model: Any) -> None:
         """Give values to what no file has."""
 
-    def _fill(self, model: Any, path: str) -> None:
+    def _load_weights(self, model: Any, path: str) -> None:
         """Read the weights."""
         bmt.load(model, path)
 
     @staticmethod
-    def _keep_exact(model: Any) -> None:
+    def _keep_in_fp32(model: Any) -> None:
         """What transformers keeps in fp32 whatever the model's dtype is."""
         names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
         for name, param in model.named_parameters():
@@ -382,7 +382,7 @@ class TransformersModel(TrainedModel):
                 param.data = param.data.float()
 
     @torch.no_grad()
-    def _look_at(self, args: argparse.Namespace) -> None:
+    def _probe_packing(self, args: argparse.Namespace) -> None:
         """Find out what the model does with the tokens of a row. Collective.
 
         A token must be computed as if nothing followed. The first token of a second sample should
@@ -556,7 +556,7 @@ class TransformersModel(TrainedModel):
             lora_dropout=args.lora_dropout,
             target_modules=ALL if list(targets) in ([ALL], []) else list(targets),
             task_type=self._TASK,
-            modules_to_save=self._heads_to_learn() or None,
+            modules_to_save=self._trained_heads() or None,
         )
         try:
             model = _quietly(lambda: peft.get_peft_model(self.model, config))
@@ -566,7 +566,7 @@ class TransformersModel(TrainedModel):
         self.model = bmt.BMTrainModelWrapper(model, use_checkpoint=args.use_checkpoint)
         self._is_adapted = True
 
-    def _heads_to_learn(self) -> list[str]:
+    def _trained_heads(self) -> list[str]:
         """Modules that are trained whole beside adapters."""
         return []
 
@@ -678,7 +678,7 @@ class RewardModel(TransformersModel):
     def _is_of_body(model: Any, name: str) -> bool:
         return name.startswith(f"{model.base_model_prefix}.")
 
-    def _fill(self, model: Any, path: str) -> None:
+    def _load_weights(self, model: Any, path: str) -> None:
         """A language model's weights, or those of a reward model, head and all."""
         found = bmt.load(model, path, strict=False)
         missing = [name for name in found.missing_keys if self._is_of_body(model, name)]
@@ -686,10 +686,10 @@ class RewardModel(TransformersModel):
         if missing or others:
             raise WeightsError(f"{path} does not fit the model: {[*missing, *others][:5]}.")
 
-    def _look_at(self, args: argparse.Namespace) -> None:
+    def _probe_packing(self, args: argparse.Namespace) -> None:
         """As in TransformersModel; rewards have nothing that could be mixed or seen too early."""
 
-    def _heads_to_learn(self) -> list[str]:
+    def _trained_heads(self) -> list[str]:
         return self._heads
 
     def rewards(self, batch: Batch) -> torch.Tensor:

@@ -111,17 +111,19 @@ def open_weights(
     plain = without_prefix(source, shapes.keys())
     direct = match(KeyMap({}), shapes, plain.headers)
     if key_map is None:
-        return _as_ours(plain, direct, shapes)
+        return _under_own_names(plain, direct, shapes)
     theirs = under_any_prefix(source, key_map)
     found = match(key_map, shapes, theirs.headers)
     if len(direct.pieces) > len(found.pieces):
-        return _as_ours(plain, direct, shapes)
+        return _under_own_names(plain, direct, shapes)
     check_coverage(theirs, found.pieces)
     _check_copies(theirs, found)
     return OpenCheckpoint(MappedSource(theirs, found.pieces), found.unexpected, [])
 
 
-def _as_ours(source: Source, found: Match, shapes: Mapping[str, tuple[int, ...]]) -> OpenCheckpoint:
+def _under_own_names(
+    source: Source, found: Match, shapes: Mapping[str, tuple[int, ...]]
+) -> OpenCheckpoint:
     """A file in ModelCenter's names.
 
     Its GPT-2 embeddings have a row of zeros more than the vocabulary, which is left out.
