@@ -133,7 +133,7 @@ def test_what_was_passed_over_is_read(row, text, learnt, tmp_path):
         ({"messages": [TALK[0], {**TALK[1], "train": True, "weight": 0}]}, "one puts it into the loss, another"),
         ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, "got weight 0.5 of a message"),
         ({"messages": [{**TALK[0], "train": True}, TALK[1]]}, "got train True of a message of the"),
-        ({"messages": [TALK[0], {**TALK[1], "mask": 1}]}, "got mask: it is not known"),
+        ({"messages": [TALK[0], {**TALK[1], "mask": 1}]}, "got mask: 1 may mean"),
         ({"messages": [{**TALK[0], "images": ["a.png"]}, TALK[1]]}, "got images: a model"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "as a part of a mes"),
         ({"text": "a", "history": EARLIER}, "got a text with history"),
