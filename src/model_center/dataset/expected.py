@@ -112,7 +112,7 @@ def difference(
                 )
         elif not is_seen or target != expected.ids[following]:
             what = word(expected.ids[following]) if is_seen else "nothing"
-            return f"{here}, is taught to be followed by {word(target)}, and is by {what}"
+            return f"{here}, is trained to predict {word(target)}, but {what} follows it"
         elif wanted is False:
             return (
                 f"token {following}, {word(target)}, is in the loss, but no part of an answer"

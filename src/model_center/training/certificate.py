@@ -1,7 +1,7 @@
 """What a run learns, beside what it should learn.
 
 Steps are computed as the run computes them, and then each conversation alone. The gradient of a
-step's loss by a token's last hidden state tells its weight and what it is taught to be followed by;
+step's loss by a token's last hidden state tells its weight and what it is trained to predict;
 the hidden state itself its position and what it has seen; and what it may not see is found by
 changing that.
 """
@@ -465,7 +465,7 @@ def _computed(
         f"{here}, is computed otherwise than alone: its position, or what it sees of its own "
         "sample, differs": not is_same[place],
         f"{following}, weighs in the loss, but should not be in it": not is_in_loss[place],
-        f"{following}, is not what {here}, is taught to be followed by": not along[place],
+        f"{here}, is not trained to predict {following}": not along[place],
         f"{following}, weighs {_weights(float(ratio[place]), total)}": True,
     }
     return next(reason for reason, holds in reasons.items() if holds), deviation
