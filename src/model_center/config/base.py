@@ -17,7 +17,7 @@ from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime.log import warn
 from model_center.config.positional import Positional
-from model_center.config.rules import check_fields
+from model_center.config.rules import GATED, check_fields
 from model_center.errors import ConfigError, with_nearest
 from model_center.hub.resolving import resolve
 
@@ -355,6 +355,16 @@ class TransformerConfig(Config):
                 f"pos_bias_type is {self.pos_bias_type!r}: this model has "
                 f"{type(self).pos_bias_type!r}. Leave it out."
             )
+
+    def refuse_unless_classic_layers(self, **expected: Any) -> None:
+        """As `refuse_unless`, for heads as wide as the model, norms with a bias, and no gates."""
+        self.refuse_unless(
+            dim_model=self.num_heads * self.dim_head,
+            norm_bias=True,
+            length_scale=False,
+            ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
+            **expected,
+        )
 
     def stack(self, num_layers: int) -> dict[str, Any]:
         """Arguments of an Encoder or Decoder of this configuration that they have in common."""

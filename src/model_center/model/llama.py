@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 
 from model_center.config.base import TransformerConfig
+from model_center.config.rules import GATED
 from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
-from model_center.layer.feedforward import GATED
 from model_center.layer.mask import AttentionMask
 from model_center.layer.position_embedding.rotary import RotaryEmbeddingESM
 from model_center.layer.transformer import Encoder, Past

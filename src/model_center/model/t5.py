@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from model_center.config.base import RELATIVE
+from model_center.config.rules import GATED
 from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
-from model_center.layer.feedforward import GATED
 from model_center.model.seq2seq import Seq2SeqConfig, Seq2SeqModel
 from model_center.weights.keymap import FFN_IN, FFN_NORM, FFN_OUT, KeyMap, TensorPart, renamed
 
