@@ -63,7 +63,7 @@ def differences(args: argparse.Namespace, folder: pathlib.Path) -> list[str]:
     path = folder / FILE
     if not path.is_file():
         return []
-    before, now = _read(path), said(args)
+    before, now = _read(path), given_flags(args)
     return [
         f"{name} was {before.get(name)} and is {now.get(name)}"
         for name in sorted({*before, *now})
@@ -75,11 +75,13 @@ def keep(args: argparse.Namespace, folder: pathlib.Path) -> None:
     """Write the flags into a run's folder, as `--config` reads them."""
     yaml = package("yaml", "--config", ConfigError, name="pyyaml")
     folder.mkdir(parents=True, exist_ok=True)
-    text = "# python -m model_center train --config of this file\n" + yaml.safe_dump(said(args))
+    text = "# python -m model_center train --config of this file\n" + yaml.safe_dump(
+        given_flags(args)
+    )
     write_whole(folder / FILE, text)
 
 
-def said(args: argparse.Namespace) -> dict[str, Any]:
+def given_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The flags by name, as values of YAML, without those that are not given."""
     return {
         name: _plain(value)

@@ -60,7 +60,7 @@ class Lora:
         self._model = model
         pieces = _pieces(model)
         modules = _chosen(model, targets, pieces)
-        self._names = {name: _their_name(name, pieces.get(name + OURS)) for name in modules}
+        self._names = {name: _hugging_face_name(name, pieces.get(name + OURS)) for name in modules}
         self._config = self._peft.LoraConfig(
             r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, bias="none"
         )
@@ -216,7 +216,7 @@ def _layer_of(piece: TensorPart | None) -> str:
     return "" if piece is None else piece.name.removesuffix(OURS).rpartition(".")[2]
 
 
-def _their_name(name: str, piece: TensorPart | None) -> str:
+def _hugging_face_name(name: str, piece: TensorPart | None) -> str:
     """`encoder...project_q` as `model...q_proj`."""
     found = _layer_name(piece)
     if found is None:
