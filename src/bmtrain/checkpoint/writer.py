@@ -7,7 +7,6 @@ import io
 import os
 import pathlib
 import stat
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from bmtrain.checkpoint.files import make_new
 from bmtrain.distributed.agreement import agree
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.process import say
 from bmtrain.runtime.world import World, unwatched
 
 
@@ -44,7 +44,7 @@ class Writing:
             if self._error is not None:
                 # Only the next wait, save or load raises the error, and there may be none.
                 rank = self._axis.ranks[self._axis.index]
-                sys.stderr.write(f"[rank {rank}] {_explain(self.path, self._error)}\n")
+                say(f"[rank {rank}] {_explain(self.path, self._error)}\n")
 
         if self._step is not None:
             self._thread = threading.Thread(target=run, name=f"save {self.path.name}", daemon=False)
