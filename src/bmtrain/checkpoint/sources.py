@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
@@ -145,10 +144,6 @@ class Collected(Source):
         source, theirs = self._places[name]
         return source.file_of(theirs)
 
-    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        source, theirs = self._places[name]
-        return source.part(theirs, start, stop)
-
     def mapped(self, name: str) -> torch.Tensor:
         source, theirs = self._places[name]
         return source.mapped(theirs)
@@ -190,11 +185,8 @@ def open_source(file: str | os.PathLike[str]) -> Source:
     """
     path = pathlib.Path(file)
     if not is_there(path):
-        near: list[str] = []
-        with contextlib.suppress(OSError):
-            near = sorted(one.name for one in path.parent.iterdir() if one.suffix == path.suffix)
-        like = f"; {path.parent} holds {', '.join(near[:5])}" if near else ""
-        raise CheckpointError(f"cannot load {path}: there is no such file or folder{like}.")
+        held = f"; {path.parent} holds {_held(path.parent)}" if is_there(path.parent) else ""
+        raise CheckpointError(f"cannot load {path}: there is no such file or folder{held}.")
     if not path.is_dir():
         return open_file(path)
     config = path / CONFIG
@@ -214,15 +206,19 @@ def open_source(file: str | os.PathLike[str]) -> Source:
             "weights. Remove those you do not want, or name the file itself."
         )
     if not (found or others):
-        held = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
         expected = ", ".join((*HUGGING_FACE, MODEL_CENTER))
         raise CheckpointError(
-            f"cannot load the folder {path}: it holds {held}; expected one of {expected}."
+            f"cannot load the folder {path}: it holds {_held(path)}; expected one of {expected}."
         )
     first, *rest = [*found, *others]
     if rest and world.rank() == 0:
         log.warn(f"{path}: {first} is read, as transformers does, and not {', '.join(rest)}.")
     return open_file(path / first)
+
+
+def _held(folder: pathlib.Path) -> str:
+    with reading(folder):
+        return ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
 
 
 def open_file(path: pathlib.Path) -> Source:

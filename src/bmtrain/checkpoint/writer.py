@@ -214,10 +214,7 @@ def reason_of(error: BaseException) -> str:
 def _explain(path: pathlib.Path, error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    before = (
-        "the file that was there before is intact" if path.exists() else "nothing was left behind"
-    )
     return (
-        f"cannot save to {path}: {reason_of(error)}; {before}. Free some space or choose another "
-        "folder, and save again."
+        f"cannot save to {path}: {reason_of(error)}; a file that was there before is intact. Free "
+        "some space or choose another folder, and save again."
     )

@@ -461,7 +461,7 @@ def _check_ids(parts: Sequence[Part], subject: Subject) -> None:
 
 
 def _say(text: str) -> None:
-    log.tell(log.printable(text))
+    log.tell(text)
 
 
 def _path_and_weight(name: str) -> tuple[str, float]:
