@@ -188,12 +188,10 @@ def _mismatch(name: str, entry: Entry, source: Source) -> str:
 def _report(
     what: str, names: Sequence[str], unmatched: Collection[str], others: Collection[str]
 ) -> list[str]:
-    """One line per name, with the closest name of `unmatched` or else of `others`."""
+    """One line per name, with the closest name of `unmatched`, without any of `others`."""
     lines = []
     for name in names[:SHOWN]:
-        near = difflib.get_close_matches(name, unmatched, n=1) or difflib.get_close_matches(
-            name, others, n=1
-        )
+        near = difflib.get_close_matches(name, unmatched or others, n=1)
         lines.append(f"{what}: {name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
     if len(names) > SHOWN:
         lines.append(f"{what}: {len(names) - SHOWN} more")

@@ -492,7 +492,6 @@ def _check_device(wanted: str | torch.device | None) -> None:
 
 
 def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.device:
-    _check_device(wanted)
     asked = None if wanted is None else torch.device(wanted)
     if not (torch.cuda.is_available() if asked is None else asked.type == "cuda"):
         return torch.device("cpu")

@@ -150,7 +150,8 @@ class Config(metaclass=Positional):
             return {
                 **cls.from_hugging_face(content),
                 "special_ids": special or None,
-                "hugging_face": dict(content),
+                # but for the name of a file of weights: what is saved has others
+                "hugging_face": {k: v for k, v in content.items() if k != "transformers_weights"},
             }
         except KeyError as error:
             raise ConfigError(

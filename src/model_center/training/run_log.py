@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import bmtrain as bmt
-from bmtrain.runtime.log import printable
+from bmtrain.errors import printable
 from bmtrain.runtime.process import say
 from model_center.training.curves import Curves, open_curves
 from model_center.training.listener import Listener, OnStep
