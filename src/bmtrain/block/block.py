@@ -115,8 +115,9 @@ class Block(DistributedModule):
             reduce_dtype=reduce_dtype or defaults.reduce_dtype,
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
         )
-        is_block = isinstance(inner_module, Block)
-        inner = inner_module._module if is_block else inner_module
+        inner = inner_module
+        if isinstance(inner_module, Block):
+            _, inner = next(inner_module.sharded_modules())
         # A list hides the module from nn.Module, which would prefix its names. Sharing its dicts
         # exposes its parameters, buffers and children under their own names.
         self._hidden = [inner]
@@ -156,11 +157,13 @@ class Block(DistributedModule):
 
     _module = _inner  # BMTrain's name
 
-    @property
-    def runs_compiled_by_default(self) -> bool:
-        """Whether nothing was set for it but that activations are kept, or "auto"."""
+    def may_run_whole(self, is_asked: bool) -> bool:
+        """Whether nothing was set for it but that activations are kept, or "auto"; if the program
+        has asked for one graph, whether the block may be compiled.
+        """
         is_default = isinstance(self._runner, CompiledByDefault) or self._holds_blocks
-        return self._compiles and is_default and self._level in (None, Level.NOTHING)
+        is_default = is_default and self._level in (None, Level.NOTHING)
+        return self._compiles and (is_asked or is_default)
 
     @property
     def storages(self) -> Sequence[Storage]:

@@ -63,7 +63,8 @@ def _made_distributed(kind: Any, forward: Callable[[Any], Method] | None = None)
         namespace.update(_methods_of_whole_models(kind))
 
     # transformers looks up conversions of a model's tensors by the name of its type.
-    return types.new_class(kind.__name__, (DistributedModule, kind), exec_body=fill)
+    bases = (kind,) if issubclass(kind, DistributedModule) else (DistributedModule, kind)
+    return types.new_class(kind.__name__, bases, exec_body=fill)
 
 
 _distributed = functools.cache(_made_distributed)

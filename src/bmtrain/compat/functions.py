@@ -188,8 +188,7 @@ def state_of_rank0(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     out = OrderedDict[str, Any]()
     for name in names:  # one by one: no message holds a whole model
         value = given.get(name)
-        is_tensor = isinstance(value, torch.Tensor)
-        own = value.detach().to("cpu", copy=True) if is_tensor else value
+        own = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
         out[name] = broadcast_object(own, axis)
     vars(out)["_metadata"] = metadata
     return out
