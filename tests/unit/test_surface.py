@@ -1,7 +1,11 @@
 """What programs may import from BMTrain and ModelCenter, and what of it is not here, and why."""
 
 import importlib
+import inspect
+import operator
 import pathlib
+
+import bmtrain
 
 # By reason: modules, and names of them.
 MISSING = {
@@ -97,3 +101,14 @@ def test_what_is_not_here_is_listed():
         for name in names
     ]
     assert missing == set(listed) and len(listed) == len(set(listed))
+
+
+def test_arguments_have_the_names_of_the_originals():
+    """Of all releases. Left out: `initialized` of Block, of the library's own use, `optim` of
+    `optim_step` in 0.1.
+    """
+    text = pathlib.Path(__file__).with_name("arguments.txt").read_text(encoding="utf-8")
+    for line in text.splitlines()[1:]:
+        path, *names = line.split()
+        known = inspect.signature(operator.attrgetter(path)(bmtrain)).parameters
+        assert {*names} <= {*known}, f"{path} has {[*known]}"

@@ -121,7 +121,7 @@ optim.adam_offload        config nccl state_dict_gather
 optim.clip_grad           config nccl
 optim.optim_manager       config nccl has_inf_nan
 param_init                Block CheckpointBlock DistributedParameter config
-parameter                 config nccl round_up all_gather
+parameter                 config nccl round_up all_gather print_rank
 pipe_layer                Block ZeroContext config nccl round_up all_gather all_reduce broadcast
 pipe_layer                recv_activations send_activations CheckpointBlock
 store                     Block PipelineTransformerBlockList TransformerBlockList config nccl

@@ -141,7 +141,7 @@ class DistributedDataLoader:
         place = self._position = dataclasses.replace(self._position)
         sizes = self._source.begin(place)
         _note(self._source.described(place))
-        self._generator.manual_seed(int(bits(1, self.seed, place.epoch, bmt.rank())[0] >> 1))
+        self._generator.manual_seed(int(bits(1, self.seed, place.epoch, bmt.rank())[0]) >> 1)
         begin_epoch(self.dataset, place.epoch)
         return self._hand_out(iter(self._source.loader), place, sizes)
 

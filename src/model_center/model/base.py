@@ -50,6 +50,22 @@ class BaseModel(bmt.DistributedModule):
         self.config: Any = config
         self.origin = NOTHING  # what its folder holds beside, on the rank that writes
 
+    def __call__(self, *args: Any, return_logits: bool = False, **kwargs: Any) -> Any:
+        """What `forward` returns; with `return_logits` the scores alone, as in ModelCenter 0.1.
+
+        Raises:
+            InputError: for outputs beside those of `return_logits`.
+        """
+        if return_logits:
+            if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
+                raise InputError(
+                    "return_logits returns the scores alone: give output_logits=True for the rest "
+                    "too."
+                )
+            kwargs |= {"output_logits": True, "return_dict": True}
+        out = super().__call__(*args, **kwargs)
+        return out.logits if return_logits else out
+
     @classmethod
     def key_map(cls, config: Any) -> KeyMap:
         """Where each of the model's tensors is in a Hugging Face checkpoint."""

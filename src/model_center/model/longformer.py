@@ -133,12 +133,8 @@ class Longformer(MaskedModel):
             output_hidden_states: whether to return the inputs of all layers.
 
         Raises:
-            InputError: for masks of another shape, or outputs beside those of `return_logits`.
+            InputError: for masks of another shape.
         """
-        if return_logits and (output_attentions or output_hidden_states):
-            raise InputError(
-                "return_logits returns the scores alone: give output_logits=True for the rest too."
-            )
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         mask = _mask(attention_mask, length, global_attention_mask, hidden)
         if position_ids is None:
