@@ -50,7 +50,7 @@ def check_file(path: pathlib.Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise DamagedError(
             unreadable(
-                path, "it is a folder, named pipe, a socket or a device, expected a regular file"
+                path, "it is a folder, a named pipe, a socket or a device, expected a regular file"
             )
         )
     return found.st_size
