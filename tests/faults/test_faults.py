@@ -208,7 +208,7 @@ def joins():
         ("no-such-host.invalid", r"no-such-host\.invalid: .*[Nn]ame"),
         pytest.param("silent", "accepts connections but does not answer", marks=pytest.mark.long),
         pytest.param("absent", "rank 2 has not come", marks=pytest.mark.long),
-        pytest.param("nobody", "refused: rank 0 has not come", marks=pytest.mark.long),
+        pytest.param("alone", "refused: rank 0 has not come", marks=pytest.mark.long),
         pytest.param("sizes", r"differ in their number of ranks \(2, 3\)", marks=pytest.mark.long),
     ],
 )
@@ -224,7 +224,7 @@ def test_joining_ends_in_time(address, words, tmp_path):
             other.listen()
         else:
             other.close()
-        started = range(1 if address in {"silent", "nobody"} else 0, 2)
+        started = range(1 if address in {"silent", "alone"} else 0, 2)
         environments = [
             {
                 **{name: text for name, text in os.environ.items() if name != "DEVICE"},
