@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import sys
 import types
 from pathlib import Path
@@ -391,6 +392,9 @@ def test_other_damage(folder, tmp_path):
         (good.replace('"version": 2', '"version": 9'), "version 9"),
         (good.replace('"block_begin": 4', '"block_begin": 5'), "do not follow"),
         (good.replace('"nlines"', '"lines"'), "damaged"),
+        (good.replace('"block_size": 64', '"block_size": 0'), "blocks of 0 bytes"),
+        (good.replace('"block_size": 64', f'"block_size": {10**18}'), f"blocks of {10**18} bytes"),
+        (re.sub(r"\d+(,\s+.nbytes[^}]*}\s*])", rf"{10**18}\1", good), f"has {10**18} blocks"),
         (good.replace('"a"', '"../a"'), "names '../a', which is not a file inside it"),
         (good.replace('"a"', '"/etc/hosts"'), "not a file inside it"),
         (good.replace('"a"', '"\udcff"'), "not text"),

@@ -22,6 +22,7 @@ from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
 from bmtrain.checkpoint import LoadResult, files, load, save, sources, writer
+from bmtrain.checkpoint.shards import MODEL, SIZES, Manifest, ShardedCheckpoint, TensorFacts
 from bmtrain.errors import CheckpointError
 from bmtrain.shard.storage import Storage
 
@@ -465,6 +466,13 @@ def test_which_file_counts(tmp_path):
     (tmp_path / "x" / "adapter_config.json").touch()
     with pytest.raises(CheckpointError, match=r"model\.safetensors, adapter_config\.json may hold"):
         sources.open_source(tmp_path / "x")
+
+
+def test_a_tensor_without_elements_may_have_parts(tmp_path):
+    facts = TensorFacts((0, 4), torch.float32, 0, 10**12, ())
+    manifest = Manifest(1, dict.fromkeys(SIZES, 1), {}, {}, {MODEL: {"none": facts}}, {MODEL: {}})
+    (tmp_path / "manifest.json").write_text(manifest.to_json())
+    assert ShardedCheckpoint(tmp_path).all()["none"].shape == (0, 4)
 
 
 def test_a_tensor_in_two_shards(tmp_path):

@@ -49,7 +49,9 @@ def check_file(path: pathlib.Path) -> int:
         found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise DamagedError(
-            unreadable(path, "it is a folder, named pipe or device, expected a regular file")
+            unreadable(
+                path, "it is a folder, a named pipe, a socket or a device, expected a regular file"
+            )
         )
     return found.st_size
 

@@ -301,7 +301,7 @@ class ShardedCheckpoint(Source):
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         facts = self._tensors[name]
         values = scratch[: (stop - start) * facts.dtype.itemsize].view(facts.dtype)
-        if facts.count == 1:
+        if facts.count == 1 or start == stop:
             self._fill(values, facts, 0, start)
             return values
         width = math.prod(facts.part_shape[facts.dim :])  # of a part's rows

@@ -25,7 +25,7 @@ from bmtrain.runtime.process import say
 
 Store: TypeAlias = Any  # torch declares none to type checkers
 PAUSE_S = 0.05
-NAME_S = 2.0  # for a name server that has no answer now
+NAME_S = 1.0  # for a name server that has no answer now, and for a port that is becoming free
 WORD_S = 35.0  # of waiting for a rank to join, until that is said
 _IN_VAIN = "in vain: "
 FOREVER = datetime.timedelta(days=365)
@@ -79,7 +79,7 @@ def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
 
     thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
     thread.start()
-    thread.join(max(0.0, end - time.monotonic()) + 1.0)  # torch may say more at its end
+    thread.join(max(1.0, end - time.monotonic()))
     if errors:
         raise errors[0]
     if not found:
@@ -92,7 +92,7 @@ def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
 def _opened(url: str, rank: int, size: int, end: float, is_hosted: bool, is_local: bool) -> Store:
     place, begin = urllib.parse.urlparse(url), time.monotonic()
     host, port, is_host = place.hostname, place.port or 0, is_hosted and rank == 0
-    limit, listener = datetime.timedelta(seconds=max(end - begin, 0.1)), None
+    limit, listener = datetime.timedelta(seconds=end - begin), None
     if place.scheme != "tcp" or not host:
         return next(rendezvous(url, rank, size, timeout=limit))[0]
     # torch waits up to twice as long for a name or a port, and a thread that comes back from there
@@ -107,10 +107,7 @@ def _opened(url: str, rank: int, size: int, end: float, is_hosted: bool, is_loca
             break
         except OSError as error:
             is_lasting = is_host or isinstance(error, socket.gaierror)
-            last = begin if is_lasting else end
-            if error.errno == socket.EAI_AGAIN:
-                last = begin + NAME_S
-            if time.monotonic() > last:
+            if time.monotonic() > (begin + NAME_S if is_lasting else end):
                 more = "" if is_lasting else ": rank 0 has not come, or has another address"
                 raise OSError(f"{host}: {error.strerror or error}{more}") from error
         time.sleep(PAUSE_S)
@@ -131,17 +128,20 @@ def adopt(store: Store, rank: int, size: int, timeout: float) -> Store:
 
     Collective. Theirs keeps its timeout.
     """
-    end = time.monotonic() + timeout
     own = store.clone()
     own.set_timeout(datetime.timedelta(seconds=timeout))
-    return _own_room(room(own, "bmtrain"), rank, size, end)
+    return _own_room(room(own, "bmtrain"), rank, size, time.monotonic() + timeout)
 
 
 def tell_all(store: Store, subject: str, rank: int, size: int, text: str) -> list[str]:
     """What every rank says on a subject, in rank order. Collective, once for each subject."""
-    store.set(f"{subject} {rank}", text)
-    found = store.multi_get([f"{subject} {other}" for other in range(size)])
-    return [bytes(text).decode() for text in found]
+    keys = [f"{subject} {other}" for other in range(size)]
+    store.set(keys[rank], text)
+    try:
+        return [bytes(text).decode() for text in store.multi_get(keys)]
+    except RuntimeError as error:
+        late = [f"rank {other}" for other, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(f"{' and '.join(late)} does not answer any more") from error
 
 
 def room(store: Store, name: str) -> Store:
@@ -168,8 +168,9 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
             if store.check([hello[rank]]) and store.get(hello[rank]).decode() == card:
                 store.delete_key(hello[rank])
             raise
-        if answer.startswith(_IN_VAIN):
-            raise RuntimeError(answer.removeprefix(_IN_VAIN))
+        why = answer.partition(_IN_VAIN)[2]
+        if why:
+            raise RuntimeError(why)
         return room(store, answer)
     cards, late = [], []
     for other in range(1, size):
@@ -177,10 +178,9 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
             cards.append(store.get(hello[other]).decode())
             store.delete_key(hello[other])
         else:
-            late.append(str(other))
+            late.append(f"rank {other}")
     sizes = sorted({str(size), *(card.rpartition(" ")[2] for card in cards)})
-    are = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
-    why = f"{are} not come" if late else ""
+    why = f"{' and '.join(late)} has not come" if late else ""
     if len(sizes) > 1:
         why = f"ranks differ in their number of ranks ({', '.join(sizes)})"
     answer = f"{_IN_VAIN}{why}" if why else f"bmtrain {uuid.uuid4()}"
@@ -233,9 +233,7 @@ class Groups:
     ) -> dist.ProcessGroup:
         """A group of these ranks; None is all. Collective over the world, whoever is in it."""
         group = dist.new_group(
-            None if ranks is None else list(ranks),
-            timeout=self._limit,
-            backend=backend or self._backend,
+            ranks and list(ranks), timeout=self._limit, backend=backend or self._backend
         )
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             self._opened.append(group)
