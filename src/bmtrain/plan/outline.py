@@ -303,18 +303,18 @@ class Adapted(torch.nn.Module):
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
     """
 
-    def __init__(self, layer: torch.nn.Module, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, layer: torch.nn.Module, rank: int) -> None:
         super().__init__()
         self.layer, weight = layer, layer.get_parameter("weight")
-        self.down = torch.nn.Parameter(torch.empty(rank, weight.shape[1], dtype=dtype))
-        self.up = torch.nn.Parameter(torch.empty(weight.shape[0], rank, dtype=dtype))
+        self.down = torch.nn.Parameter(weight.new_empty(rank, weight.shape[1]))
+        self.up = torch.nn.Parameter(weight.new_empty(weight.shape[0], rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layer(x)
         return out + F.linear(F.linear(x, self.down), self.up)
 
 
-def add_lora(model: torch.nn.Module, rank: int, dtype: torch.dtype) -> None:
+def add_lora(model: torch.nn.Module, rank: int) -> None:
     """Freeze a model and put adapters on all linear layers of its blocks, in place."""
     model.requires_grad_(False)
     for block in blocks_of(model):
@@ -323,4 +323,4 @@ def add_lora(model: torch.nn.Module, rank: int, dtype: torch.dtype) -> None:
                 weight = child._parameters.get("weight")
                 is_linear = type(child).__name__.endswith("Linear")
                 if is_linear and weight is not None and weight.dim() == 2:
-                    module._modules[name] = Adapted(child, rank, dtype)
+                    module._modules[name] = Adapted(child, rank)

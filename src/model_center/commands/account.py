@@ -32,10 +32,8 @@ def account(
     args: argparse.Namespace,
 ) -> Iterator[str]:
     """The lines."""
-    samples = packed.samples
-    tokens, learnt = int(samples.lengths.sum()), int(samples.num_learnt.sum())
-    if isinstance(packed, ConcatenatedTexts):
-        learnt = packed.num_learnt()
+    tokens, seen = int(packed.samples.lengths.sum()), packed.overview()
+    learnt = seen.num_learnt
     if args.from_scratch:
         yield _vocabulary(subject)
     rows = sum(len(part.numbers) for part in parts)
@@ -45,9 +43,7 @@ def account(
         f"{args.too_long.value} for being longer than --max-length {args.max_length}": sum(
             one.num_cut + one.num_dropped for one in data
         ),
-        "left out for having nothing to learn in that length": 0
-        if isinstance(packed, ConcatenatedTexts)
-        else packed.num_without_answer,
+        "left out for having nothing to learn in that length": seen.num_left_out,
     }
     if any(lost.values()):
         gone = sum(one.tokens_lost for one in data)
@@ -63,19 +59,7 @@ def account(
     if unread:
         names = ", ".join(f"{name} ({number:,} rows)" for name, number in unread.most_common(8))
         yield f"  fields that are not read: {names}"
-    if isinstance(packed, Pairs):
-        yield f"  {len(packed):,} pairs, a row for each answer"
-    elif isinstance(packed, ConcatenatedTexts):
-        yield f"  one after the other, in {len(packed):,} rows of {args.max_length}"
-    else:
-        room = len(packed) * args.max_length
-        kind = (
-            "packed into"
-            if subject.is_packed
-            else "one to a row (this model mixes what shares one):"
-        )
-        used = sum(int(samples.lengths[row].sum()) for row in packed.rows)
-        yield f"  {kind} {len(packed):,} rows of {args.max_length}, {1 - used / room:.1%} padding"
+    yield f"  {seen.layout}"
     counts = [(param.numel(), param.requires_grad) for param in subject.model.parameters()]
     trained = sum(number for number, is_trained in counts if is_trained)
     yield (
@@ -95,8 +79,8 @@ def account(
         f"steps: {steps:,}, the first {in_steps(args.warmup_iters, steps):,} of them warm-up, "
         f"learning rate {args.lr:g} ({args.lr_decay_style}); saved: {where}"
     )
-    first = packed[0] if isinstance(packed, ConcatenatedTexts) else samples[packed.rows[0][0]]
-    yield f"the first row, what is learnt in {OPEN} {CLOSE}:\n{shown(first, subject.tokenizer)}"
+    text = shown(seen.first, subject.tokenizer)
+    yield f"the first row, what is learnt in {OPEN} {CLOSE}:\n{text}"
 
 
 def _vocabulary(subject: Subject) -> str:
@@ -118,9 +102,7 @@ def _memory(subject: Subject, args: argparse.Namespace) -> str:
     settings = Settings(dtype=args.dtype, optimizer=optimizer, **forms)
     groups = groups_of(subject.model.named_parameters())
     shards = [shard_of(group, bmt.world_size(), settings) for group in groups]
-    weights = sum(  # those in 4 bits are whole on every rank
-        one.full_bytes if args.load_in_4bit and not one.trained else one.num_bytes for one in shards
-    )
+    weights = sum(one.num_bytes for one in shards)
     gradients = sum(one.num_bytes for one in shards if one.trained)
     states = sum(one.state_bytes for one in shards)
     sizes = [f"{size / 2**30:.3g} GiB" for size in (weights, gradients, states)]

@@ -226,13 +226,14 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
             "merge, and name the result."
         )
     names = [_path_and_weight(name)[0] for name in args.data]
-    vocabulary = vocabulary_of(args, names, _say)
-    subject = subject_of(
-        args.model_config, is_reward=args.objective is Objective.REWARD, vocabulary=vocabulary
-    )
-    if args.from_scratch:
-        check_size(subject.tokenizer, subject.vocab_size)
-    learnt, measured = _read(args, subject.tokenizer)
+    with bmt.unwatched():  # one process makes vocabulary and tokens, and the others wait for it
+        vocabulary = vocabulary_of(args, names, _say)
+        subject = subject_of(
+            args.model_config, is_reward=args.objective is Objective.REWARD, vocabulary=vocabulary
+        )
+        if args.from_scratch:
+            check_size(subject.tokenizer, subject.vocab_size)
+        learnt, measured = _read(args, subject.tokenizer)
     if not all(part.samples.tokens.is_text.all() for part in learnt):
         # It is saved with the model, which then is asked as it was taught.
         subject.tokenizer.chat_template = subject.tokenizer.chat_template or PLAIN

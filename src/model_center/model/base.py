@@ -21,7 +21,7 @@ from model_center.model.decoding import Decoding
 from model_center.weights.extras import NOTHING, FolderExtras, extras_of
 from model_center.weights.keymap import KeyMap
 from model_center.weights.loading import load_weights
-from model_center.weights.saving import save_hugging_face, save_model_center
+from model_center.weights.saving import Changes, save_hugging_face, save_model_center
 
 Model = TypeVar("Model", bound="BaseModel")
 
@@ -177,9 +177,14 @@ class BaseModel(bmt.DistributedModule):
                 max_shard_size,
                 tokenizer,
                 self.origin,
+                self.changes(),
             )
         else:
             save_model_center(self, path, self.config.to_dict(), tokenizer, self.origin)
+
+    def changes(self) -> Changes:
+        """What becomes of tensors, by name, on their way into Hugging Face's format. Collective."""
+        return {}
 
     @property
     def num_positions(self) -> int | None:
