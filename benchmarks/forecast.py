@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from as_written import TRANSFORMERS, loss_of, of_transformers
 from backends import fused_loss
 
 import bmtrain.plan as bp
@@ -36,6 +37,7 @@ FILES = (
     "llama-8b-4gpu.json",
     "scaling-4gpu.json",
 )
+LORA = "as-written-lora.json"  # of Llama-3-8B of transformers
 # Measured before the memory of cleared gradients was freed in forward (commit f73b332).
 OLDER = ("13b-two-gpus-2gpu.json", "13b-tp-4gpu.json", "2.7b-offload-1gpu.json")
 # Measured before compiled heads ran in chunks of rows.
@@ -160,6 +162,46 @@ def forecast(row: Row) -> dict[str, Any]:
     }
 
 
+def adapted() -> list[dict[str, Any]]:
+    """The forecasts and measurements of LORA: of what torch allocated."""
+    out = []
+    for record in json.loads((RESULTS / LORA).read_text())["records"]:
+        if record["backend"] != "ours":
+            continue
+        name, rows = record["model"], record["rows"]
+
+        def loss(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
+            ids = torch.zeros(batch, seq, dtype=torch.long)
+            return loss_of(model(input_ids=ids, labels=ids))
+
+        source = bp.Source(
+            name=name, build=functools.partial(of_transformers, name, recomputes=False), loss=loss
+        )
+        settings = bp.Settings(batch=rows, seq=TRANSFORMERS[name], recompute="nothing")
+        machine = bp.Machine(gpu="h200", gpus=record["gpus"])
+        found = bp.Forecast.of(Memory(trace(source, settings), settings, machine))
+        beside = ("CUDA context", "communication", "allocator's slack")
+        parts = {k: v for k, v in found.peak.parts.items() if k not in beside}
+        gib = sum(parts.values()) / GIB
+        out.append(
+            {
+                "file": LORA,
+                "setting": f"{name}, {record['gpus']} x {rows} x {settings.seq}",
+                "measure": "peak_gib",
+                "forecast_gib": round(gib, 1),
+                "measured_gib": record["peak_gib"],
+                "difference": round(gib / record["peak_gib"] - 1, 4),
+                "peak_at": found.peak.name,
+                "recompute": found.recompute,
+                "parts_gib": {name: round(size / GIB, 2) for name, size in parts.items()},
+            }
+        )
+    return out
+
+
+MEASURES = {"device_gib": "GPU in use", "reserved_gib": "reserved", "peak_gib": "allocated"}
+
+
 def table(found: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
@@ -167,7 +209,7 @@ def table(found: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in found:
-        name = "GPU in use" if row["measure"] == "device_gib" else "reserved"
+        name = MEASURES[row["measure"]]
         name += ", gradients kept" if row["file"] in OLDER else ""
         lines.append(
             f"| {row['setting']} | `{row['file']}` | {name} | {row['forecast_gib']} | "
@@ -184,16 +226,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "forecast")
-    parser.add_argument("--only", default="", help="settings whose words hold this")
+    parser.add_argument("--only", default="", help="of settings with these words alone")
     args = parser.parse_args()
+    forecasts = [(f"{row.file} {row.what}", functools.partial(forecast, row)) for row in rows()]
     found = []
-    for row in rows():
-        if args.only in f"{row.file} {row.what}":
-            found.append(forecast(row))
+    for what, make in [*forecasts, (LORA, adapted)]:
+        if args.only in what:
+            made = make()
+            found += made if isinstance(made, list) else [made]
             print(json.dumps({k: v for k, v in found[-1].items() if k != "parts_gib"}), flush=True)
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
+    if args.only and args.out.with_suffix(".json").exists():  # the others' stay
+        before = json.loads(args.out.with_suffix(".json").read_text())["records"]
+        known = {(one["file"], one["setting"]) for one in found}
+        found = [one for one in before if (one["file"], one["setting"]) not in known] + found
     record = {"commit": commit, "torch": torch.__version__, "records": found}
     args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(table(found))

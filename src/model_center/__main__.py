@@ -2,98 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import io
 import sys
 from collections.abc import Sequence
 
-from bmtrain.errors import CheckpointError, printable
-from bmtrain.runtime import world
-from bmtrain.runtime.starting import num_to_start, start
-from model_center.commands.configuration import words_of
-from model_center.errors import (
-    ConfigError,
-    DataError,
-    IdentifierError,
-    InputError,
-    ResumeError,
-    WeightsError,
-)
-from model_center.optional import missing
-
-# What each does, and its module, imported when it is asked for: some need transformers, others do
-# not.
-COMMANDS = {
-    "train": (
-        "a language model, on conversations or texts; whole or by LoRA",
-        "model_center.commands.train",
-    ),
-    "certify": (
-        "check which tokens a run would train on, one by one",
-        "model_center.commands.certify",
-    ),
-    "generate": ("continue texts with a model", "model_center.commands.generate"),
-    "chat": ("chat with a model", "model_center.commands.chat"),
-    "merge": ("merge adapters into their base model", "model_center.commands.merge"),
-    "plan": ("forecast the memory of a run", "model_center.commands.plan"),
-    "plot": ("loss, learning rate, memory and speed of runs", "model_center.commands.plot"),
-    "preprocess": ("text to token data", "model_center.preprocess"),
-    "convert": (
-        "a folder of Hugging Face made one of ModelCenter, or the other way round",
-        "model_center.convert",
-    ),
-}
-MENDABLE = (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    IdentifierError,
-    InputError,
-    ResumeError,
-    WeightsError,
-    ImportError,
-    OSError,
-)
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.
+    """Run one command; returns the exit status. See `commands.command_line`.
 
-    Errors that users can mend are printed without a traceback.
+    `plan` says something before the packages are imported, which takes seconds.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a letter that a terminal lacks ends nothing
-            stream.reconfigure(errors="backslashreplace")
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="python -m model_center", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    parsers = {name: commands.add_parser(name, help=about) for name, (about, _) in COMMANDS.items()}
-    chosen = next((word for word in arguments if word in COMMANDS), None)
-    try:
-        if chosen is not None:
-            command = importlib.import_module(COMMANDS[chosen][1])
-            command.add_arguments(parsers[chosen])
-            parsers[chosen].set_defaults(run=command.run)
-            arguments = words_of(arguments, parsers[chosen])
-        args = parser.parse_args(arguments)
-        ranks = _ranks_to_start(args) if chosen in {"train", "certify"} else 1
-        if ranks > 1:
-            return start(["-m", "model_center", *arguments], ranks)
-        args.run(args)
-    except ModuleNotFoundError as error:
-        needed = str(error.name).partition(".")[0]
-        print(f"error: {missing(str(chosen), needed)}", file=sys.stderr)
-        return 1
-    except MENDABLE as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _ranks_to_start(args: argparse.Namespace) -> int:
-    """Of a training: as the flag says, or one for each GPU; 1 where a launcher has started this."""
-    return 1 if world.launched().launcher else args.ranks or num_to_start()
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    if words[:1] == ["plan"]:
+        print("plan: a step without memory ...", file=sys.stderr, flush=True)
+    status: int = importlib.import_module("model_center.commands.command_line").main(words)
+    return status
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from tests.data_sets.common import refused, tokenizer, write_rows
 
 from model_center.dataset.instructions import InstructionDataset, TooLong
-from model_center.dataset.mixture import Mixture, MixturePart, set_aside
+from model_center.dataset.mixture import Mixture, MixturePart, set_aside, weighted
 from model_center.dataset.packing import PackedSamples
 from model_center.dataset.rows import source
 from model_center.dataset.tokenised import FEW, tokens_of
@@ -269,6 +269,35 @@ def test_texts_go_on_in_the_next_sample(tmp_path):
         rest, aside = set_aside(MixturePart(data, range(5)), 0.4, 3)
         assert len(Mixture([rest])) + len(Mixture([aside])) == len(data)
         assert {*rest.numbers}.isdisjoint(aside.numbers) and len(aside.numbers) == 2
+
+
+def test_a_share_of_a_single_text(tmp_path):
+    """Its end is set aside, and no token of it is learnt, but for the first one as what follows the
+    rest; of a single conversation nothing can be.
+    """
+    path = tmp_path / "a.txt"
+    path.write_text("Of all these words some are kept. " * 40)
+    whole = InstructionDataset(path, GPT2, 10_000)[0]["input_ids"]
+    for length in (16, 10_000):
+        for cache in (None, tmp_path / "cache"):
+            data = InstructionDataset(path, GPT2, length, cache=cache)
+            key = data.tokens.key
+            parts = set_aside(MixturePart(data, range(data.num_rows)), 0.25, 3)
+            assert data.tokens.key != key
+            rest, aside = (
+                [mixture[number] for number in range(len(mixture))]
+                for mixture in (Mixture([part]) for part in parts)
+            )
+            ids = [torch.cat([item["input_ids"] for item in side]) for side in (rest, aside)]
+            assert torch.cat(ids).equal(whole) and len(ids[1]) == round(0.25 * len(whole))
+            assert torch.cat([item["targets"] for item in rest]).equal(whole[1 : len(ids[0]) + 1])
+            other = pickle.loads(pickle.dumps(data.tokens))
+            assert list(other.starts) == list(data.tokens.starts) == [0, len(ids[0])]
+    one = InstructionDataset(write_rows(tmp_path / "a.jsonl", PAIRS[0]), GPT2, 64)
+    with refused("a.jsonl is one row, of which no share can be set aside"):
+        set_aside(MixturePart(one, range(1)), 0.25, 3)
+    with refused("a.jsonl: a share of 0.5 of 1 rows is none of them"):
+        weighted(MixturePart(one, range(1)), 0.5, 3)
 
 
 def test_conversations_that_do_not_fit(tmp_path):

@@ -6,15 +6,18 @@ import signal
 import socket
 import sys
 import time
+from typing import Any
 
 import pytest
 from tests.faults import program
 from tests.faults.ranks import run, run_in
+from tests.training.lm_programs import tiny
 
 import bmtrain as bmt
 from bmtrain.errors import RanksDivergedError
 from bmtrain.runtime import watchdog
 from bmtrain.runtime.process import Exit
+from model_center.commands import train, vocabulary
 
 WATCHDOG_S = 2.0
 # Of the fault: what some rank must have said of rank 1, a pattern; exit codes of ranks 0 and 1.
@@ -127,6 +130,34 @@ def slow_but_alive():
     with bmt.unwatched():
         time.sleep(1.5)
     training.step(4)
+
+
+def made_by_one(words):
+    """Rank 0 makes a vocabulary and sleeps, and tokens, for longer than ranks wait without a word."""
+    watchdog.ASK_S = (0.5, 1.0, 30.0)
+    module: Any = vocabulary
+    right = module.byte_level_bpe
+
+    def slow(*args):
+        time.sleep(4)
+        return right(*args)
+
+    module.byte_level_bpe = slow
+    train.train(words)
+
+
+@pytest.mark.long
+def test_nothing_is_said_while_one_rank_works_for_all(tmp_path):
+    folder = tiny("llama", tmp_path)
+    (tmp_path / "a.txt").write_text(" ".join(map(str, range(4000))))
+    words = (
+        f"--from-scratch --vocab-size 300 --max-length 32 --train-iters 1 --data {tmp_path}/a.txt"
+    )
+    words += f" --model-config {folder} --dtype fp32 --cache {tmp_path / 'cache'}"
+    left = run(made_by_one, words.split(), folder=tmp_path, hosted=True)
+    said = "".join(left.printed)
+    assert left.codes == [0, 0] and "vocabulary: 300 tokens" in said, said
+    assert "no progress" not in said, said
 
 
 ALL = -1  # ranks

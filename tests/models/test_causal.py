@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from tests.models import parity
 from tests.models.parity import SIDES, assert_close, refuse, token_ids
 from tests.models.versions import rope
@@ -318,8 +319,8 @@ def test_sizes_that_modelcenters_converter_writes():
 
 
 def test_the_two_norms_of_gptj(tmp_path):
-    """A layer has two, as in ModelCenter, whose files have both; transformers' have one for both,
-    and cannot hold others.
+    """A layer has two, as in ModelCenter, whose files have both; transformers' have one for both:
+    what is written there computes the same.
     """
     model = parity.randomized(GPTj(GPTjConfig(**OURS, pos_rotary_dim=4, half=False)))
     ids = token_ids(2, 9)
@@ -339,6 +340,12 @@ def test_the_two_norms_of_gptj(tmp_path):
             assert (model(ids).logits - before).abs().max() > 1e-3
             param -= 0.5
     parity.assert_own_format(model, tmp_path)
+    model.save_pretrained(tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    for again in (theirs, GPTj.from_pretrained(tmp_path / "hf", half=False)):
+        torch.testing.assert_close(again(ids).logits, before, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        model.get_parameter(names[0])[0] = 0.0  # of which no multiple is the other norm's
     with pytest.raises(WeightsError, match=r"are one tensor, .*ln_1.* but differ: it cannot hold"):
         model.save_pretrained(tmp_path / "hf")
     weights = model.state_dict()

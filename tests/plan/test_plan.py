@@ -23,6 +23,7 @@ from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS
 from bmtrain.plan.blocks import Case, costs
 from bmtrain.plan.environment import collect
 from bmtrain.plan.forecast import trace
+from bmtrain.plan.meter import Meter
 from bmtrain.plan.outline import without_values
 from bmtrain.plan.settings import DTYPES, GIB, Settings
 from bmtrain.plan.sources import of_function, of_transformers
@@ -34,7 +35,11 @@ from bmtrain.shard.slices import local_of
 from bmtrain.torch_internals import without_memory
 from model_center import arguments
 from model_center.commands import plan as model_center_plan
+from model_center.commands import train
+from model_center.training import make_loader
+from model_center.training.objectives import goal_of
 
+TOKENIZERS = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
 MACHINE, TWO = bp.Machine(gpu="h200"), bp.Machine(gpu="h200", gpus=2)
 EAGER = Settings(batch=2, seq=16, compiled=False, recompute="nothing")
 with_replaced = dataclasses.replace  # fields by their names
@@ -287,40 +292,138 @@ def test_models_of_all_sources(tmp_path):
         assert found.peak.parts["activations"] > 2 * 2 * 16 * 64 * 2
 
 
+GEOMETRY: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN3_MOE: Any = transformers.Qwen3MoeConfig
+KINDS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**GEOMETRY, architectures=["LlamaForCausalLM"]),
+    "gemma3": transformers.Gemma3TextConfig(
+        **GEOMETRY, head_dim=32, architectures=["Gemma3ForCausalLM"]
+    ),
+    "moe": QWEN3_MOE(
+        **GEOMETRY,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        architectures=["Qwen3MoeForCausalLM"],
+    ),
+}
+ROWS, LENGTH = 2, 256
+
+
+def folder_of(kind, path):
+    """A folder with weights and a tokenizer."""
+    model = transformers.AutoModelForCausalLM.from_config(KINDS[kind], dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    for file in (TOKENIZERS / "llama").iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    text = " ".join(f"word{number % 97}" for number in range(4 * LENGTH))
+    (path / "text.txt").write_text(text)
+    pair = {"prompt": "which", "chosen": text, "rejected": text[4:]}
+    (path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * ROWS)
+
+
+def words_of(kind, path, flags):
+    folder_of(kind, path)
+    data = path / ("pairs.jsonl" if "objective" in flags else "text.txt")
+    line = f"--model-config {path} --dtype bf16 --data {data} --max-length {LENGTH}"
+    return [*f"{line} --batch-size {ROWS} --no-use-checkpoint {flags}".split()]
+
+
+def taken(words):
+    """Bytes of the activations of a real step of `train`, full gradients included, at their peak."""
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    args = parser.parse_args(words)
+    bmt.shutdown()
+    prepared = train.prepare(args)
+    assert prepared is not None
+    model, goal = prepared.trained_model.model, goal_of(prepared.trained_model, args)
+    batch = next(iter(make_loader(prepared.packed, args, shuffle=False)))
+    assert batch["input_ids"].shape[1] == LENGTH
+    goal.begin()
+    held = [x.local if isinstance(x, DistributedParameter) else x for x in model.parameters()]
+    meter = Meter([*held, *model.buffers(), *batch.values()])
+    with meter:
+        (loss,) = goal.losses([batch])
+        loss.backward()
+    return meter.peak
+
+
+def forecast_of(words, capsys):
+    parser = argparse.ArgumentParser()
+    model_center_plan.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        line = [*words, "--gpu", "h200", "--json", "--brief", "--no-compile"]
+        model_center_plan.run(parser.parse_args(line))
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("llama", "--lora-rank 8 --lora-dropout 0.1 --lora-targets all-linear"),
+        ("moe", "--lora-rank 8 --load-in-4bit"),
+        ("gemma3", "--lora-rank 8 --objective dpo"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("llama", ""),
+                ("llama", "--lora-rank 8 --load-in-4bit"),
+                ("llama", "--objective simpo"),
+                ("gemma3", "--lora-rank 8 --lora-dropout 0.1 --lora-targets all-linear"),
+                ("moe", "--lora-rank 8"),
+                ("moe", "--objective orpo"),
+            ]
+        ),
+    ],
+)
+def test_a_step_of_train_takes_what_is_forecast(kind, flags, tmp_path, capsys):
+    """Within a tenth, of a real step: activations, and in backward full gradients."""
+    words = words_of(kind, tmp_path, flags)
+    peak = forecast_of(words, capsys)
+    parts = peak["parts"]
+    most = parts["activations"] + parts["outside of blocks"]
+    most += parts["gradients"] * (peak["peak_at"] == "backward")
+    (real,) = run_ranks(taken, 1, words)
+    assert abs(most / real - 1) < 0.1, (most, real)
+
+
 def test_the_flags_of_train(tmp_path, capsys):
-    """Adapters and 4 bits are counted as `train` makes them; a pair is two rows."""
-    config = transformers.Qwen3Config(
-        hidden_size=64,
-        intermediate_size=96,
-        vocab_size=128,
-        num_hidden_layers=2,
-        head_dim=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        architectures=["Qwen3ForCausalLM"],
-    )
-    config.save_pretrained(tmp_path)
+    """Adapters and 4 bits are counted as `train` makes them; 4 bits are whole on each GPU. A pair is
+    two rows, of which no logits are held.
+    """
+    folder_of("llama", tmp_path)
 
     def forecast(words):
-        parser = argparse.ArgumentParser()
-        model_center_plan.add_arguments(parser)
-        line = f"--model-config {tmp_path} --gpu h200 --json --brief --max-length 32 {words}"
-        with pytest.raises(SystemExit):
-            model_center_plan.run(parser.parse_args(line.split()))
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
+        line = f"--model-config {tmp_path} --max-length 32 --no-use-checkpoint --batch-size"
+        return forecast_of(f"{line} {words}".split(), capsys)
 
-    lora = forecast("--batch-size 2 --lora-rank 4 --optimizer adam-offload --data none.jsonl")
-    # two layers, of q, k, v and what attention gives: 64 to 64, to 32 twice, and 64 to 64
-    assert lora["trained"] == 2 * 4 * (128 + 96 + 96 + 128)
+    lora = forecast("2 --lora-rank 4 --optimizer adam-offload --data none.jsonl")
+    # two layers, of q, k, v and what attention gives: 128 to 128, to 64 twice, and 128 to 128
+    assert lora["trained"] == 2 * 4 * (256 + 192 + 192 + 256)
     assert (lora["settings"]["batch"], lora["settings"]["seq"]) == (2, 32)
-    four = forecast("--batch-size 2 --lora-rank 4 --load-in-4bit")
-    linear = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)
+    weights = [
+        forecast(f"2 --lora-rank 4 {more}")["parts"]["weights"]
+        for more in ("", "--load-in-4bit", "--load-in-4bit --gpus 2")
+    ]
+    linear = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)
+    adapters = lora["trained"] * 2  # bytes that they take more in fp32
     # 4 bits, and 4 bytes for 64 of them, in place of 2 bytes each; slices begin at whole 128 bytes
-    saved = lora["parts"]["weights"] - four["parts"]["weights"]
-    assert 0 <= linear * 2 - linear // 2 - linear // 16 - saved <= 2 * 14 * 128
-    pairs, rows = forecast("--batch-size 2 --objective dpo"), forecast("--batch-size 4")
-    assert pairs["parts"] == rows["parts"] and forecast("--batch-size 2")["parts"] != rows["parts"]
+    saved = linear * 2 - linear // 2 - linear // 16 - adapters
+    assert abs(weights[0] - weights[1] - saved) <= 2 * 28 * 128
+    cut = (weights[1] - linear // 2) // 2 + linear // 2
+    assert abs(weights[2] - cut) <= 2 * 28 * 128
+    few, pairs, rows = (forecast(x)["peak_bytes"] for x in ("2", "2 --objective dpo", "4"))
+    assert few < pairs < rows
 
 
 REFUSED = f"""

@@ -283,6 +283,7 @@ def test_faults_in_losses_of_pairs(tmp_path):
         ("gemma2", "dpo", 0, [*FAULTS_OF_PAIRS]),
         ("gemma2", "dpo", 4, ["none"]),
         ("own", "simpo", 0, ["none", "means"]),
+        ("own", "orpo", 0, ["none", "means"]),
         ("gemma2", "reward", 0, ["none"]),
     ]
     first, second = run_ranks(certified_pairs, 2, str(tmp_path), cases, timeout=200)

@@ -352,7 +352,7 @@ def test_concatenated_rows(bos: str | None, tmp_path: Path) -> None:
                 -100 if begin and bos else number
                 for number, begin in zip(stream[1:], begins[1:], strict=True)
             ]
-            assert sum(target != -100 for target in targets) == packed.num_loss_tokens()
+            assert sum(target != -100 for target in targets) == packed.overview().num_loss_tokens
             orders.append(documents)
         assert orders[0] != orders[1]
         packed.set_epoch(0)

@@ -26,12 +26,14 @@ class Source:
         loss: of the module, a batch size and a number of tokens: a scalar; makes its own inputs.
         blocks: paths of modules that are Blocks beside the members of ModuleLists, with
             use_checkpoint=False.
+        adapt: changes the module once it has its dtype.
     """
 
     name: str
     build: Callable[[], torch.nn.Module]
     loss: Callable[[torch.nn.Module, int, int], torch.Tensor]
     blocks: Sequence[str] = ()
+    adapt: Callable[[torch.nn.Module], object] = id
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,10 +110,10 @@ def trace(source: Source, settings: Settings) -> Outline:
         raise ConfigurationError(
             f"{source.name} returns {type(model).__name__}: expected a torch.nn.Module."
         )
-    dtype = DTYPES[settings.dtype]
     with without_memory():
-        model = without_values(model, dtype)
+        model = without_values(model, DTYPES[settings.dtype])
         model.train()
+        source.adapt(model)
         found = outline(
             model,
             lambda module: source.loss(module, settings.batch, settings.seq),

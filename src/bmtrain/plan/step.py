@@ -50,7 +50,7 @@ class Shard:
 
     Attributes:
         num_bytes: of the slice, padding included.
-        full_bytes: of the whole buffer.
+        full_bytes: of the whole buffer; 0 if it is not gathered.
         state_bytes: of the optimizer's states of the slice.
         trained: whether it has a gradient.
     """
@@ -64,7 +64,8 @@ class Shard:
 def shard_of(group: Group, ranks: int, settings: Settings) -> Shard:
     """The slice that the first of `ranks` has of a storage."""
     members, dtype, trained = group
-    layout, form = Layout.build(members, ranks), settings.form
+    is_cut = dtype.is_floating_point  # weights in 4 bits are whole on every rank
+    layout, form = Layout.build(members, ranks if is_cut else 1), settings.form
     pieces = [layout.piece(slot, 0) for slot in range(len(members))]
     used = max(piece.end for piece in pieces) - min(piece.begin for piece in pieces)
     # A compact state is made for each parameter by itself, a state in fp32 for all of a storage.
@@ -73,7 +74,7 @@ def shard_of(group: Group, ranks: int, settings: Settings) -> Shard:
     if settings.optimizer == "torch":  # two moments in the dtype of the weights
         states = 2 * used * dtype.itemsize
     num_bytes, full_bytes = (n * dtype.itemsize for n in (layout.shard_numel, layout.numel))
-    return Shard(num_bytes, full_bytes, states if trained else 0, trained)
+    return Shard(num_bytes, full_bytes * is_cut, states if trained else 0, trained)
 
 
 @dataclasses.dataclass(frozen=True)

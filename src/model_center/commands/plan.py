@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
+import inspect
 from typing import Any
 
 import torch
@@ -12,17 +12,18 @@ import torch.nn.functional as F
 
 import bmtrain as bmt
 from bmtrain.plan import Source, command
-from bmtrain.plan.sources import loss_of as loss_of_theirs
-from bmtrain.plan.sources import of_transformers
 from model_center.commands import train
+from model_center.dataset.packing import segment_mask
 from model_center.errors import ConfigError
+from model_center.hub.resolving import resolve
 from model_center.layer.linear import Linear
-from model_center.layer.quantized import BLOCK_SIZE
+from model_center.layer.quantized import BLOCK_SIZE, frozen
 from model_center.model.causal import CausalModel
+from model_center.model.gptj import GPTj
 from model_center.optional import package
 from model_center.training.adapters import ALL, ATTENTION, layers_to_adapt
 from model_center.training.objectives import Objective
-from model_center.training.trained_model import TRANSFORMERS_ATTENTION, native_class
+from model_center.training.trained_model import LARGE, TRANSFORMERS_ATTENTION, head_of, native_class
 
 RECOMPUTE = {True: "block", False: "nothing", "auto": "auto"}
 OPTIMIZERS = {"adam": "adam", "adam-offload": "offload", "offload": "offload", "torch": "torch"}
@@ -55,7 +56,6 @@ def run(args: argparse.Namespace) -> None:
     name = args.model or args.model_config
     if name is None:
         raise ConfigError("plan needs a model: --model-config MODEL.")
-    print(f"plan of {name}: a step without memory ...", file=sys.stderr, flush=True)
     found = vars(args)
     args.batch = args.batch or args.batch_size
     args.seq = args.seq or args.max_length
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> None:
     args.dtype, args.optimizer = args.dtype or "bf16", OPTIMIZERS[args.optimizer]
     args.lora_rank = args.lora_rank or args.lora
     args.device_states = 0.0 if args.device_states == "auto" else args.device_states
-    given = {key: found[key] for key in ("lora_rank", "lora_targets", "load_in_4bit", "objective")}
+    names = ("lora_rank", "lora_targets", "lora_dropout", "load_in_4bit", "objective", "vocab_size")
+    given = {key: found[key] for key in names}
     raise SystemExit(command.report(args, functools.partial(source_of, name, **given)))
 
 
@@ -72,44 +73,107 @@ def source_of(
     *,
     lora_rank: int = 0,
     lora_targets: list[str] | None = None,
+    lora_dropout: float = 0.0,
     load_in_4bit: bool = False,
     objective: Objective = Objective.NEXT_TOKEN,
+    vocab_size: int | None = None,
 ) -> Source:
-    """A model as `bmtrain.plan` takes it, with what `train` would make of it."""
-    own = native_class(name)
-    if own is None:
-        theirs = of_transformers(name)
-        build, loss, targets = theirs.build, loss_of_theirs, [*TRANSFORMERS_ATTENTION]
+    """A model as `bmtrain.plan` takes it, with what `train` would make of it.
+
+    All tokens of the rows are taken to be in the loss.
+    """
+    own = None if objective is Objective.REWARD else native_class(name)
+    if own is None or own is GPTj:
+        build, loss, targets = *_theirs(name, objective, vocab_size), [*TRANSFORMERS_ATTENTION]
     else:
-        build = functools.partial(own, own._CONFIG_TYPE.from_pretrained(name))
-        loss, targets = loss_of, [*ATTENTION]
+        changes = {"vocab_size": vocab_size} if vocab_size else {}
+        build = functools.partial(own, own._CONFIG_TYPE.from_pretrained(name, **changes))
+        loss, targets = functools.partial(loss_of, objective=objective), [*ATTENTION]
 
     def made() -> torch.nn.Module:
-        model = build()
+        model: torch.nn.Module = build()
         if load_in_4bit:
             _in_4_bits(model)
         if lora_rank:
-            _adapt(model, lora_rank, lora_targets or targets)
+            _adapt(model, lora_rank, lora_targets or targets, lora_dropout)
         return model
+
+    def adapt(model: torch.nn.Module) -> None:
+        # Beside weights in 16 bits adapters of our models have the weights' dtype.
+        exact = (".scales",) if own and not load_in_4bit else (".scales", ".lora_")
+        for path, param in list(model.named_parameters()):
+            if any(part in path for part in exact):
+                owner, _, leaf = path.rpartition(".")
+                wide = torch.nn.Parameter(param.detach().float(), param.requires_grad)
+                model.get_submodule(owner).register_parameter(leaf, wide)
+        if objective.takes_pairs:
+            for path, module in model.named_modules():
+                module.training = "lora_dropout" in path
 
     def of_rows(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
         # A pair is two rows. The reference keeps nothing: it is computed before, without backward.
         return loss(model, batch * (2 if objective.takes_pairs else 1), seq)
 
-    return Source(name=name, build=made, loss=of_rows)
+    return Source(name=name, build=made, loss=of_rows, adapt=adapt)
 
 
-def loss_of(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
-    """The mean cross-entropy of `batch` rows of `seq` tokens, as `train` computes it."""
+def loss_of(
+    model: torch.nn.Module, batch: int, seq: int, objective: Objective = Objective.NEXT_TOKEN
+) -> torch.Tensor:
+    """The loss of `batch` rows of `seq` tokens, as `train` computes it of a model of ours."""
     if not isinstance(model, CausalModel):
         raise ConfigError(f"{type(model).__name__} is not a decoder.")
-    ids = torch.zeros(batch, seq, dtype=torch.long)
-    out = model(ids, output_logits=False)
-    logits = model.logits(out.last_hidden_state.flatten(0, 1))
-    return bmt.loss.FusedCrossEntropy()(logits, ids.flatten())
+    ids, places = _rows(batch, seq)
+    out = model(
+        ids,
+        attention_mask=segment_mask(torch.ones_like(ids)),
+        position_ids=model.position_ids_of(places),
+        output_logits=False,
+    )
+    hidden, targets = out.last_hidden_state.flatten(0, 1), ids.flatten()
+    if objective.takes_pairs:
+        return -model.log_probs(hidden, targets).sum()
+    return bmt.loss.FusedCrossEntropy()(model.logits(hidden), targets)
 
 
-def _adapt(model: torch.nn.Module, rank: int, targets: list[str]) -> None:
+def _theirs(name: str, objective: Objective, vocab_size: int | None) -> tuple[Any, Any]:
+    """The model of transformers, and its loss as `train` computes it."""
+    auto = package("transformers", "a model that is none of this package", ConfigError)
+    try:
+        config = auto.AutoConfig.from_pretrained(resolve(name, "config"))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"transformers has read no configuration of {name}: {error}") from error
+    is_reward, text = objective is Objective.REWARD, config.get_text_config()
+    text.vocab_size = vocab_size or text.vocab_size
+    if is_reward:
+        config.pad_token_id, config.num_labels = config.pad_token_id or 0, 1
+    kind = auto.AutoModelForSequenceClassification if is_reward else auto.AutoModelForCausalLM
+    head = head_of(text)
+
+    def loss(model: Any, batch: int, seq: int) -> torch.Tensor:
+        ids, places = _rows(batch, seq)
+        takes = inspect.signature(model.forward).parameters
+        known = {"input_ids": ids, "position_ids": places, "use_cache": False}
+        inputs = {key: value for key, value in known.items() if key in takes}
+        layer, body = model.get_output_embeddings(), model.base_model
+        if is_reward or not isinstance(layer, torch.nn.Linear):
+            out: torch.Tensor = model(**inputs).logits.float().mean()
+            return out
+        if objective.takes_pairs or ids.numel() * layer.weight.shape[0] * 2 > LARGE:
+            hidden = body(**inputs).last_hidden_state.flatten(0, 1)
+            return head.losses(hidden, layer, ids.flatten(), "sum")
+        return bmt.loss.FusedCrossEntropy()(model(**inputs).logits.flatten(0, 1), ids.flatten())
+
+    return functools.partial(kind.from_config, config), loss
+
+
+def _rows(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and positions (batch, seq) of rows that are full."""
+    places = torch.arange(seq)[None].expand(batch, seq)
+    return torch.zeros(batch, seq, dtype=torch.long), places
+
+
+def _adapt(model: torch.nn.Module, rank: int, targets: list[str], dropout: float) -> None:
     """Adapters as `train` makes them, all else frozen."""
     peft = package("peft", "LoRA", ConfigError)
     if isinstance(model, CausalModel):
@@ -118,26 +182,42 @@ def _adapt(model: torch.nn.Module, rank: int, targets: list[str]) -> None:
         names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         chosen = [name for name in targets if name in names]
         chosen = "all-linear" if targets == [ALL] or not chosen else chosen
-    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=chosen), model)
+    config = peft.LoraConfig(r=rank, target_modules=chosen, lora_dropout=dropout)
+    try:
+        peft.inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise ConfigError(f"--lora-targets {' '.join(targets)}: {error}") from error
+
+
+class _Product(torch.autograd.Function):
+    """x W^T with a weight that is made for it, and again in backward; x is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        ctx.shape = shape
+        return F.linear(x, x.new_empty(shape))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad @ grad.new_empty(ctx.shape), None
 
 
 class FourBits(Linear):
-    """A frozen linear layer of which 4 bits of each element and scales lie in memory."""
+    """A frozen linear layer of which 4 bits of each element and scales are kept."""
 
     def __init__(self, layer: Any) -> None:
         torch.nn.Module.__init__(self)
         self.out_features, self.in_features = self.shape = tuple(layer.weight.shape)
         self.dim_out, self.dim_in, self.length_scale = *self.shape, False
         count = self.out_features * self.in_features
-        frozen = functools.partial(torch.nn.Parameter, requires_grad=False)
         self.weight = frozen(torch.empty(count // 2, 1, dtype=torch.uint8))
-        # as whole numbers of the same size: a plan casts all others
-        self.scales = frozen(torch.empty(-(-count // BLOCK_SIZE), dtype=torch.int32))
+        self.scales = frozen(torch.empty(-(-count // BLOCK_SIZE)))
         self.bias: Any = None if layer.bias is None else frozen(layer.bias.detach())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear, with a weight that is made for the product, and again in backward."""
-        return F.linear(x, x.new_empty(self.shape), self.bias)
+        """As nn.Linear."""
+        out: torch.Tensor = _Product.apply(x, self.shape)
+        return out if self.bias is None else out + self.bias
 
 
 def _in_4_bits(model: torch.nn.Module) -> None:

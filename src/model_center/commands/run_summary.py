@@ -34,21 +34,9 @@ def run_summary(
     """The lines."""
     if args.from_scratch:
         yield _vocabulary(trained_model)
-    samples = packed.samples
+    seen = packed.overview()
     yield from data_summary(parts, packed, args)
-    if isinstance(packed, PreferencePairs):
-        yield f"  {len(packed):,} pairs, a row for each answer"
-    elif isinstance(packed, ConcatenatedTexts):
-        yield f"  one after the other, in {len(packed):,} rows of {args.max_length}"
-    else:
-        room = len(packed) * args.max_length
-        kind = (
-            "packed into"
-            if trained_model.is_packed
-            else "one to a row (this model mixes what shares one):"
-        )
-        used = sum(int(samples.lengths[row].sum()) for row in packed.rows)
-        yield f"  {kind} {len(packed):,} rows of {args.max_length}, {1 - used / room:.1%} padding"
+    yield f"  {seen.layout}"
     counts = [(param.numel(), param.requires_grad) for param in trained_model.model.parameters()]
     trained = sum(number for number, is_trained in counts if is_trained)
     yield (
@@ -68,8 +56,7 @@ def run_summary(
         f"steps: {steps:,}, the first {in_steps(args.warmup_iters, steps):,} of them warm-up, "
         f"learning rate {args.lr:g} ({args.lr_decay_style}); saved: {where}"
     )
-    first = packed[0] if isinstance(packed, ConcatenatedTexts) else samples[packed.rows[0][0]]
-    text = marked_text(first, trained_model.tokenizer)
+    text = marked_text(seen.first, trained_model.tokenizer)
     yield f"the first row, tokens in the loss between {OPEN} and {CLOSE}:\n{text}"
 
 
@@ -79,21 +66,16 @@ def data_summary(
     args: argparse.Namespace,
 ) -> Iterator[str]:
     """How many rows and tokens of `parts` were read, and what was left out and why."""
-    tokens, num_without_answer = int(packed.samples.lengths.sum()), 0
-    if isinstance(packed, ConcatenatedTexts):
-        loss_tokens = packed.num_loss_tokens()
-    else:
-        loss_tokens = int(packed.samples.num_loss_tokens.sum())
-        num_without_answer = packed.num_without_answer
+    tokens, seen = int(packed.samples.lengths.sum()), packed.overview()
     rows = sum(len(part.numbers) for part in parts)
-    share = f"{loss_tokens:,} in the loss ({loss_tokens / tokens:.1%})"
+    share = f"{seen.num_loss_tokens:,} in the loss ({seen.num_loss_tokens / tokens:.1%})"
     yield f"data: {rows:,} rows, {tokens:,} tokens, {share}"
     data = {id(part.samples): part.samples for part in parts}.values()
     lost = {
         f"{args.too_long.value} for being longer than --max-length {args.max_length}": sum(
             one.num_cut + one.num_dropped for one in data
         ),
-        "left out because no token within that length is in the loss": num_without_answer,
+        "left out because no token within that length is in the loss": seen.num_left_out,
     }
     if any(lost.values()):
         gone = sum(one.tokens_lost for one in data)
@@ -131,9 +113,7 @@ def _memory(trained_model: TrainedModel, args: argparse.Namespace) -> str:
     settings = Settings(dtype=args.dtype, optimizer=optimizer, **forms)
     groups = groups_of(trained_model.model.named_parameters())
     shards = [shard_of(group, bmt.world_size(), settings) for group in groups]
-    weights = sum(  # those in 4 bits are whole on every rank
-        one.full_bytes if args.load_in_4bit and not one.trained else one.num_bytes for one in shards
-    )
+    weights = sum(one.num_bytes for one in shards)
     gradients = sum(one.num_bytes for one in shards if one.trained)
     states = sum(one.state_bytes for one in shards)
     sizes = [f"{size / 2**30:.3g} GiB" for size in (weights, gradients, states)]

@@ -226,13 +226,14 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
             "merge, and name the result."
         )
     names = [_path_and_weight(name)[0] for name in args.data]
-    vocabulary = vocabulary_of(args, names, _say)
-    trained_model = trained_model_of(
-        args.model_config, is_reward=args.objective is Objective.REWARD, vocabulary=vocabulary
-    )
-    if args.from_scratch:
-        check_size(trained_model.tokenizer, trained_model.vocab_size)
-    training_parts, measured = _read(args, trained_model.tokenizer)
+    with bmt.unwatched():  # one process makes vocabulary and tokens, and the others wait for it
+        vocabulary = vocabulary_of(args, names, _say)
+        trained_model = trained_model_of(
+            args.model_config, is_reward=args.objective is Objective.REWARD, vocabulary=vocabulary
+        )
+        if args.from_scratch:
+            check_size(trained_model.tokenizer, trained_model.vocab_size)
+        training_parts, measured = _read(args, trained_model.tokenizer)
     if not all(part.samples.tokens.is_text.all() for part in training_parts):
         # It is saved with the model, which then is asked as it was taught.
         trained_model.tokenizer.chat_template = trained_model.tokenizer.chat_template or PLAIN

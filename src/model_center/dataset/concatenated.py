@@ -11,7 +11,7 @@ import torch
 from model_center.dataset import padding
 from model_center.dataset.mixture import Mixture, MixturePart
 from model_center.dataset.packed import IGNORED, Concatenation
-from model_center.dataset.padding import Item
+from model_center.dataset.padding import Item, Overview
 from model_center.errors import DataError
 
 
@@ -82,14 +82,16 @@ class ConcatenatedTexts(Concatenation):
         """A batch: (B, longest) tensors, padded on the right, and (B,) lengths."""
         return padding.collate(items, self.samples.fill)
 
-    def num_loss_tokens(self) -> int:
-        """Tokens that are a target in an epoch."""
+    def overview(self) -> Overview:
+        """What there is to say of the rows."""
         is_any = self._sizes() > 0
         first = self._part[is_any], self._starts[is_any]
         begins = sum(
             self._tokens[part].ids[at] == self._bos for part, at in zip(*first, strict=True)
         )
-        return self.num_tokens - max(int(begins), 1)
+        learnt = self.num_tokens - max(int(begins), 1)
+        layout = f"one after the other, in {len(self):,} rows of {self._length}"
+        return Overview(learnt, 0, layout, self[0])
 
     def num_bytes(self) -> int | None:
         """Bytes of the text that is a target in an epoch; None where that is not known."""

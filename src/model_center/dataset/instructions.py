@@ -95,20 +95,39 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         self.max_length = max_length
         self.passed_over = data.passed_over
         self.tokens = tokens_of(data, tokenizer, cache, pairs=pairs, workers=workers, report=report)
-        self.num_sides = size = 2 if pairs else 1  # of a conversation, before it is cut
+        self.num_sides, self._too_long = (2 if pairs else 1), too_long
+        self._lay_out()
+
+    def divide(self, last: float) -> None:
+        """Make two rows of a single text, the second of which has a share of the tokens.
+
+        Raises:
+            DataError: for what is no text, or has a token only.
+        """
+        if not self.tokens.is_text.all() or len(self.tokens.ids) < 2:
+            raise DataError(
+                f"{self.source.name} is one row, of which no share can be set aside: give several "
+                "rows, or other data for validation."
+            )
+        self.tokens.divide(last)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Cut the rows into samples."""
+        max_length, size = self.max_length, self.num_sides
         lengths = self.tokens.stops - self.tokens.starts
         is_long = (lengths > max_length) & ~self.tokens.is_text
         of_row = np.logical_or.reduce(is_long.reshape(-1, size), axis=1)
-        if too_long is TooLong.REFUSE and of_row.any():
+        if self._too_long is TooLong.REFUSE and of_row.any():
             number = int(is_long.argmax())
-            first = next(itertools.islice(data.rows(), number // size, None))
+            first = next(itertools.islice(self.source.rows(), number // size, None))
             raise DataError(
                 f"{first.location}: the conversation has {lengths[number]} tokens, and "
                 f"{of_row.sum()} of {len(of_row)} rows have more than {max_length}: raise "
                 "max_length, or let them be cut or dropped."
             )
         is_long = of_row.repeat(size)  # a pair goes as a whole
-        is_dropped = is_long if too_long is TooLong.DROP else np.zeros_like(is_long)
+        is_dropped = is_long if self._too_long is TooLong.DROP else np.zeros_like(is_long)
         counts = np.where(self.tokens.is_text, -(-lengths // max_length), lengths > 0)
         counts[is_dropped] = 0
         # (rows + 1,): the number of the first sample of each row

@@ -86,8 +86,16 @@ def weighted(part: MixturePart, weight: float, *key: int) -> MixturePart:
         part: what is repeated.
         weight: above 0.
         key: of the chance: the same part and key give the same rows.
+
+    Raises:
+        DataError: for a share of which no row is left.
     """
     count = len(part.numbers)
+    if round(weight * count) == 0:
+        raise DataError(
+            f"{part.samples.source.name}: a share of {weight:g} of {count} rows is none of them: "
+            "give a larger one, or leave these data out."
+        )
     some = permutation(count, *key)[: round(weight % 1 * count)]
     numbers = [part.numbers[place] for place in sorted(some.tolist())]
     return MixturePart(part.samples, [*list(part.numbers) * int(weight), *numbers])
@@ -95,9 +103,15 @@ def weighted(part: MixturePart, weight: float, *key: int) -> MixturePart:
 
 def set_aside(part: MixturePart, share: float, *key: int) -> tuple[MixturePart, MixturePart]:
     """The part without a share of it, drawn by `key`, and that share: at least one row if
-    `share` is above 0.
+    `share` is above 0. Of a single text it is the end.
+
+    Raises:
+        DataError: for a single row that is no text.
     """
     count = len(part.numbers)
+    if share and count == 1:
+        part.samples.divide(share)
+        return MixturePart(part.samples, [0]), MixturePart(part.samples, [1])
     size = max(round(share * count), 1) if share else 0
     order = permutation(count, *key).tolist()
     rest, aside = sorted(order[size:]), sorted(order[:size])

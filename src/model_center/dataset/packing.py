@@ -12,7 +12,7 @@ import torch
 from model_center.dataset import padding
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.mixture import Mixture
-from model_center.dataset.padding import Item
+from model_center.dataset.padding import Item, Overview
 from model_center.errors import DataError
 
 
@@ -80,6 +80,7 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
         self.rows = [[useful[place] for place in row] for row in spread(rows, least)]
         if alone:
             self.rows = [[number] for number in useful]
+        self._length, self._is_alone = max_length, alone
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -98,6 +99,18 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
             ),
             "input_length": torch.tensor(sum(lengths)),
         }
+
+    def overview(self) -> Overview:
+        """What there is to say of the rows."""
+        samples, count = self.samples, len(self)
+        used = sum(int(samples.lengths[row].sum()) for row in self.rows)
+        how = (
+            "one to a row (this model mixes what shares one):" if self._is_alone else "packed into"
+        )
+        padded = 1 - used / (count * self._length)
+        layout = f"{how} {count:,} rows of {self._length}, {padded:.1%} padding"
+        first = samples[self.rows[0][0]]
+        return Overview(int(samples.num_loss_tokens.sum()), self.num_without_answer, layout, first)
 
     def num_bytes(self) -> int | None:
         """Bytes of the text in the loss of all rows; None where that is not known."""

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 Item = dict[str, torch.Tensor]
+
+
+class Overview(NamedTuple):
+    """What there is to say of rows before a run.
+
+    Attributes:
+        num_loss_tokens: tokens that are targets in an epoch.
+        num_left_out: samples without a token in the loss.
+        layout: how samples share rows, in words.
+        first: the first row or sample.
+    """
+
+    num_loss_tokens: int
+    num_left_out: int
+    layout: str
+    first: Item
 
 
 def padded(ids: Sequence[int], length: int, fill: int = 0) -> torch.Tensor:

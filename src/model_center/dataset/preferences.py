@@ -9,7 +9,7 @@ import torch
 
 from model_center.dataset import padding
 from model_center.dataset.mixture import Mixture
-from model_center.dataset.padding import Item
+from model_center.dataset.padding import Item, Overview
 from model_center.errors import DataError
 
 
@@ -59,6 +59,12 @@ class PreferencePairs(torch.utils.data.Dataset[Item]):
             "reference": self.reference[index],
             "number": torch.tensor(index),
         }
+
+    def overview(self) -> Overview:
+        """What there is to say of the pairs."""
+        learnt, first = int(self.samples.num_loss_tokens.sum()), self.samples[self.rows[0][0]]
+        layout = f"{len(self):,} pairs, a row for each answer"
+        return Overview(learnt, self.num_without_answer, layout, first)
 
     def collate(self, items: Sequence[Item]) -> Item:
         """A batch, its rows padded on the right."""

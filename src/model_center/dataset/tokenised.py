@@ -59,9 +59,9 @@ class TokenIndex:
         unread: how many rows have a field that was not read, by its name.
     """
 
-    def __init__(self, folder: pathlib.Path, *, keep: bool = True) -> None:
-        """What is in a folder; with `keep` mapped, else read."""
-        self._folder = folder if keep else None
+    def __init__(self, folder: pathlib.Path, last: float = 0.0, *, keep: bool = True) -> None:
+        """What is in a folder; with `keep` mapped, else read. See `divide` for `last`."""
+        self._folder, self._last = (folder if keep else None), 0.0
         facts = json.loads((folder / FACTS).read_text())
         self.key: str = facts["key"]
         self.unread: dict[str, int] = facts["unread"]
@@ -74,6 +74,8 @@ class TokenIndex:
         self.is_text = ends < 0
         self.stops = np.abs(ends)
         self.starts = np.concatenate([[0], self.stops[:-1]]).astype(np.int64)
+        if last:
+            self.divide(last)
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -83,7 +85,15 @@ class TokenIndex:
         """Other processes map the files, and do not get their content."""
         if self._folder is None:
             return super().__reduce__()
-        return type(self), (self._folder,)
+        return type(self), (self._folder, self._last)
+
+    def divide(self, last: float) -> None:
+        """Make two rows of a single text, the second of which has a share of the tokens."""
+        self._last, count = last, len(self.ids)
+        place = count - min(max(round(last * count), 1), count - 1)
+        self.starts, self.stops = np.array([0, place]), np.array([place, count])
+        self.is_text = self.is_text.repeat(2)
+        self.key = f"{self.key} at {place}"
 
 
 def _read(path: pathlib.Path, dtype: Any, keep: bool) -> npt.NDArray[Any]:
@@ -298,7 +308,10 @@ class Encoder:
         written = [self._written(*pair) for pair in found]
         encode: Any = self.tokenizer  # which takes several texts, too
         encoded = encode(
-            [text for text, _ in written], add_special_tokens=False, return_offsets_mapping=True
+            [text for text, _ in written],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,  # of texts that are longer than a row: they are cut
         )
         lengths, masks, sizes = [], [], []
         for (text, spans), offsets, one in zip(

@@ -21,7 +21,7 @@ from model_center.model.decoding import Decoding
 from model_center.weights.extras import NOTHING, FolderExtras, extras_of
 from model_center.weights.keymap import KeyMap
 from model_center.weights.loading import load_weights
-from model_center.weights.saving import save_hugging_face, save_model_center
+from model_center.weights.saving import Changes, save_hugging_face, save_model_center
 
 Model = TypeVar("Model", bound="BaseModel")
 
@@ -50,12 +50,13 @@ class BaseModel(bmt.DistributedModule):
         self.config: Any = config
         self.origin = NOTHING  # what its folder holds beside, on the rank that writes
 
-    def __call__(self, *args: Any, return_logits: bool = False, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `forward` returns; with `return_logits` the scores alone, as in ModelCenter 0.1.
 
         Raises:
             InputError: for outputs beside those of `return_logits`.
         """
+        return_logits = kwargs.pop("return_logits", False)
         if return_logits:
             if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
                 raise InputError(
@@ -201,9 +202,14 @@ class BaseModel(bmt.DistributedModule):
                 max_shard_size,
                 tokenizer,
                 self.origin,
+                self.changes(),
             )
         else:
             save_model_center(self, path, self.config.to_dict(), tokenizer, self.origin)
+
+    def changes(self) -> Changes:
+        """What becomes of tensors, by name, on their way into Hugging Face's format. Collective."""
+        return {}
 
     @property
     def num_positions(self) -> int | None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
 from model_center.layer.mask import AttentionMask
 from model_center.layer.position_embedding.rotary import RotaryEmbedding
+from model_center.layer.quantized import whole
 from model_center.layer.transformer import Encoder
 from model_center.model.base import policy_of
 from model_center.model.causal import TokenModel
@@ -33,6 +35,7 @@ from model_center.weights.keymap import (
     both,
     renamed,
 )
+from model_center.weights.saving import Changes
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -103,11 +106,17 @@ class GPTjConfig(TransformerConfig):
         }
 
 
+def _changed(factor: torch.Tensor, summand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`factor x + summand`, computed in fp32."""
+    return (x.float() * factor.to(x.device) + summand.to(x.device)).to(x.dtype)
+
+
 class GPTj(TokenModel):
     """GPT-J: attention and feed-forward network side by side, each after its norm of the input.
 
     A layer has two norms, as in ModelCenter; the original one has one, which files of Hugging Face
-    give to both, and which both must be to be written there.
+    give to both. Where both have been trained, the one for attention is written there, and the map
+    behind the other takes up the difference.
     """
 
     _CONFIG_TYPE = GPTjConfig
@@ -138,6 +147,35 @@ class GPTj(TokenModel):
     def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
         """As in CausalModel: only distances count, which padding in front does not change."""
         return {"attention_mask": mask}
+
+    @torch.no_grad()
+    def changes(self) -> Changes:
+        """As in BaseModel: of norms g x + b and h x + c, the map W (h x + c) + d is W' (g x + b) +
+        d', where W' = W diag(h / g) and d' = d + W (c - h / g b). Computed in fp32.
+        """
+        found: dict[str, Any] = {}
+        params = dict(self.named_parameters())
+        for layer in range(self.config.num_layers):
+            place = f"encoder.layers.{layer}."
+            kept, other = (
+                [params[f"{place}{norm}.{kind}"] for kind in ("weight", "bias")]
+                for norm in (ATTENTION_NORM, FFN_NORM)
+            )
+            (g, b), (h, c) = ([whole(x).float() for x in norm] for norm in (kept, other))
+            if torch.equal(g, h) and torch.equal(b, c):
+                continue
+            ratio = h / g
+            if not ratio.isfinite().all():
+                continue  # which the writer refuses, as both are one tensor there
+            shift = whole(params[f"{place}{FFN_IN}.weight"]).float() @ (c - ratio * b)
+            none, one = torch.zeros_like(g), torch.ones_like(shift)
+            found |= {
+                f"{place}{FFN_NORM}.weight": functools.partial(_changed, none, g),
+                f"{place}{FFN_NORM}.bias": functools.partial(_changed, none, b),
+                f"{place}{FFN_IN}.weight": functools.partial(_changed, ratio, none),
+                f"{place}{FFN_IN}.bias": functools.partial(_changed, one, shift),
+            }
+        return found
 
     @classmethod
     def key_map(cls, config: GPTjConfig) -> KeyMap:

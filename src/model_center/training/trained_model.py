@@ -356,6 +356,7 @@ class TransformersModel(TrainedModel):
             model.tie_weights()
         self._keep_in_fp32(model)
         self._prepare(model)
+        self.num_positions = self._table_of_positions(model)
         self.trunk = model.base_model
         model = bmt.BMTrainModelWrapper(model, use_checkpoint=args.use_checkpoint)
         if not args.from_scratch or args.load:
@@ -365,6 +366,20 @@ class TransformersModel(TrainedModel):
         scores = args.batch_size * args.max_length * self.vocab_size * dtype.itemsize
         self._are_scores_large = scores > LARGE
         self._probe_packing(args)
+
+    def _table_of_positions(self, model: Any) -> int | None:
+        """How many positions a model has that keeps them in a table; None where they are computed.
+
+        transformers reads behind the end of the table: an error of an index in the first step.
+        """
+        most: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        words = model.get_input_embeddings()
+        learnt = (m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding))
+        others = [size for size in learnt if size != words.num_embeddings]
+        kept = [buffer.shape[0] for buffer in model.buffers() if buffer.dim() > 1]
+        # tables of some models begin with two rows for padding
+        is_table = most and any(most <= size <= most + 2 for size in [*others, *kept])
+        return most if is_table else None
 
     def _prepare(self, model: Any) -> None:
         """Give values to what no file has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from model_center.weights.staging import CONFIG, MODEL_CENTER_FILE, Staging, wri
 from model_center.weights.tokenizers import save_tokenizer
 
 T = TypeVar("T")
+Changes = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]  # of tensors, by our names
 
 
 def save_hugging_face(
@@ -36,6 +38,7 @@ def save_hugging_face(
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
     origin: FolderExtras = NOTHING,
+    changes: Changes = types.MappingProxyType({}),
 ) -> None:
     """Write config.json and safetensors files by `key_map`, on rank 0. Collective.
 
@@ -50,6 +53,7 @@ def save_hugging_face(
         tokenizer: saved beside by its `save_pretrained`, if given.
         origin: of the model: its files and unused tensors are written too, and names spelled as
             there.
+        changes: what becomes of tensors that are not written as they are.
 
     Raises:
         WeightsError: on every rank, if the files cannot be written or the format cannot hold the
@@ -64,7 +68,8 @@ def save_hugging_face(
         exporter = _on_writer(
             staging, lambda staging: _exporter(staging, key_map, headers, max_shard_size, origin)
         )
-        visit(model, _taking(exporter, pathlib.Path(folder)) if exporter else None, WeightsError)
+        take = _taking(exporter, pathlib.Path(folder), changes) if exporter else None
+        visit(model, take, WeightsError)
     extra = [name for name in headers if name not in key_map.pieces]
     if extra and bmt.rank() == 0:
         log.warn(
@@ -88,10 +93,13 @@ def save_model_center(
         _on_writer(staging, lambda staging: write_file(staging.path(MODEL_CENTER_FILE), tensors))
 
 
-def _taking(exporter: Exporter, folder: pathlib.Path) -> Callable[[Entry, torch.Tensor], None]:
+def _taking(
+    exporter: Exporter, folder: pathlib.Path, changes: Changes
+) -> Callable[[Entry, torch.Tensor], None]:
     def take(entry: Entry, tensor: torch.Tensor) -> None:
+        change = next((changes[name] for name in entry.names if name in changes), None)
         with writing(folder):
-            exporter.put(entry.names, tensor)
+            exporter.put(entry.names, tensor if change is None else change(tensor))
 
     return take
 
