@@ -249,7 +249,8 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
     subject.load(args)
     if subject.num_positions is not None and args.max_length > subject.num_positions:
         raise ConfigError(
-            f"--max-length {args.max_length}: the model has {subject.num_positions} positions."
+            f"--max-length {args.max_length}: the model has {subject.num_positions} positions; "
+            "give at most so many."
         )
     packed = _packed(learnt, args, subject)
     subject.adapt(args)

@@ -735,7 +735,7 @@ def own_class(name: str) -> type[CausalModel] | None:
         return None
     if not issubclass(own, CausalModel):
         raise ConfigError(
-            f"{name} is a {own.__name__}: expected a CausalModel, or what is built like one."
+            f"{name} is a {own.__name__}: expected a CausalModel or a subclass of it."
         )
     return own
 
@@ -758,5 +758,7 @@ def subject_of(
     if own is None or own is GPTj:
         return (RewardSubject if is_reward else TheirSubject)(name, vocabulary)
     if not issubclass(own, TokenModel | Llama):
-        raise ConfigError(f"{own.__name__} is not trained by this program.")
+        raise ConfigError(
+            f"{own.__name__} cannot be trained by this command: use a program of your own."
+        )
     return OwnSubject(own, name, vocabulary)
