@@ -310,7 +310,10 @@ def test_pairs_and_texts(tmp_path):
             "line 1: got the fields body: expected messages, conversations, instruction and",
         ),
         ('{"messages": []}', "line 1: no message of the assistant is in the loss"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: no message of the assistant is in the loss"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            "line 1: no message of the assistant is in the loss",
+        ),
         ('{"messages": [{"role": "judge", "content": "a"}]}', "line 1: got the message .*judge"),
         ('{"messages": [{"role": "user"}]}', "line 1: there is no field 'content'"),
         ('{"messages": ["a"]}', "line 1: "),

@@ -11,7 +11,7 @@ from tests.garbage import without_collector
 from tests.models import parity
 from tests.models.recording import recorded
 from tests.models.test_generation_session import alive, watched_caches
-from tests.ranks import graphs, test_generation
+from tests.ranks import test_generation
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_generation import VOCAB, counted_gathers, saved
 from tests.tensors import own_slice
@@ -25,7 +25,7 @@ from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 from model_center.generation.engine import generate, stream
 from model_center.generation.lookahead import StopChecks
-from model_center.generation.resident import Resident
+from model_center.generation.resident import ResidentWeights
 from model_center.generation.session import Session
 
 
@@ -55,7 +55,7 @@ def generated(model, ids, **options):
 
 def layer_by_layer(model, ids):
     """By the gathers of any forward pass, which know nothing of earlier ones."""
-    with mock.patch.object(Resident, "fits", lambda *_: False):
+    with mock.patch.object(ResidentWeights, "fits", lambda *_: False):
         return generated(model, ids)
 
 
@@ -75,14 +75,14 @@ def opened():
 def noted_places():
     """Where the whole weights of generations are."""
     places = set()
-    addresses = Resident.addresses
+    addresses = ResidentWeights.addresses
 
     def noted(resident):
         found = addresses(resident)
         places.add(str(found))
         return found
 
-    with mock.patch.object(Resident, "addresses", noted):
+    with mock.patch.object(ResidentWeights, "addresses", noted):
         yield places
 
 
@@ -232,7 +232,7 @@ def test_memory_is_freed(folder):
         generated(model, ids)
         total = len(buffers)
         assert total > 3 and not any(there(buffers) + alive(caches))
-        resident = Resident.of(model)
+        resident = ResidentWeights.of(model)
         assert resident is not None
         with torch.no_grad(), resident.held(), resident.bound():
             model(ids)
@@ -245,7 +245,7 @@ def test_memory_is_freed(folder):
         assert all(there(buffers)[-total:]) and sum(there(buffers)) == total
         assert sum(alive(caches)) == 1
         # only one rank has no room
-        with mock.patch.object(Resident, "fits", lambda *_: bmt.rank() == 0):
+        with mock.patch.object(ResidentWeights, "fits", lambda *_: bmt.rank() == 0):
             generated(other, ids, session=session)
         assert not any(there(buffers) + alive(caches))
         generated(other, ids, session=session)
@@ -309,7 +309,7 @@ def test_ranks_with_other_prompts(folder):
         spares.append(spare)
         return True
 
-    with opened() as (session, _, gathers), mock.patch.object(Resident, "fits", fits):
+    with opened() as (session, _, gathers), mock.patch.object(ResidentWeights, "fits", fits):
         for each, one in zip(rows, expected, strict=True):
             with watched_caches():
                 ids = prompt(rows=each[bmt.rank()])
@@ -347,7 +347,7 @@ def test_streams_in_between(folder):
                 assert_near(generated(model, ids, session=session), expected)
         assert found == tokens and sum(there(buffers)) == total and recorder.num_recorded == 2
         assert total not in gathers[begun:]  # the stream's are one by one
-        with mock.patch.object(Resident, "fits", lambda *_: bmt.rank() == 0):
+        with mock.patch.object(ResidentWeights, "fits", lambda *_: bmt.rank() == 0):
             assert list(stream(model, ids, max_new_tokens=9, session=session)) == tokens
         assert sum(there(buffers)) == total * (bmt.rank() == 0)
         assert_near(generated(model, ids, session=session), expected)
@@ -396,50 +396,3 @@ def test_after_an_error_copies_are_not_trusted(folder):
         assert len(gathers) == 1
         assert_near(generated(model, ids, session=other), expected)
         assert len(gathers) == 2
-
-
-def trained_by_graphs(folder, generation):
-    """Losses of steps of training, and what is generated after each."""
-    model, ids = made(folder), prompt()
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.003))
-
-    @bmt.cuda_graph
-    def forward_and_backward(ids):
-        logits = model(ids).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        manager.backward(loss)
-        return loss
-
-    losses, found = [], []
-    for _ in range(6):
-        losses.append(float(forward_and_backward(ids)))
-        manager.step()
-        manager.zero_grad()
-        found.append(generation(model, ids))
-    return losses, found
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_training_by_graphs_shares_the_memory(folder):
-    """Both read whole weights at fixed addresses; there is one copy of them."""
-    captured = graphs.use()
-    with recorded():  # nothing looks at the ids
-        losses, expected = trained_by_graphs(folder, layer_by_layer)
-    with opened() as (session, recorder, _), watched_buffers() as buffers:
-        most = 0
-
-        def shared(model, ids):
-            nonlocal most
-            out = generated(model, ids, session=session)
-            most = max(most, sum(there(buffers)))
-            return out
-
-        other_losses, found = trained_by_graphs(folder, shared)
-    assert captured.num_captures == 2 and captured.num_replays == 8
-    assert recorder.num_recorded == 2 and most == 7
-    assert losses == other_losses
-    for one, other in zip(found, expected, strict=True):
-        assert_near(one, other)
-    assert len({str(rows) for rows, _ in found}) > 3

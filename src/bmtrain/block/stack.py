@@ -43,6 +43,7 @@ class TransformerBlockList(BlockList):
             weights.
         num_hidden: number of leading arguments that each block replaces by its result (a tensor for
             1, else a tuple).
+        sqrt: of BMTrain 0.1 and 0.2, without effect: how much is recomputed says `use_checkpoint`.
         use_checkpoint: for the Blocks made of plain modules.
 
     Raises:
@@ -53,6 +54,7 @@ class TransformerBlockList(BlockList):
         self,
         modules: Iterable[torch.nn.Module],
         num_hidden: int = 1,
+        sqrt: bool = False,
         *,
         use_checkpoint: bool | str | Level = True,
     ) -> None:

@@ -301,7 +301,7 @@ class CheckpointManager:
             return Live(image, self._world.device)
         self._snapshot = Snapshot(image, self._memory, self._world.device)
         # Without it, the next step would write what is still being copied.
-        self._world.service(Engine).steps.before_next(self._snapshot.wait)
+        self._world.service(Engine).steps.waits.append(self._snapshot.wait)
         return self._snapshot
 
     def latest(self, before: int | None = None) -> pathlib.Path | None:

@@ -108,7 +108,7 @@ def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
     Raises:
         ConfigurationError: for anything but a list of such dicts.
     """
-    if isinstance(summary, str | Mapping) or not isinstance(summary, Iterable):
+    if not isinstance(summary, Iterable):
         raise ConfigurationError(
             f"format_summary got {type(summary).__name__}: expected the list that "
             "inspect_model or get_summary returns."

@@ -70,9 +70,9 @@ class Linear(DistributedModule):
             else None,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` (..., in_features) -> (..., out_features)."""
-        return OpLinear.apply(x, self.weight, self._parameters["bias"])
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` (..., in_features) -> (..., out_features)."""
+        return OpLinear.apply(input, self.weight, self._parameters["bias"])
 
     def extra_repr(self) -> str:
         """The sizes, for printing."""

@@ -76,10 +76,10 @@ class OpParallelLinear:
                 "sums; name the sum."
             )
         if reduce_output_type is not None and (gather_input or gather_output):
-            name = "gather_input" if gather_input else "gather_output"
-            what = "whole products would be summed" if gather_input else "sums have all features"
             raise ConfigurationError(
-                f"{name} with reduce_output_type: {what}; leave one of them out."
+                f"reduce_output_type with gather_input={gather_input}, gather_output="
+                f"{gather_output}: whole products would be summed, and sums have all features; "
+                "leave one of them out."
             )
         if world.current("OpParallelLinear").mesh.tp.size == 1:
             return F.linear(input, weight, bias)
@@ -97,7 +97,10 @@ class OpParallelLinear:
             product = tensor_parallel.gather_linear(input, weight, bias, async_gather_chunks)
         else:
             product = F.linear(input, weight, bias)
-        return tensor_parallel.gather_features(product) if gather_output else product
+        if not gather_output:
+            return product
+        # along the last dim, in rank order
+        return tensor_parallel.gather_rows(product.unsqueeze(0)).movedim(0, -2).flatten(-2)
 
 
 class _ParallelLinear(DistributedModule):
@@ -185,13 +188,13 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output, self.gather_input = gather_output, gather_input
         self.async_gather_chunks = async_gather_chunks
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` (rows, ..., in_features) -> (rows of all ranks, ..., out_features / tp_size).
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` (rows, ..., in_features) -> (rows of all ranks, ..., out_features / tp_size).
 
         The constructor's `gather_input` and `gather_output` change the shapes.
         """
         return OpParallelLinear.apply(
-            x,
+            input,
             self.weight,
             self._parameters["bias"],
             self.gather_input,
@@ -252,13 +255,13 @@ class RowParallelLinear(_ParallelLinear):
         self.split_input, self.async_chunks = split_input, async_chunks
         self.reduce_type = ReduceType.ALL_REDUCE if all_reduce_output else ReduceType.REDUCE_SCATTER
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` (rows of all ranks, ..., in_features / tp_size) -> (rows, ..., out_features).
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` (rows of all ranks, ..., in_features / tp_size) -> (rows, ..., out_features).
 
         The constructor's `split_input` and `all_reduce_output` change the shapes.
         """
         return OpParallelLinear.apply(
-            x,
+            input,
             self.weight,
             self._parameters["bias"],
             False,

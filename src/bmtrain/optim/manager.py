@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +29,15 @@ from bmtrain.runtime.arguments import POSITIVE, SIZE, check, known_keywords
 from bmtrain.runtime.log import warn
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
+
+
+def _refuse(manager: OptimManager, value: object) -> None:
+    """Assigned to, BMTrain's attributes of a manager would be of no effect."""
+    raise ConfigurationError(
+        f"OptimManager: the loss scale, its factor, steps and bounds cannot be set to {value!r} "
+        "later: give them to OptimManager(loss_scale=..., loss_scale_factor=..., "
+        "loss_scale_steps=..., min_loss_scale=..., max_loss_scale=...), or load a state_dict."
+    )
 
 
 class OptimManager:
@@ -109,6 +118,17 @@ class OptimManager:
             carried.become(value, parameters_of(optimizer.param_groups), self._engine)
         return value
 
+    @loss_scale.setter
+    def loss_scale(self, value: object) -> None:
+        _refuse(self, value)
+
+    # What BMTrain's programs read of it.
+    loss_scale_enabled = property(operator.attrgetter("_is_scaled"), _refuse)
+    loss_scale_factor, loss_scale_steps, steps_since_last_scale, min_loss_scale, max_loss_scale = (
+        property(operator.attrgetter(f"_scale.{name}"), _refuse)
+        for name in ("factor", "growth_steps", "num_good", "minimum", "maximum")
+    )
+
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped because a loss or gradient was not finite on some rank.
@@ -173,13 +193,11 @@ class OptimManager:
         Called before every backward, because parameters may have joined its groups since.
         """
         params = parameters_of(optimizer.param_groups)
-        self._engine.replicate(x for x in params if not isinstance(x, DistributedParameter))
+        self._engine.replicated.add(x for x in params if not isinstance(x, DistributedParameter))
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale / grad_scale`, the value that backward runs on."""
-        return loss * self._engine.host.number(
-            lambda: self.loss_scale / self.grad_scale, loss.device
-        )
+        return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: torch.Tensor | None = None, *, reduce_gradients: bool = True) -> None:
         """Run backward on the scaled loss and add the gradients, summed over ranks, to `.grad`.
@@ -198,12 +216,16 @@ class OptimManager:
         loss = _checked(self._last_loss.take() if loss is None else loss)
         for optimizer in self.optimizers:
             self._replicate(optimizer)
-            if isinstance(optimizer, AdamBase) and optimizer.has_scaled(loss):
+            if (
+                isinstance(optimizer, AdamBase)
+                and optimizer.scaled is not None
+                and optimizer.scaled() is loss
+            ):
                 raise ConfigurationError(
                     "backward got a loss that optimizer.loss_scale() has scaled already: "
                     "pass the loss itself, or call loss.backward()."
                 )
-        self._engine.host.when_computed(functools.partial(self._note_loss, loss.detach()))
+        self._note_loss(loss.detach())
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
             self.scale_loss(loss).backward()
 
@@ -220,9 +242,6 @@ class OptimManager:
 
         With `set_to_none` they become None, else zeros, as in torch.
         """
-        self._engine.host.when_computed(functools.partial(self._zero_grad, set_to_none))
-
-    def _zero_grad(self, set_to_none: bool) -> None:
         self._mark = None
         self._engine.backward.abandon_if_dead()
         has_deferred = self._engine.backward.has_deferred
@@ -407,7 +426,7 @@ class OptimManager:
             "num_skipped": self._scale.num_skipped,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved state, at the same world size or, if gathered, at any other.
 
         Raises:
@@ -415,9 +434,9 @@ class OptimManager:
                 differ in number or kind, or if ranks got different states; all is as it was.
         """
         self._scale.wait()
-        check_manager_state(state, self.lr_schedulers)
+        check_manager_state(state_dict, self.lr_schedulers)
         owns = []  # all of them are looked at before one is changed
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        for optimizer, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
             if isinstance(optimizer, AdamBase):
                 owns.append(optimizer.own_of(saved))
             else:
@@ -428,7 +447,7 @@ class OptimManager:
                 optimizer.take_own(own)
             else:
                 optimizer.load_state_dict(own)
-        self.load_rest(state)
+        self.load_rest(state_dict)
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         """Restore all of a saved state but the optimizers."""
@@ -499,7 +518,8 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
         if (
             param.grad is not None
             and not isinstance(param, DistributedParameter)
-            and not replicated.is_summed(param)
+            and world.world_size() > 1
+            and param not in replicated
         ):
             raise ConfigurationError(
                 f"optim_step got {type(optimizer).__name__} with a parameter of shape "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.plan.outline import Outline, add_lora, numel_of, outline, without_values
+from bmtrain.plan.outline import Outline, numel_of, outline, without_values
 from bmtrain.plan.settings import DTYPES, GIB, Machine, Settings
 from bmtrain.plan.step import Memory, Moment
 from bmtrain.torch_internals import without_memory
@@ -100,7 +100,7 @@ class Forecast:
 def trace(source: Source, settings: Settings) -> Outline:
     """Build the model and run it without memory, forward and backward.
 
-    Only `batch`, `seq`, `dtype`, `compiled` and `lora` of the settings matter.
+    Only `batch`, `seq`, `dtype` and `compiled` of the settings matter.
     """
     with torch.device("meta"):
         model = source.build()
@@ -112,8 +112,6 @@ def trace(source: Source, settings: Settings) -> Outline:
     with without_memory():
         model = without_values(model, dtype)
         model.train()
-        if settings.lora:
-            add_lora(model, settings.lora, dtype)
         found = outline(
             model,
             lambda module: source.loss(module, settings.batch, settings.seq),

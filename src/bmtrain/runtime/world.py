@@ -492,7 +492,6 @@ def _check_device(wanted: str | torch.device | None) -> None:
 
 
 def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.device:
-    _check_device(wanted)
     asked = None if wanted is None else torch.device(wanted)
     if not (torch.cuda.is_available() if asked is None else asked.type == "cuda"):
         return torch.device("cpu")
@@ -581,9 +580,10 @@ def _check_meeting_place(init_method: str, size: int) -> None:
             raise ConfigurationError(
                 f"init_method is {init_method!r}: expected a port from 0 to 65535."
             ) from error
-        if port is None and init_method.startswith("tcp://"):
+        if port is None and not str(init_method).startswith("file://"):
             raise ConfigurationError(
-                f"init_method is {init_method!r}: expected tcp://HOST:PORT, with a port."
+                f"init_method is {init_method!r}: expected env://, file://PATH, or tcp://HOST:PORT "
+                "with a port."
             )
         return
     for name in ("MASTER_ADDR", "MASTER_PORT"):

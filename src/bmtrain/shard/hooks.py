@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bmtrain.errors import ParameterError
 from bmtrain.shard.sharded import Sharded, cut_like
+from bmtrain.shard.slices import Slices
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -53,7 +54,7 @@ class Hooked(Sharded):
         self.post_hooks[handle.id] = hook
         return handle
 
-    def hooked(self, grad: torch.Tensor) -> torch.Tensor:
+    def hooked(self, grad: Slices) -> Slices:
         """The gradient of a pass after its hooks have run, sharded as the parameter."""
         for hook in list(self.grad_hooks.values()):
             result = hook(grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -200,6 +201,7 @@ def has_blocks(module: torch.nn.Module) -> bool:
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class _Kind:
     """The class of a sharded module, in the recipe by which `copy` makes another.
 
@@ -207,8 +209,7 @@ class _Kind:
         ParameterError: when it is pickled.
     """
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
+    kind: type
 
     def __deepcopy__(self, memo: Any) -> _Kind:
         return self

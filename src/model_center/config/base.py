@@ -17,7 +17,7 @@ from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime.log import warn
 from model_center.config.positional import Positional
-from model_center.config.rules import check_fields
+from model_center.config.rules import GATED, check_fields
 from model_center.errors import ConfigError, with_nearest
 from model_center.hub.resolving import resolve
 
@@ -64,7 +64,7 @@ class Config(metaclass=Positional):
 
     # Our names to those there that say the same; with a second one, the value that a file means
     # which does not say it.
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {}
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {}
 
     half: bool = True
     dtype: Any = None
@@ -128,13 +128,13 @@ class Config(metaclass=Positional):
             ConfigError: for unknown keys, or values of another kind of model.
         """
         if "model_type" in content:
-            content = cls._from_theirs(content)
+            content = cls._from_hugging_face_config(content)
         if "half" in overrides:  # it names a dtype, in place of that of the file
             content = {name: value for name, value in content.items() if name != "dtype"}
         return cls(**cls.checked({**content, **overrides}))
 
     @classmethod
-    def _from_theirs(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+    def _from_hugging_face_config(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         kind, known = content["model_type"], (cls.model_type, *cls.other_types)
         if cls.model_type and kind not in known:
             raise ConfigError(
@@ -150,7 +150,8 @@ class Config(metaclass=Positional):
             return {
                 **cls.from_hugging_face(content),
                 "special_ids": special or None,
-                "hugging_face": dict(content),
+                # but for the name of a file of weights: what is saved has others
+                "hugging_face": {k: v for k, v in content.items() if k != "transformers_weights"},
             }
         except KeyError as error:
             raise ConfigError(
@@ -164,14 +165,14 @@ class Config(metaclass=Positional):
         Raises:
             ConfigError: for values of a model that is another in substance.
         """
-        if not cls.NAMES_THERE:
+        if not cls.HUGGING_FACE_NAMES:
             raise ConfigError(
                 f"{cls.__name__} cannot be read from a Hugging Face configuration of type "
                 f"{content.get('model_type')!r}."
             )
         return {
             ours: content[there] if isinstance(there, str) else content.get(*there)
-            for ours, there in cls.NAMES_THERE.items()
+            for ours, there in cls.HUGGING_FACE_NAMES.items()
         }
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -180,14 +181,14 @@ class Config(metaclass=Positional):
         Raises:
             ConfigError: for values that transformers' model cannot have.
         """
-        if not self.NAMES_THERE:
+        if not self.HUGGING_FACE_NAMES:
             raise ConfigError(
                 f"{type(self).__name__} has no counterpart in Hugging Face: save it with "
                 "format='model_center'."
             )
         values = {
             there if isinstance(there, str) else there[0]: getattr(self, ours)
-            for ours, there in self.NAMES_THERE.items()
+            for ours, there in self.HUGGING_FACE_NAMES.items()
         }
         return values | {
             "architectures": [self.architecture],
@@ -208,20 +209,24 @@ class Config(metaclass=Positional):
             }
             special = {name: value for name, value in ids.items() if value is not None}
         content |= special or {}
-        return content if self.hugging_face is None else self._changed(self.hugging_face, content)
+        return (
+            content if self.hugging_face is None else self._with_changes(self.hugging_face, content)
+        )
 
-    def _changed(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_changes(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
         """The file's content `before` with those values of `now` that it does not say."""
         now = {name: value for name, value in now.items() if name != "torch_dtype"}
-        said = self._said_by(before)
+        values_before = self._values_in(before)
         new = {
-            name: value for name, value in now.items() if name not in said or said[name] != value
+            name: value
+            for name, value in now.items()
+            if name not in values_before or values_before[name] != value
         }
         content = {**before, **new}
         # What has changed may stand there under another name too, which would be read first.
         for name in (None, *(name for name in before if name not in now)):
             rest = {key: value for key, value in content.items() if key != name}
-            if self._said_by(rest) == now:
+            if self._values_in(rest) == now:
                 return rest
         lost = sorted(before.keys() - now.keys())
         warn(
@@ -230,13 +235,13 @@ class Config(metaclass=Positional):
         )
         return now
 
-    def _said_by(self, content: Mapping[str, Any]) -> dict[str, Any]:
+    def _values_in(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """All values of a Hugging Face configuration; none of one that cannot be read alone."""
         try:
-            said = type(self).from_dict(content, hugging_face=None).hugging_face_content()
+            values = type(self).from_dict(content, hugging_face=None).hugging_face_content()
         except ConfigError:
             return {}
-        return {name: value for name, value in said.items() if name != "torch_dtype"}
+        return {name: value for name, value in values.items() if name != "torch_dtype"}
 
     def refuse_unless(self, **expected: Any) -> None:
         """Refuse to be written for Hugging Face with values that the model there cannot have.
@@ -389,6 +394,16 @@ class TransformerConfig(Config):
                 f"pos_bias_type is {self.pos_bias_type!r}: this model has "
                 f"{type(self).pos_bias_type!r}. Leave it out."
             )
+
+    def refuse_unless_classic_layers(self, **expected: Any) -> None:
+        """As `refuse_unless`, for heads as wide as the model, norms with a bias, and no gates."""
+        self.refuse_unless(
+            dim_model=self.num_heads * self.dim_head,
+            norm_bias=True,
+            length_scale=False,
+            ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
+            **expected,
+        )
 
     def stack(self, num_layers: int) -> dict[str, Any]:
         """Arguments of an Encoder or Decoder of this configuration that they have in common."""

@@ -40,7 +40,7 @@ class BlockFiles:
         if now == self._signature:
             return False
         meta = block_meta.read_meta(self.path, self.meta.block_size, self.allow_pickle)
-        before, after = (_places(files) for files in (self.meta, meta))
+        before, after = (_block_ranges(files) for files in (self.meta, meta))
         if after[: len(before)] != before:
             raise DataError(
                 f"the files of {self.path} have been renumbered (compact_dataset): open "
@@ -102,7 +102,7 @@ class BlockFiles:
             yield value
 
 
-def _places(meta: Meta) -> list[tuple[str, int, int]]:
+def _block_ranges(meta: Meta) -> list[tuple[str, int, int]]:
     return [(file.file_name, file.block_begin, file.block_end) for file in meta.files]
 
 

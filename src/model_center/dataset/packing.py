@@ -68,7 +68,7 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
                 f"samples have up to {samples.max_length} tokens, rows {max_length}: "
                 "expected rows to hold any sample."
             )
-        useful = np.flatnonzero(samples.num_learnt).tolist()
+        useful = np.flatnonzero(samples.num_loss_tokens).tolist()
         if not useful:
             raise DataError(
                 f"no sample has an answer within its first {samples.max_length} tokens: "
@@ -100,7 +100,7 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
         }
 
     def num_bytes(self) -> int | None:
-        """Bytes of the text that is learnt of all rows; None where that is not known."""
+        """Bytes of the text in the loss of all rows; None where that is not known."""
         found = [self.samples.num_bytes(number) for row in self.rows for number in row]
         known = [size for size in found if size is not None]
         return sum(known) if len(known) == len(found) else None

@@ -73,7 +73,7 @@ def generate(
         tokenizer=tokenizer,
         generator=generator,
     )
-    return Run(
+    return GenerationRun(
         model, lambda: (prompts, GenerationConfig.of(config, **options)), search_of, session
     ).completed()
 
@@ -107,7 +107,7 @@ def stream(
         tokenizer=tokenizer,
         generator=generator,
     )
-    run = Run(
+    run = GenerationRun(
         model,
         lambda: (prompts, GenerationConfig.of(config, **options)),
         streamed_search_of,
@@ -135,7 +135,7 @@ def streamed_search_of(task: DecodeTask) -> StreamedSearch:
     return StreamedSearch(task)
 
 
-class Run(Generic[Kind]):
+class GenerationRun(Generic[Kind]):
     """One generation: its arguments, checked by all ranks; then its steps, once; then its output.
 
     A rank whose weights are whole goes its own way: steps of one kind of work, which on a GPU is
@@ -187,7 +187,7 @@ class Run(Generic[Kind]):
             stack.enter_context(evaluating(self._model))
             if weights is None:
                 stack.callback(self._decoding.end)
-                yield from self._in_step()
+                yield from self._decode_in_lockstep()
                 return
             if self._ranks.are_several:
                 stack.enter_context(bmt.unwatched())
@@ -197,7 +197,7 @@ class Run(Generic[Kind]):
             if self.num_prompts > 0:
                 runner = DecodeRunner(self._model, self._decoding, weights, self._session)
                 stack.enter_context(runner.open())
-                yield from self._alone(runner)
+                yield from self._decode_alone(runner)
 
     def completed(self) -> GenerationOutput:
         """All steps, and what comes of them."""
@@ -236,7 +236,7 @@ class Run(Generic[Kind]):
         )
         return SPARE - is_there
 
-    def _alone(self, runner: DecodeRunner) -> Iterator[Kind]:
+    def _decode_alone(self, runner: DecodeRunner) -> Iterator[Kind]:
         """All steps, by passes that need no other rank."""
         search, task = self._search, self.task
         scores = runner.first(task.num_new, search.copies)
@@ -262,7 +262,7 @@ class Run(Generic[Kind]):
                 scores = runner.next(search.tokens, search.parents)
         any(map(checks.was_last, pending))
 
-    def _in_step(self) -> Iterator[Kind]:
+    def _decode_in_lockstep(self) -> Iterator[Kind]:
         """All steps, in each of which all ranks take part until no rank needs one."""
         decoding, search, ranks = self._decoding, self._search, self._ranks
         with without_plans(self.task.prefix.device):
@@ -274,15 +274,15 @@ class Run(Generic[Kind]):
             try:
                 yield search
             except GeneratorExit:  # nobody here wants the rest
-                self._accompany(self._others_continue())
+                self._gather_for_others(self._others_continue())
                 raise
             continues, anyone = ranks.which_continue(search.continues())
             if continues:
                 with without_plans(self.task.prefix.device):
                     logits = decoding.step(search.tokens, search.parents)
-        self._accompany(anyone)
+        self._gather_for_others(anyone)
 
-    def _accompany(self, others_continue: bool) -> None:
+    def _gather_for_others(self, others_continue: bool) -> None:
         """Take part in the forward passes of the other ranks until all are done."""
         while others_continue:
             with without_plans(self.task.prefix.device):

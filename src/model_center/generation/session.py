@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from model_center.errors import ConfigError
 from model_center.generation.fingerprint import HostStateFingerprint
-from model_center.generation.recording import Repeated
+from model_center.generation.recording import ReplayedWork
 from model_center.model.decoding import FixedPrompts, FixedSteps
 
 
@@ -22,7 +22,7 @@ class RecordedPrefill(NamedTuple):
     """
 
     prompts: FixedPrompts
-    repeated: Repeated
+    repeated: ReplayedWork
 
 
 class RecordedSteps(NamedTuple):
@@ -37,7 +37,7 @@ class RecordedSteps(NamedTuple):
     """
 
     steps: FixedSteps
-    repeated: Repeated
+    repeated: ReplayedWork
     first: RecordedPrefill | None
     places: Sequence[object]
     fingerprint: HostStateFingerprint

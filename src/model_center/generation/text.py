@@ -12,7 +12,7 @@ import torch
 from model_center.errors import InputError
 from model_center.generation.config import GenerationConfig
 from model_center.generation.detokenizer import Detokenizer
-from model_center.generation.engine import Kind, Run, search_of, streamed_search_of
+from model_center.generation.engine import GenerationRun, Kind, search_of, streamed_search_of
 from model_center.generation.prepare import PromptBatch
 from model_center.generation.search import DecodeTask, Search, StreamedSearch
 from model_center.generation.session import Session
@@ -152,7 +152,7 @@ class TextGenerator:
         encode: Callable[[], Rows],
         options: Mapping[str, Any],
         make: Callable[[DecodeTask], Kind],
-    ) -> Run[Kind]:
+    ) -> GenerationRun[Kind]:
         def ask() -> tuple[PromptBatch, GenerationConfig]:
             config = self.with_defaults(GenerationConfig.of(self.config, **options))
             ids, mask = padded(encode(), config.pad, self.model.PADDING_SIDE)
@@ -163,10 +163,10 @@ class TextGenerator:
                 tokenizer=self.tokenizer,
             ), config
 
-        return Run(self.model, ask, make, self.session)
+        return GenerationRun(self.model, ask, make, self.session)
 
 
-def texts_of(run: Run[Search], tokenizer: Any) -> list[str]:
+def texts_of(run: GenerationRun[Search], tokenizer: Any) -> list[str]:
     """The text of each row, after all steps."""
     rows = run.completed().rows()
     return [
@@ -175,7 +175,7 @@ def texts_of(run: Run[Search], tokenizer: Any) -> list[str]:
     ]
 
 
-def pieces_of(run: Run[StreamedSearch], tokenizer: Any) -> Iterator[tuple[int, str]]:
+def pieces_of(run: GenerationRun[StreamedSearch], tokenizer: Any) -> Iterator[tuple[int, str]]:
     """(row, piece of its text) as soon as it is certain."""
     readers = detokenizers(run, tokenizer)
     for search in run.steps():
@@ -189,7 +189,7 @@ def pieces_of(run: Run[StreamedSearch], tokenizer: Any) -> Iterator[tuple[int, s
             yield row, piece
 
 
-def detokenizers(run: Run[Kind], tokenizer: Any) -> list[Detokenizer]:
+def detokenizers(run: GenerationRun[Kind], tokenizer: Any) -> list[Detokenizer]:
     """One for each row of the results."""
     task, mask = run.task, run.task.mask
     valid = torch.ones_like(task.prefix, dtype=torch.bool) if mask is None else mask

@@ -30,7 +30,7 @@ from model_center.model.decoding import (
     check_inputs,
     select_rows,
 )
-from model_center.model.inputs import Offset, attention_mask_of, embedded, past_place
+from model_center.model.inputs import Offset, attention_mask_of, embedded, past_position
 from model_center.model.outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -240,7 +240,7 @@ class TokenModel(CausalModel):
             InputError: for shapes that do not match, and on the CPU for ids out of range.
         """
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
-        start = past_place(past_key_values)
+        start = past_position(past_key_values)
         mask = attention_mask_of(attention_mask, length, hidden, start, causal=True)
         hidden, bias = self.enter(hidden, mask, position_ids, start)
         asked = ForwardOptions(
@@ -406,7 +406,7 @@ class CausalDecoding(Decoding):
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         length = self.cache.length + ids.shape[1]
         if self._mask is not None:
-            self._mask = lengthened(self._mask, length, 1)
+            self._mask = extended(self._mask, length, 1)
         self._inputs = {
             name: self._extended(name, value, length) for name, value in self._inputs.items()
         }
@@ -415,7 +415,7 @@ class CausalDecoding(Decoding):
 
     def _extended(self, name: str, value: torch.Tensor, length: int) -> torch.Tensor:
         """An input beside tokens and cache, (rows, tokens), for `length` tokens."""
-        return lengthened(value, length, self._model.PER_TOKEN[name])
+        return extended(value, length, self._model.PER_TOKEN[name])
 
 
 def scores_of(
@@ -437,7 +437,7 @@ def scores_of(
     return model.logits(out.last_hidden_state[:, -1:])[:, 0]
 
 
-def lengthened(values: torch.Tensor, length: int, fill: int | None) -> torch.Tensor:
+def extended(values: torch.Tensor, length: int, fill: int | None) -> torch.Tensor:
     """(rows, tokens) cut or filled up to (rows, length), by a number, or None for the last one."""
     missing = length - values.shape[1]
     if missing <= 0:

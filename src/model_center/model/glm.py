@@ -22,7 +22,7 @@ from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask, causal_pairs
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import policy_of
-from model_center.model.causal import CausalDecoding, CausalModel, ForwardOptions, lengthened
+from model_center.model.causal import CausalDecoding, CausalModel, ForwardOptions, extended
 from model_center.model.cpm1 import prefix_mask
 from model_center.model.decoding import check_inputs
 from model_center.model.inputs import (
@@ -319,7 +319,7 @@ class GLMDecoding(CausalDecoding):
         """Inside a span the outer position and `sep` stay, and the inner position grows."""
         if name == "sep":
             return value
-        longer = lengthened(value, length, None)
+        longer = extended(value, length, None)
         if name == "block_position_ids" and length > value.shape[1]:
             longer[:, value.shape[1] :] += torch.arange(
                 1, length - value.shape[1] + 1, device=value.device

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 import torch
 
 from model_center.config.base import TransformerConfig
+from model_center.config.rules import GATED
 from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
-from model_center.layer.feedforward import GATED
 from model_center.layer.mask import AttentionMask
 from model_center.layer.position_embedding.rotary import RotaryEmbeddingESM
 from model_center.layer.transformer import Encoder, Past
 from model_center.layer.variant import PLAIN, LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import CausalModel, ForwardOptions
-from model_center.model.inputs import attention_mask_of, embedded, past_place, positions_from
+from model_center.model.inputs import attention_mask_of, embedded, past_position, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -50,7 +50,7 @@ class LlamaConfig(TransformerConfig):
     model_type: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     has_window: ClassVar[bool] = False  # whether Hugging Face's model knows `sliding_window`
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "dim_model": "hidden_size",
         "num_heads": "num_attention_heads",
@@ -204,7 +204,7 @@ class Llama(CausalModel):
             InputError: for shapes that do not match, and on the CPU for ids out of range.
         """
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
-        start = past_place(past_key_values)
+        start = past_position(past_key_values)
         mask = attention_mask_of(
             attention_mask, length, hidden, start, causal=True, length_counts=True
         )

@@ -59,7 +59,7 @@ def num_tokens(batch: Any) -> int:
 
 
 def tokens_counted(batches: Sequence[Any]) -> torch.Tensor | None:
-    """Tokens without padding, and those of them that are learnt, fp64 (2,) on the batches' device;
+    """Tokens without padding, and those of them in the loss, fp64 (2,) on the batches' device;
     None for batches without `input_length` and `targets`.
     """
     counts = [

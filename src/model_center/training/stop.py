@@ -141,9 +141,9 @@ class StopRequest:
                 if earlier_fd >= 0:
                     os.write(earlier_fd, found)
                 if found[0] in self.earlier:
-                    self._arrived(signal.Signals(found[0]))
+                    self._on_signal(signal.Signals(found[0]))
 
-    def _arrived(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._launcher is not None:

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from model_center.dataset.order import draw
-from model_center.dataset.pairs import PairRows, Pairs, Tokens, padded
+from model_center.dataset.pairs import PairRows, SequencePairs, TokenSequences, padded
 from model_center.dataset.protocols import Epoch, shards_of
 
 IGNORED = -100
@@ -38,8 +38,8 @@ class CPM1_Dataset(PairRows):
 
     LONG = {"ctx": None, "tgt": None, "len_ctx": None}  # noqa: RUF012
 
-    def __init__(self, ctx: Tokens, tgt: Tokens, max_length: int = 1024) -> None:
-        self._pairs, self._length = Pairs(ctx, tgt, max_length, max_length), max_length
+    def __init__(self, ctx: TokenSequences, tgt: TokenSequences, max_length: int = 1024) -> None:
+        self._pairs, self._length = SequencePairs(ctx, tgt, max_length, max_length), max_length
 
     def row(self, ctx: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> dict[str, Any]:
         """The ids, padded."""
@@ -74,7 +74,7 @@ class CPM1_Dataset_Merge(Dataset[MergedRow]):
         seed: of the spans.
     """
 
-    def __init__(self, ctx: Tokens, max_length: int = 1024, seed: int = 0) -> None:
+    def __init__(self, ctx: TokenSequences, max_length: int = 1024, seed: int = 0) -> None:
         self._ctx, self._seed = ctx, seed
         self._rows = np.flatnonzero((ctx.sizes >= 2) & (ctx.sizes <= max_length))
         self.sizes = ctx.sizes[self._rows]

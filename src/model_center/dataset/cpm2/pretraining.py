@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from model_center.dataset.pairs import PairRows, Pairs, Tokens, padded
+from model_center.dataset.pairs import PairRows, SequencePairs, TokenSequences, padded
 
 IGNORED = -100
 # The data were made with 190 more ids before these than the published vocabulary has.
@@ -33,10 +33,14 @@ class CPM2_Dataset(PairRows):
     """
 
     def __init__(
-        self, ctx: Tokens, tgt: Tokens, max_source_length: int = 512, max_target_length: int = 256
+        self,
+        ctx: TokenSequences,
+        tgt: TokenSequences,
+        max_source_length: int = 512,
+        max_target_length: int = 256,
     ) -> None:
         self._source_length, self._target_length = max_source_length, max_target_length + 1
-        self._pairs = Pairs(ctx, tgt, self._source_length, self._target_length)
+        self._pairs = SequencePairs(ctx, tgt, self._source_length, self._target_length)
 
     def row(self, ctx: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> dict[str, Any]:
         """The ids in the published vocabulary, padded."""

@@ -68,7 +68,9 @@ class LCQMC_Dataset(lcqmc.PairTask):
 
     def encode(self, example: Example) -> Item:
         """The prompt of a pair, and the start of its answer."""
-        ids = lcqmc.fitted(self._prompt, example.fields["a"], example.fields["b"], self.max_length)
+        ids = lcqmc.truncated(
+            self._prompt, example.fields["a"], example.fields["b"], self.max_length
+        )
         return {
             "enc_input": padded(ids, self.max_length),
             "enc_length": count(len(ids)),

@@ -115,7 +115,7 @@ class Rotary(torch.nn.Module):
             torch.cuda.current_stream(device).synchronize()
         return self._kept[key]
 
-    def turned(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotated(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn both, (..., length, dim_head): keys from 0 on; queries are at the last keys."""
         tables = self.tables(torch.arange(key.shape[-2], device=key.device))
         last = tables._replace(
@@ -135,7 +135,7 @@ class RotaryEmbedding(Rotary):
 
         Keys are at positions 0 on, queries at the last of these.
         """
-        return self.turned(h_q, h_k)
+        return self.rotated(h_q, h_k)
 
 
 class RotaryEmbeddingESM(Rotary):
@@ -176,7 +176,7 @@ class RotaryEmbeddingESM(Rotary):
         """
         if seq_dim not in {-2, q.dim() - 2}:
             raise InputError(f"seq_dim is {seq_dim}: positions go along the last but one, -2.")
-        return self.turned(q, k)
+        return self.rotated(q, k)
 
 
 def inverse_frequencies(dim: int, base: float, device: torch.device) -> torch.Tensor:
