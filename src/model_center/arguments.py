@@ -28,7 +28,10 @@ def get_args() -> argparse.Namespace:
 
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
-    """A parser with all flags of this module."""
+    """A parser with all flags of `get_args`, to which a program adds its own.
+
+    `description` is shown by `--help`.
+    """
     parser = argparse.ArgumentParser(
         # short: every rank prints it before an error
         usage="%(prog)s [--FLAG VALUE ...]   (--help lists the flags)",

@@ -303,14 +303,17 @@ def test_pairs_and_texts(tmp_path):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", "line 1: no JSON"),
+        ("{", "line 1: not JSON"),
         ("[]", "line 1: got list"),
         (
             '{"body": "a"}',
             "line 1: got the fields body: expected messages, conversations, instruction and",
         ),
-        ('{"messages": []}', "line 1: there is no answer"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: there is no answer"),
+        ('{"messages": []}', "line 1: no message of the assistant is in the loss"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            "line 1: no message of the assistant is in the loss",
+        ),
         ('{"messages": [{"role": "judge", "content": "a"}]}', "line 1: got the message .*judge"),
         ('{"messages": [{"role": "user"}]}', "line 1: there is no field 'content'"),
         ('{"messages": ["a"]}', "line 1: "),
@@ -345,7 +348,7 @@ def test_a_conversation_that_the_template_refuses_is_shown(tmp_path):
         "{{ messages | map(attribute='content') | join | length }}{% endfor %}"
     )
     talk = {"messages": turns("a", "bb", "c", "dd")}
-    with refused("writes other messages otherwise"):
+    with refused("renders other messages differently"):
         items_from(tmp_path, talk, reader=counting)
 
 
@@ -353,7 +356,7 @@ def test_bad_arguments_are_named(tmp_path):
     """No file, a slow tokenizer, rows shorter than samples, answers out of reach."""
     with refused(r"no file .*b\.jsonl"):
         InstructionDataset(tmp_path / "b.jsonl", GPT2, 64)
-    with refused("CPM1Tokenizer does not tell where tokens come from"):
+    with refused("CPM1Tokenizer does not report the offsets of tokens"):
         stored("val.jsonl", tokenizer("cpm1"))
     with refused("max_length is 1: expected at least 2"):
         stored("val.jsonl", length=1)

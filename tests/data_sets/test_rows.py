@@ -217,14 +217,18 @@ def test_structs_of_tables_have_nulls(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: no UTF-8 \(invalid start byte"),
-        ("a.json", b'[\n{"text": "a"},\n]', r"a\.json: no JSON .* at line 3, column 1"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "\xff"}\n',
+            r"line 2: not UTF-8 \(invalid start byte",
+        ),
+        ("a.json", b'[\n{"text": "a"},\n]', r"a\.json: not JSON .* at line 3, column 1"),
         ("a.json", b'[{"text": "a"}, 3]', "row 2: got int: expected a JSON object"),
-        ("a.json", b'{"data": [\n]}', "line 1: no JSON"),
+        ("a.json", b'{"data": [\n]}', "line 1: not JSON"),
         ("a.parquet", b"PAR1", "a.parquet, behind row 0: "),
         ("a.csv", b"text\na\nb,c\n", "line 3: more cells than names"),
         ("a.csv", b'text\n"a\n', "line 2: unexpected end of data"),
-        ("a.txt", b"\xff", "a.txt: no UTF-8"),
+        ("a.txt", b"\xff", "a.txt: not UTF-8"),
         ("a.jsonl.gz", b"{}", "a.jsonl.gz cannot be read: Not a gzipped file"),
         ("a.jsonl", b"\n", "holds no rows: expected at least one"),
         ("folder/a.bin", b"", "holds no data: expected files that end with"),
@@ -350,5 +354,5 @@ def test_tokens_are_made_once(workers, tmp_path):
     with refused(rf"b\.jsonl, line {len(rows) + 1}: got 3 as prompt"):
         tokens_of(source(broken), GPT2, cache)
     assert len([*cache.iterdir()]) == 3
-    with refused(r"the tokens of .*b\.jsonl cannot be kept: .*Not a directory"):
+    with refused(r"the tokens of .*b\.jsonl cannot be written: .*Not a directory"):
         tokens_of(source(broken), GPT2, broken / "cache")

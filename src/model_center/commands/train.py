@@ -255,7 +255,7 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
     if trained_model.num_positions is not None and args.max_length > trained_model.num_positions:
         raise ConfigError(
             f"--max-length {args.max_length}: the model has {trained_model.num_positions} "
-            "positions."
+            "positions; give at most so many."
         )
     packed = _packed(training_parts, args, trained_model)
     trained_model.adapt(args)

@@ -198,9 +198,9 @@ def _saved_vocabulary(args: argparse.Namespace, origin: Origin) -> str:
     if sizes[0] != sizes[1]:
         differs = f"--vocab-size was {sizes[0]} and is {sizes[1]}"
     raise ResumeError(
-        f"the vocabulary of the run in {args.save} was made otherwise: {differs}. Remedy: give the "
-        "same arguments to go on, or another --save; --continue-with-other-data takes other texts "
-        "with the vocabulary that the run has."
+        f"the vocabulary of the run in {args.save} differs: {differs}. Remedy: give the same "
+        "arguments to resume, or another --save; --continue-with-other-data trains on other texts "
+        "with the run's vocabulary."
     )
 
 

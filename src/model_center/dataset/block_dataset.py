@@ -279,9 +279,9 @@ class DistributedDataset(IterableDataset[Any]):
         if self._world_size > 1:
             if bmt.world_size() != self._world_size:
                 raise DataError(
-                    f"the place of {self._world_size} ranks cannot be put together by "
-                    f"{bmt.world_size()}: call state_dict in a "
-                    "process group of as many ranks as the dataset has parts."
+                    f"the position of {self._world_size} ranks cannot be gathered from "
+                    f"{bmt.world_size()}: call state_dict in a run of as many ranks as the dataset "
+                    "has parts."
                 )
             places = bmt.gather_result(places)
         states = torch.zeros(max(len(self._reads), int(places[:, 0].max()) + 1), dtype=torch.int64)
@@ -305,7 +305,7 @@ class DistributedDataset(IterableDataset[Any]):
         states = torch.as_tensor(state["states"]).numpy()
         if len(states) > len(self._reads) or (strict and len(states) != len(self._reads)):
             raise DataError(
-                f"this place is one among {len(states)} blocks, but {self._files.path} has "
+                f"the saved position is of {len(states)} blocks, but {self._files.path} has "
                 f"{len(self._reads)}: pass strict=False if files have been added since."
             )
         known = self._files.live[: len(states)]

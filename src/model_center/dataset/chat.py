@@ -127,7 +127,8 @@ class ChatRenderer:
         start, stop = len(begin), len(text) - len(rest)
         if not (start <= stop and text.startswith(begin) and text.endswith(rest)):
             raise DataError(
-                "the chat template writes other messages otherwise when an answer is another."
+                "the chat template renders other messages differently when an answer changes, so "
+                "the answer's tokens cannot be found: use another template."
             )
         last = self.text([*messages[:place], marked])
         last = last[
@@ -150,7 +151,9 @@ def _mark(text: str) -> str:
     """
     found = next((chr(code) for code in MARKS if chr(code) not in text), None)
     if found is None:
-        raise DataError("a conversation holds all characters of Unicode's private use.")
+        raise DataError(
+            "a conversation holds all characters of Unicode's private use: remove one of them."
+        )
     return found
 
 

@@ -143,14 +143,15 @@ def _weighs_one(row: Row) -> None:
     names += [name for name in SWITCHES if isinstance(row.get(name), bool)]
     if names:
         raise ValueError(
-            f"got {names[0]} {row[names[0]]!r} of a row: here all rows weigh the same."
+            f"got {names[0]} {row[names[0]]!r} of a row, but all rows have one weight in the loss: "
+            "leave it out, or give it to messages."
         )
 
 
 def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     _one_system(messages)
     if not any(is_in_loss(message) for message in messages):
-        raise ValueError("there is no answer of the assistant to learn.")
+        raise ValueError("no message of the assistant is in the loss: expected one.")
     # templates cannot say where it begins when nothing is before it
     if messages[0]["role"] == "assistant":
         raise ValueError(
@@ -186,7 +187,9 @@ def parse_pair(row: Row) -> tuple[Parsed, Parsed]:
     shared = better[:same]
     is_whole = all(side[0]["role"] != "assistant" for side in (better, worse))
     if is_whole and found is not None and given[-1] not in shared:
-        raise ValueError(f"chosen and rejected begin with another prompt than {found}.")
+        raise ValueError(
+            f"chosen and rejected begin with another prompt than {found}: make them equal."
+        )
     # The prompt is said once, by a field of the row or by both answers.
     prompt = [*before, *shared] if is_whole else [*before, *given, *shared]
     prompt = [{**message, "weight": 0} for message in prompt]
@@ -401,8 +404,8 @@ def _message(turn: Any) -> dict[str, Any]:
         in_loss = bool(value) is FLAGS[name]
         if in_loss and ROLES[role] != "assistant" and FLAGS[name] and "weight" not in name:
             raise ValueError(
-                f"got {name} {value!r} of a message of the {role}: only those of the assistant "
-                "are in the loss."
+                f"got {name} {value!r} of a message of the {role}: only messages of the assistant "
+                "can be in the loss."
             )
         if not in_loss:
             message["weight"] = 0

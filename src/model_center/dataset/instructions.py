@@ -87,7 +87,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         at_least(max_length, 2, "max_length")
         if not tokenizer.is_fast:
             raise DataError(
-                f"{type(tokenizer).__name__} does not tell where tokens come from: "
+                f"{type(tokenizer).__name__} does not report the offsets of tokens: "
                 "expected a fast tokenizer."
             )
         data = source(path)

@@ -90,14 +90,14 @@ class LineFile(Sequence[Example]):
             raise DataError(f"{self.path}, line {number}: there is no field {error}.") from error
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{self.path}, line {number}: no JSON ({error.msg} at column {error.pos + 1})."
+                f"{self.path}, line {number}: not JSON ({error.msg} at column {error.pos + 1})."
             ) from error
         except (ValueError, TypeError) as error:
             raise DataError(f"{self.path}, line {number}: {error}") from error
         if labelled and any(example.label is None for example in examples):
             raise DataError(
                 f"{self.path}, line {number}: there is no label. Only the split 'test' may "
-                "come without."
+                "have none."
             )
         return examples
 

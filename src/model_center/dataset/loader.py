@@ -286,8 +286,8 @@ class _Rows:
         ]
         if wrong:
             raise DataError(
-                "this place is one in another order of rows: it was kept with "
-                f"{', '.join(wrong)}; make them equal."
+                "the saved position is in another order of rows: it was saved with "
+                f"{', '.join(wrong)}; use the same."
             )
         return int(state["row"])
 
@@ -305,8 +305,8 @@ class _Stream:
             )
         if kwargs.get("persistent_workers") and isinstance(dataset, HasEpochs):
             raise DataError(
-                f"{type(dataset).__name__} is an IterableDataset with set_epoch, and nobody tells "
-                "its copies in workers that outlive an epoch: leave persistent_workers=False."
+                f"{type(dataset).__name__} is an IterableDataset with set_epoch, which does "
+                "not reach its copies in persistent workers: leave persistent_workers=False."
             )
         self._dataset = dataset
         self.loader: DataLoader[Any] = DataLoader(dataset, **kwargs)
@@ -336,7 +336,7 @@ class _Stream:
     def _stateful(self) -> Stateful:
         if not isinstance(self._dataset, Stateful) or self.loader.num_workers:
             raise DataError(
-                f"the place in {type(self._dataset).__name__} cannot be kept: it is an "
+                f"the position in {type(self._dataset).__name__} cannot be saved: it is an "
                 "IterableDataset, which must have state_dict and load_state_dict of its own and "
                 f"num_workers=0 (here {self.loader.num_workers})."
             )

@@ -39,7 +39,7 @@ class PreferencePairs(torch.utils.data.Dataset[Item]):
         self.num_without_answer = len(useful) - len(self.rows)
         if not self.rows:
             raise DataError(
-                f"of no pair are both answers within the first {samples.max_length} tokens: raise "
+                f"no pair has both answers within its first {samples.max_length} tokens: raise "
                 "max_length."
             )
         self.reference = torch.zeros(len(self.rows), 2)

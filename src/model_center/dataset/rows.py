@@ -168,14 +168,14 @@ def parsed(text: bytes, place: str) -> Any:
             f"{place}: {half} is half of a surrogate pair, which is no character."
         ) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: no UTF-8 ({error.reason} at byte {error.start}).") from error
+        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}).") from error
     except json.JSONDecodeError as error:
         where = (
             f"line {error.lineno}, column {error.colno}"
             if error.lineno > 1
             else f"column {error.colno}"
         )
-        raise DataError(f"{place}: no JSON ({error.msg} at {where}).") from error
+        raise DataError(f"{place}: not JSON ({error.msg} at {where}).") from error
     except RecursionError as error:
         raise DataError(f"{place}: nested too deeply to be read.") from error
     except ValueError as error:  # a number of thousands of digits
@@ -257,7 +257,7 @@ def _text(path: pathlib.Path) -> Iterator[Row]:
         try:
             yield Row(str(path), {"text": file.read().decode()})
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}: no UTF-8 ({error.reason} at byte {error.start}).") from error
+            raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}).") from error
 
 
 READERS: dict[str, Callable[[pathlib.Path], Iterator[Row]]] = {

@@ -155,7 +155,7 @@ def tokens_of(
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
-        raise DataError(f"the tokens of {source.name} cannot be kept: {error}.") from error
+        raise DataError(f"the tokens of {source.name} cannot be written: {error}.") from error
 
 
 def _key(source: Source, encoder: Encoder) -> str:

@@ -138,7 +138,9 @@ def check_range(numbers: torch.Tensor, size: int, what: str) -> None:
     if numbers.device.type == "cpu" and numbers.numel() > 0 and not torch.compiler.is_compiling():
         low, high = (int(end) for end in numbers.aminmax())
         if low < 0 or high >= size:
-            raise InputError(f"{what} of {size} rows got ids from {low} to {high}.")
+            raise InputError(
+                f"{what} of {size} rows got ids from {low} to {high}: expected 0 to {size - 1}."
+            )
 
 
 def _first_values(mean: float, std: float, padding_idx: int | None) -> Initializer:

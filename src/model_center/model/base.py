@@ -149,7 +149,9 @@ class BaseModel(bmt.DistributedModule):
 
     @classmethod
     def from_json_file(cls: type[Model], json_file: str | os.PathLike[str], **kwargs: Any) -> Model:
-        """A model with initial values, of the configuration in a file and `kwargs`. Collective.
+        """A model with initial values, of the configuration in `json_file`. Collective.
+
+        `kwargs` are values that replace those of the file.
 
         Raises:
             ConfigError: on every rank, for a file that is missing or has unknown keys.

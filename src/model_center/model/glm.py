@@ -147,8 +147,9 @@ class GLM(CausalModel):
         output_hidden_states: bool = False,
         return_dict: bool = False,
     ) -> Any:
-        """Score the next token at every position: (batch, seq, vocab_size), or with `cls_head`
-        (batch, seq, cls_head).
+        """Score the next token at every position.
+
+        Returns scores (batch, seq, vocab_size), or with `cls_head` (batch, seq, cls_head).
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model), with all

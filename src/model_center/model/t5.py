@@ -59,8 +59,8 @@ class T5Config(Seq2SeqConfig):
         super().__post_init__()
         if self.scale and self.scale_logits:
             raise ConfigError(
-                "scale and scale_logits are both true: scale is for ModelCenter's files, "
-                "the other for the original."
+                "scale and scale_logits are both true: set scale for ModelCenter's files, or "
+                "scale_logits for the original ones."
             )
 
     @classmethod
@@ -88,7 +88,8 @@ class T5Config(Seq2SeqConfig):
         if self.scale:
             raise ConfigError(
                 "scale=True: the weights are those of ModelCenter, a hundredth of the "
-                "original ones, which transformers cannot say."
+                "original ones, which transformers' configuration cannot express. Save it with "
+                "format='model_center'."
             )
         self.refuse_unless(
             norm_bias=False, att_bias=False, ffn_bias=False, attn_scale=False, length_scale=False

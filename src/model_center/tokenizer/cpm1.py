@@ -130,7 +130,7 @@ class CPM1Tokenizer(ByIdentifier, PreTrainedTokenizer):
     def save_vocabulary(
         self, save_directory: str, filename_prefix: str | None = None
     ) -> tuple[str]:
-        """Write `vocab.txt` into a folder; returns its path."""
+        """Write `vocab.txt`, after `filename_prefix`, into `save_directory`; returns its path."""
         path = pathlib.Path(
             save_directory, f"{filename_prefix}-vocab.txt" if filename_prefix else "vocab.txt"
         )

@@ -95,7 +95,7 @@ class GLMTokenizer(ByIdentifier, PreTrainedTokenizer):
     def save_vocabulary(
         self, save_directory: str, filename_prefix: str | None = None
     ) -> tuple[str]:
-        """Write `vocab.model` into a folder; returns its path."""
+        """Write `vocab.model`, after `filename_prefix`, into `save_directory`; returns its path."""
         path = pathlib.Path(
             save_directory, f"{filename_prefix}-vocab.model" if filename_prefix else "vocab.model"
         )

@@ -300,7 +300,7 @@ def goal_of(trained_model: TrainedModel, args: argparse.Namespace) -> Goal:
     """
     kind: Objective = args.objective
     if args.samples and kind is Objective.REWARD:
-        raise ConfigError("--samples: a reward model answers nothing.")
+        raise ConfigError("--samples: a reward model generates no text; leave it out.")
     return (Preference if kind.takes_pairs else NextToken)(trained_model, args)
 
 

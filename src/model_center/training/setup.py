@@ -64,8 +64,7 @@ def class_of(name: str, default: type[Model]) -> type[Model]:
     kind = model_class(content) if "model_type" in content else default
     if not issubclass(kind, default):
         raise ConfigError(
-            f"{name} is a {kind.__name__}: expected a {default.__name__}, or what is built "
-            "like one."
+            f"{name} is a {kind.__name__}: expected a {default.__name__} or a subclass of it."
         )
     return kind
 

@@ -750,7 +750,7 @@ def native_class(name: str) -> type[CausalModel] | None:
         return None
     if not issubclass(own, CausalModel):
         raise ConfigError(
-            f"{name} is a {own.__name__}: expected a CausalModel, or what is built like one."
+            f"{name} is a {own.__name__}: expected a CausalModel or a subclass of it."
         )
     return own
 
@@ -773,5 +773,7 @@ def trained_model_of(
     if own is None or own is GPTj:
         return (RewardModel if is_reward else TransformersModel)(name, vocabulary)
     if not issubclass(own, TokenModel | Llama):
-        raise ConfigError(f"{own.__name__} is not trained by this program.")
+        raise ConfigError(
+            f"{own.__name__} cannot be trained by this command: use a program of your own."
+        )
     return NativeModel(own, name, vocabulary)
