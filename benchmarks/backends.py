@@ -90,10 +90,6 @@ class Ours(Backend):
         self.optimizer = kind(self.model.parameters(), **settings)
         self.manager = bmt.optim.OptimManager()
         self.manager.add_optimizer(self.optimizer)
-        self.run = (
-            bmt.cuda_graph(self._forward_backward) if options.cuda_graph else self._forward_backward
-        )
-
         self._num_micro = options.micro_batches
 
     def _forward_backward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -103,7 +99,7 @@ class Ours(Backend):
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         parts = zip(ids.chunk(self._num_micro), targets.chunk(self._num_micro), strict=True)
-        loss = torch.stack([self.run(*part) for part in parts]).mean()
+        loss = torch.stack([self._forward_backward(*part) for part in parts]).mean()
         self.manager.clip_grad_norm(self.optimizer.param_groups, max_norm=MAX_NORM)
         self.manager.step()
         self.manager.zero_grad()

@@ -11,7 +11,7 @@ bert    whole training steps of BERT-large on 256 sequences of 128 tokens: model
 t5      the same of T5-base on 32 pairs of 512 and 128 tokens
 
 On several GPUs each has as many rows, and transformers' models are in DistributedDataParallel with
-gradients in bf16. model_center's are measured with and without `bmtrain.cuda_graph`.
+gradients in bf16.
 
 loading a checkpoint of 2.7e9 parameters in bf16, in several safetensors files:
 benchmarks/loading.py
@@ -146,26 +146,17 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def training(
-    model: nn.Module,
-    loss_of: Callable[..., torch.Tensor],
-    batch: Sequence[torch.Tensor],
-    graphed: bool,
+    model: nn.Module, loss_of: Callable[..., torch.Tensor], batch: Sequence[torch.Tensor]
 ) -> Step:
     """Whole steps of a model in this engine: clip to norm 1, AdamW with fp32 masters."""
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-5, weight_decay=0.01)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
 
-    def forward_backward(*tensors: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(*tensors)
-        manager.backward(loss)
-        return loss
-
-    run = bmt.cuda_graph(forward_backward) if graphed else forward_backward
-
     def step() -> torch.Tensor:
         manager.zero_grad()
-        loss = run(*batch)
+        loss = loss_of(*batch)
+        manager.backward(loss)
         manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
         manager.step()
         return loss
@@ -199,7 +190,7 @@ def training_there(
     return step
 
 
-def ours_bert(batch: Batch, graphed: bool = False) -> Step:
+def ours_bert(batch: Batch) -> Step:
     """model_center's BERT-large: bf16 weights, fp32 masters in the optimizer."""
     config = BertConfig(
         vocab_size=30522,
@@ -218,9 +209,7 @@ def ours_bert(batch: Batch, graphed: bool = False) -> Step:
     head = nn.Linear(1024, 2, device="cuda", dtype=torch.bfloat16)
     model = Classifier(encoder, head, output_logits=False, output_pooler_output=True)
     loss_function = bmt.loss.FusedCrossEntropy()
-    return training(
-        model, lambda ids, mask, labels: loss_function(model(ids, mask), labels), batch, graphed
-    )
+    return training(model, lambda ids, mask, labels: loss_function(model(ids, mask), labels), batch)
 
 
 def transformers_bert(batch: Batch, dtype: torch.dtype) -> Step:
@@ -243,7 +232,7 @@ def transformers_bert(batch: Batch, dtype: torch.dtype) -> Step:
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
-def ours_t5(batch: Pairs, graphed: bool = False) -> Step:
+def ours_t5(batch: Pairs) -> Step:
     """model_center's T5-base, bf16 weights."""
     config = T5Config(
         vocab_size=32128,
@@ -270,7 +259,7 @@ def ours_t5(batch: Pairs, graphed: bool = False) -> Step:
         logits = model(input_ids=ids, decoder_input_ids=given, output_logits=True).logits
         return loss_function(logits.flatten(0, 1), labels.flatten())
 
-    return training(model, loss_of, batch, graphed)
+    return training(model, loss_of, batch)
 
 
 def transformers_t5(batch: Pairs, dtype: torch.dtype) -> Step:
@@ -297,7 +286,6 @@ def t5_records() -> Iterator[dict[str, Any]]:
         {"what": "t5", "sequences": 32},
         {
             "model_center": lambda: ours_t5(batch),
-            "model_center, cuda_graph": lambda: ours_t5(batch, graphed=True),
             "transformers, autocast": lambda: transformers_t5(batch, torch.float32),
             "transformers, bf16": lambda: transformers_t5(batch, torch.bfloat16),
         },
@@ -351,7 +339,6 @@ def bert_records() -> Iterator[dict[str, Any]]:
             {"what": "bert", "mask": kind, "sequences": 256},
             {
                 "model_center": functools.partial(ours_bert, batch),
-                "model_center, cuda_graph": functools.partial(ours_bert, batch, graphed=True),
                 "transformers, autocast": functools.partial(
                     transformers_bert, batch, torch.float32
                 ),

@@ -30,7 +30,7 @@ CHOICES = (
 )
 # Which of them a backend has; others are refused before anything is built.
 SUPPORTED = {
-    "bmtrain": set(CHOICES),
+    "bmtrain": set(CHOICES) - {"cuda_graph"},
     "fsdp2": {"recompute", "offload"},
     "plain": {"recompute", "cuda_graph"},
     "deepspeed": {"recompute", "offload"},
@@ -137,7 +137,9 @@ def parser() -> argparse.ArgumentParser:
         help="what moves shards",
     )
     parser.add_argument("--fp8", action="store_true", help="linear layers of blocks in FP8")
-    parser.add_argument("--cuda-graph", action="store_true", help="replay forward and backward")
+    parser.add_argument(
+        "--cuda-graph", action="store_true", help="torch.compile's mode reduce-overhead"
+    )
     parser.add_argument(
         "--fused-head", action="store_true", help="the loss without the logits of all rows"
     )

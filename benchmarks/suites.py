@@ -63,7 +63,7 @@ SUITES = (
         gpus=(1, 2, 4, 8),
         seconds=40,
         in_default=False,
-        runs=_runs("--shape gpt2 --batch 8", "bmtrain", "bmtrain --cuda-graph", "plain", "fsdp2"),
+        runs=_runs("--shape gpt2 --batch 8", "bmtrain", "plain", "fsdp2"),
     ),
     Suite(
         name="gpt2",
@@ -73,10 +73,9 @@ SUITES = (
         repeat=3,
         runs=_runs(
             "--shape gpt2 --batch 8 32 --steps 20",
-            "bmtrain --cuda-graph",
-            "plain",
-            "bmtrain --cuda-graph --fused-head",
             "bmtrain",
+            "plain",
+            "bmtrain --fused-head",
             "plain --cuda-graph",
         ),
     ),
@@ -89,9 +88,8 @@ SUITES = (
         in_default=False,
         runs=_runs(
             "--shape gpt2 --batch 8 32 --steps 20",
-            "bmtrain --cuda-graph",
-            "plain",
             "bmtrain",
+            "plain",
             "fsdp2",
             "plain --cuda-graph",
         ),

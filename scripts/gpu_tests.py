@@ -25,7 +25,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "gpu-tests.json"
-ROOMS = ("shard", "distributed", "optim", "kernels", "compile", "graphs")
+ROOMS = ("shard", "distributed", "optim", "kernels", "compile")
 CORES_PER_WORKER = 3  # two ranks and the test
 MOST_WORKERS = 10
 

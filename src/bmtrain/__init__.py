@@ -6,12 +6,12 @@ Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole 
 
 from bmtrain import benchmark, compat, distributed, inspect, loss, lr_scheduler, nn, optim, utils
 from bmtrain.block.block import Block, CheckpointBlock
+from bmtrain.block.cuda_graph import cuda_graph
 from bmtrain.block.stack import TransformerBlockList
 from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters
 from bmtrain.checkpoint import CheckpointManager, load, save
 from bmtrain.distributed import nccl
 from bmtrain.distributed.results import sum_loss, synchronize, wait_loader
-from bmtrain.graphs.function import cuda_graph
 from bmtrain.optim import optim_step
 from bmtrain.parallel.pipeline import PipelineTransformerBlockList
 from bmtrain.runtime.config import config

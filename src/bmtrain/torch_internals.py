@@ -396,20 +396,6 @@ def wait_for(result: Any) -> None:
             wait()
 
 
-def num_collectives() -> list[int]:
-    """Collectives that this process has begun so far, by process group and backend.
-
-    Left out are backends that do not count.
-    """
-    counts: list[int] = []
-    for group in torch.distributed.distributed_c10d._world.pg_map:
-        for device in group._device_types:
-            with contextlib.suppress(RuntimeError):
-                count = getattr(group._get_backend(device), "_get_sequence_number_for_group", None)
-                counts += [] if count is None else [count()]
-    return counts
-
-
 #: The store through which the ranks of the run found each other.
 default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 #: The key-value store of a process group.

@@ -12,6 +12,7 @@ import torch
 
 from bmtrain.checkpoint.entries import entries
 from bmtrain.checkpoint.writer import write_file
+from bmtrain.errors import printable
 from model_center.config.base import CONFIG_FILE, read_json
 from model_center.errors import ConfigError, WeightsError
 from model_center.hub.resolving import resolve
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
         staging.abandon()
         raise
     for line in _report(opened, missing, target):
-        print(line)
+        print(printable(line))
 
 
 def _class_of(content: Mapping[str, Any], wanted: str | None) -> type[BaseModel]:

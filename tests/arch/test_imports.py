@@ -14,7 +14,7 @@ LAYERS = (
     {"loss", "recompute"},
     {"compile"},
     {"block", "nn", "optim", "lr_scheduler", "inspect", "benchmark", "utils"},
-    {"parallel", "graphs", "checkpoint"},
+    {"parallel", "checkpoint"},
     {"compat", "plan", "verification"},
     {"__init__", "__main__"},
 )

@@ -126,16 +126,6 @@ def test_ranks_divide_the_blocks(folder):
             DistributedDataset(folder, rank, ranks)
 
 
-def test_read_never_ends(folder):
-    """Epoch after epoch, and iteration goes on from where it is."""
-    dataset = DistributedDataset(folder, 1, 2)
-    one = list(DistributedDataset(folder, 1, 2))
-    assert [dataset.read() for _ in range(len(one) * 2 + 4)] == one * 2 + one[:4]
-    assert dataset.epoch == 2
-    assert list(dataset) == one[4:]
-    assert dataset.epoch == 3
-
-
 def test_files_may_be_added_and_hidden_while_reading(folder):
     """New ones join the epoch at hand, once; hidden ones leave; shown again, they are not read as
     often as they missed.
@@ -193,20 +183,6 @@ def test_compact_from_elsewhere(folder, monkeypatch, tmp_path):
 
 
 # --- the place
-
-
-def test_resume_on_one_rank(folder):
-    """The record after the last, and all others, in the same order; also in a reader that is in
-    the middle of something else.
-    """
-    for steps in (0, 1, 2, 5, 22, 23, 30):
-        dataset, again = DistributedDataset(folder), DistributedDataset(folder)
-        for _ in range(steps):
-            dataset.read()
-        again.read()
-        again.load_state_dict(dataset.state_dict())
-        assert again.epoch == dataset.epoch == steps // 23
-        assert [again.read() for _ in range(50)] == [dataset.read() for _ in range(50)]
 
 
 def read_and_resume(folder, steps):

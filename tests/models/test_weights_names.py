@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from bmtrain.checkpoint import reading
 from bmtrain.checkpoint.reading import Read, cuts, read_all
 from bmtrain.checkpoint.source import Header, Source
 from model_center.errors import WeightsError
@@ -151,7 +150,7 @@ def test_a_rank_looks_only_at_its_own_elements():
         assert torch.equal(out, whole[start:stop]) and source.count == 400
 
 
-def test_reads_in_many_pieces_are_those_in_one(monkeypatch):
+def test_reads_in_many_pieces_are_those_in_one():
     """Slices of ranks, which begin and end anywhere, cut at rows, read by several threads; in the
     dtype of their targets. An error of one ends all.
     """
@@ -169,14 +168,13 @@ def test_reads_in_many_pieces_are_those_in_one(monkeypatch):
     source, wanted = Memory(tensors), expected(tensors)
     mapped = MappedSource(source, match(MAP, MAP.pieces, tensors).pieces)
     for chunk, dtype in ((1, torch.float), (24, torch.bfloat16), (50, torch.float)):
-        monkeypatch.setattr(reading, "CHUNK", chunk)
         for rank in range(3):
             reads = []
             for name, value in wanted.items():
                 start, stop = (value.numel() * place // 3 for place in (rank, rank + 1))
                 target = torch.full((stop - start,), float("nan"), dtype=dtype)
                 reads.append(Read(target, name, start, stop))
-            read_all(reads, mapped)
+            read_all(reads, mapped, chunk)
             for read in reads:
                 whole = wanted[read.name].reshape(-1).to(dtype)
                 assert torch.equal(read.target, whole[read.start : read.stop]), (read.name, rank)

@@ -242,8 +242,7 @@ def test_auto_takes_what_fits():
 
 def test_memory_grows_with_what_takes_it():
     """More rows, less recomputation, fewer ranks: each takes more; ZeRO-2 more than ZeRO-3. Of states
-    as many are on the GPU as are said to be. Of LoRA only the adapters are trained: rank times the sum
-    of both sides of the five linear layers. A model without blocks has gradients too.
+    as many are on the GPU as are said to be. A model without blocks has gradients too.
     """
     source, settings = of_function(MODEL), with_replaced(EAGER, batch=32, seq=64)
     traced = trace(source, settings)
@@ -260,11 +259,6 @@ def test_memory_grows_with_what_takes_it():
     whole = Memory(traced, away, MACHINE)
     part = Memory(traced, with_replaced(away, device_states=whole.host / 2 / GIB), MACHINE)
     assert part.states == whole.host - part.host == whole.host // 2 and whole.staged
-    few = with_replaced(EAGER, lora=4)
-    found = bp.Forecast.of(Memory(trace(source, few), few, MACHINE))
-    sides = [(48, 144), (48, 48), (48, 96), (48, 96), (96, 48)]
-    assert found.trained == 5 * 4 * sum(a + b for a, b in sides)
-    assert found.peak.parts["optimizer states"] < 12 * found.parameters
     bare = bp.forecast(Head, lambda head, *_: head(torch.ones(1, 1, 64).bfloat16(), _ids()), EAGER)
     assert bare.peak.parts["gradients"] == 2 * bare.parameters and "no member" in bare.notes[0]
 

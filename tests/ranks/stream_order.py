@@ -220,9 +220,6 @@ class SimulatedStreams(Streams):
         for side in (self._gather_name, self._reduce_name):
             self._order.clocks[self._order.current].wait(self._order.clocks[side])
 
-    def renew(self):
-        raise NotImplementedError("CUDA graphs are not simulated")
-
     def _wait(self, stream, event):
         if event is not None:
             self._order.clocks[stream].wait(cast(Clock, event))

@@ -11,7 +11,7 @@ from tests.garbage import without_collector
 from tests.models import parity
 from tests.models.recording import recorded
 from tests.models.test_generation_session import alive, watched_caches
-from tests.ranks import graphs, test_generation
+from tests.ranks import test_generation
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_generation import VOCAB, counted_gathers, saved
 from tests.tensors import own_slice
@@ -396,50 +396,3 @@ def test_after_an_error_copies_are_not_trusted(folder):
         assert len(gathers) == 1
         assert_near(generated(model, ids, session=other), expected)
         assert len(gathers) == 2
-
-
-def trained_by_graphs(folder, generation):
-    """Losses of steps of training, and what is generated after each."""
-    model, ids = made(folder), prompt()
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.003))
-
-    @bmt.cuda_graph
-    def forward_and_backward(ids):
-        logits = model(ids).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        manager.backward(loss)
-        return loss
-
-    losses, found = [], []
-    for _ in range(6):
-        losses.append(float(forward_and_backward(ids)))
-        manager.step()
-        manager.zero_grad()
-        found.append(generation(model, ids))
-    return losses, found
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_training_by_graphs_shares_the_memory(folder):
-    """Both read whole weights at fixed addresses; there is one copy of them."""
-    captured = graphs.use()
-    with recorded():  # nothing looks at the ids
-        losses, expected = trained_by_graphs(folder, layer_by_layer)
-    with opened() as (session, recorder, _), watched_buffers() as buffers:
-        most = 0
-
-        def shared(model, ids):
-            nonlocal most
-            out = generated(model, ids, session=session)
-            most = max(most, sum(there(buffers)))
-            return out
-
-        other_losses, found = trained_by_graphs(folder, shared)
-    assert captured.num_captures == 2 and captured.num_replays == 8
-    assert recorder.num_recorded == 2 and most == 7
-    assert losses == other_losses
-    for one, other in zip(found, expected, strict=True):
-        assert_near(one, other)
-    assert len({str(rows) for rows, _ in found}) > 3

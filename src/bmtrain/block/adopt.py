@@ -106,7 +106,7 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
         param = place.value
         placement = EVERYWHERE
         if isinstance(param, DistributedParameter):
-            if "_storage" not in vars(param):
+            if "storage_of" not in vars(param):
                 raise ParameterError(
                     f"{place.path!r} is a {type(param).__name__} with a tensor of its own: make it "
                     "by DistributedParameter.__new__, or register_buffer what is not trained."
@@ -179,7 +179,7 @@ def _build(
     Fills slot by slot and frees each old value before the next copy where possible, so that the
     peak is one storage and one parameter, not two copies of everything.
     """
-    shapes = [(path, full_shape(param)) for param, path in members.items()]
+    shapes = [(path, param.shape) for param, path in members.items()]
     splits = [
         p.storage_of.layout.slots[p.index_in_storage].split
         if isinstance(p, DistributedParameter)
@@ -218,7 +218,7 @@ def replace(
 ) -> DistributedParameter:
     """Replace the ordinary parameter `old`; returns `old` itself where it can become the new."""
     if old.is_meta:
-        new.mark_unset()
+        new.never_set = True
     used = new.take_the_place_of(old)
     if used is not old:
         converted.remember(old, new)
@@ -298,8 +298,3 @@ def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -
                 )
             else:  # in place: modules may share the buffer
                 buffer.copy_(value)
-
-
-def full_shape(param: torch.nn.Parameter) -> torch.Size:
-    """The shape of the full tensor."""
-    return param._original_shape if isinstance(param, DistributedParameter) else param.shape

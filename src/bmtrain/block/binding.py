@@ -76,12 +76,14 @@ class ParameterTable(tuple[Row, ...]):
         ]
         self._lengths = [len(found) for found in self._dicts]
         self._values = [value for found in self._dicts for value in found.values()]
-        self._num_registered = self._count_storages()
+        # Storages are registered once: another number may mean other ones.
+        self._engine = self.storages[0].engine if self.storages else None
+        self._num_registered = self._engine.num_registered if self._engine else 0
 
     def are_current(self) -> bool:
         """Whether the modules still have the same children and parameters, in the same storages."""
         return (
-            self._num_registered == self._count_storages()
+            (self._engine is None or self._engine.num_registered == self._num_registered)
             and list(map(len, self._dicts)) == self._lengths
             and all(
                 map(
@@ -91,9 +93,6 @@ class ParameterTable(tuple[Row, ...]):
                 )
             )
         )
-
-    def _count_storages(self) -> int:
-        return self.storages[0].engine.num_registered if self.storages else 0
 
 
 class _Plain(torch.Tensor):

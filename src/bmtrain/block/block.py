@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from bmtrain.block.adopt import adopt, move_buffers, move_to_stage, places_of, share_buffers
-from bmtrain.block.binding import Binding, ParameterTable
-from bmtrain.block.calls import Execution, Invocation
+from bmtrain.block.binding import Binding
+from bmtrain.block.calls import BlockCall
 from bmtrain.block.context import Context
 from bmtrain.block.shardable import check_shardable
 from bmtrain.compile.compiled import CompiledByDefault, CompiledModule
@@ -26,15 +26,16 @@ from bmtrain.recompute.level import Level, level_of
 from bmtrain.recompute.offload import is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.planner import Subject
-from bmtrain.recompute.probe import Trials, measure, unmeasured
+from bmtrain.recompute.probe import Trials, measure
 from bmtrain.recompute.recomputation import Recomputation
-from bmtrain.recompute.runner import Runner, SeveralGraphsError, call
+from bmtrain.recompute.runner import Runner, SeveralGraphsError
+from bmtrain.recompute.runner import call as call_module
 from bmtrain.recompute.scripts import open_slots
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import known_keywords
 from bmtrain.runtime.log import warn
 from bmtrain.shard.module import DistributedModule, has_blocks
-from bmtrain.shard.outputs import before_backward_of, has_plain_tensors, map_tensors, tied_to
+from bmtrain.shard.outputs import PLAIN, before_backward_of, map_tensors, tied_to
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import ShardPolicy, Storage
@@ -56,12 +57,12 @@ class Block(DistributedModule):
     """`Block(module)` computes what `module` computes, with its parameters sharded over ranks.
 
     Args:
-        module: any module; its parameters may be plain (on the CPU, on meta or on the rank's
+        inner_module: any module; its parameters may be plain (on the CPU, on meta or on the rank's
             device) or distributed. It is changed in place: its parameters become this rank's
             shards.
         use_checkpoint: True recomputes the forward pass during backward instead of keeping
             activations, False keeps them, a Level says what is kept, "auto" recomputes what does
-            not fit (see recompute/planner.py). Dropout replays exactly.
+            not fit into the memory limit. Dropout replays exactly.
         zero_level: 3 releases full parameters after forward and gathers them again for backward, 2
             keeps them in between; None takes the default given to `init_distributed`.
         mode: "BLOCK" (or "PIPE", the same here), accepted from BMTrain programs.
@@ -69,7 +70,7 @@ class Block(DistributedModule):
         accumulate_dtype: dtype in which gradients of micro-batches add up; None takes the default.
         compile: whether calls with gradients run compiled code where the module compiles as one
             graph; None takes the default.
-        fp8: whether linear layers compute in fp8 (see compile/fp8.py); None takes the default.
+        fp8: whether linear layers compute in FP8, on GPUs that have it; None takes the default.
 
     The state dict, parameters, buffers and attributes have the names of the inner module.
 
@@ -88,7 +89,7 @@ class Block(DistributedModule):
     @known_keywords
     def __init__(
         self,
-        module: torch.nn.Module,
+        inner_module: torch.nn.Module,
         use_checkpoint: bool | str | Level = True,
         zero_level: int | None = None,
         mode: str = "BLOCK",
@@ -100,9 +101,9 @@ class Block(DistributedModule):
     ) -> None:
         self._context = context = world.current("Block").service(Context)
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
+        if not isinstance(inner_module, torch.nn.Module):
             raise ConfigurationError(
-                f"Block got {type(module).__name__}: expected a torch.nn.Module."
+                f"Block got {type(inner_module).__name__}: expected a torch.nn.Module."
             )
         if mode not in MODES:
             raise ConfigurationError(
@@ -114,7 +115,9 @@ class Block(DistributedModule):
             reduce_dtype=reduce_dtype or defaults.reduce_dtype,
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
         )
-        inner = module._module if isinstance(module, Block) else module
+        inner = inner_module
+        if isinstance(inner_module, Block):
+            _, inner = next(inner_module.sharded_modules())
         # A list hides the module from nn.Module, which would prefix its names. Sharing its dicts
         # exposes its parameters, buffers and children under their own names.
         self._hidden = [inner]
@@ -136,15 +139,15 @@ class Block(DistributedModule):
                 "init_distributed."
             )
         self._compiles = defaults.compile if compile is None else compile
-        self._eager = Runner(call_in_fp8 if self._fp8 else call)
+        self._eager = Runner(call_in_fp8 if self._fp8 else call_module)
         self._runner: Runner = self._eager
         self._shown: str | None = None
         self._stage: int | None = None  # pipeline stage; None outside of a pipeline
         self._shared: Use | None = None  # one use for all calls inside `together`
-        self._binding = Binding(functools.partial(parts_of, inner))
+        #: puts full tensors in the place of the parameters: calls are those of the module then
+        self.binding = Binding(functools.partial(parts_of, inner))
         self._host_state = HostState(functools.partial(all_modules, inner), context.scripts)
         self.shard()
-        context.modules.add(inner)
         self._is_made = True
 
     @property
@@ -154,24 +157,18 @@ class Block(DistributedModule):
 
     _module = _inner  # BMTrain's name
 
-    @property
-    def runs_compiled_by_default(self) -> bool:
-        """Whether nothing was set for it but that activations are kept, or "auto"."""
+    def may_run_whole(self, is_asked: bool) -> bool:
+        """Whether nothing was set for it but that activations are kept, or "auto"; if the program
+        has asked for one graph, whether the block may be compiled.
+        """
         is_default = isinstance(self._runner, CompiledByDefault) or self._holds_blocks
-        return self._compiles and is_default and self._level in (None, Level.NOTHING)
+        is_default = is_default and self._level in (None, Level.NOTHING)
+        return self._compiles and (is_asked or is_default)
 
     @property
     def storages(self) -> Sequence[Storage]:
         """The storages that are gathered for this block."""
-        return self._binding.table().storages
-
-    @property
-    def binding(self) -> Binding:
-        """What puts full tensors in the place of the parameters.
-
-        While it does, calls of the block are calls of its module.
-        """
-        return self._binding
+        return self.binding.table().storages
 
     @property
     def runs_plainly(self) -> bool:
@@ -205,7 +202,7 @@ class Block(DistributedModule):
             )
 
     def _structure(self) -> Structure:
-        params = [param for _, param in self._binding.table()]
+        params = [param for _, param in self.binding.table()]
         return self._context.programs.structure(self._inner, params, bool(self._fp8))
 
     def _parts(self) -> list[tuple[str, torch.nn.Module]]:
@@ -282,18 +279,19 @@ class Block(DistributedModule):
         return functools.partial(self._forward, self._inner.forward)
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._binding.is_running:  # a replacement of `forward` calls `original` from inside
+        if self.binding.is_running:  # a replacement of `forward` calls `original` from inside
             return original(*args, **kwargs)
-        table = self._binding.table()
+        table = self.binding.table()
         if table.is_replaced:
             return original(*args, **kwargs)
         refuse_transforms()
-        if not has_plain_tensors((*args, *kwargs.values())):
+        if not PLAIN.issuperset(map(type, (*args, *kwargs.values()))):
             args, kwargs = map_tensors(ordinary, (args, kwargs))
         use = Use(table.storages) if self._shared is None else self._shared
-        invocation = Invocation(table, use, self._runner_now((*args, *kwargs.values())))
+        runner = self._runner_now((*args, *kwargs.values()))
+        call = BlockCall(table, use, runner, runner.plain, packs=torch.is_grad_enabled())
         level = self._level if torch.is_grad_enabled() else Level.NOTHING
-        if level is None and use.has_hooks:
+        if level is None and use.hooks is not None:
             # What they do with what is kept is their business: they recompute it, or move it. Once
             # more the same level, if they are those of a checkpoint.
             level = Level.NOTHING
@@ -302,51 +300,52 @@ class Block(DistributedModule):
         with draws.own() if draws_own else contextlib.nullcontext():
             # During an outer block's recomputation this call belongs to no pass of the planner.
             if level is None and not in_backward():
-                return self._run_as_planned(invocation, args, kwargs)
+                return self._run_as_planned(call, args, kwargs)
             # Hold the buffers if compiled code falls back in the middle of the call: without it the
             # fallback gathers a second time, and ranks that did not fall back never join: a hang.
             with use.running():
-                return self._run_at(level or Level.BLOCK, invocation, args, kwargs)
+                return self._run_at(level or Level.BLOCK, call, args, kwargs)
 
     def _run_as_planned(
-        self, invocation: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         context = self._context
         axis = context.mesh.world if self._stage is None else context.mesh.pp_zero
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         subject = Subject(
             block=self,
-            kind=self._kind(invocation, tensors),
+            kind=self._kind(call, tensors),
             shape=tuple([dim for x in tensors for dim in x.shape]),
             num_dims=tensors[0].dim() if tensors else 0,
             # A measuring run must not appear in the recording, nor change what a pass reads.
             options=None
-            if context.recorder.is_listening or self._is_repeatable(invocation) is None
-            else functools.partial(self._measure, invocation, args, kwargs),
+            if context.recorder.is_listening or self._is_repeatable(call) is None
+            else functools.partial(self._measure, call, args, kwargs),
         )
         first_node = next_node_number()
         planner = context.planners.of(axis)
         try:
-            with invocation.use.running():  # one gather for measuring and running
+            with call.use.running():  # one gather for measuring and running
                 turn = planner.next(subject)
-                out = self._run_at(turn.level, invocation, args, kwargs)
+                out = self._run_at(turn.level, call, args, kwargs)
         except Exception:
             planner.abort()
             raise
-        before_backward_of(out, first_node, turn.backward_begins)
+        before_backward_of(out, first_node, functools.partial(planner.turn_back, turn))
         return out
 
     def _measure(
         self,
-        invocation: Invocation,
+        call: BlockCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         levels: Sequence[Level],
     ) -> dict[Level, Option]:
         """The cost of a call at each level, measured on the parameters that its use holds."""
-        if self._holds_blocks or not self._is_repeatable(invocation):
-            return unmeasured()
-        use = invocation.use
+        if self._holds_blocks or not self._is_repeatable(call):
+            # Inner blocks communicate: not to be run by one rank for itself.
+            return {Level.BLOCK: Option(0, 0, 0.0)}
+        use = call.use
         # Views, not detached tensors: `detach` hides that parameters share one buffer, and the
         # compiler then takes such inputs for mutated.
         with torch.no_grad():
@@ -355,42 +354,35 @@ class Block(DistributedModule):
             view.requires_grad_(flag)
         named = itertools.chain(enumerate(args), kwargs.items())
         begun = self._host_state.begin(named, self._context.draws)
-        trials = Trials(self._inner, invocation.runner, self._host_state, begun)
-        with self._bound(invocation, views):
+        trials = Trials(self._inner, call.runner, self._host_state, begun)
+        with self._bound(call, views):
             return measure(trials, levels, views, args, kwargs)
 
-    def _is_repeatable(self, invocation: Invocation) -> bool | None:
+    def _is_repeatable(self, call: BlockCall) -> bool | None:
         """Whether a call can run a second time; None if that is not known yet."""
-        return invocation.runner.is_compiled or self._holds_blocks or self._host_state.is_repeatable
+        return call.runner.is_compiled or self._holds_blocks or self._host_state.is_repeatable
 
-    def _kind(self, invocation: Invocation, tensors: Sequence[torch.Tensor]) -> object:
+    def _kind(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> object:
         """What determines how much a call keeps, apart from shapes."""
         if self._shown is None:
             self._shown = re.sub(r" at 0x[0-9a-f]+", "", repr(self._inner))
         arguments = [(x.requires_grad, x.is_leaf, x.dtype) for x in tensors]
-        trainable = invocation.use.trainable
+        trainable = call.use.trainable
         return (
             self._shown,
             self._inner.training,
-            invocation.runner.is_compiled,
+            call.runner.is_compiled,
             len(trainable),
             sum(trainable),
             *arguments,
         )
 
     def _run_at(
-        self, level: Level, invocation: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, level: Level, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        runner = invocation.runner
+        runner = call.runner
         if level is Level.NOTHING:
-            return self._run(
-                Execution(invocation, runner.plain, packs=torch.is_grad_enabled()), args, kwargs
-            )
-        if level is Level.OFFLOADED:
-            self._context.host.refuse(
-                "a block has use_checkpoint=Level.OFFLOADED: its copies to the host and back are "
-                "not part of a graph"
-            )
+            return self._run(call, args, kwargs)
         moved = (
             [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
             if level is Level.OFFLOADED
@@ -400,36 +392,25 @@ class Block(DistributedModule):
         if inside is not None:
             # The runner has warned and recomputes from outside from now on: go on below.
             with contextlib.suppress(SeveralGraphsError):
-                return self._run(
-                    Execution(
-                        invocation, inside, packs=True, lends=runner.runs_python, moved=moved
-                    ),
-                    args,
-                    kwargs,
-                )
-        again, use = runner.repeatable(level), invocation.use
-        context, host = self._context, self._context.host
-        draws = host.draws()
-        execution = Execution(invocation, again, packs=False)
+                own = dataclasses.replace(call, run=inside, lends=runner.runs_python, moved=moved)
+                return self._run(own, args, kwargs)
+        again, use = runner.repeatable(level), call.use
+        context = self._context
+        call = dataclasses.replace(call, run=again, packs=False)
         first_node = next_node_number()
-
-        def body(
-            args: tuple[Any, ...], kwargs: dict[str, Any], is_again: bool
-        ) -> tuple[Any, list[torch.Tensor]]:
-            with next(draws):
-                return self._compute(execution, args, kwargs, is_again=is_again)
 
         def keep(reason: str) -> None:
             again.forget()
             self._warn_of_keeping(reason)
 
         named = itertools.chain(enumerate(args), kwargs.items())
-        begun = self._host_state.begin(named, context.draws, is_capturing=host.is_capturing)
+        begun = self._host_state.begin(named, context.draws)
+        body = functools.partial(self._compute, call)
         recomputation = Recomputation(body, begun, use.place_of, use.find, keep)
         with context.pinned.saving(moved, None) if moved else contextlib.nullcontext():
             recomputation.save(args, kwargs)
         out, views = recomputation.run(args, kwargs)
-        return self._tied(out, views, execution, (args, kwargs), first_node)
+        return self._tied(out, views, call, (args, kwargs), first_node)
 
     def _warn_of_keeping(self, reason: str) -> None:
         name = type(self._inner).__name__
@@ -478,53 +459,51 @@ class Block(DistributedModule):
         if self._stage is not None:
             share_buffers([part for _, part in self._parts()], self._stage, self._context.mesh.pipe)
 
-    def _run(self, execution: Execution, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = next_node_number()
-        out, views = self._compute(execution, args, kwargs)
-        return self._tied(out, views, execution, (args, kwargs), first_node)
+        out, views = self._compute(call, args, kwargs)
+        return self._tied(out, views, call, (args, kwargs), first_node)
 
     def _compute(
-        self,
-        execution: Execution,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_again: bool = False,
+        self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any], is_again: bool = False
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run the module on gathered parameters, for its saved tensors only if it runs again.
 
         Returns the output and the gathered parameters.
         """
-        invocation, use = execution.invocation, execution.invocation.use
+        use = call.use
         again = (
             spare_buffers([part for _, part in self._parts()])
             if in_backward() and not is_again
             else contextlib.nullcontext()
         )
         with use.running(), again:
-            views = use.open_apart() if is_again else use.open()
-            with self._bound(invocation, views):
-                hooks = use.saving() if execution.packs else contextlib.nullcontext()
-                if execution.moved:
-                    hooks = self._context.pinned.saving(execution.moved, hooks)
+            views = use.views() if is_again else use.open()
+            if is_again:  # leaves of their own graph: recomputation takes their gradients itself
+                flags = zip(views, use.trainable, strict=True)
+                views = [view.detach().requires_grad_(flag) for view, flag in flags]
+            with self._bound(call, views):
+                hooks = use.saving() if call.packs else contextlib.nullcontext()
+                if call.moved:
+                    hooks = self._context.pinned.saving(call.moved, hooks)
                 with hooks:
-                    out = execution.run(self._inner, args, kwargs)
+                    out = call.run(self._inner, args, kwargs)
                 use.check_unchanged()
             return out, views
 
     def _bound(
-        self, invocation: Invocation, views: Sequence[torch.Tensor]
+        self, call: BlockCall, views: Sequence[torch.Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """Inside, the module holds views of the invocation's use."""
-        table = invocation.table
-        bound = invocation.use.select(views, table.storages, table.positions)
-        return self._binding.running(table, bound, is_compiled=invocation.runner.is_compiled)
+        """Inside, the module holds views of the call's use."""
+        table = call.table
+        bound = call.use.select(views, table.storages, table.positions)
+        return self.binding.running(table, bound, is_compiled=call.runner.is_compiled)
 
     def _tied(
         self,
         out: Any,
         views: Sequence[torch.Tensor],
-        execution: Execution,
+        call: BlockCall,
         arguments: Any,
         first_node: int,
     ) -> Any:
@@ -536,25 +515,23 @@ class Block(DistributedModule):
         """
         if not torch.is_grad_enabled():
             return out
-        use = execution.invocation.use
+        use = call.use
         tied = out
-        if use.is_shared_by_ranks:
+        if call.table.are_copies:
             again = use.is_gathered_again
             tied = tied_to(views, out, arguments, first_node, is_gathered_again=again)
-        if execution.lends or tied is not out:
+        if call.lends or tied is not out:
             end = next((view.grad_fn for view in views if view.requires_grad), None)
-            lend = functools.partial(self._lend, execution.invocation.table, use)
-            before_backward_of(tied, first_node, lambda: use.lend(lend, end))
+            table, binding, fp8 = call.table, self.binding, self._fp8
+
+            def bind(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+                return binding.lend(table, use, marked(tensors) if fp8 else tensors)
+
+            before_backward_of(tied, first_node, lambda: use.lend(bind, end))
         return tied
 
-    def _lend(
-        self, table: ParameterTable, use: Use, tensors: Sequence[torch.Tensor]
-    ) -> Callable[[], None]:
-        """Bind `tensors` to the modules for backward, marked for fp8 as in forward."""
-        return self._binding.lend(table, use, marked(tensors) if self._fp8 else tensors)
-
     def compile(self, **options: Any) -> None:
-        """Compile the inner module with torch.compile's arguments.
+        """Compile the inner module; `options` are the keywords of torch.compile.
 
         Blocks of equal structure share the compiled code.
         """

@@ -86,7 +86,10 @@ class _Method:
             tree = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
         except (OSError, TypeError, SyntaxError, IndexError):
             return False
-        return isinstance(tree, ast.FunctionDef) and cls(tree, name).is_choosing()
+        if not isinstance(tree, ast.FunctionDef):
+            return False
+        found = cls(tree, name)  # a member is called or not by the rows
+        return any(found._is_choice(node) for node in ast.walk(tree))
 
     def _follow(self) -> None:
         for node in ast.walk(self._tree):
@@ -164,10 +167,6 @@ class _Method:
             for node in nodes
             for call in ast.walk(node)
         )
-
-    def is_choosing(self) -> bool:
-        """Whether a member is called or not by the rows."""
-        return any(self._is_choice(node) for node in ast.walk(self._tree))
 
     def _is_choice(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Subscript):

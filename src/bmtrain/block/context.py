@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
-
-import torch
 
 from bmtrain.block.adopt import Converted
 from bmtrain.compile.programs import Programs
@@ -19,17 +16,12 @@ from bmtrain.shard.recording import Recorder
 
 
 class Context:
-    """Services of the run that blocks need. One per run, from `world.service(Context)`.
-
-    Attributes:
-        modules: the inner modules of all blocks, whose training mode decides what a call computes.
-    """
+    """Services of the run that blocks need. One per run, from `world.service(Context)`."""
 
     def __init__(self, world: World) -> None:
         self.device, self.mesh, self.defaults = world.device, world.mesh, world.defaults
         self.draws = world.draws
         self.engine = world.service(Engine)
-        self.host = self.engine.host
         self.recorder = world.service(Recorder)
         self.planners = world.service(Planners)
         self.programs = world.service(Programs)
@@ -37,7 +29,6 @@ class Context:
         self.scripts = world.service(Scripts)
         self.converted = world.service(Converted)
         self.kept: set[str] = set()  # classes of which a warning says that they keep activations
-        self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._world = world
 
     @property

@@ -37,7 +37,7 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     Members of every nn.ModuleList that have a forward method become Blocks, in order, and the
     gather of the next overlaps the current one; other parameters are gathered when a module reads
     them. A module that calls some members of its lists and others not, by its rows, as a mixture of
-    experts does, becomes one Block instead (see block/choices.py). Buffers move to the rank's
+    experts does, becomes one Block instead. Buffers move to the rank's
     device. Ties and frozen parameters are kept. All modules keep their identity and pass
     `isinstance` of their classes. Call it on all ranks, on equal models. Call it again after adding
     modules: it shards those and changes nothing else.
@@ -50,10 +50,13 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     integers), with a warning.
 
     Args:
-        model: the model to shard.
+        model: the model to shard, on the CPU, the meta device or the rank's device; parameters of
+            any floating dtype.
         use_checkpoint: for the Blocks that are made (see Block).
 
     Raises:
+        NotInitializedError: before `init_distributed`.
+        ConfigurationError: for anything but an nn.Module, or an unknown `use_checkpoint`.
         ParameterError: for a parameter that cannot be sharded (not floating point, lazy, or of a
             tensor subclass). The model is unchanged then.
         RanksDivergedError: on all ranks, if names, shapes, dtypes or values of parameters differ
@@ -70,7 +73,12 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
         ((name, x) for name, x in model.named_parameters() if not stays_whole(x)),
         current.service(Engine),
     )
-    unset = _unset_buffers(model)
+    unset = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
+    ]
     if unset:
         warn(
             "no file has these buffers, which are on the meta device: "
@@ -95,7 +103,7 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     return cast(Module, out)
 
 
-def init_parameters(module: torch.nn.Module) -> None:
+def init_parameters(model: torch.nn.Module) -> None:
     """Give every distributed parameter its initial values, the same on any number of ranks.
 
     Runs each `init_method` on the full tensor and keeps this rank's slice. Shards a plain module
@@ -107,21 +115,21 @@ def init_parameters(module: torch.nn.Module) -> None:
             BMTrainModelWrapper can replace.
     """
     current = world.current("init_parameters")
-    if not any(isinstance(param, DistributedParameter) for param in module.parameters()) and any(
-        True for _ in module.parameters()
+    if not any(isinstance(param, DistributedParameter) for param in model.parameters()) and any(
+        True for _ in model.parameters()
     ):
-        if any(param is not None for param in module._parameters.values()):
+        if any(param is not None for param in model._parameters.values()):
             raise ConfigurationError(
-                f"{type(module).__name__} has parameters of its own and is not "
+                f"{type(model).__name__} has parameters of its own and is not "
                 "sharded: wrap it first, "
                 "model = bmtrain.BMTrainModelWrapper(model), then call init_parameters(model)."
             )
         with current.service(Sameness).known():  # all values will come from rank 0's random state
-            _Wrapping(current).wrap_children(module)
-        for param in module.parameters():
+            _Wrapping(current).wrap_children(model)
+        for param in model.parameters():
             if isinstance(param, DistributedParameter):
-                param.mark_unset()
-    initialize.initialize(module)
+                param.never_set = True
+    initialize.initialize(model)
 
 
 def _name_storages(model: torch.nn.Module) -> None:
@@ -193,7 +201,7 @@ class _Wrapping:
             if id(member) not in self._done:
                 is_called = type(member).forward is not torch.nn.Module.forward
                 part = (
-                    self._make_block(member)
+                    Block(member, use_checkpoint=self._use_checkpoint)
                     if is_called and not isinstance(member, Block)
                     else self.wrap(member)
                 )
@@ -202,13 +210,11 @@ class _Wrapping:
             blocks.append(self._done[id(member)])
         plan_gathers(block for block in blocks if isinstance(block, Block))
 
-    def _make_block(self, member: torch.nn.Module) -> Block:
-        return Block(member, use_checkpoint=self._use_checkpoint)
-
     def _make_chooser(self, module: torch.nn.Module, chosen: frozenset[str]) -> Block:
         """One Block with the members of the lists `chosen`; lists elsewhere below it are Blocks."""
         for name, child in module._modules.items():
-            if child is not None and name not in chosen and _has_lists(child):
+            parts = [] if child is None or name in chosen else child.modules()
+            if child is not None and any(isinstance(x, torch.nn.ModuleList) for x in parts):
                 module._modules[name] = self.wrap(child)
         has_blocks = any(isinstance(part, Block) for part in module.modules())
         return Block(module, use_checkpoint=False if has_blocks else self._use_checkpoint)
@@ -230,17 +236,3 @@ class _Wrapping:
                 new.storage_of.attach([new])
             module._parameters[name] = new
         move_buffers(module, self._world.device)
-
-
-def _has_lists(module: torch.nn.Module) -> bool:
-    return any(isinstance(part, torch.nn.ModuleList) for part in module.modules())
-
-
-def _unset_buffers(model: torch.nn.Module) -> list[str]:
-    """Names of non-persistent buffers on meta: no checkpoint will fill them."""
-    return [
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
-    ]

@@ -199,7 +199,7 @@ class SavedOptimizer:
         finds no name for would begin at zero.
         """
         found = set(self._names[index])
-        needed, allowed = optimizer.state_names(self._params[index])
+        needed, allowed = optimizer.form.names(self._params[index])
         if needed <= found <= {*needed, *allowed, "step"}:
             return
         what = (

@@ -94,11 +94,6 @@ gather_rows.register_autograd(lambda ctx, grad: scatter_rows(grad))
 scatter_rows.register_autograd(lambda ctx, grad: gather_rows(grad))
 
 
-def gather_features(x: torch.Tensor) -> torch.Tensor:
-    """Concatenate every rank's `x` (..., n) in rank order along the last dim: (..., ranks * n)."""
-    return gather_rows(x.unsqueeze(0)).movedim(0, -2).flatten(-2)
-
-
 @torch.library.custom_op(
     "bmtrain::tp_all_reduce", mutates_args=(), schema="(Tensor x, str op) -> Tensor"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,7 +20,17 @@ from bmtrain.optim.form import NAMES, StateForm, in_fp32
 from bmtrain.optim.loss_scale import CarriedScale, LossScale
 from bmtrain.optim.saved import check_adam_state, check_masters
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, NUMBER, PART, Rule, check, known_keywords
+from bmtrain.runtime.arguments import (
+    AMOUNT,
+    COUNT,
+    FLAG,
+    NUMBER,
+    PART,
+    POSITIVE,
+    Rule,
+    check,
+    known_keywords,
+)
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
@@ -66,7 +77,8 @@ class AdamBase(torch.optim.Optimizer):
     ) -> None:
         name = type(self).__name__
         current = world.current(name)
-        self._form = StateForm.checked(name, moments, master_weights)
+        #: in how many bits states are kept
+        self.form = StateForm.checked(name, moments, master_weights)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
         defaults |= {"weight_decay": weight_decay, "hold_steps": hold_steps}
         check(name, **{key: (defaults[key], rule) for key, rule in RULES.items()})
@@ -74,7 +86,7 @@ class AdamBase(torch.optim.Optimizer):
         for group in self.param_groups:
             check(name, **{key: (group[key], rule) for key, rule in RULES.items()})
         flat = parameters_of(self.param_groups)
-        self._form.check_params(name, flat)
+        self.form.check_params(name, flat)
         for param in flat:
             if param.device != current.device:
                 raise ParameterError(
@@ -83,7 +95,7 @@ class AdamBase(torch.optim.Optimizer):
                     "(model.to(bmtrain.device())) before making the optimizer."
                 )
         self._engine = current.service(Engine)
-        self._engine.replicate(x for x in flat if not isinstance(x, DistributedParameter))
+        self._engine.replicated.add(x for x in flat if not isinstance(x, DistributedParameter))
         self._stepped: list[dict[str, Any]] = []  # states of the parameters in the last step
         if scale is None:
             scale = 65536.0 if any(param.dtype == torch.float16 for param in flat) else 1.0
@@ -92,7 +104,8 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale = LossScale(scale, factor, growth_steps)
         #: the loss scale of the gradients that are there
         self.carried = CarriedScale(self.dynamic_scale.value)
-        self._scaled: weakref.ref[torch.Tensor] | None = None
+        #: the last tensor that `loss_scale` returned
+        self.scaled: weakref.ref[torch.Tensor] | None = None
 
     @property
     def skips_on_device(self) -> bool:
@@ -113,10 +126,21 @@ class AdamBase(torch.optim.Optimizer):
         return value
 
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size."""
+        """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size.
+
+        Args:
+            loss: this rank's, a scalar.
+        """
         scaled = loss * (self.scale / self._engine.mesh.world.size)
-        self._scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
+        self.scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
         return scaled
+
+    steps_since_last_scale = property(operator.attrgetter("dynamic_scale.num_good"))
+
+    def justify_scale(self, scale: float) -> None:
+        """Set the loss scale of the 0.1.x API; gradients that are there are brought to it."""
+        check("justify_scale", scale=(scale, POSITIVE))
+        self.dynamic_scale.load_state_dict(scale)
 
     def scale_with(self, scale: LossScale) -> None:
         """Take the loss scale of a manager.
@@ -125,13 +149,9 @@ class AdamBase(torch.optim.Optimizer):
         program has computed by itself is not multiplied.
         """
         self.dynamic_scale.wait()
-        if self._scaled is None:
+        if self.scaled is None:
             self.carried.value = scale.value
         self.dynamic_scale = scale
-
-    def has_scaled(self, loss: torch.Tensor) -> bool:
-        """Whether `loss` is the last tensor that `loss_scale` returned."""
-        return self._scaled is not None and self._scaled() is loss
 
     @torch.no_grad()
     def step(
@@ -143,7 +163,11 @@ class AdamBase(torch.optim.Optimizer):
     ) -> Any:
         """Update all parameters that have a gradient, dividing gradients by `scale` on the fly.
 
+        Returns what `closure` returns; None without one.
+
         Args:
+            closure: computes the loss again, with gradients, before the update.
+            scale: the loss scale that the gradients carry.
             verdict: 0-dim fp64 on the device. If it is NaN or infinite, weights and moments do not
                 change. The host need not wait for it; once it knows, it calls `take_back`.
 
@@ -184,7 +208,7 @@ class AdamBase(torch.optim.Optimizer):
         """torch's, without a call for each sharded parameter."""
         backward = self._engine.backward
         backward.abandon_if_dead()
-        if not set_to_none or backward.has_deferred or self._engine.host.is_capturing:
+        if not set_to_none or backward.has_deferred:
             super().zero_grad(set_to_none)
             return
         for param in parameters_of(self.param_groups):
@@ -210,7 +234,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def _uncopied(self) -> dict[str, Any]:
         """What a copy has for itself, or shares."""
-        return {"_engine": self._engine, "_layout": None, "_scaled": None, "_stepped": []}
+        return {"_engine": self._engine, "_layout": None, "scaled": None, "_stepped": []}
 
     def wait(self) -> None:
         """Wait for an update that is under way: weights and states are then those of the step."""
@@ -238,7 +262,7 @@ class AdamBase(torch.optim.Optimizer):
         if self._layout is not None and not self._layout.is_current(self.param_groups, self.state):
             self._drop_layout()
         if self._layout is None:
-            self._form.check_params(type(self).__name__, parameters_of(self.param_groups))
+            self.form.check_params(type(self).__name__, parameters_of(self.param_groups))
             self._layout = self._new_layout()
         return self._layout
 
@@ -252,7 +276,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def _new_layout(self) -> AdamLayout:
         return AdamLayout(
-            self.param_groups, self.state, self._memory_of, self._form, self._wait_for_copies
+            self.param_groups, self.state, self._memory_of, self.form, self._wait_for_copies
         )
 
     def _wait_for_copies(self) -> None:
@@ -268,7 +292,7 @@ class AdamBase(torch.optim.Optimizer):
         """
         state, flat = self.sharded_state_dict(), parameters_of(self.param_groups)
         states = state["state"]
-        if self._form.is_compact:
+        if self.form.is_compact:
             states = {index: in_fp32(values, flat[index]) for index, values in states.items()}
         if gather:
             return {**state, "state": resharding.gather_states(flat, states)}
@@ -279,10 +303,6 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale.wait()
         self._lay_out().follow()
         return super().state_dict()
-
-    def state_names(self, param: torch.Tensor) -> tuple[frozenset[str], frozenset[str]]:
-        """Names of the tensors that a saved state of it must have, and of those it may have."""
-        return self._form.names(param)
 
     def begin_restore(self, saved: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Take over groups and step counts of `saved`, a state dict without tensors.
@@ -303,9 +323,9 @@ class AdamBase(torch.optim.Optimizer):
         return live
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load either form of `state_dict`, or BMTrain's (see `resharding.local_states`).
+        """Load either form of `state_dict`, at any world size if it was gathered, or BMTrain's.
 
-        Collective.
+        Collective. A state of this rank's slices loads at the world size that wrote it.
 
         Raises:
             CheckpointError: on every rank, if this is no such state, or that of other parameters.
@@ -321,7 +341,7 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale.wait()
         check_adam_state(state_dict, {*NAMES, *resharding.NAMES})
         states = resharding.local_states(self.param_groups, state_dict)
-        if self._form.master_weights == "split":
+        if self.form.master_weights == "split":
             check_masters(parameters_of(self.param_groups), states)
         return {**state_dict, "state": states}
 
@@ -364,13 +384,18 @@ class AdamOptimizer(AdamBase):
     Weight decay is decoupled for every dtype. fp16 and bf16 parameters keep an fp32 master copy and
     fp32 moments.
 
+    Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov and
+    Hutter, "Decoupled Weight Decay Regularization" (2019); for 8 bits, Dettmers et al., "8-bit
+    Optimizers via Block-wise Quantization" (2022).
+
     Args:
-        params: parameters or groups, as in torch.optim.
+        params: parameters or groups, as in torch.optim, of any floating dtype, on the rank's
+            device.
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW, except that weight_decay
             defaults to 0.
         hold_steps: number of initial steps with a learning rate of 0, while the moments build up.
         moments: "fp32", or "8bit": 2.1 instead of 8 bytes an element, in blocks of 64 elements,
-            rounded stochastically (see kernels/blockwise.py).
+            rounded stochastically.
         master_weights: of 16-bit parameters. "fp32": 4 bytes an element. "split", for bf16: 2
             bytes, with which the weights are fp32 numbers; they are rounded to bf16 away from zero
             where two numbers are as near. "none", for bf16: no bytes; weights are rounded
@@ -381,4 +406,5 @@ class AdamOptimizer(AdamBase):
     Raises:
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range.
+        NotInitializedError: before `init_distributed`.
     """

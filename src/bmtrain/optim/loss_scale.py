@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -72,6 +73,12 @@ class LossScale:
         """The scale for the next loss. Waits until the last step is known to be good or bad."""
         self.wait()
         return self._value
+
+    @property
+    def num_good(self) -> int:
+        """Good steps since the scale last changed. Waits as `value` does."""
+        self.wait()
+        return self.good_steps
 
     def judge(self, is_finite: bool) -> None:
         """Update the scale after a step whose gradients were all finite, or not."""
@@ -144,6 +151,7 @@ class NoScaling(LossScale):
         )
 
 
+@dataclasses.dataclass
 class CarriedScale:
     """The loss scale that the gradients of some parameters carry.
 
@@ -151,8 +159,7 @@ class CarriedScale:
     be added to gradients of another scale, or clipped and applied by another.
     """
 
-    def __init__(self, value: float) -> None:
-        self.value = value
+    value: float
 
     def become(self, value: float, params: Sequence[torch.nn.Parameter], engine: Engine) -> None:
         """Multiply the gradients that are there, so that they carry this scale.

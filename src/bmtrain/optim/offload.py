@@ -41,8 +41,10 @@ class AdamOffloadOptimizer(AdamBase):
     values are bit for bit those of AdamOptimizer.
 
     Args:
-        params, lr, betas, eps, weight_decay, hold_steps, maximize, scale*: as AdamOptimizer.
+        params: parameters or groups, as in torch.optim.
+        lr, betas, eps, weight_decay, hold_steps, maximize: as AdamOptimizer.
         moments, master_weights: as AdamOptimizer.
+        scale, scale_factor, scale_steps: as AdamOptimizer.
         record_delta: after each step, `get_avg_delta()` and `get_var_delta()` return mean and
             variance of the change of all weights on all ranks (collective).
         overlap: whether the program goes on while a GPU updates states. Their gradients are copied
@@ -187,8 +189,8 @@ class AdamOffloadOptimizer(AdamBase):
             if span.storage is not None:
                 numel = min(numel, span.storage.layout.shard_numel)
             # In 8 bits each parameter has blocks of its own.
-            size = 8 * len(span.params) * self._form.is_quantised
-            size += self._form.num_bytes(numel, span.params[0].dtype)
+            size = 8 * len(span.params) * self.form.is_quantised
+            size += self.form.num_bytes(numel, span.params[0].dtype)
             sizes[span.owner] = sizes.get(span.owner, 0) + size
         self._resident = first_fitting(sizes, self._room or 0)
         away = {owner: size for owner, size in sizes.items() if owner not in self._resident}
@@ -315,7 +317,7 @@ class AdamOffloadOptimizer(AdamBase):
         # step.
         for update in away:
             if update.span.storage is not None:
-                update.span.storage.expect(update, is_late=update.span.owner in self._hidden)
+                update.span.storage.expect(update.finish, is_late=update.span.owner in self._hidden)
             update.count_write()
         self._streamer.update(here, away, verdict)
         for update in away:

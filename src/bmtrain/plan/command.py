@@ -156,5 +156,5 @@ def _lines(name: str, wanted: Forecast, changed: dict[str, Forecast]) -> Iterato
         sizes = f"{one.peak.total / GIB:>7.1f} GiB{one.host / GIB:>9.1f} GiB"
         yield f"{flags:<38}{sizes}  {'yes' if one.fits else 'no'}"
     if changed and not any(one.fits for one in (wanted, *changed.values())):
-        yield "none of them fits: change several, or train adapters (--lora 16)."
+        yield "none of them fits: change several, or train adapters."
     yield from (f"note: {note}" for note in wanted.notes)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.plan.outline import Outline, add_lora, numel_of, outline, without_values
+from bmtrain.plan.outline import Outline, numel_of, outline, without_values
 from bmtrain.plan.settings import DTYPES, GIB, Machine, Settings
 from bmtrain.plan.step import Memory, Moment
 from bmtrain.torch_internals import without_memory
@@ -36,13 +36,15 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run will take.
+    """The memory that a run will take.
 
     Attributes:
-        settings, machine: of the run.
+        settings: of the run.
+        machine: its hosts and GPUs.
         peak: the moment of a step that takes most, bytes by part on one GPU.
         recompute: how many calls of blocks are at each level.
-        parameters, trained: elements of the model.
+        parameters: number of elements of all parameters.
+        trained: of those that are trained.
         host: bytes of host memory on one host.
         notes: what is uncertain.
     """
@@ -98,7 +100,7 @@ class Forecast:
 def trace(source: Source, settings: Settings) -> Outline:
     """Build the model and run it without memory, forward and backward.
 
-    Only `batch`, `seq`, `dtype`, `compiled` and `lora` of the settings matter.
+    Only `batch`, `seq`, `dtype` and `compiled` of the settings matter.
     """
     with torch.device("meta"):
         model = source.build()
@@ -110,8 +112,6 @@ def trace(source: Source, settings: Settings) -> Outline:
     with without_memory():
         model = without_values(model, dtype)
         model.train()
-        if settings.lora:
-            add_lora(model, settings.lora, dtype)
         found = outline(
             model,
             lambda module: source.loss(module, settings.batch, settings.seq),

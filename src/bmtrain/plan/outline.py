@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from bmtrain.plan.blocks import BlockCosts, Case, costs
 from bmtrain.plan.meter import Meter, tensors_in
@@ -295,32 +294,3 @@ def without_values(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Modu
                     made[id(x)] = torch.nn.Parameter(new, x.requires_grad) if is_param else new
                 held[name] = made.get(id(x))
     return module
-
-
-class Adapted(torch.nn.Module):
-    """A frozen linear layer plus the product of two small matrices.
-
-    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
-    """
-
-    def __init__(self, layer: torch.nn.Module, rank: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer, weight = layer, layer.get_parameter("weight")
-        self.down = torch.nn.Parameter(torch.empty(rank, weight.shape[1], dtype=dtype))
-        self.up = torch.nn.Parameter(torch.empty(weight.shape[0], rank, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x)
-        return out + F.linear(F.linear(x, self.down), self.up)
-
-
-def add_lora(model: torch.nn.Module, rank: int, dtype: torch.dtype) -> None:
-    """Freeze a model and put adapters on all linear layers of its blocks, in place."""
-    model.requires_grad_(False)
-    for block in blocks_of(model):
-        for module in list(block.modules()):
-            for name, child in list(module.named_children()):
-                weight = child._parameters.get("weight")
-                is_linear = type(child).__name__.endswith("Linear")
-                if is_linear and weight is not None and weight.dim() == 2:
-                    module._modules[name] = Adapted(child, rank, dtype)

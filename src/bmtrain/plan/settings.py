@@ -12,7 +12,7 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS, StateForm
 from bmtrain.recompute.level import AUTO, Level
 from bmtrain.recompute.memory import MARGIN
-from bmtrain.runtime.arguments import AMOUNT, COUNT, POSITIVE, SIZE, check, unknown
+from bmtrain.runtime.arguments import AMOUNT, POSITIVE, SIZE, check, unknown
 
 GIB = 2**30
 LEVELS = {
@@ -60,14 +60,14 @@ class Settings:
         recompute: "nothing", "cheap", "block" or "offloaded", the levels of a Block's
             use_checkpoint; "auto" for what fits.
         zero_level: 2 or 3.
-        tp_size, pipe_size: ranks that share each layer, and stages.
+        tp_size: ranks that share each tensor-parallel layer.
+        pipe_size: pipeline stages; 1 for none.
         dtype: "bf16", "fp16" or "fp32", of parameters.
         optimizer: "adam" (AdamOptimizer), "offload" (AdamOffloadOptimizer) or "torch" (AdamW of
             torch.optim).
         moments, master_weights: of "adam" and "offload", as their arguments.
         device_states: GiB of each GPU for states of "offload", as its `device_bytes`.
         compiled: whether blocks are compiled (`--compile`).
-        lora: rank of adapters on the linear layers of blocks, all else frozen; 0 for none.
 
     Raises:
         ConfigurationError: for values that are none of these, or that the optimizer would refuse.
@@ -85,12 +85,11 @@ class Settings:
     master_weights: str = _option("fp32", "of adam, offload", MASTER_WEIGHTS)
     device_states: float = _option(0.0, "GiB of states on each GPU, with offload")
     compiled: bool = _option(True, "blocks")
-    lora: int = _option(0, "rank of adapters, all else frozen")
 
     def __post_init__(self) -> None:
         sizes = ("batch", "seq", "tp_size", "pipe_size")
         check("plan", **{name: (vars(self)[name], SIZE) for name in sizes})
-        check("plan", lora=(self.lora, COUNT), device_states=(self.device_states, AMOUNT))
+        check("plan", device_states=(self.device_states, AMOUNT))
         for field in dataclasses.fields(self):
             value, known = vars(self)[field.name], field.metadata["choices"]
             if known and value not in known:

@@ -297,13 +297,12 @@ class HostState:
         """State for a copy, which has other modules."""
         return {**self.__dict__, "_snapshot": None}
 
-    def begin(self, arguments: Any, draws: Draws, *, is_capturing: bool = False) -> Begun:
+    def begin(self, arguments: Any, draws: Draws) -> Begun:
         """A pass begins.
 
         Args:
             arguments: of the pass; direct tensors among them are the caller's.
             draws: of the rank.
-            is_capturing: whether the device's generator cannot be read and set.
         """
         if self._snapshot is None or not self._snapshot.is_current():
             self._snapshot = Snapshot()
@@ -312,39 +311,26 @@ class HostState:
         for name, value in arguments:
             if not isinstance(value, torch.Tensor):
                 given.add(value, f"argument {name}")
-        return Begun(self, self._snapshot, given, draws, is_capturing=is_capturing)
+        return Begun(self, self._snapshot, given, draws)
 
 
 class Begun:
     """The state at the beginning of one pass."""
 
-    def __init__(
-        self,
-        owner: HostState,
-        snapshot: Snapshot,
-        given: Snapshot,
-        draws: Draws,
-        *,
-        is_capturing: bool,
-    ) -> None:
-        self._owner, self._parts = owner, (snapshot, given)
+    def __init__(self, owner: HostState, snapshot: Snapshot, given: Snapshot, draws: Draws) -> None:
+        self.owner, self._parts = owner, (snapshot, given)
         self._num_scripts = owner.scripts.count()
         self._versions = [versions_of(part.tensors) for part in self._parts]
         self._copies: dict[int, torch.Tensor] = {}  # of buffers, by position
         if owner.writes_buffers:
             self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
-        generators = default_generators(None if is_capturing else draws.device)
+        generators = default_generators(draws.device)
         self._ambient = AmbientState(draws, [*generators, *snapshot.generators, *given.generators])
 
     def obstacle(self) -> str | None:
         """After the pass: why it cannot be recomputed from this state, or None."""
-        found = self._find_obstacle()
-        self._owner.is_repeatable = found is None
-        return found
-
-    def _find_obstacle(self) -> str | None:
         # Its executor rewrites a function after the first calls, which then saves other tensors.
-        if self._owner.scripts.count() != self._num_scripts:
+        if self.owner.scripts.count() != self._num_scripts:
             return "TorchScript runs in it"
         for part in self._parts:
             if part.obstacle is not None:
@@ -359,9 +345,9 @@ class Begun:
             elif number in self._copies:
                 self._versions[0][number] = -1  # the copy is read: later changes are harmless
             else:
-                self._owner.writes_buffers |= number in snapshot.buffers
+                self.owner.writes_buffers |= number in snapshot.buffers
                 return f"its forward pass changes {snapshot.names[number]}"
-        self._owner.writes_buffers = bool(self._copies)
+        self.owner.writes_buffers = bool(self._copies)
         return None
 
     def check(self) -> None:

@@ -246,11 +246,14 @@ class _Moves:
         return self._inner.unpack_hook(saved)
 
 
+@dataclasses.dataclass(frozen=True)
 class Saved:
     """A view of a tensor that is on the host."""
 
-    def __init__(self, away: Away, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
-        self.away, self.size, self.stride, self.offset = away, size, stride, offset
+    away: Away
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 def is_movable(x: torch.Tensor) -> bool:

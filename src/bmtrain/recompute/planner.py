@@ -31,7 +31,6 @@ from bmtrain.recompute.profiles import PassKey, Profile, Profiles, Shape, padded
 from bmtrain.runtime.log import print_rank
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.engine import Engine
 
 LEVELS = tuple(Level)
 # Levels measured first: if NOTHING fits, CHEAP is never needed.
@@ -76,14 +75,9 @@ class Subject:
 class Turn:
     """One call of a pass, and its level."""
 
-    planner: Planner
     num_pass: int
     number: int
     level: Level
-
-    def backward_begins(self) -> None:
-        """Backward has reached this call."""
-        self.planner.turn_back(self)
 
 
 class _Watch:
@@ -170,7 +164,6 @@ class Planner:
 
     def __init__(self, world: World, axis: Axis) -> None:
         self._axis, self._memory, self._host = axis, world.service(memory_of), world.service(Host)
-        self._steps = world.service(Engine).host
         self._profiles = Profiles()
         self._pass = _Pass(0, None, Stage.BACKWARD)
         self._num_retries = self._memory.num_retries()
@@ -189,21 +182,14 @@ class Planner:
     def next(self, subject: Subject) -> Turn:
         """The turn of the next call. Collective at the start of a pass."""
         if self._memory.limit_is_open:
-            return Turn(self, -1, -1, Level.NOTHING)
-        if self._steps.is_capturing:
-            # The capture of a CUDA graph can neither measure nor communicate: the present plan, if
-            # it has one level for all blocks. Not OFFLOADED: the host orders its copies, and takes
-            # no part in a replay.
-            planned = set(self.levels)
-            is_one = len(planned) == 1 and Level.OFFLOADED not in planned
-            return Turn(self, -1, -1, planned.pop() if is_one else Level.BLOCK)
+            return Turn(-1, -1, Level.NOTHING)
         if self._pass.stage is Stage.BACKWARD or self._is_repeated(subject):
             self._begin(subject)
         current = self._pass
         number, current.num_calls = current.num_calls, current.num_calls + 1
         if current.watch is not None:
             current.watch.begin_call()
-        return Turn(self, current.number, number, self._level(current, number, subject))
+        return Turn(current.number, number, self._level(current, number, subject))
 
     def abort(self) -> None:
         """A call of this pass has failed: the next call begins a new pass.

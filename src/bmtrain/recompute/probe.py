@@ -92,11 +92,6 @@ def measure(
     return options
 
 
-def unmeasured() -> dict[Level, Option]:
-    """Options of a block with inner blocks: not measured, since inner blocks communicate."""
-    return {Level.BLOCK: Option(0, 0, 0.0)}
-
-
 def _measure(once: Callable[[], Option], begun: Begun) -> Option:
     found = []
     for _ in range(_NUM_RUNS):

@@ -142,6 +142,7 @@ class Recomputation:
             with saved_tensors_hooks(self._pack, self._unpack):
                 out = self._body(args, kwargs, False)
             obstacle = self._begun.obstacle()
+            self._begun.owner.is_repeatable = obstacle is None
             if obstacle is not None:
                 self._on_kept(obstacle)
         finally:

@@ -7,7 +7,6 @@ draws a name for each run and tells it to the ranks that have come for it.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import ipaddress
@@ -25,6 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 from bmtrain.runtime.process import say
 
 Store: TypeAlias = Any  # torch declares none to type checkers
+PAUSE_S = 0.05
+NAME_S = 2.0  # for a name server that has no answer now
 WORD_S = 35.0  # of waiting for a rank to join, until that is said
 _IN_VAIN = "in vain: "
 FOREVER = datetime.timedelta(days=365)
@@ -57,14 +58,12 @@ def meet(
     Raises:
         RuntimeError, ValueError, OSError: if they do not come in time, saying why.
     """
-    limit, end = datetime.timedelta(seconds=timeout), time.monotonic() + timeout
-    key = f"{url} {rank} {size}"
+    key, end = f"{url} {rank} {size}", time.monotonic() + timeout
     if key not in stores:
-        opened = functools.partial(_opened, url, rank, size, limit, is_hosted, is_local)
+        opened = functools.partial(_opened, url, rank, size, end, is_hosted, is_local)
         stores[key] = _in_time(opened, url, end)
-    stores[key].set_timeout(limit)
-    found = room(stores[key], f"job {job}") if job else stores[key]
-    return _own_room(found, rank, size, end)
+    stores[key].set_timeout(datetime.timedelta(seconds=timeout))
+    return _own_room(room(stores[key], f"job {job}"), rank, size, end)
 
 
 def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
@@ -90,35 +89,37 @@ def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
     return found[0]
 
 
-def _opened(
-    url: str, rank: int, size: int, limit: datetime.timedelta, is_hosted: bool, is_local: bool
-) -> Store:
-    place = urllib.parse.urlparse(url)
-    if place.scheme != "tcp" or not place.hostname:
+def _opened(url: str, rank: int, size: int, end: float, is_hosted: bool, is_local: bool) -> Store:
+    place, begin = urllib.parse.urlparse(url), time.monotonic()
+    host, port, is_host = place.hostname, place.port or 0, is_hosted and rank == 0
+    limit, listener = datetime.timedelta(seconds=max(end - begin, 0.1)), None
+    if place.scheme != "tcp" or not host:
         return next(rendezvous(url, rank, size, timeout=limit))[0]
-    for left in (2, 1, 0):  # torch would ask for the name until the time is up, twice
+    # torch waits up to twice as long for a name or a port, and a thread that comes back from there
+    # while the interpreter ends aborts the process
+    while True:
         try:
-            family, *_, address = socket.getaddrinfo(
-                place.hostname, place.port, type=socket.SOCK_STREAM
-            )[0]
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            if not is_host:
+                socket.create_connection((host, port), max(end - time.monotonic(), 0.1)).close()
+            elif is_local and ipaddress.ip_address(address[0]).is_loopback:
+                listener = socket.create_server(address[:2], family=family, backlog=size).detach()
             break
-        except socket.gaierror as error:
-            if error.errno != socket.EAI_AGAIN or not left:
-                raise OSError(f"{place.hostname}: {error.strerror}") from error
-            time.sleep(1)
-    listener: int | None = None
-    if is_hosted and rank == 0 and is_local and ipaddress.ip_address(address[0]).is_loopback:
-        with socket.socket(family, socket.SOCK_STREAM) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(address)
-            one.listen(size)
-            listener = one.detach()
+        except OSError as error:
+            is_lasting = is_host or isinstance(error, socket.gaierror)
+            last = begin if is_lasting else end
+            if error.errno == socket.EAI_AGAIN:
+                last = begin + NAME_S
+            if time.monotonic() > last:
+                more = "" if is_lasting else ": rank 0 has not come, or has another address"
+                raise OSError(f"{host}: {error.strerror or error}{more}") from error
+        time.sleep(PAUSE_S)
     return dist.TCPStore(  # type: ignore[attr-defined]
-        place.hostname,
-        place.port or 0,
+        host,
+        port,
         size,
-        is_master=is_hosted and rank == 0,
-        timeout=limit,
+        is_master=is_host,
+        timeout=limit / 2,
         wait_for_workers=False,  # `_own_room` says who has not come
         multi_tenant=True,
         master_listen_fd=listener,
@@ -152,11 +153,11 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
     """The room whose name rank 0 draws, once every other rank has come with a card of its own.
 
     Raises:
-        RuntimeError: naming all ranks that have not come.
+        RuntimeError: naming all ranks that have not come, or numbers of ranks that differ.
     """
     hello = [f"bmtrain has come: {other}" for other in range(size)]
     if rank:
-        card = f"bmtrain invites {uuid.uuid4()}"
+        card = f"bmtrain invites {uuid.uuid4()} of {size}"
         store.set(hello[rank], card)
         try:
             if not _comes(store, card, 0, end):
@@ -177,26 +178,30 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
             store.delete_key(hello[other])
         else:
             late.append(str(other))
+    sizes = sorted({str(size), *(card.rpartition(" ")[2] for card in cards)})
     are = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
-    answer = f"{_IN_VAIN}{are} not come" if late else f"bmtrain {uuid.uuid4()}"
+    why = f"{are} not come" if late else ""
+    if len(sizes) > 1:
+        why = f"ranks differ in their number of ranks ({', '.join(sizes)})"
+    answer = f"{_IN_VAIN}{why}" if why else f"bmtrain {uuid.uuid4()}"
     for card in cards:
         store.set(card, answer)
-    if late:
-        raise RuntimeError(answer.removeprefix(_IN_VAIN))
+    if why:
+        raise RuntimeError(why)
     return room(store, answer)
 
 
 def _comes(store: Store, key: str, other: int, end: float) -> bool:
     """Whether a rank leaves a key in time; it is said once that it takes long."""
-    begin = time.monotonic()
-    for limit in (min(end, begin + WORD_S), end):
-        with contextlib.suppress(RuntimeError):
-            left = max(0.001, limit - time.monotonic())
-            store.wait([key], datetime.timedelta(seconds=left))
-            return True
-        if limit < end:
+    word = time.monotonic() + WORD_S
+    while not store.check([key]):  # to wait for it would have torch print a stack
+        if time.monotonic() > end:
+            return False
+        if time.monotonic() > word:
             say(f"rank {other} has not reached init_distributed for {WORD_S:.0f} s.\n")
-    return bool(store.check([key]))
+            word = end
+        time.sleep(PAUSE_S)
+    return True
 
 
 class Groups:

@@ -63,10 +63,10 @@ def generator_of(device: torch.device) -> torch.Generator:
     return generator
 
 
-def default_generators(device: torch.device | None) -> Sequence[Any]:
+def default_generators(device: torch.device) -> Sequence[Any]:
     """The default generators: the CPU's, the device's, those of `random` and of numpy."""
     found: list[Any] = [torch.default_generator, random, np.random]
-    if device is not None and device.type != "cpu":
+    if device.type != "cpu":
         found.insert(2, generator_of(device))
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,93 +16,19 @@ from bmtrain.distributed.transport import Reduction, Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
-from bmtrain.shard.residence import Residence
 from bmtrain.torch_internals import at_end_of_backward, backward_pass, in_backward
 
 NO_PASS: Final = -1  # the number while no backward pass runs
-Work = Callable[[], object]
-# One context for each run of a part that is computed twice: both draw the same random numbers.
-Draws = Iterator[contextlib.AbstractContextManager[object]]
 
 
-class Tape(Protocol):
-    """Records the host's part of a pass whose device work a CUDA graph will repeat."""
+def any_rank(ledger: Ledger, flags: list[bool], axis: Axis) -> list[bool]:
+    """Which flags are true on any rank of the axis.
 
-    is_capturing: bool  # whether the device's work is being captured, not run
-    after: list[Work]  # work to do after each replay
-
-    def uses(self, residence: Residence) -> None:
-        """The pass reads the full values of a storage, which a graph needs before each replay."""
-
-    def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
-        """`value()`, as each replay finds it."""
-
-    def draws(self) -> Draws:
-        """The contexts of the next part of the pass that is computed twice."""
-
-    def refuse(self, what: str) -> None:
-        """Raise if the pass cannot be captured because of `what`."""
-
-
-class HostSteps:
-    """What the host does in a pass besides issuing device work. One per run.
-
-    Attributes:
-        tape: records these steps for a CUDA graph; None in ordinary passes.
+    Collective on the CPU, so that no device has to be synchronised.
     """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.tape: Tape | None = None
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether the device's work is being captured, not run."""
-        return self.tape is not None and self.tape.is_capturing
-
-    def any_rank(self, flags: list[bool], axis: Axis) -> list[bool]:
-        """Which flags are true on any rank of the axis.
-
-        Collective on the CPU, so that no device has to be synchronised.
-        """
-        if axis.size == 1 or not flags:
-            return flags
-
-        return [
-            bool(flag) for flag in self._ledger.largest(flags, axis, "parameters with gradients")
-        ]
-
-    def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
-        """`value()`; on a tape a 0-dim fp32 tensor on `device`, filled before each replay.
-
-        A captured kernel would otherwise keep the number of the captured pass.
-        """
-        return value() if self.tape is None else self.tape.number(value, device)
-
-    def when_computed(self, work: Work) -> None:
-        """Do `work`, which is no part of a graph, as soon as what it needs is computed.
-
-        That is now, or after each replay while the pass is being captured: then nothing is computed
-        yet. Several works are done in the order in which they were handed over.
-        """
-        if self.tape is not None and self.tape.is_capturing:
-            self.tape.after.append(work)
-        else:
-            work()
-
-    def draws(self) -> Draws:
-        """The contexts of the next part of the pass that is computed twice.
-
-        Without a tape they do nothing: the state of a generator can then be read and set back.
-        """
-        return (
-            itertools.repeat(contextlib.nullcontext()) if self.tape is None else self.tape.draws()
-        )
-
-    def refuse(self, what: str) -> None:
-        """Raise if the pass is being captured and cannot be because of `what`."""
-        if self.tape is not None:
-            self.tape.refuse(what)
+    if axis.size == 1 or not flags:
+        return flags
+    return [bool(flag) for flag in ledger.largest(flags, axis, "parameters with gradients")]
 
 
 class Participant(Protocol):
@@ -162,10 +87,8 @@ class Backward:
         participants: called at the end of every pass too.
     """
 
-    def __init__(
-        self, transport: Transport, host: HostSteps, on_finish: Callable[[], None]
-    ) -> None:
-        self._transport, self._host, self._on_finish = transport, host, on_finish
+    def __init__(self, transport: Transport, on_finish: Callable[[], None]) -> None:
+        self._transport, self._on_finish = transport, on_finish
         self._gradients: list[Gradient] = []
         self._waiting: list[Gradient] = []  # their gradients are deferred on this rank
         self._uses: list[OpenUse] = []
@@ -222,18 +145,13 @@ class Backward:
     def add(self, found: Sequence[tuple[Gradient, Sequence[torch.Tensor | None]]]) -> None:
         """Reduce full gradients of storages; inside `deferring`, keep them on this rank."""
         self.join()
-        self._host.when_computed(functools.partial(self._add, found, self._deferring))
-
-    def _add(
-        self, found: Sequence[tuple[Gradient, Sequence[torch.Tensor | None]]], is_deferred: bool
-    ) -> None:
         # Those of one axis and dtype together.
         together: dict[tuple[str, torch.dtype], tuple[Axis, list[Reduction]]] = {}
         for gradient, grads in found:
             self._open(gradient)
-            if not is_deferred:
+            if not self._deferring:
                 self._note_reduction(gradient)
-            reduction = gradient.add(grads, defer=is_deferred)
+            reduction = gradient.add(grads, defer=self._deferring)
             if reduction is not None:
                 key, axis = (gradient.axis.name, reduction.dtype), gradient.axis
                 together.setdefault(key, (axis, []))[1].append(reduction)
@@ -243,33 +161,11 @@ class Backward:
     def add_slice(self, gradient: Gradient, index: int, grad: torch.Tensor) -> None:
         """Add the gradient of this rank's slice of slot `index`, already summed over ranks."""
         self.join()
-        self._host.when_computed(
-            functools.partial(
-                self._add_slice,
-                gradient,
-                index,
-                grad,
-                is_deferred=self._deferring,
-                is_in_graph=self._host.is_capturing,
-            )
-        )
-
-    def _add_slice(
-        self,
-        gradient: Gradient,
-        index: int,
-        grad: torch.Tensor,
-        *,
-        is_deferred: bool,
-        is_in_graph: bool,
-    ) -> None:
         self._open(gradient)
-        # It is kept until the end of the pass, or longer: the next replay would overwrite it.
-        gradient.add_slice(index, grad.clone() if is_in_graph else grad, defer=is_deferred)
+        gradient.add_slice(index, grad, defer=self._deferring)
 
     def _open(self, gradient: Gradient) -> None:
         if not gradient.is_open:
-            self._refuse_lost()  # `join` has, unless a graph was replayed
             gradient.open()
             self._gradients.append(gradient)
 
@@ -279,10 +175,7 @@ class Backward:
         for use in self._uses:
             use.drop()
         self._uses.clear()
-        self._host.when_computed(functools.partial(self._end_pass, self._deferring))
-
-    def _end_pass(self, is_deferred: bool) -> None:
-        if not is_deferred:
+        if not self._deferring:
             self._flush_deferred()
         self._close()
         self._on_finish()
@@ -295,10 +188,6 @@ class Backward:
         """
         self.abandon_if_dead()
         self._refuse_lost()
-        self._host.refuse(
-            "gradients were clipped or applied inside: call clip_grad_norm and step after "
-            "the function"
-        )
         self._waiting = [gradient for gradient in self._waiting if gradient.has_deferred]
         if self._waiting:
             self._flush_deferred()
@@ -404,7 +293,9 @@ class Backward:
         # Gradients are put back on the compute stream, and the next pass reads and writes the sums
         # there. Without this wait, a reduction in flight could overwrite both.
         self._transport.wait_for_reductions()
-        is_incomplete = any(gradient.had_deferred for gradient in self._waiting)
+        is_incomplete = any(
+            each.had_deferred if each.is_open else each.has_deferred for each in self._waiting
+        )
         for gradient in self._gradients:
             gradient.abandon()
         if is_incomplete:
@@ -439,8 +330,10 @@ class Backward:
                 f"{len(added)} parameters had one before: {zlib.crc32(bytes(added)):08x})",
             )
             flags = iter(
-                self._host.any_rank(
-                    [flag for gradient in members for flag in gradient.touched], members[0].axis
+                any_rank(
+                    self._transport.ledger,
+                    [flag for gradient in members for flag in gradient.touched],
+                    members[0].axis,
                 )
             )
             agreed.update(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from bmtrain.distributed.peers import PeerGroups
 from bmtrain.distributed.transport import Streams, Transport
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.backward import NO_PASS, Backward, HostSteps
+from bmtrain.shard.backward import NO_PASS, Backward
 from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.label import Label, Phase
 from bmtrain.shard.parting import Sameness
@@ -67,10 +67,6 @@ class Schedule(Generic[Item]):
         self._last = item
         self._seen.add(item)
         self._last_pass[item] = self._num_passes
-        return self.following(item, phase)
-
-    def following(self, item: Item, phase: Phase) -> Item | None:
-        """The expected successor of `item`."""
         known = self._next[phase].get(item)
         return self._previous.get(item) if known is None and phase is Phase.BACKWARD else known
 
@@ -119,20 +115,16 @@ class Engine:
             Streams(world.device), world.service(PeerGroups), world.service(Ledger)
         )
         self.schedule: Schedule[Residence] = Schedule()
-        self.host = HostSteps(self.transport.ledger)
-        self.backward = Backward(self.transport, self.host, self._end_of_backward)
-        self.replicated = Replicated(world.mesh.world, self.host, self.backward)
+        self.backward = Backward(self.transport, self._end_of_backward)
+        self.replicated = Replicated(world.mesh.world, self.transport.ledger, self.backward)
         # Ties gathered views to the graph. All gathers share it, because nothing is ever
-        # accumulated into it. It is on the CPU, where autograd attaches no stream to its node: a
-        # graph of an earlier pass that is still alive would otherwise make a captured pass
-        # synchronise with that pass's stream, which breaks the capture.
+        # accumulated into it. It is on the CPU, where autograd attaches no stream to its node.
         self.leaf = torch.zeros((), device="cpu", requires_grad=True)
         # Weak: the engine lives as long as the run and must not keep dropped models alive.
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
-        self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
         world.service(Sameness)  # refuses wrappers that take over modules
-        self.steps = Steps(self.transport.ledger, world.mesh.world, self.replicated, self.host)
+        self.steps = Steps(self.transport.ledger, world.mesh.world, self.replicated)
         self._with_grad = True  # grad mode of the last forward pass
         self._num_turns = 0  # storages met in the pass
 
@@ -145,8 +137,7 @@ class Engine:
     def register(self, residence: Residence, gradient: Gradient) -> None:
         """Enter a new storage into the schedule, the backward passes and the ledger."""
         self._residences.add(residence)
-        self._gradients.add(gradient)
-        residence.rename(gradient.label)
+        residence.label = gradient.label
         shapes = " ".join(f"{slot.name} {slot.shape}" for slot in gradient.layout.slots)
         self.transport.ledger.note(
             gradient.axis, f"the making of {gradient.label.text}: {gradient.policy.dtype} {shapes}"
@@ -160,7 +151,7 @@ class Engine:
         missing = [each for each in residences if isinstance(each, Fixed) and not each.is_current]
         if missing:
             gathers = [each.missing(Phase.FORWARD) for each in missing]
-            ready = self.transport.gather_together(gathers)
+            ready = self.transport.gather(*gathers)
             for each in missing:
                 each.arrives(ready)
         for residence in residences:
@@ -181,11 +172,6 @@ class Engine:
                     each.keep()
         self.bring(residences)
 
-    @property
-    def num_alive(self) -> int:
-        """Number of storages in use."""
-        return len(self._gradients)
-
     def acquire(self, residence: Residence, phase: Phase, *, with_grad: bool) -> torch.Tensor:
         """The full buffer of `residence`; starts the gather of its expected successor behind it.
 
@@ -195,12 +181,6 @@ class Engine:
         """
         if self.backward.task != NO_PASS:
             self.backward.abandon_if_dead()
-        tape = self.host.tape
-        if tape is not None:
-            tape.uses(residence)
-            # No pass of the schedule: the values were gathered before it, and stay.
-            if tape.is_capturing:
-                return residence.acquire(phase)
         if isinstance(residence, Fixed):  # `bring` has gathered it, outside of the schedule
             return residence.acquire(phase)
         if phase is Phase.FORWARD:
@@ -208,12 +188,18 @@ class Engine:
                 self.schedule.restart()
                 self._num_turns = 0
                 self._begin_forward()
-                self._compare_passes(residence)
+                # On a GPU the host does not wait for gathers: without this, ranks that part in a
+                # forward pass would hang with no message. Once per pass, in the background.
+                ledger = self.transport.ledger
+                if residence.label is not None and not ledger.is_immediate:
+                    ledger.compare_later(residence.label.axis)
             self._with_grad = with_grad
             residence.turn = self._num_turns
             self._num_turns += 1
         following = self.schedule.observe(residence, phase)
-        self._finish_update(residence)
+        # Wait for the values that the gather is about to read.
+        residence.is_late = False
+        residence.settle()
         full = residence.acquire(phase)
         # Backward gathers inside a pipeline only if a graph was retained. The successor may be
         # outside of it: the ranks of other stages reach that gather only after they have got
@@ -223,15 +209,6 @@ class Engine:
             following.prefetch(phase)
         return full
 
-    def _finish_update(self, residence: Residence) -> None:
-        """Wait for the values that a gather is about to read."""
-        residence.is_late = False
-        residence.settle()
-
-    def replicate(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Keep ordinary parameters the same on all ranks: rank 0's values, gradients summed."""
-        self.replicated.add(params)
-
     def rest(self) -> None:
         """Between passes: nothing stays in flight, and gathered values are forgotten.
 
@@ -239,41 +216,20 @@ class Engine:
         """
         if self.backward.task != NO_PASS:
             self.backward.abandon_if_dead()
-        # A replay reads shards without asking for them.
+        # Compiled code of whole models reads shards without asking for them.
         for residence in list(self._residences):
-            self._finish_update(residence)
+            residence.is_late = False
+            residence.settle()
         # A capture that follows cannot wait for events of work that was issued before it.
         self.transport.streams.join()
         self.schedule.restart()
         self._begin_forward()
-
-    def trainable(self) -> list[tuple[bool, ...]]:
-        """Which parameters require grad, ordinary ones first."""
-        return [self.replicated.trainable(), *[each.trainable() for each in self._gradients]]
-
-    def place(self, residence: Residence) -> Residence:
-        """Where a call that begins now finds the values of a storage.
-
-        While a pass is captured, that is where each replay will find them.
-        """
-        tape = self.host.tape
-        return residence if tape is None or not tape.is_capturing else self.fixed(residence)
 
     def fixed(self, residence: Residence) -> Residence:
         """The residence of the same values that stays where it is, for as long as it is held."""
         found = residence.fixed()
         self._residences.add(found)
         return found
-
-    def _compare_passes(self, residence: Residence) -> None:
-        """Compare ledgers with the other ranks in the background, once per forward pass.
-
-        On a GPU the host does not wait for gathers: without this, ranks that part in a forward pass
-        would hang with no message.
-        """
-        ledger = self.transport.ledger
-        if residence.label is not None and not ledger.is_immediate:
-            ledger.compare_later(residence.label.axis)
 
     def _begin_forward(self) -> None:
         # Shards may be written between passes: without this, a block could use old values.

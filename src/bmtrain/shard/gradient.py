@@ -8,13 +8,14 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from bmtrain.distributed.transport import Reduction, Transport
 from bmtrain.errors import ParameterError
+from bmtrain.shard.hooks import Hooked
 from bmtrain.shard.label import Label
 from bmtrain.shard.layout import Layout
 from bmtrain.shard.residence import num_references
@@ -51,21 +52,6 @@ class Content(enum.Enum):
     CURRENT = enum.auto()
 
 
-class Trained(Protocol):
-    """What a gradient needs of its parameter."""
-
-    shown_grad: Slices | None  # what `.grad` shows
-    requires_grad: bool
-    grad_hooks: Mapping[int, object]  # called by `hooked`
-    post_hooks: Mapping[int, object]  # called by `run_post_hooks`
-
-    def hooked(self, grad: Slices) -> Slices:
-        """The gradient of one pass after its hooks have run."""
-
-    def run_post_hooks(self) -> None:
-        """Called when `.grad` is complete."""
-
-
 class Gradient:
     """Sums the full gradients of a storage over backward passes and shows each slice in `.grad`.
 
@@ -87,12 +73,12 @@ class Gradient:
         show: Callable[[torch.Tensor, int], Slices],
     ) -> None:
         self.layout, self.policy, self.axis, self.label = layout, policy, label.axis, label
-        self._params: Sequence[weakref.ref[Trained]] = params  # filled in by the storage later
+        self._params: Sequence[weakref.ref[Hooked]] = params  # filled in by the storage later
         self._device, self._transport, self._show = device, transport, show
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
         # The same in the parameters' dtype, shown in `.grad`; one tensor if the dtypes agree.
-        self._public: torch.Tensor | None = None
-        self._slots: list[torch.Tensor] = []  # 1-D views of `_public`
+        self.flat: torch.Tensor | None = None
+        self._slots: list[torch.Tensor] = []  # 1-D views of `flat`
         self._views: list[Slices] = []  # what `.grad` shows: `_slots` that look whole
         # For parameters with hooks: what `.grad` held before the pass.
         self._before: dict[int, torch.Tensor] = {}
@@ -101,32 +87,15 @@ class Gradient:
         self._keeps_slices = False  # `_slices` are deferred
         self._versions: list[int] = []
         self._num_own = 0  # references to the memory and its views if no one else holds any
-        self._live = [False] * len(layout.slots)
-        self._touched = [False] * len(layout.slots)
+        self.continued = [False] * len(layout.slots)
+        self.touched = [False] * len(layout.slots)
         self._deferred: torch.Tensor | None = None
-        self._has_deferred_before = False  # at the beginning of the pass
+        #: whether gradients were held back at the beginning of the pass
+        self.had_deferred = False
         #: whether a pass has raised that added to what earlier ones had deferred
         self.is_lost = False
         self._content = Content.UNWRITTEN
         self.is_open = False
-
-    @property
-    def flat(self) -> torch.Tensor | None:
-        """This rank's gradient of all slots, padding zero: (shard_numel,) in the parameters' dtype.
-
-        None while no memory is allocated for it.
-        """
-        return self._public
-
-    @property
-    def touched(self) -> list[bool]:
-        """Per slot: whether this backward pass has produced a gradient for it on this rank."""
-        return list(self._touched)
-
-    @property
-    def continued(self) -> list[bool]:
-        """Per slot: whether this backward pass adds to what `.grad` held."""
-        return list(self._live)
 
     @property
     def has_hooks(self) -> bool:
@@ -138,36 +107,53 @@ class Gradient:
         """Whether this rank holds gradients back for a later reduction."""
         return self._deferred is not None or self._keeps_slices or self.is_lost
 
-    @property
-    def had_deferred(self) -> bool:
-        """Whether gradients were held back before this pass."""
-        return self._has_deferred_before if self.is_open else self.has_deferred
-
     def expect(self) -> None:
         """A backward pass may come: free cleared memory, prepare for the reduction.
 
         Collective the first time.
         """
-        self._free_if_cleared()
+        total = self._total
+        # While a pass is writing there it must not be freed.
+        is_large = total is not None and total.nbytes >= LEAST_FREED and not self.is_open
+        if is_large and all(grad is None for grad in self._grads()):
+            self._total = self.flat = None
+            self._slots, self._views = [], []
         self._transport.expect(self.layout.numel, self.policy.reduce_dtype, self.axis)
 
     def open(self) -> None:
         """Begin a backward pass: keep what is in `.grad`, drop the rest of the sum."""
         self.is_open = True
         grads = self._part_from_readers(self._grads())
-        self._live = [grad is not None for grad in grads]
-        self._prepare_sum(is_continued=any(self._live))
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                self._take_over(index, grad)
-        # The reduction adds to the sum: without this, a gradient that was cleared would count.
-        if self._content is Content.CURRENT:
-            for index, live in enumerate(self._live):
-                if not live and self._total is not None:
-                    self._slice(self._total, index).zero_()
-        self._has_deferred_before = self.has_deferred
+        self.continued = [grad is not None for grad in grads]
+        total = self._total
+        if total is None:
+            with torch.inference_mode(False):
+                self._total = total = torch.empty(
+                    self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device
+                )
+            self._show_total(total)
+            self._content = Content.UNWRITTEN
+        if any(self.continued):
+            if self._content is Content.UNWRITTEN:
+                total.zero_()
+            self._content = Content.CURRENT
+        elif self._content is Content.CURRENT:
+            self._content = Content.STALE
+        for index, (grad, view) in enumerate(zip(grads, self._slots, strict=True)):
+            if grad is None and self._content is Content.CURRENT:
+                # The reduction adds to the sum: without this, what was cleared would count.
+                self._slice(total, index).zero_()
+            # Where the program has written or replaced `.grad`, the sum becomes equal to it.
+            shown = self._views[index]
+            if grad is None or (grad is shown and view._version == self._versions[index]):
+                continue
+            if grad.local is not view:
+                view.copy_(grad.local)
+            if self.flat is not total:
+                self._slice(total, index).copy_(view)
+        self.had_deferred = self.has_deferred
         if not self.has_deferred:
-            self._touched = [False] * len(self._live)
+            self.touched = [False] * len(self.continued)
         self._set_aside(grads)
 
     def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> Reduction | None:
@@ -178,7 +164,7 @@ class Gradient:
         Returns:
             The reduction that the caller has to start; None if it is held back.
         """
-        self._touched = [t or g is not None for t, g in zip(self._touched, grads, strict=True)]
+        self.touched = [t or g is not None for t, g in zip(self.touched, grads, strict=True)]
         self._check_deferring(defer)
         grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
         if not defer and self._deferred is None:
@@ -196,7 +182,7 @@ class Gradient:
     def add_slice(self, index: int, grad: torch.Tensor, *, defer: bool) -> None:
         """Add the gradient of this rank's slice of slot `index`, already summed over ranks."""
         self._check_deferring(defer)
-        self._touched[index] = True
+        self.touched[index] = True
         self._slices.append((index, grad))
         self._keeps_slices = self._keeps_slices or defer
 
@@ -208,20 +194,20 @@ class Gradient:
         self._transport.ledger.note(
             self.axis, f"clearing held-back gradient {index} of {self.label.text}"
         )
-        self._touched[index] = False
+        self.touched[index] = False
         self._slices = [(place, grad) for place, grad in self._slices if place != index]
         self._keeps_slices = bool(self._slices)
         slot = self.layout.slots[index]
         if self._deferred is not None:
             self._deferred[slot.offset : slot.end].zero_()
-        if not any(self._touched):
+        if not any(self.touched):
             self._deferred, self.is_lost = None, False
 
     def lose_deferred(self) -> None:
         """What passes had deferred is incomplete: the program must clear these gradients first."""
         self._deferred, self._keeps_slices = None, False
         self._slices.clear()
-        self.is_lost = any(self._touched)
+        self.is_lost = any(self.touched)
 
     def abandon(self) -> None:
         """Leave a pass that has raised: `.grad` of hooked parameters is as it was.
@@ -230,7 +216,7 @@ class Gradient:
         cannot be taken apart: see `lose_deferred`.
         """
         self.is_open = False
-        if not self._has_deferred_before:
+        if not self.had_deferred:
             self._deferred, self._keeps_slices = None, False
         self._slices.clear()
         for index, before in self._before.items():
@@ -252,15 +238,24 @@ class Gradient:
         find different ones step on different parameters.
         """
         self.is_open = False
-        if self._total is None or self._public is None:
+        if self._total is None or self.flat is None:
             return
-        self._add_slices()
-        if self._public is not self._total:
-            self._public.copy_(self._total)
+        if self._slices and not self._keeps_slices:
+            if self._content is not Content.CURRENT:  # no reduction has overwritten it
+                self._total.zero_()
+                self._content = Content.CURRENT
+            for index, grad in self._slices:
+                self._slice(self._total, index).add_(grad)
+            self._slices.clear()
+        if self.flat is not self._total:
+            self.flat.copy_(self._total)
         shown, hooked = [], self._hooked()
-        for index, is_trained in enumerate(self.trainable()):
-            param = self._params[index]()
-            if param is not None and is_trained and (self._live[index] or touched[index]):
+        with plain_functions():
+            params = [reference() for reference in self._params]
+            trained = [param is not None and param.requires_grad for param in params]
+        for index, param in enumerate(params):
+            is_shown = trained[index] and (self.continued[index] or touched[index])
+            if param is not None and is_shown:
                 if index in hooked or index in self._before:
                     self._run_hooks(index, param, is_touched=touched[index])
                 param.shown_grad = self._views[index]
@@ -299,7 +294,7 @@ class Gradient:
             if (param := ref()) is not None and (param.grad_hooks or param.post_hooks)
         }
 
-    def _run_hooks(self, index: int, param: Trained, *, is_touched: bool) -> None:
+    def _run_hooks(self, index: int, param: Hooked, *, is_touched: bool) -> None:
         before = self._before.pop(index, None)
         view = self._slots[index]
         own = self._show(view.clone(), index)
@@ -308,29 +303,8 @@ class Gradient:
                 view.copy_(param.hooked(own).local)
             if before is not None:
                 view.add_(before)
-            if self._public is not self._total and self._total is not None:
+            if self.flat is not self._total and self._total is not None:
                 self._slice(self._total, index).copy_(view)
-
-    def _add_slices(self) -> None:
-        """Add the gradients of slices to what has been reduced."""
-        if self._total is None or not self._slices or self._keeps_slices:
-            return
-        if self._content is not Content.CURRENT:  # no reduction has overwritten it
-            self._total.zero_()
-            self._content = Content.CURRENT
-        for index, grad in self._slices:
-            self._slice(self._total, index).add_(grad)
-        self._slices.clear()
-
-    def trainable(self) -> tuple[bool, ...]:
-        """Which parameters require grad."""
-        with plain_functions():
-            return tuple(
-                [
-                    param is not None and param.requires_grad
-                    for param in (reference() for reference in self._params)
-                ]
-            )
 
     def shows(self, grads: Sequence[object], index: int) -> bool:
         """Whether `grads`, of the slots from `index` on, are the views that this object shows."""
@@ -339,10 +313,8 @@ class Gradient:
 
     def _grads(self) -> list[Slices | None]:
         """The `.grad` of each parameter."""
-        return [
-            None if param is None else param.shown_grad
-            for param in (reference() for reference in self._params)
-        ]
+        params = [reference() for reference in self._params]
+        return [None if param is None else param.shown_grad for param in params]
 
     def _part_from_readers(self, grads: list[Slices | None]) -> list[Slices | None]:
         """Move to new memory if the program has cleared a gradient but still holds it.
@@ -351,23 +323,23 @@ class Gradient:
         would overwrite `old` in silence. Returns what `.grad` shows now.
         """
         shown = list(map(operator.is_, grads, self._views))
-        if self._public is None or self._total is None or all(shown):
+        if self.flat is None or self._total is None or all(shown):
             return grads
         # Two references to each shown view are our own: one in `grads`, one in its parameter.
         if self._num_references() - 2 * sum(shown) <= self._num_own:
             return grads
         old, was = self._slots, self._versions
-        old_total, old_public = self._total, self._public
+        old_total, old_public = self._total, self.flat
         with torch.inference_mode(False):
             self._total = old_total.clone()
         self._show_total(self._total)
-        if self._public is not self._total:
-            self._public.copy_(old_public)
+        if self.flat is not self._total:
+            self.flat.copy_(old_public)
         for index, reference in enumerate(self._params):
             param = reference()
             if param is not None and shown[index]:
                 param.shown_grad = self._views[index]
-                # Without this, `_take_over` would mistake the copy for a write by the program.
+                # Without this, `open` would mistake the copy for a write by the program.
                 if old[index]._version == was[index]:
                     self._versions[index] = self._slots[index]._version
         return self._grads()
@@ -377,38 +349,11 @@ class Gradient:
         views: int = sum(map(sys.getrefcount, self._views))
         return views + num_references(self._slots[0])
 
-    def _free_if_cleared(self) -> None:
-        # While a pass is writing there it must not be freed.
-        if self._total is None or self._total.nbytes < LEAST_FREED or self.is_open:
-            return
-        if any(grad is not None for grad in self._grads()):
-            return
-        self._total = self._public = None
-        self._slots, self._views = [], []
-
-    def _prepare_sum(self, *, is_continued: bool) -> None:
-        """Allocate the sum if it has no memory; continue it from `.grad` or start it at zero."""
-        if self._total is None:
-            with torch.inference_mode(False):
-                self._total = torch.empty(
-                    self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device
-                )
-            self._show_total(self._total)
-            self._content = Content.UNWRITTEN
-        if is_continued:
-            if self._content is Content.UNWRITTEN:
-                self._total.zero_()
-            self._content = Content.CURRENT
-        elif self._content is Content.CURRENT:
-            self._content = Content.STALE
-
     def _show_total(self, total: torch.Tensor) -> None:
         """Make the views that `.grad` shows of a new sum."""
         with torch.inference_mode(False):
             same = total.dtype == self.policy.dtype
-            self._public = public = (
-                total if same else torch.empty_like(total, dtype=self.policy.dtype)
-            )
+            self.flat = public = total if same else torch.empty_like(total, dtype=self.policy.dtype)
             self._slots = [self._slice(public, index) for index in range(len(self._params))]
             self._views = [self._show(own, index) for index, own in enumerate(self._slots)]
         self._versions = [-1] * len(self._params)
@@ -417,17 +362,6 @@ class Gradient:
     def _slice(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         piece = self.layout.piece(index, self.axis.index)
         return flat[piece.begin : piece.end]
-
-    def _take_over(self, index: int, grad: Slices) -> None:
-        """Make the sum equal to `.grad` where the program has written or replaced that."""
-        view = self._slots[index]
-        untouched = grad is self._views[index] and view._version == self._versions[index]
-        if untouched or self._total is None:
-            return
-        if grad.local is not view:
-            view.copy_(grad.local)
-        if self._public is not self._total:
-            self._slice(self._total, index).copy_(view)
 
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Flat pieces that make up the full gradient (layout.numel,) in reduce_dtype, in order.

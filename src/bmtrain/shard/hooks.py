@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bmtrain.errors import ParameterError
 from bmtrain.shard.sharded import Sharded, cut_like
+from bmtrain.shard.slices import Slices
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -31,7 +32,8 @@ class Hooked(Sharded):
         """
         if not self.requires_grad:
             raise ParameterError(
-                "a hook was registered on a sharded parameter that does not require grad."
+                "a hook was registered on a sharded parameter that does not require grad: call "
+                "param.requires_grad_() first."
             )
         handle = RemovableHandle(self.grad_hooks)
         self.grad_hooks[handle.id] = hook
@@ -45,13 +47,14 @@ class Hooked(Sharded):
         """
         if not self.requires_grad:
             raise ParameterError(
-                "a hook was registered on a sharded parameter that does not require grad."
+                "a hook was registered on a sharded parameter that does not require grad: call "
+                "param.requires_grad_() first."
             )
         handle = RemovableHandle(self.post_hooks)
         self.post_hooks[handle.id] = hook
         return handle
 
-    def hooked(self, grad: torch.Tensor) -> torch.Tensor:
+    def hooked(self, grad: Slices) -> Slices:
         """The gradient of a pass after its hooks have run, sharded as the parameter."""
         for hook in list(self.grad_hooks.values()):
             result = hook(grad)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from bmtrain.torch_internals import node_number, tree_flatten, tree_unflatten
 
 _NO_TENSORS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
-_PLAIN = _NO_TENSORS | {torch.Tensor}
+PLAIN = _NO_TENSORS | {torch.Tensor}
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:
@@ -26,11 +27,6 @@ def tensors_of(out: Any) -> list[torch.Tensor]:
 
     map_tensors(note, out)
     return found
-
-
-def has_plain_tensors(values: Iterable[Any]) -> bool:
-    """Whether all values are ordinary tensors or values that contain none."""
-    return _PLAIN.issuperset(map(type, values))
 
 
 def map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
@@ -51,12 +47,18 @@ def map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
         fields = [
             (field.name, getattr(out, field.name))
             for field in dataclasses.fields(out)
-            if field.init
+            # a property may compute, together with other ranks
+            if field.init and not isinstance(getattr(kind, field.name, None), property)
         ]
         changed = {
             name: new for name, value in fields if (new := map_tensors(fn, value)) is not value
         }
-        return dataclasses.replace(out, **changed) if changed else out
+        # transformers' outputs hold their values as items too
+        is_dict = isinstance(out, dict) and bool(changed)
+        made = dataclasses.replace(out, **changed) if is_dict else copy.copy(out)
+        for name, new in () if is_dict else changed.items():
+            object.__setattr__(made, name, new)
+        return made if changed else out
     leaves, spec = tree_flatten(out)
     is_leaf = len(leaves) == 1 and leaves[0] is out
     mapped = leaves if is_leaf else [map_tensors(fn, leaf) for leaf in leaves]

@@ -22,7 +22,6 @@ from bmtrain.shard.placement import Placement, split_of
 from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, described, run
 from bmtrain.shard.slices import Slices, without_memory
 from bmtrain.shard.storage import ShardPolicy, Storage
-from bmtrain.shard.unreadable import Unreadable
 from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import native_gradients, plain_functions
 
@@ -30,27 +29,33 @@ Initializer = Callable[[torch.Tensor], object]
 
 
 class ParameterInitializer:
-    """An initialisation to run later: called with the full tensor, runs `fn(tensor, ...)`."""
+    """An initialisation to run later: called with the full tensor, runs `func(tensor, ...)`.
 
-    def __init__(self, fn: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        self.fn, self.args, self.kwargs = fn, args, kwargs
+    Args:
+        func: a function that writes the tensor in place, such as those of torch.nn.init.
+        args, kwargs: passed on to `func` after the tensor.
+    """
+
+    def __init__(self, func: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        self.fn(tensor, *self.args, **self.kwargs)
+        self.func(tensor, *self.args, **self.kwargs)
 
 
 class DistributedParameter(Hooked, torch.nn.Parameter):
     """An nn.Parameter that looks whole; this rank stores a slice of the flattened tensor.
 
     Shape, dim and numel are the whole's (with `tp_mode`, of this tensor rank's part), `local` is
-    the slice. What a program does with it is right or refused (see `Sharded`). `.grad` is of the
-    same kind: the gradient summed over ranks.
+    the slice. Element-wise functions compute on the slices; others gather the whole tensor, or
+    raise ParameterError where the result could not be right. `.grad` is of the same kind: the
+    gradient summed over ranks.
 
     Args:
         data: the full tensor, on any device, the same on every rank; a meta tensor allocates only
             the slice. With `tp_mode` this tensor rank's part of it.
         requires_grad: whether to train it.
-        init_method: called with the whole tensor by `init_parameters`.
+        init_method: called with the whole tensor by `init_parameters`; it writes it in place.
         group: a name under which `grouped_parameters` lists it.
         tp_mode: whether the whole tensor is cut along `tp_split_dim` over the tensor-parallel
             ranks, in equal parts.
@@ -61,12 +66,13 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             it does not have.
     """
 
-    _storage: Storage
-    _index: int
+    storage_of: Storage
+    index_in_storage: int  # its slot in the storage
     _original_shape: torch.Size
     _tp_original_shape: torch.Size
     _init_method: Initializer | None
-    _never_set: bool
+    #: made from a meta tensor, or waiting for `init_parameters` or a checkpoint
+    never_set: bool
     _aliases: dict[int, weakref.ref[Slices]]
     _takes_whole_gradients: bool
     group: str | None
@@ -82,7 +88,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     ) -> DistributedParameter:
         param = cls.unattached(data, requires_grad, tp_mode, tp_split_dim)
         param._init_method, param.group = init_method, group
-        param._storage.attach([param])
+        param.storage_of.attach([param])
         return param
 
     @classmethod
@@ -118,7 +124,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         )
         storage.fill(0, data)
         param = cls.at(storage, 0, requires_grad)
-        param._never_set = data.is_meta
+        param.never_set = data.is_meta
         return param
 
     @classmethod
@@ -132,7 +138,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             collections.OrderedDict(),
         )
         param.shown_grad, param._init_method, param.group = None, None, None
-        param._never_set = param._takes_whole_gradients = False
+        param.never_set = param._takes_whole_gradients = False
         param.move_to(storage, index)
         return param
 
@@ -161,15 +167,15 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def move_to(self, storage: Storage, index: int) -> None:
         """Live in another storage from now on; its slot must already hold the values."""
         slot = storage.layout.slots[index]
-        self._storage, self._index, self.shown_grad = storage, index, None
-        self._local, self._cut = storage.local(index), storage.cut(index)
+        self.storage_of, self.index_in_storage, self.shown_grad = storage, index, None
+        self._local, self.cut = storage.local(index), storage.cut(index)
         self._original_shape, self._tp_original_shape = (
             torch.Size(slot.shape),
             torch.Size(slot.whole_shape),
         )
         self.count_holders()
         for alias in self._living_aliases():
-            alias._local, alias._cut = self._local, self._cut
+            alias._local, alias.cut = self._local, self.cut
 
     @property
     def data(self) -> torch.Tensor:
@@ -211,7 +217,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         self._aliases.clear()
         self.local.copy_(values.local)
         self.mark_written()
-        if isinstance(value, Slices) and value.cut.is_like(self._cut):
+        if isinstance(value, Slices) and value.cut.is_like(self.cut):
             value._local = self._local
             self._aliases[id(value)] = weakref.ref(value)
 
@@ -221,19 +227,18 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
         Collective if `reduce_gradients=False` held gradients back.
         """
-        if self._storage.engine.host.is_capturing:
-            return Unreadable.like(self)
-        if self._storage.gradient.has_deferred:
-            self._storage.engine.backward.flush()
+        if self.storage_of.gradient.has_deferred:
+            self.storage_of.engine.backward.flush()
         return self.shown_grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        host = self._storage.engine.host
         if value is None:
-            host.when_computed(self._clear_gradient)
+            # Else a pass that has raised would take back what is cleared here.
+            self.storage_of.engine.backward.abandon_if_dead()
+            self.storage_of.gradient.discard_deferred(self.index_in_storage)
+            self.shown_grad = None
             return
-        host.refuse("gradients are set inside: set them after the function")
         if not isinstance(value, torch.Tensor) or value.dtype != self.dtype:
             raise ParameterError(
                 f"param.grad got {described(value)}: expected a tensor of {self.dtype}."
@@ -246,15 +251,13 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     _grad = grad  # torch's other name of it
 
-    def _clear_gradient(self) -> None:
-        # Else a pass that has raised would take back what is cleared here.
-        self._storage.engine.backward.abandon_if_dead()
-        self._storage.gradient.discard_deferred(self._index)
-        self.shown_grad = None
-
     @property
     def local(self) -> torch.Tensor:
-        self._storage.settle()
+        """This rank's slice of the flattened tensor: 1-D, possibly empty, on the rank's device.
+
+        It shares the parameter's memory. Waits for an update of an optimizer in flight.
+        """
+        self.storage_of.settle()
         return self._local
 
     @property
@@ -263,27 +266,12 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return sys.getrefcount(self._local) - shared > self._num_holders
 
     @property
-    def storage_of(self) -> Storage:
-        """The storage of this parameter."""
-        return self._storage
-
-    @property
-    def index_in_storage(self) -> int:
-        """Its slot in the storage."""
-        return self._index
-
-    @property
     def init_method(self) -> Initializer | None:
         """Called by `init_parameters` with the full tensor."""
         return self._init_method
 
-    @property
-    def never_set(self) -> bool:
-        """Whether a parameter made from a meta tensor has no values yet."""
-        return self._never_set
-
     def alias(self) -> Slices:
-        alias = ParameterAlias(self._local, self._cut)
+        alias = ParameterAlias(self._local, self.cut)
         alias.param = self
         self._aliases[id(alias)] = weakref.ref(alias)
         if len(self._aliases) > 8:
@@ -299,62 +287,53 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     def differentiable_whole(self) -> torch.Tensor:
         # Only this tensor: not the rest of its storage, which only some ranks may have.
-        return self.gather() if self._is_alone else super().differentiable_whole()
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether a gather of its storage brings this tensor and no other, to all ranks."""
-        return self._storage.placement.stage is None and len(self._storage.layout.slots) == 1
+        storage = self.storage_of
+        is_alone = storage.placement.stage is None and len(storage.layout.slots) == 1
+        return self.gather() if is_alone else super().differentiable_whole()
 
     def read(self) -> torch.Tensor:
-        self._expect_whole_gradients()
+        self.expect_whole_gradients()
         return self.local
 
     def whole(self) -> torch.Tensor:
-        self._expect_whole_gradients()
-        if self._storage.engine.host.tape is None or not self._is_alone:
-            return super().whole()
-        # A graph finds it where the gathers before each replay have brought it.
-        with torch.inference_mode(False), torch.no_grad():
-            return self.gather().clone()
-
-    @torch.no_grad()
-    def expect_gradients_of_torch(self) -> None:
-        self._expect_whole_gradients()
+        self.expect_whole_gradients()
+        return super().whole()
 
     def gather(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The full tensor, differentiable: its gradient is summed over ranks into this slice.
 
-        Collective. With arguments, `torch.gather` of it: BMTrain's name is torch's for that.
+        Collective. With `args` or `kwargs` it is `torch.gather`: BMTrain's method has torch's name.
         """
         if args or kwargs:
             return torch.gather(self, *args, **kwargs)
-        use = Use([self._storage])
+        use = Use([self.storage_of])
         with use.running():
-            view = use.open()[self._index]
+            view = use.open()[self.index_in_storage]
             return view.clone() if use.is_gathered_again else view
 
     def gather_all(self) -> torch.Tensor:
-        """The whole tensor, `_tp_original_shape`: as `gather`, the tensor-parallel split undone."""
-        split = self._storage.layout.slots[self._index].split
+        """As `gather`, with the tensor-parallel split undone: the tensor before the cut."""
+        split = self.storage_of.layout.slots[self.index_in_storage].split
         full = self.gather()
         return (
             full
             if split is None
-            else torch.cat(list(autograd.all_gather(full, self._storage.engine.mesh.tp)), split.dim)
+            else torch.cat(
+                list(autograd.all_gather(full, self.storage_of.engine.mesh.tp)), split.dim
+            )
         )
 
     def tp_gather(self) -> torch.Tensor:
-        """The slices of all tensor-parallel ranks in one 1-D tensor: split undone, still sharded.
+        """The slices of all tensor-parallel ranks, one after the other: 1-D, differentiable.
 
-        Collective.
+        Collective over the tensor-parallel ranks. Without `tp_mode` it is this rank's slice.
         """
-        split = self._storage.layout.slots[self._index].split
+        split = self.storage_of.layout.slots[self.index_in_storage].split
         local = self.differentiable_local()
         return (
             local
             if split is None
-            else autograd.all_gather(local, self._storage.engine.mesh.tp).view(-1)
+            else autograd.all_gather(local, self.storage_of.engine.mesh.tp).view(-1)
         )
 
     def set_full(self, value: torch.Tensor) -> None:
@@ -368,7 +347,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
                 f"a parameter of shape {tuple(self._tp_original_shape)} got values of "
                 f"shape {tuple(value.shape)}."
             )
-        self.set_slice(self._cut.own_of_whole(value))
+        self.set_slice(self.cut.own_of_whole(value))
 
     def set_slice(self, values: torch.Tensor) -> None:
         """Set the values of this rank's slice, (numel of the slice,)."""
@@ -376,28 +355,24 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             self.local.copy_(values)
         self.mark_written()
 
-    def mark_unset(self) -> None:
-        """The parameter waits for `init_parameters` or a checkpoint."""
-        self._never_set = True
-
     def mark_written(self) -> None:
         """The parameter was written: values gathered before are stale.
 
         Call it after every write between gathers, at the same place on all ranks.
         """
         self.count_write()
-        self._storage.mark_written()
+        self.storage_of.mark_written()
 
     def count_write(self) -> None:
         """`mark_written` for writes at the end of a pass, when no gather has to be forgotten."""
-        self._never_set = False
+        self.never_set = False
         self.num_own_writes += 1
 
     mark_set = mark_written
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
-            _copy_storage(self._storage, memo)
+            _copy_storage(self.storage_of, memo)
         found: DistributedParameter = memo[id(self)]
         return found
 
@@ -413,7 +388,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             return getattr(vars(DistributedParameter)["grad"], func.__name__)(*args)
         return run(func, args, kwargs or {})
 
-    def _expect_whole_gradients(self) -> None:
+    def expect_whole_gradients(self) -> None:
         """Take whole gradients from torch's own `.grad` and reduce them.
 
         A custom function, or TorchScript, may be reading the parameter itself: autograd then
@@ -428,12 +403,14 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             param = reference()
             if grad is None or param is None:
                 return None
-            storage = param._storage
+            storage = param.storage_of
             if isinstance(grad, Slices):
-                storage.engine.backward.add_slice(storage.gradient, param._index, grad.local)
+                storage.engine.backward.add_slice(
+                    storage.gradient, param.index_in_storage, grad.local
+                )
             else:
                 own = [
-                    grad if index == param._index else None
+                    grad if index == param.index_in_storage else None
                     for index in range(len(storage.layout.slots))
                 ]
                 storage.engine.backward.add([(storage.gradient, own)])
@@ -509,10 +486,10 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
         trainable = old is not None and old.requires_grad
         new = DistributedParameter.at(target, index, trainable)
         if isinstance(old, DistributedParameter):
-            new._init_method, new.group, new._never_set = (
+            new._init_method, new.group, new.never_set = (
                 copy.copy(old._init_method),
                 old.group,
-                old._never_set,
+                old.never_set,
             )
             for name in set(vars(old)) - set(vars(new)):
                 vars(new)[name] = copy.deepcopy(vars(old)[name], memo)

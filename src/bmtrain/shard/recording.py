@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 
@@ -31,11 +30,8 @@ class Position:
     micro_batch: int = 0
 
 
-class Listener(Protocol):
-    """Receives recorded tensors."""
-
-    def record(self, x: torch.Tensor, name: str, group: str | None, position: Position) -> None:
-        """Receive `x`, which is part of the graph of the running forward pass."""
+# Receives a tensor of the graph of the running forward pass, its name and its group.
+Listener = Callable[[torch.Tensor, str, str | None, Position], None]
 
 
 class Recorder:
@@ -66,7 +62,7 @@ class Recorder:
         """Hand `x` to the listeners, but not in backward: recomputation would record it twice."""
         if self.is_listening and not in_backward():
             for listener in self._listeners:
-                listener.record(x, name, group, self.position)
+                listener(x, name, group, self.position)
 
     @contextlib.contextmanager
     def pipelined_pass(self, stage: int) -> Iterator[EnterMicroBatch]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError, RanksDivergedError
 from bmtrain.runtime.mesh import Axis
-from bmtrain.shard.backward import Backward, HostSteps
-from bmtrain.shard.unreadable import Unreadable
+from bmtrain.shard.backward import Backward, any_rank
 
 _PARTED = (
     "an ordinary parameter of shape {} had a gradient before this backward pass on some ranks, and "
@@ -29,16 +26,15 @@ class Replicated:
 
     Args:
         world: the axis of all ranks.
-        host: lets the ranks agree on which gradients exist.
+        ledger: lets the ranks agree on which gradients exist.
         backward: joined when a gradient arrives.
     """
 
-    def __init__(self, world: Axis, host: HostSteps, backward: Backward) -> None:
-        self._world, self._host, self._backward = world, host, backward
+    def __init__(self, world: Axis, ledger: Ledger, backward: Backward) -> None:
+        self._world, self._ledger, self._backward = world, ledger, backward
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._incoming: dict[int, torch.Tensor] = {}
         self._had: dict[int, bool] = {}  # whether those had a gradient before the pass
-        self._met: dict[int, torch.Tensor] = {}  # computed by a captured pass, not in `.grad` yet
         self._retired: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
@@ -46,10 +42,6 @@ class Replicated:
 
     def __contains__(self, param: object) -> bool:
         return any(known is param for known in self)
-
-    def is_summed(self, param: torch.nn.Parameter) -> bool:
-        """Whether the gradient of an ordinary parameter is summed over ranks."""
-        return self._world.size == 1 or param in self
 
     def retire(self, param: torch.nn.Parameter) -> None:
         """`param` was replaced by a sharded parameter: an optimizer of it would train nothing."""
@@ -77,9 +69,9 @@ class Replicated:
         known = {id(param) for param in self}
         new = {id(param): param for param in params if id(param) not in known}.values()
         self.refuse_retired(new)
-        if new:  # else this may be the capture of a CUDA graph, in which hosts cannot agree
+        if new:
             # Those that all ranks have dropped: each rank's collector takes them at its own time.
-            alive = self._host.any_rank([x() is not None for x in self._params], self._world)
+            alive = any_rank(self._ledger, [x() is not None for x in self._params], self._world)
             self._params = [*itertools.compress(self._params, alive)]
         for param in new:
             self._params.append(weakref.ref(param))
@@ -121,7 +113,7 @@ class Replicated:
         ]
         # A rank whose rows did not use a parameter has no gradient, but must take part in its sum:
         # the others would hang.
-        flags = iter(self._host.any_rank([flag for kind in kinds for flag in kind], self._world))
+        flags = iter(any_rank(self._ledger, [flag for kind in kinds for flag in kind], self._world))
         agreed = list(zip(params, incoming, zip(*[flags] * 4, strict=True), strict=True))
         for param, _, (*_, some_had, some_had_none) in agreed:
             if param is not None and some_had and some_had_none:
@@ -159,10 +151,6 @@ class Replicated:
         self._incoming.clear()
         self._had.clear()
 
-    def trainable(self) -> tuple[bool, ...]:
-        """Which parameters require grad."""
-        return tuple(param.requires_grad for param in self)
-
     def _collector(
         self, reference: weakref.ref[torch.nn.Parameter]
     ) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
@@ -170,89 +158,16 @@ class Replicated:
             if grad is None:  # reached, but this rank's loss does not depend on it
                 return None
             self._backward.join()
-            if self._host.is_capturing:  # `put_off` sees it
-                return None
             # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass,
             # the same on every rank.
-            self._take(reference(), grad)
+            param = reference()
+            key = id(param)
+            self._had.setdefault(key, param is not None and param.grad is not None)
+            before = self._incoming.get(key)
+            self._incoming[key] = grad if before is None else _plus_(before.clone(), grad)
             return torch.zeros_like(grad)
 
         return collect
-
-    def _take(self, param: torch.Tensor | None, grad: torch.Tensor) -> None:
-        """Keep a gradient of this rank until the end of the pass."""
-        key = id(param)
-        self._had.setdefault(key, param is not None and param.grad is not None)
-        before = self._incoming.get(key)
-        self._incoming[key] = grad if before is None else _plus_(before.clone(), grad)
-
-    @contextlib.contextmanager
-    def put_off(self) -> Iterator[None]:
-        """For the capture of a pass: gradients go to `.grad` after each replay, not inside.
-
-        What autograd does with a leaf would otherwise be frozen in the graph: whether `.grad` was
-        None, and where it was in memory.
-        """
-        params = list(self)
-        before = [param.grad for param in params]
-        handles: list[RemovableHandle] = []
-        try:
-            for param in params:
-                if getattr(param, "_post_accumulate_grad_hooks", None):
-                    self._host.refuse("an ordinary parameter has a hook that reads `.grad`")
-                param.grad = Unreadable.like(param)
-                if param.requires_grad:
-                    handles += [
-                        param.register_hook(functools.partial(self._meet, weakref.ref(param))),
-                        param.register_post_accumulate_grad_hook(self._put_off),
-                    ]
-            yield
-            for param in params:
-                self._note_clearing(param)
-        finally:
-            self._met.clear()
-            for handle in handles:
-                handle.remove()
-            for param, grad in zip(params, before, strict=True):
-                param.grad = grad
-
-    def _meet(
-        self, reference: weakref.ref[torch.nn.Parameter], grad: torch.Tensor
-    ) -> torch.Tensor | None:
-        """A captured pass has computed the gradient of a leaf."""
-        param = reference()
-        if grad.is_sparse:
-            self._host.refuse("an ordinary parameter has a sparse gradient")
-        if param is not None:
-            self._note_clearing(param)
-            self._met[id(param)] = grad
-            param.grad = None  # autograd would add to it
-        return None
-
-    def _put_off(self, param: torch.Tensor) -> None:
-        """Autograd has brought the gradient of a leaf to `.grad`: each replay does it again."""
-        grad = self._met.pop(id(param))
-        self._host.when_computed(functools.partial(self._arrive, weakref.ref(param), grad))
-        param.grad = Unreadable.like(param)
-
-    def _note_clearing(self, param: torch.nn.Parameter) -> None:
-        """The program may have cleared `.grad` inside: each replay does it again."""
-        if id(param) in self._met:
-            self._host.refuse("torch.autograd.grad takes the gradient of an ordinary parameter")
-        if param.grad is None:
-            self._host.when_computed(functools.partial(_clear, weakref.ref(param)))
-
-    def _arrive(self, reference: weakref.ref[torch.Tensor], grad: torch.Tensor) -> None:
-        """What `_collector` and autograd do with the gradient of a leaf, after a replay."""
-        param = reference()
-        if param is None:
-            return
-        if self._world.size > 1:
-            self._take(param, grad)
-            grad = torch.zeros_like(grad)
-        # a copy: the next replay overwrites `grad`
-        own = torch.empty_like(param, requires_grad=False).copy_(grad)
-        param.grad = own if param.grad is None else _plus_(param.grad, own)
 
 
 def _plus_(grad: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
@@ -274,9 +189,3 @@ def _refuse_hooks(param: torch.nn.Parameter | None) -> None:
             "(bmtrain.BMTrainModelWrapper), whose parameters' hooks get the sum, or change "
             "`.grad` after backward."
         )
-
-
-def _clear(reference: weakref.ref[torch.nn.Parameter]) -> None:
-    param = reference()
-    if param is not None:
-        param.grad = None

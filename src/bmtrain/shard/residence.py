@@ -31,10 +31,6 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _nothing() -> None:
-    """No update is ever under way."""
-
-
 class Residence:
     """The full values of a storage on a rank that needs no gather: the shard is the full buffer.
 
@@ -56,14 +52,10 @@ class Residence:
     #: same on all ranks, whichever of them has waited already.
     is_late: bool = False
     #: waits for updates that are under way
-    settle: Callable[[], None] = staticmethod(_nothing)
+    settle: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
-
-    def rename(self, label: Label) -> None:
-        """Set the name in messages."""
-        self.label = label
 
     def place(self, phase: Phase) -> str:
         """What is gathered where, for messages: the same on all ranks."""
@@ -162,7 +154,7 @@ class Gathered(Residence):
         if self._full is None:
             self._full, self.version = self._source.new_full(self._axis.size), self._version()
             self._arrived = self._transport.gather(
-                self._full, self._source, self._axis, self.place(phase)
+                Gather(self._full, self._source, self._axis, self.place(phase))
             )
         return self._full
 
@@ -233,7 +225,7 @@ class Fixed(Residence):
 
     def prefetch(self, phase: Phase) -> None:
         if not self.is_current:
-            self.arrives(self._transport.gather_together([self.missing(phase)]))
+            self.arrives(self._transport.gather(self.missing(phase)))
 
     def missing(self, phase: Phase) -> Gather:
         """The gather that brings the values; `arrives` says that it was started."""

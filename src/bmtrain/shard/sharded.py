@@ -215,13 +215,10 @@ def _fits(x: torch.Tensor, like: Slices) -> bool:
         return x.shape == like.shape
     # A 0-dim parameter is stored as a 1-D slice, which ranks higher in type promotion.
     same_dtype = like.dim() > 0 or x.dtype == like.dtype or not x.is_floating_point()
-    return same_dtype and not x.is_sparse and _broadcasts(x.shape, like.shape)
-
-
-def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(
-        a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False)
+    broadcasts = x.dim() <= like.dim() and all(
+        a in (1, b) for a, b in zip(reversed(x.shape), reversed(like.shape), strict=False)
     )
+    return same_dtype and not x.is_sparse and broadcasts
 
 
 def _own(x: torch.Tensor, like: Slices) -> torch.Tensor:
@@ -245,7 +242,8 @@ def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     if base == "norm":
         return _norms(args, kwargs)
     is_known = base in elementwise.ELEMENTWISE or name in elementwise.FUSED or name == _UNSCALE
-    likes = _likes(args)
+    # The first list, to which the others correspond element by element.
+    likes: Sequence[Any] = next((x for x in args if isinstance(x, list | tuple)), ())
     columns = [
         x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) == len(likes)
     ]
@@ -309,11 +307,6 @@ def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
 
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
-
-
-def _likes(args: Args) -> Sequence[Any]:
-    """The first list, to which the others correspond element by element."""
-    return next((x for x in args if isinstance(x, list | tuple)), ())
 
 
 def _norms(args: Args, kwargs: Kwargs) -> Any:
@@ -429,10 +422,6 @@ def _shaped_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return NotImplemented
 
 
-def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return on_wholes(func, args, kwargs, same_on_all=True)
-
-
 def _drawn(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Random numbers made of a sharded tensor: rank 0's, as ranks may have different states."""
     out = on_wholes(func, args, kwargs)
@@ -445,7 +434,7 @@ def _drawn(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _initial(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A function of torch.nn.init."""
     with torch.no_grad():
-        return _random(func, args, kwargs)
+        return on_wholes(func, args, kwargs, same_on_all=True)
 
 
 def _flat(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -481,10 +470,6 @@ def _as_itself(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return NotImplemented
 
 
-def _numpy(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return as_copy(on_wholes(func, args, kwargs))
-
-
 def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """With `max_norm` rows of the weight are shortened before the look-up: in the slices."""
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type")
@@ -511,7 +496,7 @@ _SPECIAL: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
     **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "vector_norm"), _norm),
     **dict.fromkeys(("sum", "mean"), _sum),
     **dict.fromkeys(elementwise.SHAPED_LIKE, _shaped_like),
-    **dict.fromkeys(elementwise.RANDOM, _random),
+    **dict.fromkeys(elementwise.RANDOM, functools.partial(on_wholes, same_on_all=True)),
     **dict.fromkeys(elementwise.DRAWN, _drawn),
     **dict.fromkeys(("reshape", "view", "flatten", "ravel"), _flat),
     **{
@@ -521,5 +506,7 @@ _SPECIAL: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
     },
     **dict.fromkeys(("embedding", "embedding_bag"), _embedding),
     **dict.fromkeys(("view_as", "expand_as"), _as_itself),
-    **dict.fromkeys(("numpy", "__array__"), _numpy),
+    **dict.fromkeys(
+        ("numpy", "__array__"), lambda func, args, kwargs: as_copy(on_wholes(func, args, kwargs))
+    ),
 }

@@ -36,7 +36,7 @@ class Slices(torch.Tensor):
     """
 
     _local: torch.Tensor  # (numel of the slice,), without a graph
-    _cut: Cut
+    cut: Cut  # how the tensor is cut
     _num_holders: int = 0
     #: how often the tensor was written through this object; see `num_written`
     num_own_writes: int = 0
@@ -49,7 +49,7 @@ class Slices(torch.Tensor):
     def __new__(cls, local: torch.Tensor, cut: Cut) -> Slices:
         """A tensor that looks whole over `local`, this rank's slice in `cut`."""
         out = without_memory(cls, cut.shape, local)
-        out._local, out._cut = local, cut
+        out._local, out.cut = local, cut
         return out
 
     @classmethod
@@ -73,11 +73,6 @@ class Slices(torch.Tensor):
     def count_holders(self) -> None:
         """Only the library refers to the slice's tensor now."""
         self._num_holders = sys.getrefcount(self._local)
-
-    @property
-    def cut(self) -> Cut:
-        """How the tensor is cut."""
-        return self._cut
 
     @property
     def data(self) -> torch.Tensor:
@@ -108,7 +103,7 @@ class Slices(torch.Tensor):
 
     def alias(self) -> Slices:
         """Another tensor with the same values in the same memory, outside of any graph."""
-        return self.kind()(self.local, self._cut)
+        return self.kind()(self.local, self.cut)
 
     def differentiable_local(self) -> torch.Tensor:
         """The slice in the graph: its gradient is that of the sum of the ranks' losses."""
@@ -117,7 +112,7 @@ class Slices(torch.Tensor):
 
     def differentiable_whole(self) -> torch.Tensor:
         """The whole tensor in the graph. Collective."""
-        out: torch.Tensor = _Gather.apply(self.differentiable_local(), self._cut)
+        out: torch.Tensor = _Gather.apply(self.differentiable_local(), self.cut)
         return out
 
     def whole(self) -> torch.Tensor:
@@ -126,15 +121,15 @@ class Slices(torch.Tensor):
         Of a tensor-parallel one, this tensor rank's part.
         """
         with torch.inference_mode(False), torch.no_grad():
-            return self._cut.gathered(self.local)
+            return self.cut.gathered(self.local)
 
-    def expect_gradients_of_torch(self) -> None:
-        """Torch's own code has put this tensor itself into its graph."""
+    def expect_whole_gradients(self) -> None:
+        """Torch's own code may have put this tensor itself into its graph. Without gradients."""
 
     def whole_of_parts(self) -> torch.Tensor:
         """The same with a tensor-parallel split undone. Collective."""
         with torch.inference_mode(False), torch.no_grad():
-            return self._cut.whole(self.local)
+            return self.cut.whole(self.local)
 
     def full_tensor(self) -> torch.Tensor:
         """A copy of the whole tensor, without a graph, under DTensor's name. Collective."""
@@ -163,7 +158,7 @@ class Slices(torch.Tensor):
         Raises:
             ParameterError: for another shape, and for values that differ between ranks.
         """
-        check_alike(whole, self._cut)
+        check_alike(whole, self.cut)
         self.take_same(whole)
 
     def take_whole_in_graph(self, whole: torch.Tensor) -> None:
@@ -173,8 +168,8 @@ class Slices(torch.Tensor):
             ParameterError: for values that differ between ranks, and for a parameter, which would
                 be none any more.
         """
-        check_alike(whole.detach(), self._cut)
-        write_in_graph(self, self._cut.own(whole))
+        check_alike(whole.detach(), self.cut)
+        write_in_graph(self, self.cut.own(whole))
 
     def take_same(self, whole: torch.Tensor) -> None:
         """`take_whole` of values that are known to be the same on all ranks.
@@ -182,30 +177,30 @@ class Slices(torch.Tensor):
         Raises:
             ParameterError: for another shape.
         """
-        is_part = whole.shape == self._cut.shape
-        if not is_part and whole.shape != self._cut.whole_shape:
+        is_part = whole.shape == self.cut.shape
+        if not is_part and whole.shape != self.cut.whole_shape:
             raise ParameterError(
-                f"a sharded tensor of shape {tuple(self._cut.shape)} cannot become one "
+                f"a sharded tensor of shape {tuple(self.cut.shape)} cannot become one "
                 f"of shape {tuple(whole.shape)}."
             )
         with torch.no_grad():
-            self.local.copy_(self._cut.own(whole) if is_part else self._cut.own_of_whole(whole))
+            self.local.copy_(self.cut.own(whole) if is_part else self.cut.own_of_whole(whole))
         self.mark_written()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch says no more than Any
         """Not collective: a debugger on one rank must not hang."""
-        piece = self._cut.piece
+        piece = self.cut.piece
         return (
-            f"{type(self).__name__}(shape={tuple(self._cut.shape)}, "
+            f"{type(self).__name__}(shape={tuple(self.cut.shape)}, "
             f"dtype={self._local.dtype}, device='{self._local.device}', "
             f"local=elements {piece.start} to {piece.stop})"
         )
 
     def __format__(self, spec: str) -> str:
-        return format(repr(self), spec) if len(self._cut.shape) else format(self.item(), spec)
+        return format(repr(self), spec) if len(self.cut.shape) else format(self.item(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = copied = self.kind()(self.local.clone(), self._cut)
+        memo[id(self)] = copied = self.kind()(self.local.clone(), self.cut)
         return copied
 
     def __copy__(self) -> Any:
@@ -226,8 +221,9 @@ class Slices(torch.Tensor):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         sharded = [x for x in tensors if isinstance(x, Slices)]
         if torch.is_grad_enabled():
-            for x in sharded:
-                x.expect_gradients_of_torch()
+            with torch.no_grad():
+                for x in sharded:
+                    x.expect_whole_gradients()
         cut = sharded[0].cut
         # In backward, a 0-dim operand may depend on this rank's rows: the slices would be of
         # different results.

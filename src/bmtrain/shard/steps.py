@@ -16,7 +16,6 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
-from bmtrain.shard.backward import HostSteps
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import plain_functions
@@ -32,21 +31,21 @@ class Steps:
             from then on.
         axis: of all ranks.
         replicated: the ordinary parameters whose gradients are summed over ranks.
-        host: refuses steps inside of a CUDA graph.
 
     Attributes:
         has_sharded: whether anything has been sharded in this run; ordinary parameters are not
             checked before. It stays true when models are dropped: each rank's collector takes them
             at a time of its own, and the check is collective.
+        waits: called once, before the next step of any optimizer.
     """
 
-    def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated, host: HostSteps) -> None:
-        self._ledger, self._axis, self._replicated, self._host = ledger, axis, replicated, host
+    def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated) -> None:
+        self._ledger, self._axis, self._replicated = ledger, axis, replicated
         self.has_sharded = False
         self._ordinary: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ordinary] = (
             weakref.WeakKeyDictionary()
         )
-        self._waits: list[Callable[[], None]] = []
+        self.waits: list[Callable[[], None]] = []
         own = weakref.ref(self)  # torch keeps the hook: it must not keep the run alive
 
         def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -55,10 +54,6 @@ class Steps:
                 steps.begin(optimizer, {**dict(enumerate(args)), **kwargs})
 
         weakref.finalize(self, register_optimizer_step_pre_hook(begin).remove)
-
-    def before_next(self, wait: Callable[[], None]) -> None:
-        """Call `wait` once, before the next step of any optimizer."""
-        self._waits.append(wait)
 
     def begin(self, optimizer: torch.optim.Optimizer, given: Mapping[Any, Any]) -> None:
         """A step is about to be taken.
@@ -75,15 +70,16 @@ class Steps:
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._replicated.refuse_retired(params)
-        self._host.refuse("an optimizer steps inside: step after the function")
         world.current().watchdog.step()
-        waits, self._waits = self._waits, []
+        waits, self.waits = self.waits, []
         for wait in waits:
             wait()
         if self._axis.size == 1:
             return
         known = {id(param) for param in self._replicated}
-        ordinary = [x for x in params if _is_ordinary(x)]
+        # Plain tensors: not sharded here, nor by another library (FSDP2's DTensor).
+        native = torch.Tensor.__torch_dispatch__
+        ordinary = [x for x in params if type(x).__torch_dispatch__ is native]
         alone = [x for x in ordinary if x.requires_grad and id(x) not in known]
         if any(isinstance(param, Slices) for param in params):
             if isinstance(optimizer, torch.optim.SparseAdam):
@@ -92,7 +88,7 @@ class Steps:
                     "another optimizer (SGD and Adagrad treat dense and sparse gradients alike), "
                     "or do not shard the embedding."
                 )
-            self._ledger.enter(self._axis, _described(optimizer, params, given), is_on_host=False)
+            self._ledger.compare_at(self._axis, _described(optimizer, params, given))
             if alone:
                 raise _not_summed(
                     optimizer, alone[0], "its gradient is that of this rank's rows alone"
@@ -175,11 +171,6 @@ class _Ordinary:
 
     num_steps: int = 0
     awaited: tuple[Comparison, list[tuple[int, ...]]] | None = None
-
-
-def _is_ordinary(x: torch.Tensor) -> bool:
-    """Whether `x` is a plain tensor: not sharded here, nor by another library (FSDP2's DTensor)."""
-    return type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _described(

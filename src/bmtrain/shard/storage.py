@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.distributed.transport import ShardSource
+from bmtrain.distributed.transport import Gather, ShardSource
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.world import check_zero_level
 from bmtrain.shard.cut import Cut
@@ -35,16 +34,6 @@ class ShardPolicy:
 
     def __post_init__(self) -> None:
         check_zero_level(self.zero_level)
-
-
-class Update(Protocol):
-    """New values of a shard, or of a part of it, that are computed beside the program."""
-
-    def finish(self) -> None:
-        """Wait for the values and write them. May be called again.
-
-        Later work on the current stream finds them.
-        """
 
 
 class Storage:
@@ -98,13 +87,11 @@ class Storage:
         self._shard, source = engine.transport.new_shard(
             numel, dtype, self.axis, shared=self.is_here and not adoptable
         )
-        self._updates: list[Update] = []
+        self._updates: list[Callable[[], None]] = []
         self._num_own = num_references(self._shard)  # if no one has made a view of it
         # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
         # Python's collector finds the cycle, at different times on different ranks.
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
-        self._leaves: list[torch.Tensor] | None = None
-        self._num_leaf_views = 0  # tensors made for `_leaves`
         wire = GradientPolicy(
             dtype=dtype,
             reduce_dtype=policy.reduce_dtype or dtype,
@@ -141,16 +128,18 @@ class Storage:
         self.settle()
         return self._shard
 
-    def expect(self, update: Update, *, is_late: bool) -> None:
+    def expect(self, finish: Callable[[], None], *, is_late: bool) -> None:
         """Values are computed beside the program: whoever asks for them waits.
 
         Called at the same place on all ranks, those without elements of it too. The caller has
         counted the write, so that versions do not depend on when the values come.
 
         Args:
+            finish: waits for the values and writes them, so that later work on the current stream
+                finds them. May be called again.
             is_late: whether that may be in the next pass; the same on all ranks.
         """
-        self._updates.append(update)
+        self._updates.append(finish)
         self.residence.is_late = is_late or self.residence.is_late
 
     def settle(self) -> None:
@@ -160,9 +149,9 @@ class Storage:
             Exception: what ended an update; then the values are not to be had any more.
         """
         while self._updates:
-            update = self._updates[0]
-            update.finish()
-            self._updates = [other for other in self._updates if other is not update]
+            finish = self._updates[0]
+            finish()
+            self._updates = [other for other in self._updates if other is not finish]
 
     @property
     def is_held(self) -> bool:
@@ -171,7 +160,7 @@ class Storage:
         It can read that at any time without asking.
         """
         params = [param for param in self.params if param is not None]
-        own = self._num_own + len(params) + self._num_leaf_views
+        own = self._num_own + len(params)
         return num_references(self._shard) > own or any(
             isinstance(param, Slices) and param.is_held for param in params
         )
@@ -210,16 +199,11 @@ class Storage:
         Called at the same place on all ranks: forgetting decides which gathers there are.
         """
         self.residence.forget()
-        self.engine.place(self.residence).forget()
 
     def slice_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This rank's 1-D slice of a full tensor of slot `index`'s shape."""
         piece = self.piece(index)
         return value.detach().reshape(-1)[piece.start : piece.stop]
-
-    def slice_of_whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's 1-D slice of a tensor of slot `index`'s whole shape (split undone)."""
-        return self.cut(index).own_of_whole(value.detach())
 
     def version(self) -> int:
         """A number that changes when a parameter is written in place on this rank."""
@@ -236,19 +220,6 @@ class Storage:
             full.as_strided(slot.shape, slot.stride, start + slot.offset)
             for slot in self.layout.slots
         ]
-
-    def leaves(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """The same as leaves of any graph.
-
-        On one rank they are made once: the full buffer is always the shard.
-        """
-        if self.axis.size > 1:
-            return self.views(full)
-        if self._leaves is None:
-            before = num_references(self._shard)
-            self._leaves = self.views(self.shard.data)
-            self._num_leaf_views = num_references(self._shard) - before
-        return self._leaves
 
     def gather(self) -> torch.Tensor:
         """A new full buffer (layout.numel,), outside autograd and schedule.
@@ -267,7 +238,9 @@ class Storage:
             # Without this wait, the caller's kernels would read what the gather has not yet filled.
             transport.streams.compute_waits(
                 transport.gather(
-                    full, ShardSource(shard), self.axis, f"values of {self.gradient.label.text}"
+                    Gather(
+                        full, ShardSource(shard), self.axis, f"values of {self.gradient.label.text}"
+                    )
                 )
             )
         if self.placement.stage is not None:

@@ -118,10 +118,6 @@ class Kept:
 Bind = Callable[[Sequence[torch.Tensor]], Callable[[], None]]
 
 
-def _nothing() -> None:
-    """The tensors were given back already."""
-
-
 class Loan:
     """Full tensors of a use, lent to code that runs in backward: recomputation and user hooks.
 
@@ -145,7 +141,7 @@ class Loan:
         if tensors:
             # The pass keeps this object until its end, and `give_back` holds the tensors: without
             # the exchange, their memory would stay allocated as long.
-            give_back, self._give_back = self._give_back, _nothing
+            give_back, self._give_back = self._give_back, lambda: None
             give_back()
         grads = [tensor.grad for tensor in tensors]
         for tensor, grad in zip(tensors, grads, strict=True):
@@ -177,20 +173,22 @@ class Use:
 
     Args:
         storages: that it gathers.
-        residences: where their full values are; None for where the engine finds them.
+        residences: where their full values are, if not where the storages have them.
     """
 
     def __init__(
         self, storages: Sequence[Storage], residences: Sequence[Residence] | None = None
     ) -> None:
         self._storages = storages
-        # Chosen once: the call may outlive the capture of the pass it belongs to.
         if residences is None:
-            residences = [storage.engine.place(storage.residence) for storage in storages]
+            residences = [storage.residence for storage in storages]
         self._residences = dict(zip(storages, residences, strict=True))
+        #: whether backward gathers again what forward has gathered (ZeRO-3)
+        self.is_gathered_again = any(not each.survives_forward for each in residences)
         self._full: dict[Storage, torch.Tensor] = {}
         self._written: dict[Storage, int] = {}
-        self._hooks: Any = saved_tensors_hooks()  # of the program
+        #: for saved tensors: the program's, or those of a call around it; None without any
+        self.hooks: Any = saved_tensors_hooks()
         self._places: dict[int, Storage] = {}  # by address of the full buffer
         self._running = 0
         self._with_grad = torch.is_grad_enabled()
@@ -207,11 +205,6 @@ class Use:
                 for storage in storages
                 for param in storage.params
             ]
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether the program's hooks for saved tensors, or those of a call around it, were set."""
-        return self._hooks is not None
 
     @property
     def is_repeated(self) -> bool:
@@ -235,16 +228,6 @@ class Use:
         """Whether backward has come to its end."""
         return self._ended_in != -1
 
-    @property
-    def is_shared_by_ranks(self) -> bool:
-        """Whether other ranks take part in its gathers and reductions."""
-        return any(storage.axis.size > 1 for storage in self._storages)
-
-    @property
-    def is_gathered_again(self) -> bool:
-        """Whether backward gathers again what forward has gathered (ZeRO-3)."""
-        return any(not residence.survives_forward for residence in self._residences.values())
-
     def open(self) -> list[torch.Tensor]:
         """Gather; one view per slot of all storages, in the graph where gradients are wanted."""
         if not self._storages:
@@ -256,15 +239,8 @@ class Use:
             return self._tied
         self.expect()
         engine = self._storages[0].engine
-        # The AccumulateGrad node of a parameter that is in an older graph remembers that graph's
-        # stream. Autograd would synchronise a captured pass with that stream, which breaks the
-        # capture.
-        params = (
-            []
-            if engine.host.tape is not None
-            # the leaf in the place of those that the program has dropped
-            else [engine.leaf if x is None else x for one in self._storages for x in one.params]
-        )
+        # the leaf in the place of those that the program has dropped
+        params = [engine.leaf if x is None else x for one in self._storages for x in one.params]
         views = list(Unshard.apply(self, engine.leaf, *params))
         if self._calls is Calls.OPEN:
             self._tied = views
@@ -274,13 +250,6 @@ class Use:
         """Backward may come, and bring gradients. Collective the first time."""
         for storage, _ in self._trained():
             storage.gradient.expect()
-
-    def open_apart(self) -> list[torch.Tensor]:
-        """The same as leaves of their own graph: recomputation takes their gradients itself."""
-        return [
-            view.detach().requires_grad_(flag)
-            for view, flag in zip(self.views(), self.trainable, strict=True)
-        ]
 
     def select(
         self, views: Sequence[torch.Tensor], storages: Sequence[Storage], positions: Sequence[int]
@@ -304,7 +273,15 @@ class Use:
             yield
         finally:
             self._running -= 1
-            self._after_run()
+            # Forward is over: release all but what backward will read from here (ZeRO-2). In
+            # backward, `end` and `drop` release; while a run is nested in another, the outer still
+            # reads.
+            if not (in_backward() or self._running):
+                for storage in list(self._full):
+                    residence = self._residences[storage]
+                    if not residence.survives_forward or not torch.is_grad_enabled():
+                        self._places.clear()
+                        residence.release(self._full.pop(storage))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -360,9 +337,7 @@ class Use:
         # No gradient gets past a checkpoint that runs a nested backward pass: then this pass may
         # have no path to the node that ends the use.
         self._has_end = end is not None and will_run(end)
-        tensors = [
-            leaf for storage in self._storages for leaf in storage.leaves(self.hold(storage))
-        ]
+        tensors = [view for each in self._storages for view in each.views(self.hold(each))]
         for tensor, trainable in zip(tensors, self.trainable, strict=True):
             if tensor.requires_grad is not trainable:
                 tensor.requires_grad_(trainable)
@@ -391,18 +366,6 @@ class Use:
             self._places.clear()
             self._residences[storage].release(full)
 
-    def _after_run(self) -> None:
-        """Forward is over: release all but what backward will read from here (ZeRO-2)."""
-        # In backward, `end` and `drop` release; while a run is nested in another, the outer still
-        # reads.
-        if in_backward() or self._running:
-            return
-        for storage in list(self._full):
-            residence = self._residences[storage]
-            if not residence.survives_forward or not torch.is_grad_enabled():
-                self._places.clear()
-                residence.release(self._full.pop(storage))
-
     def end(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Backward has computed the gradients of all slots: release the buffers, then reduce.
 
@@ -411,7 +374,10 @@ class Use:
         self._check_versions()
         loan = self._open_loan()
         if loan is not None:
-            grads = [_sum(grad, late) for grad, late in zip(grads, loan.end(), strict=True)]
+            grads = [
+                late if grad is None else grad if late is None else grad + late
+                for grad, late in zip(grads, loan.end(), strict=True)
+            ]
         self._ended_in = backward_pass()
         self._storages[0].engine.backward.end_use(self)
         self._reduce(grads)
@@ -455,14 +421,14 @@ class Use:
         Of parameters their places are kept: views would keep buffers until backward. All else goes
         the way of the program's own hooks.
         """
-        if self._hooks is None:
+        if self.hooks is None:
             if not self.is_gathered_again:
                 return contextlib.nullcontext()
             return torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: self.place_of(tensor) or Kept(tensor),
                 lambda saved: self.find(saved) if isinstance(saved, Packed) else saved.get(),
             )
-        pack, unpack = self._hooks
+        pack, unpack = self.hooks
 
         def keep(tensor: torch.Tensor) -> tuple[Callable[[Any], torch.Tensor], Any]:
             place = self.place_of(tensor)
@@ -475,24 +441,23 @@ class Use:
 
         None, too, for views of parameters that the program's hooks see in plain PyTorch.
         """
-        storage = self._addresses().get(_memory_of(tensor))
+        if len(self._places) != len(self._full):
+            self._places = {
+                full.untyped_storage().data_ptr(): storage for storage, full in self._full.items()
+            }
+        # Sharded and sparse tensors have no memory of their own.
+        has_memory = not isinstance(tensor, Slices) and tensor.layout is torch.strided
+        address = tensor.untyped_storage().data_ptr() if has_memory else 0
+        storage = self._places.get(address)
         if storage is None:
             return None
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        if self._hooks is not None:
+        if self.hooks is not None:
             begin = offset - int(self._full[storage].storage_offset())
             slots = [(slot.shape, slot.stride, slot.offset) for slot in storage.layout.slots]
             if (tuple(size), stride, begin) not in slots:
                 return None
         return Packed(storage, tensor.dtype, size, stride, offset)
-
-    def _addresses(self) -> dict[int, Storage]:
-        """The storages by the addresses of their full buffers."""
-        if len(self._places) != len(self._full):
-            self._places = {
-                full.untyped_storage().data_ptr(): storage for storage, full in self._full.items()
-            }
-        return self._places
 
     def find(self, saved: Packed) -> torch.Tensor:
         """The tensor at this place."""
@@ -519,21 +484,6 @@ def _version(full: torch.Tensor) -> int:
     return 0 if full.is_inference() else full._version
 
 
-def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
-
-
 def _names(storage: Storage) -> str:
     """For messages."""
     return ", ".join([slot.name for slot in storage.layout.slots[:3]] + ["..."])
-
-
-def _memory_of(x: torch.Tensor) -> int:
-    """The address of the memory of `x`; 0 for sharded and sparse tensors, which have none."""
-    return (
-        0
-        if isinstance(x, Slices) or x.layout is not torch.strided
-        else x.untyped_storage().data_ptr()
-    )

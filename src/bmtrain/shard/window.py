@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.runtime import world
 from bmtrain.shard import elementwise
+from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import (
     is_collective,
     plain_functions,
@@ -20,20 +21,6 @@ from bmtrain.torch_internals import (
     version_of,
     wait_for,
 )
-
-
-class Behind(Protocol):
-    """The sharded tensor behind a window."""
-
-    @property
-    def num_written(self) -> int:
-        """Counts writes, alike on all ranks."""
-
-    def take_whole(self, whole: torch.Tensor) -> None:
-        """Take this rank's slice of `whole`."""
-
-    def take_whole_in_graph(self, whole: torch.Tensor) -> None:
-        """The same, and its graph."""
 
 
 class Gathered:
@@ -45,7 +32,7 @@ class Gathered:
         is_snapshot: whether it may still be read after `behind` has changed.
     """
 
-    def __init__(self, whole: torch.Tensor, behind: Behind, *, is_snapshot: bool = False) -> None:
+    def __init__(self, whole: torch.Tensor, behind: Slices, *, is_snapshot: bool = False) -> None:
         # what is in a graph is not kept alive, and not written
         self.has_graph = whole.requires_grad
         self.whole = whole.detach() if self.has_graph else whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import bmtrain as bmt
-from bmtrain.runtime.log import printable
+from bmtrain.errors import printable
 from model_center.arguments import positive
 from model_center.commands import train
 from model_center.dataset.packing import PackedSamples

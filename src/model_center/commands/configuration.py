@@ -12,7 +12,7 @@ from model_center.errors import ConfigError, with_nearest
 from model_center.optional import package
 from model_center.training.files import write_whole
 
-FILE = "run.yaml"
+FILE, ADAPTERS = "run.yaml", "adapter_config.json"
 UNSAID = (
     *("run", "config", "look", "local_rank", "ranks", "dataset_name", "resume", "replay_step"),
     "continue_with_other_data",
@@ -110,7 +110,11 @@ def _read(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def model_in(name: str) -> tuple[str, str | None]:
-    """The model that a name means, and the adapters: of a run's folder, what the run has made."""
+    """The model that a name means, and the adapters: of a run's folder, what the run has made.
+
+    Raises:
+        ConfigError: for adapters that name no model.
+    """
     folder = pathlib.Path(name)
     if folder.is_file() and folder.name == "config.json":
         return str(folder.parent), None
@@ -119,7 +123,9 @@ def model_in(name: str) -> tuple[str, str | None]:
     if (folder / "model" / "config.json").is_file():
         return str(folder / "model"), None
     for place in (folder, folder / "adapter"):
-        if (place / "adapter_config.json").is_file():
-            content = _read(place / "adapter_config.json")
-            return str(content["base_model_name_or_path"]), str(place)
+        if (place / ADAPTERS).is_file():
+            base = _read(place / ADAPTERS).get("base_model_name_or_path")
+            if not isinstance(base, str):
+                raise ConfigError(f"{place / ADAPTERS} names no base_model_name_or_path: add it.")
+            return base, str(place)
     return name, None

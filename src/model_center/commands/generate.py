@@ -12,8 +12,8 @@ import torch
 import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.distributed.collectives import broadcast_object
+from bmtrain.errors import printable
 from bmtrain.runtime import world
-from bmtrain.runtime.log import printable
 from model_center.commands.configuration import model_in
 from model_center.errors import ConfigError, InputError
 from model_center.generation.session import Session

@@ -17,6 +17,7 @@ from bmtrain.plan.sources import of_transformers
 from model_center.commands import train
 from model_center.errors import ConfigError
 from model_center.layer.linear import Linear
+from model_center.layer.quantized import BLOCK_SIZE
 from model_center.model.causal import CausalModel
 from model_center.optional import package
 from model_center.training.adapters import ALL, ATTENTION, layers_to_adapt
@@ -25,7 +26,6 @@ from model_center.training.trained_model import TRANSFORMERS_ATTENTION, native_c
 
 RECOMPUTE = {True: "block", False: "nothing", "auto": "auto"}
 OPTIMIZERS = {"adam": "adam", "adam-offload": "offload", "offload": "offload", "torch": "torch"}
-BLOCK_SIZE = 64  # elements that share a scale, of weights in 4 bits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = command.EPILOG
     parser.conflict_handler = "resolve"  # of a flag that both have, train's counts
     parser.add_argument("model", nargs="?", metavar="MODEL", help="another way of --model-config")
+    parser.add_argument("--lora", type=int, help="another way of --lora-rank")
     command.add_run_arguments(parser)
     train.add_arguments(parser)
     for action in parser._actions:  # noqa: SLF001 (argparse lists them nowhere else)
         if action.dest == "optimizer":
             action.choices = list(OPTIMIZERS)
-    parser.set_defaults(batch=None, seq=None, recompute=None, lora=0)
+    parser.set_defaults(batch=None, seq=None, recompute=None)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,7 +64,6 @@ def run(args: argparse.Namespace) -> None:
     args.lora_rank = args.lora_rank or args.lora
     args.device_states = 0.0 if args.device_states == "auto" else args.device_states
     given = {key: found[key] for key in ("lora_rank", "lora_targets", "load_in_4bit", "objective")}
-    args.lora = 0  # the adapters are in the model that is built
     raise SystemExit(command.report(args, functools.partial(source_of, name, **given)))
 
 

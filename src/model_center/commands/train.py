@@ -478,7 +478,7 @@ def _check_ids(parts: Sequence[MixturePart], trained_model: TrainedModel) -> Non
 
 
 def _say(text: str) -> None:
-    log.tell(log.printable(text))
+    log.tell(text)
 
 
 def _path_and_weight(name: str) -> tuple[str, float]:

@@ -43,14 +43,14 @@ ARGUMENTS = (
 
 @dataclasses.dataclass(kw_only=True)
 class Config(metaclass=Positional):
-    """What every configuration has.
+    """The fields of every configuration.
 
     Attributes:
         half: fp16 if true, fp32 if not, where `dtype` is None.
         dtype: of parameters and computation: a torch.dtype or its name.
         int8: accepted; it does nothing, as in ModelCenter.
-        use_checkpoint: recompute each layer in the backward pass in place of keeping its
-            activations (in a process group).
+        use_checkpoint: recompute each layer in the backward pass instead of keeping its activations
+            (in a process group).
         zero_level: 2 or 3, as in `bmtrain.Block`; None for the default given to `init_distributed`.
         special_ids: ids of special tokens under Hugging Face's names, `eos_token_id` for example,
             for its config.json.
@@ -107,7 +107,11 @@ class Config(metaclass=Positional):
     def from_json_file(
         cls: type[Self], json_file: str | os.PathLike[str], **overrides: Any
     ) -> Self:
-        """Read this file; otherwise as `from_pretrained`."""
+        """The configuration in `json_file`, with `overrides`; not collective.
+
+        Raises:
+            ConfigError: for a file that is missing, no JSON object, or has unknown keys.
+        """
         content = read_json(pathlib.Path(json_file))
         try:
             return cls.from_dict(content, **overrides)
@@ -116,7 +120,13 @@ class Config(metaclass=Positional):
 
     @classmethod
     def from_dict(cls: type[Self], content: Mapping[str, Any], **overrides: Any) -> Self:
-        """A configuration of these values, which are Hugging Face's if they name a `model_type`."""
+        """A configuration with the values of `content`, in which `overrides` replace others.
+
+        They are read as Hugging Face's if there is a `model_type` among them.
+
+        Raises:
+            ConfigError: for unknown keys, or values of another kind of model.
+        """
         if "model_type" in content:
             content = cls._from_hugging_face_config(content)
         if "half" in overrides:  # it names a dtype, in place of that of the file
@@ -140,7 +150,8 @@ class Config(metaclass=Positional):
             return {
                 **cls.from_hugging_face(content),
                 "special_ids": special or None,
-                "hugging_face": dict(content),
+                # but for the name of a file of weights: what is saved has others
+                "hugging_face": {k: v for k, v in content.items() if k != "transformers_weights"},
             }
         except KeyError as error:
             raise ConfigError(
@@ -149,7 +160,7 @@ class Config(metaclass=Positional):
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our values for those of a Hugging Face config.json.
+        """Our values for those of a Hugging Face config.json, given as `content`.
 
         Raises:
             ConfigError: for values of a model that is another in substance.
@@ -284,22 +295,50 @@ class Config(metaclass=Positional):
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def to_json_file(self, json_file_path: str | os.PathLike[str]) -> None:
-        """Write `to_json_string` to this file."""
+        """Write `to_json_string` to `json_file_path`, on every rank that calls it."""
         pathlib.Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
 
 
 @dataclasses.dataclass(kw_only=True)
 class TransformerConfig(Config):
-    """What every transformer has; names and meaning are those of the layers.
+    """The fields of every transformer's configuration.
 
     Attributes:
-        vocab_size, dim_model, num_heads, dim_head, dim_ff: sizes.
+        vocab_size: rows of the embedding.
+        dim_model: width of the hidden states.
+        num_heads: heads of each attention.
+        dim_head: width of each head.
+        dim_ff: inner width of the feed-forward networks.
+        dropout_p: probability of dropout, after the embedding, after each part of a layer, and of
+            attention probabilities.
+        emb_init_mean: mean of the first values of the embedding.
+        emb_init_std: their standard deviation.
+        pos_bias_type: "none", "relative" or "rotary"; each model has one, another is an error.
+        norm_init_var: first value of the norms' weights.
+        norm_bias: whether norms are layer norms, with a bias, or RMS norms.
+        norm_eps: eps of the norms.
+        att_init_mean: mean of the first weights of attention.
+        att_init_std: their standard deviation.
+        att_bias: whether the linear maps of attention have a bias.
+        att_mask_value: accepted; hidden keys always have the weight 0.
+        ffn_init_mean: mean of the first weights of the feed-forward networks.
+        ffn_init_std: their standard deviation.
+        ffn_bias: whether their linear maps have a bias.
+        ffn_activate_fn: relu, gelu, gelu_new or silu, or `gated_` and one of them.
+        proj_init_mean: mean of the first weights of an output head of its own.
+        proj_init_std: their standard deviation.
+        proj_bias: whether it has a bias.
+        length_scale: divide products of linear maps and embeddings by the square root of their
+            length.
+        attn_scale: divide attention scores by sqrt(dim_head).
         tied: whether the head is the embedding.
-        pos_bias_type: as in `Attention`; each model has one, another is an error.
-        cls_head: number of classes of a classification head in place of the language model's; None
+        cls_head: number of classes of a classification head instead of the language model's; None
             for none.
         post_layer_norm: norms behind each part; without effect, as in ModelCenter, in models whose
             norms are always before each part.
+
+    Raises:
+        ConfigError: naming the value, when a configuration is made.
     """
 
     # Those of ModelCenter's arguments that not all models have: after `vocab_size`, after

@@ -69,13 +69,15 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         """The rows of a file, a folder or a data set of the hub.
 
         Args:
-            path: its name, see `rows.source`.
+            path: of the file or folder, or the name of a data set of the hub.
             tokenizer: a fast one of transformers.
             max_length: of samples, tokens.
             too_long: what becomes of conversations that are longer.
             pairs: whether rows are preferences: each is two samples, the better answer first, and
                 one is left out with the other.
-            cache, workers, report: of `tokenised.tokens_of`.
+            cache: a folder in which tokens are kept for the next run; None for nowhere.
+            workers: processes that tokenise.
+            report: called with the number of rows tokenised so far.
 
         Raises:
             DataError: for data that are missing or empty, naming file and row for one that cannot
@@ -179,7 +181,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         return {"input_ids": ids, "targets": targets, "input_length": torch.tensor(length)}
 
     def collate(self, items: Sequence[Item]) -> Item:
-        """A batch: (B, longest) tensors, padded on the right, and (B,) lengths."""
+        """A batch of B `items`: (B, longest) tensors, padded on the right, and (B,) lengths."""
         return padding.collate(items, self.fill)
 
 

@@ -122,6 +122,9 @@ class DistributedDataLoader:
         """The next pass reads `epoch` (0, 1, ...) from its start.
 
         Not needed: passes count by themselves.
+
+        Raises:
+            DataError: for a negative number.
         """
         if operator.index(epoch) < 0:
             raise DataError(f"set_epoch got {epoch}: expected a number from 0 on.")

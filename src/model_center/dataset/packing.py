@@ -51,9 +51,13 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
         *,
         alone: bool = False,
     ) -> None:
-        """Pack `samples` into rows: into `least` where there are so many samples, one a rank.
+        """Pack samples into rows.
 
-        With `alone` each sample has a row of its own, for models that mix what shares one.
+        Args:
+            samples: of at most `max_length` tokens each.
+            max_length: of a row.
+            least: the fewest rows to make, if there are so many samples: one for each rank.
+            alone: whether each sample has a row of its own, for models that mix what shares one.
 
         Raises:
             DataError: if the samples may be longer than a row, or none has an answer within its
@@ -102,7 +106,7 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
         return sum(known) if len(known) == len(found) else None
 
     def collate(self, items: Sequence[Item]) -> Item:
-        """A batch: (B, longest) tensors, padded on the right, and (B,) lengths."""
+        """A batch of B `items`: (B, longest) tensors, padded on the right, and (B,) lengths."""
         return padding.collate(items, self.samples.fill)
 
 

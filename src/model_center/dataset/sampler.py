@@ -144,8 +144,9 @@ class RankBatches:
     def __iter__(self) -> Iterator[list[int]]:
         """Row numbers of the dataset, batch by batch."""
         if self._next is None:
-            raise RuntimeError(
-                "RankBatches has no pass to iterate: it is started by the loader that owns it."
+            raise DataError(
+                "RankBatches has no pass to iterate: iterate over the DistributedDataLoader that "
+                "it belongs to."
             )
         cut, rank, epoch, row = self._next
         return self._batches(cut, rank, epoch, row)

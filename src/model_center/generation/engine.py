@@ -52,12 +52,16 @@ def generate(
         attention_mask: of the same shape, nonzero where a token is valid. If None and
             `pad_token_id` is given and ends no sequence, tokens equal to it are padding; otherwise
             all are valid.
-        config: how, or the default; `options` replace its values.
+        config: how sequences are continued; None for the default.
         inputs: what else the model takes, by name: `decoder_input_ids` of encoder-decoders, in
             place of the one start token; `context`, `span` of CPM-1; `token_type_ids` too of CPM-3.
         tokenizer: needed for `stop_strings`.
         generator: of random numbers, in place of `seed`.
-        session: what is kept for the next generation; None for nothing.
+        session: keeps memory and recorded steps for the next generation; None for nothing.
+        options: values that replace the configuration's.
+
+    Returns:
+        The prompts and what follows them, on the device of the model.
 
     Raises:
         ConfigError, InputError: before anything is computed; on every rank if on one.
@@ -88,9 +92,10 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """As `generate`, token by token: a token for each row, None for rows that have ended.
 
-    Arguments are checked at once, tokens computed when they are asked for. Where the model is
-    sharded every rank must ask until there is no more, or close the iterator after its first token
-    (leaving a `for` loop does): it then accompanies the others.
+    The arguments are those of `generate`. They are checked at once, and tokens are computed when
+    they are asked for. Where the model is sharded, every rank must ask until there are no more, or
+    close the iterator after its first token (leaving a `for` loop does): it then takes part in the
+    others' steps.
 
     Raises:
         ConfigError: for beam search, whose tokens are known only at its end; and as in `generate`.

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from bmtrain.graphs.capture import MODE, aside, fails
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import end_allocation
 
 Work = Callable[[], torch.Tensor]
+#: Per thread: watchdog threads of libraries query events during a capture, which would invalidate
+#: it in the global mode.
+_MODE = "thread_local"
 
 
 class Recorder(ABC):
@@ -98,11 +100,11 @@ class CudaRecorder(Recorder):
         self._device, self._stream = device, _stream(device)
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
-        return aside(self._stream)
+        return _aside(self._stream)
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        with aside(self._stream), _without_collector():
+        with _aside(self._stream), _without_collector():
             try:
                 _capture(graph, pool, work)
             except BaseException:
@@ -113,8 +115,8 @@ class CudaRecorder(Recorder):
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a capture that failed."""
-        if fails(graph.capture_end):
-            fails(lambda: end_allocation(self._device.index, pool))
+        if _fails(graph.capture_end):
+            _fails(lambda: end_allocation(self._device.index, pool))
             # The device's generator stays registered to the lost capture until another one ends:
             # without this, the next random number would be an error.
             rest = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
@@ -122,9 +124,33 @@ class CudaRecorder(Recorder):
 
 
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], object]) -> None:
-    graph.capture_begin(pool=pool, capture_error_mode=MODE)
+    graph.capture_begin(pool=pool, capture_error_mode=_MODE)
     work()
     graph.capture_end()
+
+
+@contextlib.contextmanager
+def _aside(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run the body on `stream`, ordered with the work of the current one before and after it."""
+    before = torch.cuda.current_stream(stream.device)
+    # Without the wait the body could read arguments before earlier work has written them.
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        # Later work reads what the body wrote and may reuse its memory: without the wait it would
+        # race with the capture stream.
+        before.wait_stream(stream)
+
+
+def _fails(step: Callable[[], object]) -> bool:
+    """Whether a step towards the end of a broken capture raises, as it then may."""
+    try:
+        step()
+    except RuntimeError:
+        return True
+    return False
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

@@ -44,8 +44,9 @@ class RecordedSteps(NamedTuple):
 
 
 class Session:
-    """Generations that reuse the KV cache's memory and the recorded decode step of the one before,
-    and, for a model sharded over several ranks, its gathered weights.
+    """Generations that reuse the KV cache's memory and the recorded decode step of the one before.
+
+    For a model sharded over several ranks they reuse its gathered weights too.
 
         with Session() as session:
             for ids in prompts:

@@ -34,8 +34,8 @@ class TextGenerator:
     Args:
         model: any decoder-only or encoder-decoder model.
         tokenizer: one of transformers or of this project.
-        config: how; or the default.
-        session: what is kept from one call for the next; None for nothing.
+        config: how texts are continued; None for the default.
+        session: keeps memory and recorded steps from one call for the next; None for nothing.
         options: values that replace the configuration's. Where neither says which tokens end and
             pad sequences, the tokenizer does; `eos_token_id=()` is for none.
     """
@@ -53,7 +53,7 @@ class TextGenerator:
         self.config = GenerationConfig.of(config, **options)
 
     def __call__(self, texts: Sequence[str], **options: Any) -> list[str]:
-        """What follows each text, or is made of it, `num_return_sequences` in a row for each.
+        """What follows each of `texts`, `num_return_sequences` neighbours for each.
 
         Raises:
             ConfigError, InputError: before anything is computed; on every rank if on one.
@@ -61,7 +61,10 @@ class TextGenerator:
         return texts_of(self._run(lambda: self._encoded(texts), options, search_of), self.tokenizer)
 
     def tokens(self, texts: Sequence[str], **options: Any) -> Rows:
-        """As when called, the new tokens of each, without the one that ends them."""
+        """The new tokens after each of `texts`, without the one that ends them.
+
+        `options` and errors are those of a call.
+        """
         run = self._run(lambda: self._encoded(texts), options, search_of)
         rows, ends = run.completed().rows(), run.task.config.eos_ids
         return [row[:-1] if row[-1] in ends else row for row in rows]
@@ -71,6 +74,7 @@ class TextGenerator:
 
         Args:
             conversations: each a list of messages {"role": ..., "content": ...}.
+            options: values that replace the configuration's.
 
         Raises:
             InputError: for a tokenizer without a chat template; and as when called.
@@ -81,17 +85,25 @@ class TextGenerator:
         )
 
     def stream(self, text: str, **options: Any) -> Iterator[str]:
-        """What follows the text, in pieces that are there as soon as they are certain."""
+        """What follows `text`, in pieces, each yielded as soon as no later token can change it.
+
+        `options` and errors are those of a call; beam search is refused.
+        """
         return (piece for _, piece in self.stream_batch([text], **options))
 
     def stream_batch(self, texts: Sequence[str], **options: Any) -> Iterator[tuple[int, str]]:
-        """As `stream` for several texts at once: the row, and a piece of what follows."""
+        """As `stream` for several texts at once: pairs of a row's number and a piece.
+
+        `options` are those of a call.
+        """
         return pieces_of(
             self._run(lambda: self._encoded(texts), options, streamed_search_of), self.tokenizer
         )
 
     def stream_chat(self, conversation: Sequence[Message], **options: Any) -> Iterator[str]:
-        """The next message of a conversation, in pieces that are there as soon as they are certain.
+        """The next message of `conversation`, in pieces as of `stream`.
+
+        `options` are those of a call.
 
         Raises:
             InputError: for a tokenizer without a chat template.

@@ -152,7 +152,7 @@ class FeedForward(torch.nn.Module):
         self.w_out = Linear(dim_ff, width, length_scale, True, *maps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., dim_in) to (..., dim_out)."""
+        """`x` (..., dim_in) to (..., dim_out)."""
         return self.w_out(self.dropout(self.w_in(x)))
 
     def of_row(self, x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor | None:

@@ -70,7 +70,7 @@ class BaseModel(bmt.DistributedModule):
             pretrained_model_name_or_path: a folder of ModelCenter (config.json, pytorch_model.pt)
                 or Hugging Face (config.json, safetensors or .bin files), a name the project knows,
                 or a Hugging Face repository.
-            config: used in place of that of the folder.
+            config: used instead of the folder's.
             strict: whether tensors that the files lack are an error, but for new heads; else they
                 get their first values, and are named in a warning.
             kwargs: values that replace those of the folder's configuration, `dtype=torch.bfloat16`
@@ -95,10 +95,14 @@ class BaseModel(bmt.DistributedModule):
         return model
 
     def load_folder(self, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
-        """Take the weights of a folder, or file, and keep what else an export needs. Collective.
+        """Load the weights of a folder or file, and keep what else an export needs. Collective.
+
+        Args:
+            folder: as of `from_pretrained`, or one file of weights.
+            strict: whether tensors that the files lack are an error, but for new heads.
 
         Raises:
-            WeightsError: as `from_pretrained`.
+            WeightsError: for files that are missing or do not match the model.
         """
         load_weights(self, folder, self._map_of(self.config), strict=strict)
         self.origin = attempt(
@@ -128,7 +132,11 @@ class BaseModel(bmt.DistributedModule):
 
     @classmethod
     def from_json_file(cls: type[Model], json_file: str | os.PathLike[str], **kwargs: Any) -> Model:
-        """A model with first values, of the configuration in a file and `kwargs`. Collective."""
+        """A model with initial values, of the configuration in a file and `kwargs`. Collective.
+
+        Raises:
+            ConfigError: on every rank, for a file that is missing or has unknown keys.
+        """
         model = cls(
             attempt(
                 lambda: cls._CONFIG_TYPE.from_json_file(json_file, **kwargs),
@@ -183,7 +191,7 @@ class BaseModel(bmt.DistributedModule):
 
     @property
     def num_positions(self) -> int | None:
-        """The longest sequence that there are positions for; None for any."""
+        """The longest sequence for which the model has positions; None for any."""
         return None
 
     @property

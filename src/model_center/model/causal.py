@@ -216,15 +216,28 @@ class TokenModel(CausalModel):
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
-            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
-                as it is, not causal.
-            token_type_ids: accepted, and not looked at, as in ModelCenter.
+            length: (batch,), integers, the number of valid tokens at the start of each row; an
+                alternative to the mask.
+            attention_mask: (batch, keys), nonzero where a token is valid, any dtype; keys are those
+                of the cache and the new ones. A mask (batch, queries, keys) is used as it is, not
+                causal. It counts if `length` is given too.
+            token_type_ids: accepted and ignored, as in ModelCenter.
             position_ids: (batch, seq); counted from the cached tokens on if None.
-            head_mask: accepted, and not looked at, as in ModelCenter.
-            use_cache, past_key_values: the cache to return, and of earlier tokens.
-            output_logits, output_attentions, output_hidden_states: what to return beside the last
-                hidden states.
+            head_mask: accepted and ignored, as in ModelCenter.
+            inputs_embeds: (batch, seq, dim_model), instead of `input_ids`.
+            use_cache: whether to return the keys and values, for the next call.
+            past_key_values: the keys and values of earlier tokens, as they were returned.
+            output_logits: whether to return the scores.
+            output_attentions: whether to return the attention probabilities.
+            output_hidden_states: whether to return the inputs of all layers.
             return_dict: False for a tuple of all fields.
+
+        Returns:
+            A BaseModelOutput: `logits` (batch, seq, vocab_size), or (batch, seq, cls_head), in the
+            configuration's dtype.
+
+        Raises:
+            InputError: for shapes that do not match, and on the CPU for ids out of range.
         """
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_position(past_key_values)

@@ -158,10 +158,12 @@ class GLM(CausalModel):
             sep: (batch,), the number of tokens of the context, padding before them included: the
                 place of the first start token if None. With a cache None means that it holds all of
                 the context.
-            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
-                as it is.
+            length: (batch,), integers, the number of valid tokens at the start of each row.
+            attention_mask: (batch, keys), nonzero where a token is valid, any dtype. A mask (batch,
+                queries, keys) is used as it is. It counts if `length` is given too.
             past_key_values: of earlier tokens, the whole context at least.
-            return_dict: return a BaseModelOutput, with what the others ask for, see `TokenModel`.
+            return_dict: return a BaseModelOutput, with what the other arguments ask for, as in
+                GPT2.
 
         Raises:
             InputError: for positions that cannot be found: without ids, or with a cache; for

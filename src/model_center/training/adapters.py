@@ -15,6 +15,7 @@ import bmtrain as bmt
 from bmtrain.checkpoint.files import check_file
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
+from bmtrain.runtime import log
 from model_center.errors import ConfigError, WeightsError, with_nearest
 from model_center.layer.linear import Linear
 from model_center.model.base import BaseModel
@@ -28,7 +29,8 @@ from model_center.weights.tokenizers import save_tokenizer
 ATTENTION = ("project_q", "project_k", "project_v", "attention_out")
 ALL = "all-linear"
 OURS, THEIRS = ".weight", "base_model.model."
-FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FILE, OTHER = "adapter_model.safetensors", "adapter_model.bin"
+CONFIG = "adapter_config.json"
 SHOWN = 5  # names in a message
 
 
@@ -158,6 +160,8 @@ def _read(peft: Any, folder: pathlib.Path) -> tuple[Any, dict[str, torch.Tensor]
         check_file(folder / CONFIG)
         check_file(folder / FILE)
         config = peft.LoraConfig.from_pretrained(str(folder))
+        if (folder / OTHER).exists() and bmt.rank() == 0:
+            log.warn(f"{folder}: {FILE} is read, as peft does, and not {OTHER}.")
         return config, safetensors.torch.load_file(folder / FILE)
     except (CheckpointError, OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(f"{folder} holds no LoRA adapters of peft: {error}") from error

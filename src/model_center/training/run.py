@@ -76,14 +76,13 @@ class Run:
     With `--save` there is a checkpoint every `--save-iters` steps, at the end, and when the program
     is asked to stop by Ctrl-C, SIGTERM or `request_stop`, which ends the `with` block after the
     step at hand. SIGUSR1 ends the program there, with an exit code for schedulers: 75. With
-    `--resume` the run goes on from the newest one, as if it had not stopped, also on another number
-    of ranks, where steps are of another size.
+    `--resume` the run continues from the newest one as if it had not stopped, also on another
+    number of ranks, where steps are of another size.
 
     A step whose loss or gradients are not finite on any rank is skipped; after `--max-bad-steps` in
     a row the program is handed the batches of the last one once more, and the run ends with a
-    NonFiniteError that names module, rank and rows. `--on-spike` says what becomes of losses far
-    above the last ones, `--replay-step` computes one step twice. See
-    docs/site/en/reference/model_center.md.
+    NonFiniteError that names module, rank and rows. `--on-spike` sets what happens to losses far
+    above the last ones, `--replay-step` computes one step twice.
 
     Args:
         model: with its parameters sharded and their first values.
@@ -91,12 +90,12 @@ class Run:
         args: from `model_center.get_args`.
         flops_per_token: of a step, for the model FLOPs utilisation in the log; None for what a
             `flops.FlopsMeter` counts in the model.
-        on_step: is handed the figures of each step, and what `record` gets, on every rank; see
-            `Listener`. What it raises is told once, and does not end the run.
+        on_step: called with a dict of the figures of each step, and of what `record` gets, on every
+            rank. An error that it raises is reported once and does not end the run.
 
     Attributes:
         step: the number of steps done, skipped ones too.
-        optimizer, scheduler, manager, log: what does it.
+        optimizer, scheduler, manager, log: of the run.
         is_recorded: whether something was recorded after the last step; of a resumed run, before
             its checkpoint: if not, what is due at that step is still to be measured.
         total_steps: the last step, as far as can be said now: `--epochs` passes, but at most
@@ -257,7 +256,9 @@ class Run:
                 return
 
     def update(self, losses: Iterable[torch.Tensor]) -> float:
-        """One step on the sum of the losses, unless it is skipped; their mean over ranks.
+        """One step on the sum of `losses`, scalars with a graph; returns its mean over ranks.
+
+        A step whose loss or gradients are not finite is skipped.
 
         Raises:
             NonFiniteError, DivergenceError: on all ranks, when `--max-bad-steps` steps in a row
@@ -420,7 +421,7 @@ class Run:
         self._stop.request_stop(requeue=requeue)
 
     def record(self, **values: Any) -> None:
-        """Show and log what was found out about the model as it is after this step.
+        """Show and log `values`, numbers measured on the model as it is after this step.
 
         What a resumed run measures once more takes the place of the first record.
         """

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import bmtrain as bmt
-from bmtrain.runtime.log import printable
+from bmtrain.errors import printable
 from bmtrain.runtime.process import say
 from model_center.training.curves import Curves, open_curves
 from model_center.training.listener import Listener, OnStep
@@ -146,7 +146,7 @@ class RunLog:
         return self
 
     def step(self, report: StepReport) -> None:
-        """Show and record one step."""
+        """Show and record one step, the figures of `report`."""
         self._listener.receive(dataclasses.asdict(report))
         if not self.enabled:
             return
@@ -168,7 +168,7 @@ class RunLog:
             self._line(report.step, words)
 
     def record(self, step: int, **values: Any) -> None:
-        """Show and record what was found out after a step."""
+        """Show and record `values`, numbers measured after a step."""
         self._listener.receive({"step": step, **values})
         if self.enabled:
             self._keep({"step": step, **values})
@@ -181,7 +181,7 @@ class RunLog:
             self.write_or_warn(str(self.metrics.path), self.metrics.to_disk)
 
     def message(self, text: str) -> None:
-        """A line for the user; letters that the terminal lacks, or would obey, are written out."""
+        """Print `text` on rank 0; letters that the terminal lacks, or would obey, are escaped."""
         if self.enabled:
             name = self.console.encoding
             text = printable(text).encode(name, "backslashreplace").decode(name)

@@ -32,7 +32,7 @@ class StepReplayBuffer:
         self._loader, self._size = loader, size
         self._batches: list[Any] | None = None
         self._recomputation: Recomputation | None = None
-        self._is_moved = False
+        self._is_moved, self._epoch = False, 0
         self._position: tuple[int, int] | None = None
 
     @property
@@ -55,6 +55,7 @@ class StepReplayBuffer:
 
     def _pass(self) -> Iterator[list[Any]]:
         batches = iter(self._loader)
+        self._epoch = self._loader.epoch
         for group in grouped(self._placed(batches), self._size):
             states = random_states(bmt.device())
             self._batches = _copies(group)
@@ -88,8 +89,8 @@ class StepReplayBuffer:
         return recomputation
 
     def loader_moved(self) -> None:
-        """Go on from where the loader is now."""
-        self._is_moved = True
+        """Go on with this pass from where the loader is now, unless it is over."""
+        self._is_moved = self._loader.epoch == self._epoch
 
     def rows(self) -> list[list[int]] | None:
         """The row numbers of this rank's micro-batches in the data set; None if nobody knows."""

@@ -27,6 +27,11 @@ class CPM1_Dataset(PairRows):
     A row is `ctx` int64 (max_length,), padded with 0; `tgt` the same, padded with -100; `len_ctx`,
     the ids in ctx. Where one of a pair is longer than `max_length`, all three are None.
 
+    Args:
+        ctx: sequences of ids, an MMapIndexedDataset for example.
+        tgt: as many, the targets of each.
+        max_length: of a row.
+
     Raises:
         DataError: when the files do not belong together.
     """
@@ -62,6 +67,11 @@ class CPM1_Dataset_Merge(Dataset[MergedRow]):
     So each id of the span is predicted from the context and the ids of the span before it.
     Sequences of fewer than two ids, which have nothing to predict, and of more than `max_length`
     are left out: `len` counts the others, `num_skipped` them, and `sizes` are the lengths of rows.
+
+    Args:
+        ctx: sequences of ids, an MMapIndexedDataset for example.
+        max_length: of a row.
+        seed: of the spans.
     """
 
     def __init__(self, ctx: TokenSequences, max_length: int = 1024, seed: int = 0) -> None:
@@ -101,9 +111,10 @@ class CPM1_Dataset_Merge(Dataset[MergedRow]):
         return left, count if ids[-1] == END_OF_LINE else right
 
     def collate(self, rows: Sequence[MergedRow]) -> dict[str, torch.Tensor]:
-        """A batch as CPM1 takes it, padded to its longest row, S: `input_tokens`, `input_span` (all
-        0: one sample a row) and `targets` int64 (B, S), `input_length` int64 (B,), `input_context`
-        bool (B, S).
+        """A batch as CPM1 takes it, of B `rows` padded to the longest, S.
+
+        `input_tokens`, `input_span` (all 0: one sample a row) and `targets` are int64 (B, S),
+        `input_length` is int64 (B,), `input_context` bool (B, S).
         """
         ids, targets, lengths, is_context = zip(*rows, strict=True)
         tokens = _stacked([row.astype(np.int64) for row in ids], 0)

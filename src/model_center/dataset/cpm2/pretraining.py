@@ -22,6 +22,12 @@ class CPM2_Dataset(PairRows):
     `len_ctx`, the ids in ctx, and `len_tgt`, those that the decoder reads, max_target_length at
     most. Ids from 26240 on are lowered by 190. A pair of which one is too long is None.
 
+    Args:
+        ctx: sequences of ids, an MMapIndexedDataset for example.
+        tgt: as many, those of the decoder.
+        max_source_length: of the encoder's ids.
+        max_target_length: of the decoder's ids.
+
     Raises:
         DataError: when the files do not belong together.
     """

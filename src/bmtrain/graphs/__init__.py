@@ -1,1 +1,0 @@
-"""CUDA graphs: replay of passes of a small model without Python."""
