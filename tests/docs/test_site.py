@@ -166,6 +166,7 @@ CHINESE = {
     "补齐": "填充",
     "批次": "批",
     "文件夹": "目录",
+    "切片": "分片",
 }
 ROOMS = "layer model weights generation kernels metrics tokenizer hub config"
 PROSE = [
