@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.test_optimizer import Layer, Training, forbid_waiting, on_gpus
+from tests.gpu.test_engine import Layer, forbid_waiting, on_gpus
+from tests.gpu.test_optimizer import Training
 from tests.tensors import zeros_on
 
 import bmtrain as bmt
@@ -134,7 +135,7 @@ def in_host_memory(form):
     kinds: list[Any] = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
     for kind in kinds:
         torch.manual_seed(1)
-        block = bmt.Block(Layer().to(bmt.device(), torch.bfloat16))
+        block = bmt.Block(Layer(256).to(bmt.device(), torch.bfloat16))
         params: list[Any] = list(block.parameters())
         optimizer = kind(params, lr=0.01, weight_decay=0.1, **form)
         for step in range(10):
