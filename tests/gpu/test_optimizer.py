@@ -240,20 +240,21 @@ def test_deciding_on_the_device_is_deciding_on_the_host():
     on_gpus(fp16_equals_waiting)
 
 
-def quiet(name):
-    training = Training(getattr(torch, name), 64.0 if name == "float16" else None)
+def quiet(name, form):
+    training = Training(getattr(torch, name), 64.0 if name == "float16" else None, **form)
     for step in range(8):
         forbid_waiting(step >= 2)
         training.backward()
         training.step()
         forbid_waiting(False)
     assert training.counts()[-1] == 8
+    assert all(x.isfinite().all() for x in training.snapshot())
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_a_training_step_does_not_wait_for_the_device(name):
     """Neither to clip nor to learn of an overflow."""
-    on_gpus(quiet, name)
+    on_gpus(quiet, name, {})
 
 
 def part_and_meet():

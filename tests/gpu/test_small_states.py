@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu.test_engine import Layer, forbid_waiting, on_gpus
-from tests.gpu.test_optimizer import Training
+from tests.gpu.test_optimizer import quiet
 from tests.kernels import test_adam_compact as adam_compact
 
 import bmtrain as bmt
@@ -95,20 +95,9 @@ def test_nothing_is_updated_on_a_verdict_that_is_not_finite():
             assert all(map(torch.equal, parts, before[name])), name
 
 
-def quiet(form):
-    training = Training(torch.bfloat16, None, **form)
-    for step in range(8):
-        forbid_waiting(step >= 2)
-        training.backward()
-        training.step()
-        forbid_waiting(False)
-    assert training.counts()[-1] == 8
-    assert all(x.isfinite().all() for x in training.snapshot())
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_training_step_does_not_wait_for_the_device(form):
-    on_gpus(quiet, form)
+    on_gpus(quiet, "bfloat16", form)
 
 
 def in_host_memory(form):
