@@ -36,3 +36,10 @@ def write_rows(file, *rows):
     lines = [row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows]
     file.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
     return file
+
+
+def overwrite(path, at, content):
+    """Damage a file from this byte on."""
+    data = bytearray(path.read_bytes())
+    data[at : at + len(content)] = content
+    path.write_bytes(data)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.data_sets.common import refused
+from tests.data_sets.common import overwrite, refused
 from tests.ranks.runner import run_ranks
 from torch.utils.data import DataLoader
 
@@ -351,12 +351,6 @@ def test_a_full_disk(folder, small_disk, tmp_path):
     assert read(folder) == list(range(25))
 
 
-def damage(path, at, content):
-    data = bytearray(path.read_bytes())
-    data[at : at + len(content)] = content
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     ("at", "content", "complaint"),
     [
@@ -370,7 +364,7 @@ def damage(path, at, content):
 )
 def test_damaged_blocks(folder, at, content, complaint):
     """Said where."""
-    damage(Path(folder, "a"), at, content)
+    overwrite(Path(folder, "a"), at, content)
     reader = DistributedDataset(folder)
     for _ in range(2):
         with refused(complaint):

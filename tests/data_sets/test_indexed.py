@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.data_sets.common import refused
+from tests.data_sets.common import overwrite, refused
 from tests.flushes import recorded_flushes
 from torch.utils.data import DataLoader
 
@@ -159,12 +159,6 @@ def test_the_older_format(tmp_path):
     cached.prefetch(np.array([3, 0, 3]))
     (tmp_path / "a.bin").write_bytes(bytes((tmp_path / "a.bin").stat().st_size))
     assert lists(cached) == [ROWS[0], [], [0], ROWS[3]]
-
-
-def overwrite(path, at, content):
-    data = bytearray(path.read_bytes())
-    data[at : at + len(content)] = content
-    path.write_bytes(data)
 
 
 # The file's ending, what it holds then, or its last byte gone; and what is said of it.

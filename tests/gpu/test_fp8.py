@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tests.gpu.test_engine import Layer
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
@@ -79,18 +79,6 @@ def test_products_are_those_of_fp32(fast):
         )
 
 
-class Layer(torch.nn.Module):
-    """A feed-forward block: (rows, dim) to the same."""
-
-    def __init__(self, dim=256):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(dim)
-        self.up, self.down = torch.nn.Linear(dim, 4 * dim), torch.nn.Linear(4 * dim, dim)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 def found(layer, scale):
     x = torch.linspace(-1, 1, 77 * 256, device=bmt.device()).view(77, 256).requires_grad_()
     layer.zero_grad()
@@ -108,7 +96,7 @@ def near(mine, plain, what, least=0.0):
 
 def blocks():
     torch.manual_seed(1)
-    plain = Layer().to(bmt.device())
+    plain = Layer(256).to(bmt.device())
     want = found(plain, 1)
     gradients = models.plain_gradients(plain)
     for zero, level, compiles in itertools.product(

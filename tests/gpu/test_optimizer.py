@@ -4,12 +4,11 @@ in the way of the device.
 
 import itertools
 import math
-import warnings
 
 import pytest
 import torch
+from tests.gpu.test_engine import Layer, forbid_waiting, on_gpus
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
 from bmtrain.errors import ParameterError
@@ -31,18 +30,6 @@ BOUNDS = [
     (100_080, 500_080),
     (500_096, 700_000),
 ]
-
-
-def on_gpus(fn, *args):
-    """Run on one rank per GPU."""
-    return run_ranks(fn, torch.cuda.device_count(), *args, device=None, timeout=300)
-
-
-def forbid_waiting(forbid):
-    """Make every synchronisation of the host with the device an error, or allow them again."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this mode a prototype each time
-        torch.cuda.set_sync_debug_mode("error" if forbid else "default")
 
 
 def normal(dtype, seed, numel=700_000):
@@ -134,25 +121,12 @@ def test_scaling_is_that_of_the_twin(dtype, factor):
     assert torch.equal(want.nan_to_num(nan=7.0), got.nan_to_num(nan=7.0))
 
 
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = (
-            torch.nn.LayerNorm(256),
-            torch.nn.Linear(256, 1024),
-            torch.nn.Linear(1024, 256),
-        )
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
 class Training:
     """A few blocks and an ordinary layer, trained in half precision under one manager."""
 
     def __init__(self, dtype, scale, **form):
         torch.manual_seed(3)
-        blocks = [bmt.Block(Layer().to(bmt.device(), dtype)) for _ in range(4)]
+        blocks = [bmt.Block(Layer(256).to(bmt.device(), dtype)) for _ in range(4)]
         self.model = torch.nn.Sequential(
             *blocks, torch.nn.Linear(256, 8, device=bmt.device(), dtype=dtype)
         )
@@ -266,20 +240,21 @@ def test_deciding_on_the_device_is_deciding_on_the_host():
     on_gpus(fp16_equals_waiting)
 
 
-def quiet(name):
-    training = Training(getattr(torch, name), 64.0 if name == "float16" else None)
+def quiet(name, form):
+    training = Training(getattr(torch, name), 64.0 if name == "float16" else None, **form)
     for step in range(8):
         forbid_waiting(step >= 2)
         training.backward()
         training.step()
         forbid_waiting(False)
     assert training.counts()[-1] == 8
+    assert all(x.isfinite().all() for x in training.snapshot())
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_a_training_step_does_not_wait_for_the_device(name):
     """Neither to clip nor to learn of an overflow."""
-    on_gpus(quiet, name)
+    on_gpus(quiet, name, {})
 
 
 def part_and_meet():
@@ -361,7 +336,7 @@ def offloaded():
         results = []
         for kind in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
             torch.manual_seed(1)
-            block = bmt.Block(Layer().to(bmt.device(), dtype))
+            block = bmt.Block(Layer(256).to(bmt.device(), dtype))
             params = list(block.parameters())
             optimizer = kind(
                 [

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.test_optimizer import Layer, Training, forbid_waiting, on_gpus
-from tests.tensors import zeros_on
+from tests.gpu.test_engine import Layer, forbid_waiting, on_gpus
+from tests.gpu.test_optimizer import quiet
+from tests.kernels import test_adam_compact as adam_compact
 
 import bmtrain as bmt
-from bmtrain.kernels.adam import AdamSettings, AdamTensors
+from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import compact_reference, compact_triton
 from bmtrain.kernels.blockwise import Blocks
 from bmtrain.optim import streaming
 
 pytestmark = pytest.mark.gpu
 # Lengths 1, of no whole block, of whole blocks, of many chunks; places beyond 32 bits.
-SIZES = (1, 63, 64, 65, 4096, 100_069, 500_032)
-STARTS = (0, 64, 128, 0, 640, 2**32 - 128, 0)
+SIZES = {1: 0, 63: 64, 64: 128, 65: 0, 4096: 640, 100_069: 2**32 - 128, 500_032: 0}
 KINDS = [
     (torch.float32, "fp32"),
     (torch.float16, "fp32"),
@@ -35,25 +35,8 @@ FORMS: list[dict[str, str]] = [
 ]
 
 
-def tensors(weight, master, quantised, grad):
-    generator = torch.Generator("cuda").manual_seed(0)
-    device, found = torch.device("cuda", torch.cuda.current_device()), []
-    for number, (size, start) in enumerate(zip(SIZES, STARTS, strict=True)):
-        values = torch.randn(size, generator=generator, device=device).to(weight)
-        masters = {
-            "fp32": values if weight == torch.float32 else values.float(),
-            "split": torch.zeros(size, dtype=torch.int16, device=device),
-            "none": None,
-        }
-        mean, square = (
-            Blocks.zeros(size, dtype, zeros_on(device))
-            if quantised
-            else torch.zeros(size, device=device)
-            for dtype in (torch.int8, torch.uint8)
-        )
-        grads = torch.zeros(size, dtype=grad, device=device)
-        found.append(AdamTensors(values, grads, masters[master], mean, square, number, start))
-    return found
+def tensors(*form):
+    return adam_compact.tensors(*form, sizes=SIZES, device="cuda")
 
 
 def written(members):
@@ -75,7 +58,7 @@ def test_kernel_equals_twin(weight, master, quantised, grad):
     """Ten updates, bit by bit; the twin's moments and masters pass through the kernel of
     AdamOptimizer.
     """
-    want, got = (tensors(weight, master, quantised, grad) for _ in range(2))
+    want, got = (tensors(master, weight, quantised, grad) for _ in range(2))
     generator = torch.Generator("cuda").manual_seed(1)
     for step in range(1, 11):
         for one, other in zip(want, got, strict=True):
@@ -99,7 +82,7 @@ def test_kernel_equals_twin(weight, master, quantised, grad):
 def test_nothing_is_updated_on_a_verdict_that_is_not_finite():
     """The host does not learn of it."""
     for master in ("split", "none"):
-        members = tensors(torch.bfloat16, master, True, torch.float32)
+        members = tensors(master)
         for t in members:
             t.grad.fill_(math.nan)
         before = {name: [x.clone() for x in parts] for name, parts in written(members).items()}
@@ -112,20 +95,9 @@ def test_nothing_is_updated_on_a_verdict_that_is_not_finite():
             assert all(map(torch.equal, parts, before[name])), name
 
 
-def quiet(form):
-    training = Training(torch.bfloat16, None, **form)
-    for step in range(8):
-        forbid_waiting(step >= 2)
-        training.backward()
-        training.step()
-        forbid_waiting(False)
-    assert training.counts()[-1] == 8
-    assert all(x.isfinite().all() for x in training.snapshot())
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_training_step_does_not_wait_for_the_device(form):
-    on_gpus(quiet, form)
+    on_gpus(quiet, "bfloat16", form)
 
 
 def in_host_memory(form):
@@ -134,7 +106,7 @@ def in_host_memory(form):
     kinds: list[Any] = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
     for kind in kinds:
         torch.manual_seed(1)
-        block = bmt.Block(Layer().to(bmt.device(), torch.bfloat16))
+        block = bmt.Block(Layer(256).to(bmt.device(), torch.bfloat16))
         params: list[Any] = list(block.parameters())
         optimizer = kind(params, lr=0.01, weight_decay=0.1, **form)
         for step in range(10):

@@ -27,21 +27,23 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(adam_compact, "CHUNK", 128)
 
 
-def tensors(master, weight=BF16, quantised=True, grad=FP32):
-    generator = torch.Generator().manual_seed(0)
+def tensors(master, weight=BF16, quantised=True, grad=FP32, sizes=SIZES, device="cpu"):
+    generator = torch.Generator(device).manual_seed(0)
     found = []
-    for number, (size, start) in enumerate(SIZES.items()):
-        values = torch.randn(size, generator=generator).to(weight)
+    for number, (size, start) in enumerate(sizes.items()):
+        values = torch.randn(size, generator=generator, device=device).to(weight)
         masters = {
             "fp32": values if weight == FP32 else values.float(),
-            "split": torch.zeros(size, dtype=torch.int16),
+            "split": torch.zeros(size, dtype=torch.int16, device=device),
             "none": None,
         }
         mean, square = (
-            Blocks.zeros(size, dtype, zeros_on("cpu")) if quantised else torch.zeros(size)
+            Blocks.zeros(size, dtype, zeros_on(device))
+            if quantised
+            else torch.zeros(size, device=device)
             for dtype in (torch.int8, torch.uint8)
         )
-        grads = torch.ones(size, dtype=grad)
+        grads = torch.ones(size, dtype=grad, device=device)
         found.append(AdamTensors(values, grads, masters[master], mean, square, number, start))
     return found
 

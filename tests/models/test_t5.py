@@ -2,7 +2,6 @@
 
 import copy
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from tests.models.parity import (
 from tests.models.versions import IS_4, since_5
 
 from model_center.errors import ConfigError
-from model_center.layer.cache import KeyValueCache
 from model_center.model import T5, T5Config
 
 SIZES = parity.values(
@@ -136,26 +134,6 @@ def test_who_is_tied(tmp_path):
     ours = parity.loaded(T5, model, tmp_path)
     assert torch.equal(ours.output_projection.weight, ours.input_embedding.weight)
     assert_same_logits(ours, model, *inputs_of("none"))
-
-
-@pytest.mark.parametrize("side", SIDES[:2])
-def test_cache(side, tmp_path):
-    """The decoder token by token over the encoder's states, which go through the cross-attention
-    once.
-    """
-    ours, _ = pair("1.0", tmp_path)
-    inputs, valid = inputs_of(side)
-    mask = inputs["decoder_attention_mask"]
-    of_encoder = {"attention_mask": inputs["attention_mask"]}
-    past: Any = KeyValueCache(ours.config.num_decoder_layers, cross_attention=True)
-    with torch.no_grad():
-        whole = ours(**inputs).logits
-        states = ours.encode(inputs["input_ids"], **of_encoder).last_hidden_state
-    name, of_all = "decoder_input_ids", {"decoder_attention_mask": mask}
-    given = {"name": name, "past": past, "encoder_outputs": (states,), **of_encoder}
-    pieced = parity.in_pieces(ours, inputs[name], (0, 5, *range(7, TARGET + 1)), of_all, **given)
-    assert_close(pieced[valid], whole[valid], "logits with a cache")
-    assert past[0].cross.length == SOURCE and past.length == TARGET
 
 
 def test_ways_to_say_the_same(tmp_path):

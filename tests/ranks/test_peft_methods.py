@@ -414,7 +414,7 @@ def train(method, plain, sharded):
             mean = bmt.sum_loss(got.detach())
             models.assert_same(mean, want.detach(), f"{here}: loss")
             managers[here].backward(got)
-            assert_gradients(here, plain, model)
+            test_transformers.assert_gradients(model, plain, here)
             managers[here].step()
             if here.startswith("lora,"):
                 assert_frozen_apart(model, managers[here].optimizers[0])
@@ -442,23 +442,6 @@ def assert_frozen_apart(model, optimizer):
 def trained(model):
     """Names of the parameters that are."""
     return {name for name, param in model.named_parameters() if param.requires_grad}
-
-
-def assert_gradients(here, plain, model):
-    """Of what is trained, this rank's slices; what is frozen has none. As equal as the largest of
-    all allows.
-    """
-    want = {name: param.grad for name, param in plain.named_parameters()}
-    floor = 1e-2 * max(grad.abs().max().item() for grad in want.values() if grad is not None)
-    for name, param in model.named_parameters():
-        grad = want[name]
-        assert (param.grad is None) == (grad is None), f"{here}: gradient of {name}"
-        if grad is not None:
-            own = param.cut.own(grad)
-            error = (own_slice(param.grad) - own).abs().amax().item() if own.numel() else 0.0
-            assert error <= 1e-5 * max(grad.abs().max().item(), floor), (
-                f"{here}: gradient of {name} is off by {error:g}"
-            )
 
 
 def assert_same_answers(method, got, want, what):

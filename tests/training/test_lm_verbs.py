@@ -110,6 +110,8 @@ def training(folder, raises):
             for epoch in run.epochs():
                 steps_of(run)
                 run.record(epoch=epoch)
+    nothing = bmt.loss.TokenMean([torch.full((4,), -100)])
+    assert float(nothing(torch.zeros(()))) == 0.0, "a step without labels is no NaN"
     bmt.save(model, os.path.join(folder, "last.pt"))
     return heard, [str(one.message) for one in told if "told of each step" in str(one.message)]
 
