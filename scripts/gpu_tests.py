@@ -1,9 +1,11 @@
 """Run the GPU tests and write benchmarks/results/gpu-tests.json: machine, versions, commit, counts.
 
     make test-gpu [ARGS="-k optimizer"]
+    make test-gpu ARGS=--again
 
 CI has no GPU. The file holds a digest of the sources that run on streams, and `make test` says
-where they have changed since. Only a run of all tests writes the file.
+where they have changed since. Only a run of all tests writes the file; `--again` runs those that
+failed in it once more, of the same sources, and brings the file up to date.
 """
 
 from __future__ import annotations
@@ -53,26 +55,35 @@ def main() -> int:
     """Run what can run beside other tests on several workers, then the rest."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="unknown", help="what is tested, for the file")
+    parser.add_argument("--again", action="store_true", help="only the tests that failed")
     args, more = parser.parse_known_args()
     began = time.monotonic()
+    known = json.loads(RESULT.read_text(encoding="utf-8")) if args.again else {}
+    if args.again and known["digest"] != digest():
+        parser.error("the sources have changed since: run all tests")
     workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // CORES_PER_WORKER))
     parallel = ["-n", str(workers), "--dist=worksteal"] if _has_xdist() and workers > 1 else []
     # Torch makes this folder at first use, and warns where two processes do so at once.
     pathlib.Path.home().joinpath(".cache", "torch", "kernels").mkdir(parents=True, exist_ok=True)
-    counts = {"passed": 0, "failed": 0}
-    status = 0
+    failures: list[str] = []
+    passed, status = 0, 0
     for options in ([*parallel, "-m", "not alone"], ["-m", "alone"]):
         with tempfile.TemporaryDirectory() as folder:
             report = pathlib.Path(folder, "junit.xml")
-            command = [sys.executable, "-m", "pytest", "tests/gpu", f"--junitxml={report}"]
+            tests = known.get("failures", ["tests/gpu"])
+            command = [sys.executable, "-m", "pytest", *tests, f"--junitxml={report}"]
             code = subprocess.run([*command, *options, *more], cwd=ROOT, check=False).returncode
-            status = status or (0 if more and code == _NO_TESTS else code)
+            status = status or (0 if (more or known) and code == _NO_TESTS else code)
             if report.exists():
-                _count(report, counts)
+                passed += _count(report, failures)
     seconds = round(time.monotonic() - began)
-    print(f"GPU tests: {counts['passed']} passed, {counts['failed']} failed in {seconds} s")
+    print(f"GPU tests: {passed} passed, {len(failures)} failed in {seconds} s")
     if not more:
-        RESULT.write_text(json.dumps(_record(args.commit, counts, seconds), indent=1) + "\n")
+        record = _record(args.commit, passed + known.get("passed", 0), failures, seconds)
+        if known:
+            again = {"commit": args.commit, "passed": passed, "seconds": seconds}
+            record |= {key: known[key] for key in ("commit", "date", "seconds")} | {"again": again}
+        RESULT.write_text(json.dumps(record, indent=1) + "\n")
     return status
 
 
@@ -83,14 +94,18 @@ def _has_xdist() -> bool:
     return importlib.util.find_spec("xdist") is not None
 
 
-def _count(report: pathlib.Path, counts: dict[str, int]) -> None:
-    for suite in ElementTree.parse(report).iter("testsuite"):
-        failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-        counts["failed"] += failed
-        counts["passed"] += int(suite.get("tests", 0)) - failed - int(suite.get("skipped", 0))
+def _count(report: pathlib.Path, failures: list[str]) -> int:
+    """The number of tests that passed; the names of others go to `failures`."""
+    passed = 0
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            failures.append(f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}")
+        elif case.find("skipped") is None:
+            passed += 1
+    return passed
 
 
-def _record(commit: str, counts: dict[str, int], seconds: int) -> dict[str, object]:
+def _record(commit: str, passed: int, failures: list[str], seconds: int) -> dict[str, object]:
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "machine": f"{len(names)} x {names[0]}" if names else "no GPU",
@@ -98,7 +113,9 @@ def _record(commit: str, counts: dict[str, int], seconds: int) -> dict[str, obje
         "cuda": torch.version.cuda,
         "commit": commit,
         "date": datetime.date.today().isoformat(),
-        **counts,
+        "passed": passed,
+        "failed": len(failures),
+        "failures": failures,
         "seconds": seconds,
         "digest": digest(),
     }

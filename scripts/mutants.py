@@ -457,7 +457,9 @@ def read_results(path: pathlib.Path | None, faults: Sequence[Fault]) -> list[Res
 
 
 def write_table(results: list[Result], how: str, words: dict[tuple[str, str], str]) -> None:
-    """docs/mutants.md."""
+    """docs/mutants.md; its later sections, which are written by hand, stay."""
+    known = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
+    _, heading, sections = known.partition("\n## ")
     lines = [
         "# Planted faults",
         "",
@@ -476,7 +478,7 @@ def write_table(results: list[Result], how: str, words: dict[tuple[str, str], st
         word = words.get((fault.kind, _code(fault.before)), "") if lives else ""
         cells = [where, fault.kind, _code(fault.before), _code(fault.after), noticed, word]
         lines.append("| " + " | ".join(cells) + " |")
-    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    TABLE.write_text("\n".join(lines) + "\n" + heading + sections, encoding="utf-8")
 
 
 def counted(results: list[Result]) -> str:

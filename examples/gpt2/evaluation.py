@@ -57,7 +57,7 @@ def validate(
     if tokens:
         report.record(position.step, validation_loss=loss / tokens)
     else:
-        report.say("no validation loss: the held-out text is shorter than one sequence.")
+        report.message("no validation loss: the held-out text is shorter than one sequence.")
 
 
 @torch.no_grad()

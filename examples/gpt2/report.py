@@ -44,8 +44,8 @@ class Report(RunLog):
                 file.write(f"=== after step {step}\n{text}\n")
 
         if self.enabled:
-            self.tell(SAMPLES, keep)
-            self.say(f"--- the model writes, after step {step}:\n{text}\n---")
+            self.write_or_warn(SAMPLES, keep)
+            self.message(f"--- the model writes, after step {step}:\n{text}\n---")
 
     def draw(self) -> None:
         """Draw the curves of the whole run."""
@@ -55,7 +55,7 @@ class Report(RunLog):
             draw_runs({str(self.folder): records}, self.folder / CURVES)
 
         if self.enabled:
-            self.tell(CURVES, draw)
+            self.write_or_warn(CURVES, draw)
 
 
 def keep_samples(path: Path, last_step: int) -> None:

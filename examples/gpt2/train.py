@@ -29,9 +29,9 @@ from model_center.errors import ResumeError
 from model_center.training.checkpoints import Checkpoints
 from model_center.training.flops import peak_flops
 from model_center.training.listener import OnStep
+from model_center.training.non_finite_cause import cause_lines, find_cause, non_finite_error
 from model_center.training.resuming import check_same_run, load_state, model_path
 from model_center.training.run_log import StepReport
-from model_center.training.second_look import error_of, look, sentences
 from model_center.training.stop import StopRequest
 from models import GPT
 from options import DTYPES, Options, parse_options
@@ -48,7 +48,8 @@ What next:
   make train ARGS="--steps 3000"                              train on (--restart: from the start)
   make train ARGS="--data my-texts --save-dir runs/mine"      your own text
   examples/minimal.py                                         your own model in your own loop
-  docs/site/en/guides/fine-tuning.md                          fine-tune a pretrained model"""
+  docs/site/en/jobs/fine-tune.md                              fine-tune a pretrained model
+  docs/site/zh/jobs/                                          the same in Chinese"""
 
 
 def run(options: Options, on_step: OnStep | None = None) -> int:
@@ -89,7 +90,7 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
         log_every=options.log_every,
         curves=options.curves,
     )
-    with report.heard_by(on_step):
+    with report.with_listener(on_step):
         greet(report, options, data, model, checkpoint)
         stopping = False
         while position.step < options.steps and not stopping:
@@ -98,7 +99,7 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
             )
             stopping = stop.agreed()
             last = position.step == options.steps
-            look_at(model, data, position, options, report)
+            report_if_due(model, data, position, options, report)
             if position.step % options.save_every == 0 or last or stopping:
                 checkpoint = checkpoints.save(
                     dataclasses.asdict(position), model, optim_manager, made_with
@@ -107,19 +108,19 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
         checkpoints.close()
         requeue = stopping and position.step < options.steps and stop.is_requeue()
         if stopping and position.step < options.steps:
-            report.say(
+            report.message(
                 f"stopped after step {position.step} and saved {checkpoint}: run the same "
                 "command to go on."
             )
         else:
             show_sample(model, data, position, options, report)
             words = "this run had finished before" if finished_before else "finished"
-            report.say(f"{words}: {position.step} steps{WHAT_NEXT.format(options=options)}")
+            report.message(f"{words}: {position.step} steps{WHAT_NEXT.format(options=options)}")
     bmt.synchronize()  # the first rank to go has the launcher end the others
     return Exit.REQUEUE if requeue else 0
 
 
-def look_at(
+def report_if_due(
     model: GPT, data: TokenData, position: Position, options: Options, report: Report
 ) -> None:
     """Validation loss and a sample, where it is time for them; the last sample is for the end."""
@@ -196,8 +197,8 @@ def train_step(
             list(range(first, first + options.batch_size))
             for first in first_sequences(position, options)
         ]
-        found = sentences(look(model, optim_manager, losses, rows))
-        raise error_of(position.step + 1, optim_manager.skipped_in_a_row, found)
+        found = cause_lines(find_cause(model, optim_manager, losses, rows))
+        raise non_finite_error(position.step + 1, optim_manager.skipped_in_a_row, found)
     return Position(step=position.step + 1, consumed=position.consumed + samples)
 
 
@@ -271,7 +272,7 @@ def greet(
     report: Report, options: Options, data: TokenData, model: GPT, checkpoint: Path | None
 ) -> None:
     """Say what is about to be trained, on what, and from where."""
-    report.say(
+    report.message(
         f"GPT-2 ({options.preset}): {options.layers} layers, {options.dim} wide, {options.dtype}, "
         f"ZeRO-{options.zero_level} over {bmt.world_size()} process(es) on {bmt.device().type}"
         + (f", {options.tp} of them share each layer" if options.tp > 1 else "")
@@ -281,8 +282,8 @@ def greet(
             else ""
         )
     )
-    report.say(f"text: {len(data.train):,} training tokens, {len(data.valid):,} held out")
-    report.say(
+    report.message(f"text: {len(data.train):,} training tokens, {len(data.valid):,} held out")
+    report.message(
         f"resuming from {checkpoint}"
         if checkpoint is not None
         else f"starting from scratch; checkpoints go to {options.save_dir}; stop with Ctrl-C, "

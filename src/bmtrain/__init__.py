@@ -6,6 +6,7 @@ Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole 
 
 from bmtrain import benchmark, compat, distributed, inspect, loss, lr_scheduler, nn, optim, utils
 from bmtrain.block.block import Block, CheckpointBlock
+from bmtrain.block.cuda_graph import cuda_graph
 from bmtrain.block.stack import TransformerBlockList
 from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters
 from bmtrain.checkpoint import CheckpointManager, load, save
@@ -28,7 +29,7 @@ from bmtrain.shard.listing import grouped_parameters
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer
 from bmtrain.shard.whole import gather_result
-from bmtrain.utils import cuda_graph, print_block, print_dict, see_memory
+from bmtrain.utils import print_block, print_dict, see_memory
 from bmtrain.verification import verify
 from bmtrain.version import __version__
 

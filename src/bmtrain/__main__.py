@@ -10,6 +10,7 @@ from typing import Any
 from bmtrain.checkpoint import commands
 from bmtrain.plan import command as plan
 from bmtrain.plan import environment
+from bmtrain.runtime import running
 from bmtrain.runtime.arguments import unknown
 from bmtrain.verification import command as verify
 from bmtrain.version import __version__
@@ -23,6 +24,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     ),
     "check": (commands.CHECK, "compare the files of checkpoints with their checksums"),
     "consolidate": (commands.CONSOLIDATE, "write the weights of a checkpoint into one file"),
+    "run": (running, "start a program once for each GPU of this host, as ranks of one run"),
     "plan": (plan, "forecast the memory of a run: does it fit, where is its peak, what changes it"),
     "env": (environment, "show versions, GPUs, links, limits and variables, for a bug report"),
 }
@@ -46,10 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments[0].startswith("-"):
         wrong = unknown("python -m bmtrain", arguments[:1], COMMANDS)
         if wrong is not None:
-            cure = f"It knows {', '.join(COMMANDS)}."
-            if arguments[0] == "run":
-                cure = "Start a program with torchrun: torchrun --nproc-per-node=N PROGRAM."
-            print(f"error: {wrong} {cure}", file=sys.stderr)
+            print(f"error: {wrong} It knows {', '.join(COMMANDS)}.", file=sys.stderr)
             return BAD_INPUT
     args = parser.parse_args(arguments)
     if "run" not in args:

@@ -5,9 +5,23 @@ Every message names the object, what was given, what was expected and the remedy
 
 from __future__ import annotations
 
+_CONTROLS = (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_HARMLESS = {code: f"\\u{code:04x}" for code in _CONTROLS if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """A text of others as a terminal may show it: what would control it is written out."""
+    return text.translate(_HARMLESS)
+
 
 class BMTrainError(Exception):
-    """What the library raises to its users; each is an error of Python's of that kind as well."""
+    """What the library raises to its users; each is an error of Python's of that kind as well.
+
+    A message may quote files and data: as a text it is `printable`.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class NotInitializedError(BMTrainError, RuntimeError):
@@ -30,6 +44,10 @@ class ConfigurationError(BMTrainError, ValueError):
 
 class ArgumentError(ConfigurationError, TypeError):
     """An argument of another type than expected, or one that is not known."""
+
+
+class UnknownNameError(BMTrainError, KeyError):
+    """A name that `bmtrain.config` or an Inspector does not have; the message lists others."""
 
 
 class NonFiniteError(BMTrainError, FloatingPointError):
@@ -74,6 +92,10 @@ class RemovedError(BMTrainError, AttributeError):
 
     def __init__(self, name: str, remedy: str) -> None:
         super().__init__(f"{name} is a part of BMTrain that has no meaning here: {remedy}")
+
+
+class MissingNameError(BMTrainError, AttributeError):
+    """A module was asked for a name that it does not have; the message says which one has it."""
 
 
 class StaleParameterError(BMTrainError, RuntimeError):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, SupportsFloat, TextIO
+from collections.abc import Mapping
+from typing import Any, SupportsFloat, TextIO
 
 import torch
 
 from bmtrain.distributed.memory import DeviceMemory
-from bmtrain.errors import ConfigurationError, RemovedError
+from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
-from bmtrain.runtime.log import print_rank, rich, warn
+from bmtrain.runtime.log import print_rank, rich
 
 
 def round_up(x: int, d: int) -> int:
@@ -22,7 +22,9 @@ def round_up(x: int, d: int) -> int:
 
 
 def check_torch_version(version_str: str) -> int:
-    """Positive if torch is newer than "major.minor.patch", 0 if equal, negative if older.
+    """Positive if torch is newer than `version_str`, 0 if equal, negative if older.
+
+    `version_str` is "major.minor.patch"; what follows is ignored.
 
     Raises:
         ConfigurationError: for a text that is no version.
@@ -47,30 +49,6 @@ def tp_split_tensor(tensor: torch.Tensor, split_dim: int) -> torch.Tensor:
     return tensor.chunk(axis.size, dim=split_dim)[axis.index].clone(
         memory_format=torch.contiguous_format
     )
-
-
-def load_nccl_pypi() -> NoReturn:
-    """Always raises RemovedError: torch ships its own NCCL."""
-    raise RemovedError(
-        "bmtrain.utils.load_nccl_pypi",
-        "torch.distributed brings its NCCL along; leave the call out.",
-    )
-
-
-def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 8) -> Any:
-    """Calls `function` as it is, with one warning: nothing is recorded for it any more.
-
-    A small model records itself once it is wrapped (`BMTrainModelWrapper`).
-
-    Args:
-        function: of any arguments; None to decorate with `@cuda_graph(max_graphs=...)`.
-        max_graphs: has no effect.
-    """
-    warn(
-        "bmtrain.cuda_graph has no effect any more. Leave it out and wrap the model, model = "
-        "bmtrain.BMTrainModelWrapper(model): a small one is recorded as CUDA graphs by itself."
-    )
-    return (lambda same: same) if function is None else function
 
 
 class AverageRecorder:
@@ -105,7 +83,7 @@ class AverageRecorder:
         return self._sum / (1 - self._past_weight)
 
     def record(self, v: SupportsFloat) -> None:
-        """Add a value: a number, or a tensor with one element."""
+        """Add the value `v`: a number, or a tensor with one element."""
         self._sum = self.alpha * self._sum + (1 - self.alpha) * float(v)
         self._past_weight *= self.alpha
 
@@ -113,9 +91,10 @@ class AverageRecorder:
 def print_block(title: str, content: Any = None, file: TextIO | None = None) -> None:
     """Print `title` as a rule and `str(content)` below it, on rank 0, to stdout or `file`."""
     heading = rich("text").Text(title)
-    below = {} if content is None else {"title": heading}
-    body = heading if content is None else rich("text").Text(str(content))
-    _print(rich("panel").Panel(body, box=rich("box").HORIZONTALS, **below), file)
+    if content is None:
+        _print(heading, None, file)
+    else:
+        _print(rich("text").Text(str(content)), heading, file)
 
 
 def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = None) -> None:
@@ -123,10 +102,7 @@ def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = Non
     table = rich("table").Table.grid(padding=(0, 2))
     for key, value in content.items():
         table.add_row(rich("text").Text(str(key)), rich("text").Text(str(value)))
-    _print(
-        rich("panel").Panel(table, box=rich("box").HORIZONTALS, title=rich("text").Text(title)),
-        file,
-    )
+    _print(table, rich("text").Text(title), file)
 
 
 def peak_memory() -> int:
@@ -175,6 +151,7 @@ def _version_number(text: str) -> int:
     return major * 10000 + minor * 100 + patch
 
 
-def _print(what: object, file: TextIO | None) -> None:
+def _print(body: object, title: object, file: TextIO | None) -> None:
     if world.rank() == 0:
-        rich("console").Console(file=file).print(what)
+        panel = rich("panel").Panel(body, box=rich("box").HORIZONTALS, title=title)
+        rich("console").Console(file=file).print(panel)

@@ -12,6 +12,7 @@ import torch
 
 from bmtrain.checkpoint.entries import entries
 from bmtrain.checkpoint.writer import write_file
+from bmtrain.errors import printable
 from model_center.config.base import CONFIG_FILE, read_json
 from model_center.errors import ConfigError, WeightsError
 from model_center.hub.resolving import resolve
@@ -20,7 +21,7 @@ from model_center.model.registry import CLASSES, model_class
 from model_center.weights.export import Exporter, targets_of, with_dtype, written
 from model_center.weights.extras import files_alongside
 from model_center.weights.keymap import KeyMap
-from model_center.weights.loading import Opened, check, open_weights
+from model_center.weights.loading import OpenCheckpoint, check, open_weights
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size
 from model_center.weights.staging import CONFIG, MODEL_CENTER_FILE, Staging, writing
 
@@ -86,15 +87,18 @@ def run(args: argparse.Namespace) -> None:
                 staging.write_json(CONFIG, config.to_dict())
                 write_file(
                     staging.path(MODEL_CENTER_FILE),
-                    {name: _lean(opened.source.mapped(name)) for name in opened.source.headers},
+                    {
+                        name: _without_unused_storage(opened.source.mapped(name))
+                        for name in opened.source.headers
+                    },
                 )
-            _copy_beside([config_folder, source], staging)
+            _copy_other_files([config_folder, source], staging)
             staging.commit()
     except BaseException:
         staging.abandon()
         raise
     for line in _report(opened, missing, target):
-        print(line)
+        print(printable(line))
 
 
 def _class_of(content: Mapping[str, Any], wanted: str | None) -> type[BaseModel]:
@@ -118,7 +122,7 @@ def _class_of(content: Mapping[str, Any], wanted: str | None) -> type[BaseModel]
 
 
 def _to_hugging_face(
-    opened: Opened,
+    opened: OpenCheckpoint,
     ties: list[tuple[str, ...]],
     key_map: KeyMap,
     staging: Staging,
@@ -136,20 +140,20 @@ def _to_hugging_face(
         exporter.put([name], opened.source.whole(name))
 
 
-def _lean(values: torch.Tensor) -> torch.Tensor:
+def _without_unused_storage(values: torch.Tensor) -> torch.Tensor:
     """The values alone: mapped, where the file holds them so; else a copy in memory."""
     is_alone = values.is_contiguous() and values.untyped_storage().nbytes() == values.nbytes
     return values if is_alone else values.clone(memory_format=torch.contiguous_format)
 
 
-def _copy_beside(folders: list[pathlib.Path], staging: Staging) -> None:
+def _copy_other_files(folders: list[pathlib.Path], staging: Staging) -> None:
     """Tokenizer and generation settings."""
     for folder in dict.fromkeys(folders):
         for path in files_alongside(folder):
             shutil.copyfile(path, staging.path(path.name))
 
 
-def _report(opened: Opened, missing: list[str], target: pathlib.Path) -> Iterator[str]:
+def _report(opened: OpenCheckpoint, missing: list[str], target: pathlib.Path) -> Iterator[str]:
     yield from opened.notes
     if missing:
         yield f"not in the source, and not written: {', '.join(missing)}"

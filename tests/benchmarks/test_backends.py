@@ -54,8 +54,9 @@ def losses_of(shape, folder):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.fresh  # meshes of FSDP keep sockets
-@pytest.mark.parametrize("shape", ["llama-tiny", pytest.param("tiny", marks=pytest.mark.long)])
+@pytest.mark.parametrize("shape", ["llama-tiny", "tiny"])
 def test_losses(shape, tmp_path):
     """Only where bf16 rounds is different; the loss falls from that of guessing (6.24)."""
     for found in run_ranks(losses_of, 2, shape, str(tmp_path)):

@@ -9,7 +9,6 @@ import pytest
 from tests.data_sets.common import tokenizer
 
 from model_center.errors import InputError
-from model_center.tokenizer import chat_template
 from model_center.tokenizer.chat_template import rendered
 
 LLAMA = tokenizer("llama")
@@ -40,16 +39,14 @@ GROWING = (
         ("{{ messages[7].content }}", "undefined|no element"),
     ],
 )
-def test_a_template_that_takes_too_much_is_refused(template, words, monkeypatch):
+def test_a_template_that_takes_too_much_is_refused(template, words):
     """Within seconds; the limits are those of before, and the next conversation is written."""
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
-    monkeypatch.setattr(chat_template, "NUM_BYTES", 64 << 20)
     reader = copy.copy(LLAMA)
     reader.chat_template = template
     before = resource.getrlimit(resource.RLIMIT_DATA), sys.gettrace()
     begin = time.process_time()
     with pytest.raises(InputError, match=f"refuses a conversation: .*({words})"):
-        rendered(reader, TALK)
+        rendered(reader, TALK, seconds=0.3, num_bytes=64 << 20)
     assert time.process_time() - begin < 10
     assert before == (resource.getrlimit(resource.RLIMIT_DATA), sys.gettrace())
     assert rendered(reader, TALK, chat_template="{{ '2 ** 3' }}") == "2 ** 3"

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from tests.data_sets.common import DATA, FOLDERS, refused, tokenizer
-from transformers import PreTrainedTokenizerBase
 
 from model_center.errors import IdentifierError
 from model_center.tokenizer import CPM1Tokenizer, CPM2Tokenizer, GLMTokenizer
@@ -97,19 +96,6 @@ def test_cpm1_names_and_sizes(tmp_path):
     assert reader.decode([9, 2]) == "好<eod>"
     with refused("no token with id 18"):
         reader.decode([18])
-
-
-def test_cpm1_makes_batches(tmp_path):
-    """Pairs, padding, truncation and tensors, as with every tokenizer of transformers."""
-    reader = cpm1(tmp_path)
-    how = {"padding": True, "truncation": True, "max_length": 5, "return_tensors": "pt"}
-    batch = reader(["今天", "今天天气"], ["好", "好好好"], **how)
-    assert batch["input_ids"].tolist() == [[6, 9, 3, 3, 3], [6, 7, 8, 9, 9]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
-    padded = reader.pad({"input_ids": [[9], [9, 9]]}, padding="max_length", max_length=3)
-    assert padded["input_ids"] == [[9, 3, 3], [9, 9, 3]]
-    assert reader.batch_decode([[6, 4, 9], [9]]) == ["今天 好", "好"]
-    assert isinstance(reader, PreTrainedTokenizerBase)
 
 
 @pytest.mark.parametrize("make", [cpm1, cpm2])

@@ -140,14 +140,14 @@ def test_a_pass_left_early_is_over():
 def test_rows_since_a_place():
     """The row numbers of a rank's batches; None of another epoch, and of a stream."""
     loader = loader_of(9, shuffle=True, batch_size=2)
-    order, places = permutation(9, 0, 0).tolist(), [loader.place]
+    order, places = permutation(9, 0, 0).tolist(), [loader.position]
     batches = []
     for batch in loader:
-        places.append(loader.place)
+        places.append(loader.position)
         batches.append(batch.tolist())
         for number, place in enumerate(places):
             assert loader.rows_since(place) == batches[number:]
-    assert places == [(0, row) for row in (0, 2, 4, 6, 8, 9)] and loader.place == (1, 0)
+    assert places == [(0, row) for row in (0, 2, 4, 6, 8, 9)] and loader.position == (1, 0)
     assert loader.rows_since((0, 6)) == [order[6:8], order[8:]]
     next(iter(loader))
     assert loader.rows_since((0, 6)) is None
@@ -257,7 +257,7 @@ def test_a_place_in_another_order_is_refused():
         next(iter(loader))
         with refused(complaint):
             loader.load_state_dict(state)
-        assert loader.place == (0, 1)
+        assert loader.position == (0, 1)
     # the seed of no order does not matter
     loader_of(11, seed=2).load_state_dict(loader_of(11, seed=1).state_dict())
 
@@ -279,7 +279,7 @@ def test_streams_pass_through():
         DistributedDataLoader(Stream(), shuffle=True)
 
 
-class Part(Numbers):
+class MixturePart(Numbers):
     """One of two parts."""
 
     num_shards = 2
@@ -302,7 +302,7 @@ class Endless(Dataset[int]):
         (Numbers(4), {"batch_size": None}, "batch_size is None"),
         (Numbers(4), {"batch_size": True}, "batch_size is True"),
         (Numbers(4), {"batch_size": 5, "drop_last": True}, "drop_last leaves no batch"),
-        (Part(4), {}, "one of 2 parts"),
+        (MixturePart(4), {}, "one of 2 parts"),
         (Endless(), {}, "no length"),
     ],
 )

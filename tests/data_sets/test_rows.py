@@ -13,7 +13,7 @@ import torch
 from tests.data_sets.common import refused, tokenizer, write_rows
 
 from model_center.dataset.instructions import InstructionDataset, TooLong
-from model_center.dataset.mixture import Mixture, Part, set_aside
+from model_center.dataset.mixture import Mixture, MixturePart, set_aside
 from model_center.dataset.packing import PackedSamples
 from model_center.dataset.rows import source
 from model_center.dataset.tokenised import FEW, tokens_of
@@ -37,7 +37,7 @@ def read(path, length=512, **options):
         learnt = item["targets"][item["targets"] >= 0]
         found.append((GPT2.decode(item["input_ids"]), GPT2.decode(learnt)))
     assert data.lengths.tolist() == [len(data[n]["input_ids"]) for n in range(len(data))]
-    assert data.num_learnt.tolist() == [
+    assert data.num_loss_tokens.tolist() == [
         int((data[n]["targets"] >= 0).sum()) for n in range(len(data))
     ]
     return found
@@ -130,10 +130,10 @@ def test_what_was_passed_over_is_read(row, text, learnt, tmp_path):
         ({"messages": TALK, "documents": [{"text": "a"}]}, "got documents: it is not given to the chat"),
         ({"messages": TALK, "rejected_messages": TALK}, "got rejected_messages: a better"),
         ({"messages": TALK, "tools": "none"}, "got 'none' as tools: expected a list, or its JSON"),
-        ({"messages": [TALK[0], {**TALK[1], "train": True, "weight": 0}]}, "one says that it is learnt, one not"),
+        ({"messages": [TALK[0], {**TALK[1], "train": True, "weight": 0}]}, "one puts it into the loss, another"),
         ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, "got weight 0.5 of a message"),
         ({"messages": [{**TALK[0], "train": True}, TALK[1]]}, "got train True of a message of the"),
-        ({"messages": [TALK[0], {**TALK[1], "mask": 1}]}, "got mask: it is not known"),
+        ({"messages": [TALK[0], {**TALK[1], "mask": 1}]}, "got mask: 1 may mean"),
         ({"messages": [{**TALK[0], "images": ["a.png"]}, TALK[1]]}, "got images: a model"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "as a part of a mes"),
         ({"text": "a", "history": EARLIER}, "got a text with history"),
@@ -265,8 +265,8 @@ def test_texts_go_on_in_the_next_sample(tmp_path):
             assert all(len(item["input_ids"]) == length for item in items[:-1])
         packed = PackedSamples(data, length)
         learnt = sum(int((packed[n]["targets"] >= 0).sum()) for n in range(len(packed)))
-        assert learnt == sum(data.num_learnt) >= sum(whole.num_learnt[:4])
-        rest, aside = set_aside(Part(data, range(5)), 0.4, 3)
+        assert learnt == sum(data.num_loss_tokens) >= sum(whole.num_loss_tokens[:4])
+        rest, aside = set_aside(MixturePart(data, range(5)), 0.4, 3)
         assert len(Mixture([rest])) + len(Mixture([aside])) == len(data)
         assert {*rest.numbers}.isdisjoint(aside.numbers) and len(aside.numbers) == 2
 
@@ -303,7 +303,7 @@ def test_tokens_are_made_once(workers, tmp_path):
     alone = tokens_of(source(path), GPT2)
     made = tokens_of(source(path), GPT2, cache, workers=workers, report=seen.append)
     assert seen[-1] == len(made) == len(rows) and seen == sorted(seen)
-    for name in ("ids", "learnt", "starts", "stops", "is_text"):
+    for name in ("ids", "in_loss", "starts", "stops", "is_text"):
         assert np.array_equal(vars(alone)[name], vars(made)[name]), name
     again = pickle.loads(pickle.dumps(made))
     assert np.array_equal(again.ids, made.ids) and len(pickle.dumps(made)) < 300

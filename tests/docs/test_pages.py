@@ -109,7 +109,7 @@ def run_blocks(page, parts, folder, cache):
 
 
 def run_command(words, folder, cache):
-    """In a process of its own: `python FILE ...` or `python -m MODULE ...`."""
+    """In a process of its own: `python FILE ...`, of the page or of the clone, or `python -m MODULE ...`."""
     enter(folder, cache)
     for name in [name for name in os.environ if "RANK" in name or "TORCHELASTIC" in name]:
         del os.environ[name]
@@ -123,7 +123,9 @@ def run_command(words, folder, cache):
             runpy.run_module(words[2], run_name="__main__", alter_sys=True)
         else:
             sys.argv = words[1:]
-            runpy.run_path(words[1], run_name="__main__")
+            in_clone = ROOT / words[1]
+            program = in_clone if in_clone.is_file() else words[1]
+            runpy.run_path(str(program), run_name="__main__")
     except SystemExit as end:
         assert not end.code, f"{' '.join(words)} ended with {end.code}"
 
@@ -141,6 +143,18 @@ def test_the_commands_of_all_pages():
                 except commands.BadCommand as error:
                     bad.append(f"{name} line {block.line}: {' '.join(words)}: {error}")
     assert not bad, "\n".join(bad)
+
+
+def test_shell_blocks_have_no_comments():
+    """An interactive zsh takes `#` for an argument, and an apostrophe behind it for a quote that is open."""
+    documents = [*PAGES.values(), *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    bad = [
+        f"{page.relative_to(ROOT)} line {block.line}"
+        for page in documents
+        for block in blocks(page)
+        if block.language in SHELLS and re.search(r"(^|\s)#", block.text, re.M)
+    ]
+    assert not bad, bad
 
 
 def test_blocks_that_do_not_run():

@@ -157,6 +157,16 @@ COINED = {
     "in the place of": "instead of",
     "roomy|does_nothing|is_bare|once_for_all": "names that nobody can search for",
 }
+# What Chinese pages say for it: CONTRIBUTING.md has the glossary.
+CHINESE = {
+    "聚集": "收集",
+    "规约": "归约",
+    "核函数": "内核",
+    "重算": "重计算",
+    "补齐": "填充",
+    "批次": "批",
+    "文件夹": "目录",
+}
 ROOMS = "layer model weights generation kernels metrics tokenizer hub config"
 PROSE = [
     *(page for page in pages() if name_of(page).startswith("en/")),
@@ -177,4 +187,11 @@ def test_prose_has_no_coined_words():
         for words, instead in COINED.items():
             for match in re.finditer(rf"\b(?:{words})\b".replace(" ", r"\s+"), text, re.I):
                 found.append(f"{path.relative_to(ROOT)}: {match[0]!r}: write {instead}")
+    for path in [*(SITE / "zh").rglob("*.md"), ROOT / "README-zh.md"]:
+        text = path.read_text("utf-8")
+        found += [
+            f"{path.name}: {word}: write {instead}"
+            for word, instead in CHINESE.items()
+            if word in text
+        ]
     assert not found, "\n".join(found)

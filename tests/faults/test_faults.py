@@ -207,12 +207,15 @@ def joins():
         ("[::1]", ""),
         ("no-such-host.invalid", r"no-such-host\.invalid: .*[Nn]ame"),
         pytest.param("silent", "accepts connections but does not answer", marks=pytest.mark.long),
-        pytest.param("absent", "rank 2 has not reached", marks=pytest.mark.long),
+        pytest.param("absent", "rank 2 has not come", marks=pytest.mark.long),
+        pytest.param("alone", "refused: rank 0 has not come", marks=pytest.mark.long),
+        pytest.param("sizes", r"differ in their number of ranks \(2, 3\)", marks=pytest.mark.long),
     ],
 )
 def test_joining_ends_in_time(address, words, tmp_path):
     """On every rank, by the true cause: a name that nobody has, a port of another program, a rank
-    that is not started. An address in brackets is one.
+    that is not started, a port where nobody listens, sizes that differ. An address in brackets is
+    one. No rank is aborted by a thread that comes back late.
     """
     with socket.socket(socket.AF_INET6 if address == "[::1]" else socket.AF_INET) as other:
         other.bind(("::1" if address == "[::1]" else "127.0.0.1", 0))
@@ -221,12 +224,14 @@ def test_joining_ends_in_time(address, words, tmp_path):
             other.listen()
         else:
             other.close()
-        started = range(1 if address == "silent" else 0, 2)
+        started = range(1 if address in {"silent", "alone"} else 0, 2)
         environments = [
             {
                 **{name: text for name, text in os.environ.items() if name != "DEVICE"},
                 "RANK": str(rank),
-                "WORLD_SIZE": "3" if address == "absent" else "2",
+                "WORLD_SIZE": "3"
+                if address == "absent" or (address, rank) == ("sizes", 1)
+                else "2",
                 "LOCAL_RANK": str(rank),
                 "MASTER_PORT": str(port),
                 "MASTER_ADDR": address if address[:2] in {"[:", "no"} else "127.0.0.1",

@@ -7,7 +7,7 @@ import torch
 from tests.kernels import test_norm as norms
 from tests.unit import test_fusions as layers
 
-from bmtrain.compile import fusions
+from bmtrain.compile import backend, fusions
 from bmtrain.kernels import norm as kernels
 from bmtrain.kernels.gelu import gelu_backward, gelu_backward_reference
 from bmtrain.kernels.norm import MOST_COLUMNS, Terms, norm, norm_backward, norm_backward_reference
@@ -114,3 +114,14 @@ def test_layers(norm, dtype, narrow, monkeypatch):
     )
     name = "layer_norm" if norm is torch.nn.LayerNorm else "rms_norm"
     assert layers.equal_to_plain(module, x) == sorted([name, name, "linear_gelu"])
+
+
+def test_masks_of_attention():
+    """Each in a graph of its own, as in a model of transformers that is traced whole."""
+    torch.manual_seed(0)
+    x = layers.X.to(DEVICE, torch.bfloat16)
+    for mask in layers.MASKS:
+        torch._dynamo.reset()
+        module = layers.Attending(mask).to(DEVICE, torch.bfloat16)
+        run = torch.compile(module, backend=backend.inductor)
+        layers.check_against_plain(run, module, x)

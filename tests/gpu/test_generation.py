@@ -15,7 +15,7 @@ from tests.models.test_generation_engine import VOCAB, made
 from tests.models.test_generation_steps import SEARCHES, TOLD, one_by_one
 
 from model_center.generation.engine import generate, stream
-from model_center.generation.recording import Repeated
+from model_center.generation.recording import ReplayedWork
 from model_center.generation.session import Session
 from model_center.kernels import cached_attention as attention
 from model_center.kernels.gated import ACTIVATIONS, gated_by_triton, gated_reference
@@ -29,7 +29,7 @@ from model_center.kernels.row_products import (
 from model_center.model.llama import Llama, LlamaConfig
 
 pytestmark = pytest.mark.gpu
-RECORD = Repeated._record
+RECORD = ReplayedWork._record
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 DEVICE = torch.device("cuda", 0)
@@ -221,7 +221,9 @@ def test_a_session_replays_one_recording():
             torch.manual_seed(3)
             with (
                 session as kept,
-                mock.patch.object(Repeated, "_record", autospec=True, side_effect=RECORD) as record,
+                mock.patch.object(
+                    ReplayedWork, "_record", autospec=True, side_effect=RECORD
+                ) as record,
             ):
                 for ids, (_, padding, num_new) in zip(prompts, calls, strict=True):
                     out = generate(
@@ -241,7 +243,7 @@ def test_first_passes_are_replayed(name, rows):
     prompts = [parity.token_ids(rows, 9, high=VOCAB, seed=seed).to(DEVICE) for seed in range(6)]
     expected = [generate(model, ids, max_new_tokens=14).rows() for ids in prompts]
     with (
-        mock.patch.object(Repeated, "_record", autospec=True, side_effect=RECORD) as record,
+        mock.patch.object(ReplayedWork, "_record", autospec=True, side_effect=RECORD) as record,
         Session() as session,
     ):
         found = [generate(model, ids, max_new_tokens=14, session=session).rows() for ids in prompts]
@@ -327,14 +329,14 @@ def test_steps_are_recorded():
     """And a stream has the same tokens as a generation."""
     model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
     replays = []
-    call = Repeated.__call__
+    call = ReplayedWork.__call__
 
     def counted(repeated, work):
         out = call(repeated, work)
         replays.append(repeated.is_recorded)
         return out
 
-    with mock.patch.object(Repeated, "__call__", counted):
+    with mock.patch.object(ReplayedWork, "__call__", counted):
         rows = generate(model, ids, max_new_tokens=14).rows()
     assert replays == [False] + 12 * [True]
     steps = list(stream(model, ids, max_new_tokens=14))

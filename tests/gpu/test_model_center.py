@@ -19,8 +19,8 @@ from tests.tensors import own_slice
 import bmtrain as bmt
 from bmtrain.distributed import transport
 from model_center.generation.engine import generate
-from model_center.generation.recording import Repeated
-from model_center.generation.resident import Resident
+from model_center.generation.recording import ReplayedWork
+from model_center.generation.resident import ResidentWeights
 from model_center.generation.session import Session
 from model_center.layer.dense_attention import Attention
 from model_center.layer.mask import AttentionMask
@@ -30,7 +30,7 @@ from model_center.model.llama import Llama, LlamaConfig
 pytestmark = pytest.mark.gpu
 SIZE = torch.cuda.device_count()
 BATCH, HEADS, TOKENS, DIM = 3, 4, 96, 64
-RECORD = Repeated._record
+RECORD = ReplayedWork._record
 ON_TWO = pytest.mark.skipif(SIZE < 2, reason="needs two GPUs")
 
 
@@ -154,7 +154,7 @@ def opened_session():
         RECORD(*args)
 
     with (
-        mock.patch.object(Repeated, "_record", record),
+        mock.patch.object(ReplayedWork, "_record", record),
         Session() as session,
         test_generation.counted_gathers(test_generation_session.engine()) as gathers,
     ):
@@ -212,7 +212,7 @@ def hold_and_free():
     ids = parity.token_ids(2 + bmt.rank(), 60, high=1000)
     whole = sum(param.numel() * param.dtype.itemsize for param in model.parameters())
     # all that stays by itself: rings, workspaces of libraries
-    with mock.patch.object(Resident, "fits", lambda *_: False):
+    with mock.patch.object(ResidentWeights, "fits", lambda *_: False):
         generate(model, ids, max_new_tokens=200)
     expected = generate(model, ids, max_new_tokens=200).rows()
     with given_back() as allocated, Session() as session:
@@ -221,7 +221,7 @@ def hold_and_free():
             assert generate(model, ids, max_new_tokens=200, session=session).rows() == expected
             held.append(torch.cuda.memory_allocated() - allocated)
         assert whole <= held[0] and held[4] <= held[2]  # the first pass is kept from then on
-        with mock.patch.object(Resident, "fits", lambda *_: bmt.rank() == 0):
+        with mock.patch.object(ResidentWeights, "fits", lambda *_: bmt.rank() == 0):
             generate(model, ids, max_new_tokens=200, session=session)
         assert torch.cuda.memory_allocated() <= allocated
         assert generate(model, ids, max_new_tokens=200, session=session).rows() == expected

@@ -135,6 +135,11 @@ def test_results_of_whole_models_may_be_kept():
     run_compiled_on_gpus(test_whole_model.kept_results, SIZE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_models_that_cuda_graph_records(dtype):
+    run_compiled_on_gpus(test_whole_model.recorded_models, SIZE, dtype)
+
+
 OTHERS = [
     test_transformers.training,
     test_transformers.checkpointing_flags,

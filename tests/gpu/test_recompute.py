@@ -238,7 +238,9 @@ def train_quietly():
 
 
 def test_settled_steps_never_wait_for_the_device():
-    """With blocks at several levels."""
-    assert (
-        len(set(run_ranks(train_quietly, 1, device=None, init={"memory_limit": 1000 * MIB})[0])) > 1
-    )
+    """Also with blocks at several levels: which limit leads to them depends on other programs."""
+    found = [
+        run_ranks(train_quietly, 1, device=None, init={"memory_limit": limit * MIB})[0]
+        for limit in (1000, 1200, 1400)
+    ]
+    assert any(len(set(levels)) > 1 for levels in found), found

@@ -19,7 +19,7 @@ from tests.tensors import gradient_memory, source_of
 import bmtrain as bmt
 from bmtrain.distributed import collectives, exchange, transport
 from bmtrain.distributed.peers import PeerGroups
-from bmtrain.distributed.transport import Streams
+from bmtrain.distributed.transport import Gather, Streams
 from bmtrain.kernels.sum_parts import sum_parts, sum_parts_reference
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
@@ -89,7 +89,7 @@ def gathers_and_gradients(level):
             storage.shard.add_(0.001 * bmt.rank())
         buffer = torch.empty(storage.layout.numel, dtype=storage.dtype, device=bmt.device())
         engine.transport.streams.compute_waits(
-            engine.transport.gather(buffer, source_of(block), storage.axis)
+            engine.transport.gather(Gather(buffer, source_of(block), storage.axis))
         )
         full.append(buffer.cpu())
     gradients = []

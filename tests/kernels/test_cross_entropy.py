@@ -1,7 +1,6 @@
 """Kernels of cross entropy against their plain-torch twins, which tests/unit holds against torch."""
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -57,11 +56,10 @@ def assert_close(got, want, tolerance=2e-6):
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance / 10, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("weighted", "smoothed"), list(itertools.product((False, True), (False, True)))
-)
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_kernels_equal_twins(dtype, weighted, smoothed):
+def test_kernels_equal_twins(dtype, weighted):
+    smoothed = weighted == (dtype in (torch.float32, torch.float16))  # all pairs of two settings
     arithmetic = kernels.arithmetic(dtype)
     for num_columns in COLUMNS:
         logits, factors = logits_of(num_columns, dtype), factors_of(num_columns, dtype, smoothed)

@@ -1,7 +1,5 @@
 """Products of one row: kernel against twin, twin against torch's linear maps and norms."""
 
-import itertools
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -61,9 +59,10 @@ def in_several_steps(monkeypatch):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_kernel_equals_twin(size):
-    for dtype, options in itertools.product(TOLERANCE, CASES):
-        check(size[0], size[1], dtype, **options)
-        check(size[0], size[1][:1], dtype, residual=True, **options)
+    for number, options in enumerate(CASES):
+        for place, dtype in enumerate(TOLERANCE):
+            is_one = (number + place) % 2 == 0
+            check(size[0], size[1][:1] if is_one else size[1], dtype, residual=is_one, **options)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)

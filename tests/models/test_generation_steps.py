@@ -174,7 +174,7 @@ def test_a_full_cache_is_told():
     cache, place, ones = KeyValueCache(1, 4), torch.tensor([3]), torch.ones(2, 1, 3, 8)
     cache[0].append(ones, ones)
     cache.fix(place)
-    assert cache.place is place and cache.length == 3
+    assert cache.next_position is place and cache.length == 3
     cache.advance()
     keys, _ = cache[0].append(2 * ones[:, :, :1], ones[:, :, :1])
     assert keys.shape == (2, 1, 4, 8) and keys[0, 0, :, 0].tolist() == [1, 1, 1, 2]

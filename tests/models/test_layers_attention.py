@@ -11,7 +11,7 @@ from tests.models.by_hand import assert_alike, noise
 from tests.models.parity import assert_close
 
 from model_center.errors import ConfigError, InputError
-from model_center.layer.blocks import CrossAttentionBlock, TransformerBlock
+from model_center.layer.blocks import CrossAttentionBlock
 from model_center.layer.cache import KeyValueCache, LayerCache
 from model_center.layer.dense_attention import Attention
 from model_center.layer.mask import AttentionMask, last_queries, mask_from, mask_of_lengths
@@ -112,32 +112,6 @@ def test_masks():
         (7, 7, 1),
     ):
         assert AttentionMask(True, window=window).is_plain(queries, 7) == is_plain
-
-
-def test_dropout():
-    """Of probabilities on average the same; of what a part adds a number or nothing; none in
-    evaluation, and the residual never.
-    """
-    layer, x = attention(dropout_p=0.5), torch.randn(1, 5, 6)
-    expected, chances = by_hand.attention(layer, x, x)
-    many = x.expand(4000, -1, -1)
-    for options in ({}, {"output_attentions": True}):
-        for module in (layer.eval(), layer.train()):
-            out = module(many, many, **options)
-            found = out[0] if options else out
-            assert torch.equal(found[0], found[1]) != module.training
-            assert_close(found.mean(0, keepdim=True), expected, tolerance=0.1)
-    assert_close(out[1][:1], chances)  # those before dropout
-    for dropout_p in (0.0, 0.5):
-        options = BLOCK | {"ffn_activate_fn": "gelu", "dropout_p": dropout_p}
-        block = TransformerBlock(6, 8, 2, 4, True, **options)
-        by_hand.drawn(block)
-        for part in (block.self_att, block.cross_att, block.ffn):
-            states = (x,) if part is block.cross_att else ()
-            assert part is not None
-            added = part(x, *states) - x
-            assert bool((added.abs() < 1e-7).any()) == (dropout_p > 0)
-            assert ((part.eval()(x, *states) - x).abs() > 1e-7).all()
 
 
 @pytest.mark.parametrize("kind", ["none", "relative", "rotary"])

@@ -1,6 +1,5 @@
 """Relative, segment and rotary positions against their formulas."""
 
-import copy
 import math
 
 import pytest
@@ -11,7 +10,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from model_center.errors import ConfigError, InputError
 from model_center.layer.dense_attention import Attention
-from model_center.layer.position_embedding.relative import RelativePositionEmbedding, bucket_of
+from model_center.layer.position_embedding.relative import bucket_of
 from model_center.layer.position_embedding.rotary import RotaryEmbedding, RotaryEmbeddingESM
 from model_center.layer.position_embedding.segment import SegmentPositionEmbedding
 
@@ -33,23 +32,6 @@ def test_buckets(sizes):
         options = {"num_buckets": sizes[0], "max_distance": sizes[1]}
         found = bucket_of(distances, **options, bidirectional=both)
         assert torch.equal(found, buckets(distances, *sizes, both=both))
-
-
-def test_relative_positions():
-    """Lengths, positions and positions with a batch; the last bucket learns, too."""
-    positions = torch.tensor([[0, 1, 5], [30, 2, 2]])
-    for both in (False, True):
-        layer = RelativePositionEmbedding(3, 8, 16, both, torch.float32)
-        table = layer.relative_attention_bias
-        for query, key in (
-            (torch.arange(4), torch.arange(6)),
-            (positions[:, 1:], positions),
-            (torch.tensor([100]), torch.arange(3)),
-        ):
-            distance = key[..., None, :] - query[..., None]
-            expected = table[buckets(distance, 8, 16, both=both)].movedim(-1, -3)
-            assert_alike(layer(query, key), expected, layer)
-        assert torch.equal(layer(4, 6), layer(torch.arange(4), torch.arange(6)))
 
 
 def test_segment_positions():
@@ -103,20 +85,6 @@ def test_rotary_layouts():
     with pytest.raises(InputError, match="seq_dim is 1: positions go along the last but one"):
         module(q, k, 1)
     assert torch.equal(module(q, k, 2)[1], module(q, k)[1])
-
-
-def test_rotary_tables():
-    """Each row its own positions; angles are made in fp32, far from the start too."""
-    for module in (RotaryEmbedding(8), RotaryEmbeddingESM(8)):
-        x, positions = noise(2, 3, 2, 8), torch.tensor([[0, 1], [1003, 3]])
-        expected = turned(x, positions[:, None], module.interleaved)
-        tables = copy.deepcopy(module).tables(positions)
-        assert_close(tables.rotate(x), expected, tolerance=2e-3)
-        half = tables.rotate(x.bfloat16())
-        assert half.dtype == torch.bfloat16
-        assert_close(half.float(), expected, tolerance=0.03)
-        both = tables.rotate_both(x, x[:, :1])
-        assert torch.equal(torch.cat(both, 1), tables.rotate(torch.cat([x, x[:, :1]], 1)))
 
 
 def test_rotary_scalings():

@@ -56,6 +56,8 @@ def test_which_argument_counts(name):
         given = {"decoder_length": LENGTH, "decoder_attention_mask": MASK}
         both = scores(model, input_ids=IDS, **given)
         assert torch.equal(both, scores(model, input_ids=IDS, decoder_attention_mask=MASK))
+    given = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "T5" else {})
+    assert torch.equal(model(**given, return_logits=True), scores(model, input_ids=IDS))
     embeds = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(3))
     plain, both = scores(model, input_ids=IDS), scores(model, input_ids=IDS, inputs_embeds=embeds)
     assert torch.equal(both, scores(model, inputs_embeds=embeds)) and not torch.equal(both, plain)

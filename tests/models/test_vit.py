@@ -9,7 +9,6 @@ from tests.models import parity
 from tests.models.parity import assert_close, assert_own_format, refuse
 
 from model_center.errors import ConfigError
-from model_center.layer.embedding import PatchEmbedding
 from model_center.model import BertConfig, ViT, VitConfig
 
 SIZES = (
@@ -79,21 +78,6 @@ def test_a_model_without_head(tmp_path):
         hidden = ours(images(), return_dict=True).last_hidden_state
         assert_close(hidden, model(images()).last_hidden_state)
     assert ours.head.weight.std() > 0.005
-
-
-def test_patch_embedding_by_hand():
-    """The product with the filters, row by row from the top left, behind the class token."""
-    torch.manual_seed(0)
-    layer, x = PatchEmbedding(6, 2, 3, 5, dtype=torch.float32), torch.randn(2, 3, 6, 6)
-    out = layer(x)
-    assert out.shape == (2, 10, 5)
-    for place in range(9):
-        row, column = 2 * (place // 3), 2 * (place % 3)
-        patch = x[:, :, row : row + 2, column : column + 2].flatten(1)
-        embedded = patch @ layer.proj.weight.flatten(1).T + layer.proj.bias
-        assert_close(out[:, 1 + place], embedded + layer.pos_embed[0, 1 + place])
-    assert_close(out[:, 0], (layer.cls_token[0, 0] + layer.pos_embed[0, 0]).expand(2, -1))
-    assert 0 < layer.cls_token.std() < 0.1
 
 
 def test_representation_layer(tmp_path):

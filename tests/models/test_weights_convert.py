@@ -118,6 +118,7 @@ def test_what_is_refused(tmp_path):
         ("odd", (), ConfigError, "'rwkv'"),
         ("weightless", (), RuntimeError, "expected one of model"),
         ("absent", (), IdentifierError, "not a folder"),
+        ("full/thesis.tex", (), IdentifierError, "is a file: give the folder"),
         ("hf", ("--max-shard-size", "much"), WeightsError, "max_shard_size"),
     ):
         with pytest.raises(kind, match=complaint):

@@ -107,7 +107,7 @@ def test_only_what_is_needed_is_fetched(tmp_path):
         ("./gone", "not a folder"),
         ("a/b/c", "not a folder"),
         ("", "not a folder"),
-        ("no/body", r"no/body could not be fetched .*OSError: 404: no no/body$"),
+        ("no/body", r"no/body could not be fetched .*OSError: 404: no no/body. Name a folder"),
     ],
 )
 def test_other_names_are_explained(tmp_path, name, complaint):

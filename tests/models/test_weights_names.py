@@ -8,13 +8,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from bmtrain.checkpoint import reading
 from bmtrain.checkpoint.reading import Read, cuts, read_all
 from bmtrain.checkpoint.source import Header, Source
 from model_center.errors import WeightsError
 from model_center.weights.export import Exporter, targets_of
 from model_center.weights.keymap import KeyMap, TensorPart
-from model_center.weights.matching import Mapped, check_coverage, match
+from model_center.weights.matching import MappedSource, check_coverage, match
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size, shards
 
 MAP = KeyMap(
@@ -102,7 +101,7 @@ def test_every_spelling_is_read(before, after):
     source = Memory({name.replace(before, after): value for name, value in tensors.items()})
     found = match(MAP, MAP.pieces, source.headers)
     assert not found.unexpected and not found.copies
-    mapped = Mapped(source, found.pieces)
+    mapped = MappedSource(source, found.pieces)
     assert mapped.headers == headers_of(expected(tensors))
     for name, value in expected(tensors).items():
         assert torch.equal(mapped.whole(name), value)
@@ -136,14 +135,14 @@ def test_files_of_another_size_are_refused(shape, complaint):
     source = Memory({**theirs(), "model.qkv.weight": torch.zeros(shape)})
     pieces = match(MAP, MAP.pieces, source.headers).pieces
     with pytest.raises(WeightsError, match=complaint):
-        Mapped(source, pieces)
+        MappedSource(source, pieces)
         check_coverage(source, pieces)
 
 
 def test_a_rank_looks_only_at_its_own_elements():
     """Turned matrices and rows of tensors too: whole columns of theirs are rows of ours."""
     source = Memory({"w": torch.arange(40 * 60.0).view(40, 60)})
-    mapped = Mapped(source, {"ours": TensorPart("w", transpose=True, rows=(20, 60))})
+    mapped = MappedSource(source, {"ours": TensorPart("w", transpose=True, rows=(20, 60))})
     whole = source.tensors["w"][:, 20:].t().reshape(-1)
     for start, stop in ((800, 1200), (815, 1185)):  # the second cuts two rows
         out, source.count = torch.zeros(stop - start), 0
@@ -151,7 +150,7 @@ def test_a_rank_looks_only_at_its_own_elements():
         assert torch.equal(out, whole[start:stop]) and source.count == 400
 
 
-def test_reads_in_many_pieces_are_those_in_one(monkeypatch):
+def test_reads_in_many_pieces_are_those_in_one():
     """Slices of ranks, which begin and end anywhere, cut at rows, read by several threads; in the
     dtype of their targets. An error of one ends all.
     """
@@ -167,16 +166,15 @@ def test_reads_in_many_pieces_are_those_in_one(monkeypatch):
         assert cuts(*arguments) == want
     tensors = theirs()
     source, wanted = Memory(tensors), expected(tensors)
-    mapped = Mapped(source, match(MAP, MAP.pieces, tensors).pieces)
+    mapped = MappedSource(source, match(MAP, MAP.pieces, tensors).pieces)
     for chunk, dtype in ((1, torch.float), (24, torch.bfloat16), (50, torch.float)):
-        monkeypatch.setattr(reading, "CHUNK", chunk)
         for rank in range(3):
             reads = []
             for name, value in wanted.items():
                 start, stop = (value.numel() * place // 3 for place in (rank, rank + 1))
                 target = torch.full((stop - start,), float("nan"), dtype=dtype)
                 reads.append(Read(target, name, start, stop))
-            read_all(reads, mapped)
+            read_all(reads, mapped, chunk)
             for read in reads:
                 whole = wanted[read.name].reshape(-1).to(dtype)
                 assert torch.equal(read.target, whole[read.start : read.stop]), (read.name, rank)

@@ -197,7 +197,7 @@ def test_the_watchdog_reports_and_ends_nothing(tmp_path):
     assert left.codes == [0, 0], left.printed
     told = "".join(left.printed)
     assert told.count("the run hangs") == 1 and told.count("went on") == 2
-    assert "Nothing is ended" in told and "exit code" not in told
+    assert "It is not ended" in told and "exit code" not in told
     assert "time.sleep(10)" in told  # where rank 1 was
 
 

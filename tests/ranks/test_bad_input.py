@@ -30,6 +30,7 @@ from bmtrain.errors import (
     ConfigurationError,
     NotInitializedError,
     ParameterError,
+    UnknownNameError,
 )
 from bmtrain.lr_scheduler import Cosine
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, clip_grad_norm
@@ -189,7 +190,7 @@ def of_modules():
     yield call(bmt.init_parameters, bmt.Block(NoReset())), ParameterError, "meta"
     yield call(bmt.Block, Own()), ParameterError, "'weight' is a OwnTensor with a tensor of its own"
     yield call(bmt.init_parameters, nn.Linear(2, 2)), Bad, "BMTrainModelWrapper"
-    yield call(bmt.config.__getitem__, "world_sise"), KeyError, "world_size"
+    yield call(bmt.config.__getitem__, "world_sise"), UnknownNameError, "world_size"
     yield call(bmt.config.__setitem__, "rank", 3), Bad, "cannot be written"
     yield call(bmt.init_distributed, device="cpu"), AlreadyInitializedError, "shutdown()"
 

@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import pathlib
 import resource
+import shutil
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
 from bmtrain.checkpoint import LoadResult, files, load, save, sources, writer
+from bmtrain.checkpoint.shards import MODEL, SIZES, Manifest, ShardedCheckpoint, TensorFacts
 from bmtrain.errors import CheckpointError
 from bmtrain.shard.storage import Storage
 
@@ -395,45 +398,94 @@ def test_a_model_made_on_meta_comes_up_from_a_file(tmp_path):
     run_ranks(meta_model, 2, str(tmp_path / "model.pt"))
 
 
-HUGGING_FACE = (
+THEIRS = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+OWN = ("pytorch_model.pt", "manifest.json")
+NAMED, OTHER = "chosen.safetensors", "a.safetensors.index.json"
+
+
+def put(folder, name, value):
+    """One candidate for the weights of a folder."""
+    if name == "manifest.json":
+        model = torch.nn.Module()
+        model.gain = torch.nn.Parameter(torch.full((2,), value))
+        with bmt.CheckpointManager(folder / "run") as checkpoints:
+            checkpoints.save(1, model).wait()
+        for file in (folder / "run" / "step-00000001").iterdir():
+            file.rename(folder / file.name)
+        shutil.rmtree(folder / "run")
+        return
+    file = name.removesuffix(".index.json").replace("model.", "model-0.")
+    file = file if name.endswith(".json") else name
+    tensors = {"gain": torch.full((2,), value)}
+    save = safetensors.torch.save_file if ".safetensors" in name else torch.save
+    save(tensors, folder / file)
+    if name.endswith(".json"):
+        (folder / name).write_text(json.dumps({"weight_map": {"gain": file}}))
+    if name == NAMED:
+        (folder / "config.json").write_text(json.dumps({"transformers_weights": name}))
+
+
+def first_or_refused(root):
+    """All pairs of candidates, and each alone."""
+    every = (NAMED, *THEIRS, *OWN, OTHER)
+    for number, names in enumerate([*zip(every), *itertools.combinations(every, 2)]):
+        folder = root / str(number)
+        folder.mkdir()
+        for name in names:
+            put(folder, name, float(every.index(name)))
+        theirs = [name for name in names if name in (NAMED, *THEIRS)]
+        if len(names) == 1 or len(theirs) == 2 or (theirs and OTHER in names):
+            warned = f"{names[0]} is read, as transformers does, and not {names[-1]}"
+            said = pytest.warns(UserWarning, match=warned)
+            with said if len(theirs) == 2 else contextlib.nullcontext():
+                source = sources.open_source(folder)
+            assert source.part("gain", 0, 1).item() == every.index(names[0])
+        else:
+            with pytest.raises(CheckpointError, match="may hold other weights") as refused:
+                sources.open_source(folder)
+            assert all(name in str(refused.value) for name in names)
+            for name in names:  # the remedy of the message
+                found = sources.open_source(folder / name).part("gain", 0, 1).item()
+                assert found == every.index(name)
 
 
 def test_which_file_counts(tmp_path):
     """Of several in a folder the one that transformers takes, which is said; where it has no
     order, none.
     """
+    run_ranks(first_or_refused, 1, tmp_path)
+    (tmp_path / "x").mkdir()
+    put(tmp_path / "x", "model.safetensors", 1.0)
+    (tmp_path / "x" / "manifest.json").write_text('{"name": "of another program"}')
+    assert sources.open_source(tmp_path / "x").part("gain", 0, 1).item() == 1
+    (tmp_path / "x" / "adapter_config.json").touch()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors, adapter_config\.json may hold"):
+        sources.open_source(tmp_path / "x")
 
-    def put(name, value):
-        tensors = {"gain": torch.full((2,), value)}
-        file = name.removesuffix(".index.json").replace("model.", "model-0.")
-        file = file if name.endswith(".json") else name
-        if ".safetensors" in name:
-            safetensors.torch.save_file(tensors, tmp_path / file)
-        else:
-            torch.save(tensors, tmp_path / file)
-        if name.endswith(".json"):
-            (tmp_path / name).write_text(json.dumps({"weight_map": {"gain": file}}))
 
-    for place, name in reversed([*enumerate(HUGGING_FACE)]):
-        put(name, float(place))
-        said = pytest.warns(UserWarning, match=f"{name} is read, as transformers does, and not")
-        with said if place < 3 else contextlib.nullcontext():
-            source = sources.open_source(tmp_path)
-        assert source.part("gain", 0, 1).item() == place
-    put("pytorch_model.pt", 9.0)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*pytorch_model\.pt may hold"):
-        sources.open_source(tmp_path)
-    for name in HUGGING_FACE:
-        (tmp_path / name).unlink()
-    assert sources.open_source(tmp_path).part("gain", 0, 1).item() == 9
-    (tmp_path / "pytorch_model.pt").unlink()
-    put("a.safetensors.index.json", 1.0)
-    assert sources.open_source(tmp_path).part("gain", 0, 1).item() == 1
-    put("b.safetensors.index.json", 2.0)
-    with pytest.raises(CheckpointError, match=r"a\.safetensors.*b\.safetensors.* may hold other"):
+def test_a_tensor_without_elements_may_have_parts(tmp_path):
+    facts = TensorFacts((0, 4), torch.float32, 0, 10**12, ())
+    manifest = Manifest(1, dict.fromkeys(SIZES, 1), {}, {}, {MODEL: {"none": facts}}, {MODEL: {}})
+    (tmp_path / "manifest.json").write_text(manifest.to_json())
+    assert ShardedCheckpoint(tmp_path).all()["none"].shape == (0, 4)
+
+
+def test_a_tensor_in_two_shards(tmp_path):
+    """It is one if both say the same; of two, neither is taken."""
+    put(tmp_path, "model.safetensors.index.json", 1.0)
+    second = {"gain": torch.full((2,), 1.0), "bias": torch.zeros(2)}
+    for value in (1.0, 2.0):
+        second["gain"][1] = value
+        safetensors.torch.save_file(second, tmp_path / "second.safetensors")
+        places = {"gain": "model-0.safetensors", "bias": "second.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        if value == 1:
+            assert sources.open_source(tmp_path).part("gain", 1, 2).item() == 1
+    words = r"'gain' differs in model-0\.safetensors and second\.safetensors"
+    with pytest.raises(CheckpointError, match=words):
         sources.open_source(tmp_path)

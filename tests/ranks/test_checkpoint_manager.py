@@ -174,7 +174,7 @@ def test_the_same_bits_come_back(before, after, dtype, background, tmp_path):
             assert losses == left[rank][1]
 
 
-def goes_on(folder):
+def continues(folder):
     rank, twin, path = bmt.rank(), Twin(), pathlib.Path(folder)
     turned = OptimManager()  # as of a set of parameters, whose order is that of addresses
     turned.add_optimizer(AdamOptimizer(twin.params[::-1] if rank == 1 else twin.params))
@@ -260,7 +260,7 @@ def test_a_run_goes_on_after_saves_that_are_refused_or_fail(tmp_path):
     """What ranks ask for differently, full disks, lack of memory, writes while values are copied:
     the checkpoint before stays, the training is that of one process, and the next save is whole.
     """
-    run_ranks(goes_on, 3, str(tmp_path))
+    run_ranks(continues, 3, str(tmp_path))
 
 
 def restore_into_others(folder):

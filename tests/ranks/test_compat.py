@@ -3,6 +3,7 @@ collectives against its formulas.
 """
 
 import copy
+import importlib
 import math
 import pathlib
 from collections import OrderedDict
@@ -551,8 +552,75 @@ def ring():
     assert got.eq(sum(range(count))).all()
 
 
+def older_forms(folder):
+    """Arguments by BMTrain's names, attributes that programs read, and arguments of 0.1 and 0.2 that
+    have no effect here.
+    """
+    from bmtrain.benchmark.utils import format_size  # type: ignore[import-not-found]
+
+    zeros = bmt.ParameterInitializer(func=nn.init.zeros_)
+    layers = [bmt.Block(inner_module=bmt.nn.Linear(3, 3, init_method=zeros)) for _ in range(2)]
+    model = bmt.TransformerBlockList(layers, 1, True)
+    bmt.init_parameters(model=model)
+    assert [len(params) for _, params in bmt.grouped_parameters(model=model)] == [4]
+    x = torch.ones(2, 3)
+    models.assert_same(model(x), torch.zeros(2, 3), "of zeros", 0)
+    models.assert_same(layers[0](input=x), torch.zeros(2, 3), "by its name", 0)
+    bmt.save(model=model, file_name=folder / "model.pt")
+    bmt.load(model=model, file_name=folder / "model.pt", strict=True)
+    assert len(bmt.inspect.inspect_model(model, param_name="*weight")) == 2
+    with bmt.inspect.inspect_tensor() as inspector:
+        bmt.inspect.record_tensor(x, "x", None, False)
+    assert torch.equal(inspector.get_tensor("x"), x) and format_size(x=2048) == "2 KiB"
+    root = bmt.distributed.broadcast(src=x * bmt.rank(), root=1)
+    assert root.eq(1).all()
+    logits, targets = torch.eye(3), torch.arange(3)
+    loss = bmt.loss.FusedCrossEntropy(ignore_index=-100, inplace=True)(logits, targets)
+    models.assert_same(loss, nn.functional.cross_entropy(torch.eye(3), targets), "loss")
+    manager: Any = bmt.optim.OptimManager(loss_scale=4, loss_scale_factor=3, loss_scale_steps=5)
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+    names = ["loss_scale_enabled", "loss_scale_factor", "loss_scale_steps"]
+    names += ["min_loss_scale", "max_loss_scale", "steps_since_last_scale"]
+    assert [getattr(manager, name) for name in names] == [True, 3, 5, 1, float("inf"), 0]
+    manager.backward(model(x).square().mean())
+    manager.step()
+    assert manager.steps_since_last_scale == 1
+    for name in ("loss_scale", *names):
+        with pytest.raises(ConfigurationError, match=r"OptimManager\(loss_scale="):
+            setattr(manager, name, 1)
+    manager.load_state_dict(state_dict=manager.state_dict())
+
+
+def checkpointed():
+    """The decorator of 0.1 under both its names: gradients of plain PyTorch, computed twice."""
+    checkpoint: Any = importlib.import_module("bmtrain.checkpointing").checkpoint
+
+    torch.manual_seed(1)
+    plain = nn.Linear(3, 3)
+    model, x, calls = bmt.BMTrainModelWrapper(copy.deepcopy(plain)), torch.randn(2, 3), []
+    plain(x).tanh().sum().backward()
+    for decorate in (checkpoint, vars(bmt)["checkpoint"]):
+        model.zero_grad()
+
+        @decorate
+        def layer(x):
+            calls.append(1)
+            return model(x).tanh()
+
+        layer(x).sum().backward()
+        gradients = {
+            name: grad / bmt.world_size() for name, grad in models.full_gradients(model).items()
+        }
+        models.assert_same_dicts(
+            gradients, {n: p.grad for n, p in plain.named_parameters()}, "recomputed"
+        )
+    assert len(calls) == 4
+
+
 @on_ranks(2, init={"zero_level": 2})
-def test_single_names():
+def test_single_names(tmp_path):
+    older_forms(tmp_path)
+    checkpointed()
     states_of_both_libraries()
     written_config()
     stored_objects()
@@ -601,5 +669,9 @@ def test_loss_scale_of_old_programs():
         norm = bmt.optim.clip_grad_norm(optimizer.param_groups, 1e9, **options)
         assert float(norm) == pytest.approx(largest)
         bmt.optim_step(optimizer)
-    assert optimizer.scale == 32 * 8**2
+    assert optimizer.scale == 32 * 8**2 and optimizer.steps_since_last_scale == 0
+    optimizer.justify_scale(16)
+    assert optimizer.scale == 16
+    with pytest.raises(ConfigurationError, match="justify_scale"):
+        optimizer.justify_scale(0)
     assert bmt.config["loss_scale_factor"] == 8 and bmt.config["loss_scale_steps"] == 2

@@ -18,7 +18,7 @@ import bmtrain as bmt
 from model_center.errors import ConfigError, InputError
 from model_center.generation.engine import generate, stream
 from model_center.generation.ranks import GenerationRanks
-from model_center.generation.resident import Resident
+from model_center.generation.resident import ResidentWeights
 from model_center.generation.session import Session
 from model_center.model.gpt2 import GPT2, GPT2Config
 from model_center.model.t5 import T5, T5Config
@@ -109,13 +109,13 @@ def test_every_rank_gets_what_one_process_gets(folder, name):
 def counted_gathers(engine):
     """How many shards were gathered, each time that some were."""
     counts = []
-    gather = engine.transport.gather_together
+    gather = engine.transport.gather
 
-    def counted(gathers, *args):
+    def counted(*gathers):
         counts.append(len(gathers))
-        return gather(gathers, *args)
+        return gather(*gathers)
 
-    with mock.patch.object(engine.transport, "gather_together", counted):
+    with mock.patch.object(engine.transport, "gather", counted):
         yield counts
 
 
@@ -136,7 +136,7 @@ def test_weights_are_gathered_once_if_all_ranks_have_room():
     ids, _ = prompts(0)
     steps = stream(model, ids, max_new_tokens=3 + bmt.rank())
     assert all(buffers() <= 2 for _ in steps)
-    with mock.patch.object(Resident, "fits", lambda *_: False):
+    with mock.patch.object(ResidentWeights, "fits", lambda *_: False):
         generate(model, ids, max_new_tokens=2)
     before, found, counted = buffers(), [], []
     assert before == 0
@@ -144,7 +144,7 @@ def test_weights_are_gathered_once_if_all_ranks_have_room():
         # only one rank decides otherwise
         with (
             counted_gathers(engine) as counts,
-            mock.patch.object(Resident, "fits", lambda *_: fits or bmt.rank() == 0),  # noqa: B023
+            mock.patch.object(ResidentWeights, "fits", lambda *_: fits or bmt.rank() == 0),  # noqa: B023
         ):
             found.append(generate(model, ids, max_new_tokens=9 - bmt.rank()).rows())
         counted.append(sum(counts))

@@ -25,7 +25,7 @@ from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 from model_center.generation.engine import generate, stream
 from model_center.generation.lookahead import StopChecks
-from model_center.generation.resident import Resident
+from model_center.generation.resident import ResidentWeights
 from model_center.generation.session import Session
 
 
@@ -55,7 +55,7 @@ def generated(model, ids, **options):
 
 def layer_by_layer(model, ids):
     """By the gathers of any forward pass, which know nothing of earlier ones."""
-    with mock.patch.object(Resident, "fits", lambda *_: False):
+    with mock.patch.object(ResidentWeights, "fits", lambda *_: False):
         return generated(model, ids)
 
 
@@ -75,14 +75,14 @@ def opened():
 def noted_places():
     """Where the whole weights of generations are."""
     places = set()
-    addresses = Resident.addresses
+    addresses = ResidentWeights.addresses
 
     def noted(resident):
         found = addresses(resident)
         places.add(str(found))
         return found
 
-    with mock.patch.object(Resident, "addresses", noted):
+    with mock.patch.object(ResidentWeights, "addresses", noted):
         yield places
 
 
@@ -232,7 +232,7 @@ def test_memory_is_freed(folder):
         generated(model, ids)
         total = len(buffers)
         assert total > 3 and not any(there(buffers) + alive(caches))
-        resident = Resident.of(model)
+        resident = ResidentWeights.of(model)
         assert resident is not None
         with torch.no_grad(), resident.held(), resident.bound():
             model(ids)
@@ -245,7 +245,7 @@ def test_memory_is_freed(folder):
         assert all(there(buffers)[-total:]) and sum(there(buffers)) == total
         assert sum(alive(caches)) == 1
         # only one rank has no room
-        with mock.patch.object(Resident, "fits", lambda *_: bmt.rank() == 0):
+        with mock.patch.object(ResidentWeights, "fits", lambda *_: bmt.rank() == 0):
             generated(other, ids, session=session)
         assert not any(there(buffers) + alive(caches))
         generated(other, ids, session=session)
@@ -309,7 +309,7 @@ def test_ranks_with_other_prompts(folder):
         spares.append(spare)
         return True
 
-    with opened() as (session, _, gathers), mock.patch.object(Resident, "fits", fits):
+    with opened() as (session, _, gathers), mock.patch.object(ResidentWeights, "fits", fits):
         for each, one in zip(rows, expected, strict=True):
             with watched_caches():
                 ids = prompt(rows=each[bmt.rank()])
@@ -347,7 +347,7 @@ def test_streams_in_between(folder):
                 assert_near(generated(model, ids, session=session), expected)
         assert found == tokens and sum(there(buffers)) == total and recorder.num_recorded == 2
         assert total not in gathers[begun:]  # the stream's are one by one
-        with mock.patch.object(Resident, "fits", lambda *_: bmt.rank() == 0):
+        with mock.patch.object(ResidentWeights, "fits", lambda *_: bmt.rank() == 0):
             assert list(stream(model, ids, max_new_tokens=9, session=session)) == tokens
         assert sum(there(buffers)) == total * (bmt.rank() == 0)
         assert_near(generated(model, ids, session=session), expected)

@@ -17,7 +17,7 @@ from tests.waiting import wait_for
 
 import bmtrain
 from bmtrain.distributed.agreement import largest
-from bmtrain.distributed.collectives import gather_objects
+from bmtrain.distributed.collectives import all_reduce, gather_objects
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError, RanksDivergedError
 from bmtrain.runtime import world
@@ -220,8 +220,27 @@ def axis():
     return world.current().mesh.world
 
 
+def sizes_in_another_order(_):
+    """Gloo would end the process that gets more than it expects."""
+    small, large = (bmtrain.Block(torch.nn.Linear(SIZE, n)) for n in (SIZE, 64 * SIZE))
+    for block in (small, large) if rank() else (large, small):
+        block(rows())
+
+
+def skips_a_block(model):
+    """Rank 0 computes, passes backward and steps without the last."""
+    loss_of(model[: 1 + (rank() > 0)]).backward()
+    sgd(model)
+
+
 PROGRAMS = {
     "another block": lambda model: model[rank()](rows()),
+    "sizes in another order": sizes_in_another_order,
+    "skips a block": skips_a_block,
+    "a sum and a gather": lambda model: (
+        bmtrain.sum_loss(torch.ones(())) if rank() else model(rows())
+    ),
+    "sums of other sizes": lambda _: all_reduce(torch.ones(2 + 2000 * rank()), "sum", axis()),
     "one more forward": one_more_forward,
     "another order of backward": another_order_of_backward,
     "output unused": output_unused,

@@ -34,7 +34,7 @@ def hang_on_one():
 
 def test_a_hanging_rank_is_shown_and_killed():
     with pytest.raises(RankFailure, match=r"(?s)on my way 1.*hang_on_one"):
-        run_ranks(hang_on_one, 2, timeout=10)
+        run_ranks(hang_on_one, 2, timeout=6)
 
 
 def die_on_one():

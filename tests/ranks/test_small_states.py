@@ -323,8 +323,8 @@ def other_forms(folder, count):
             again.train(3)
             kinds = [one.get("master_weights", "fp32") for one in (options, others)]
             # weights without masters are masters that are rounded already
-            goes_on = kinds[0] == kinds[1] or kinds == ["none", "fp32"]
-            if not goes_on or options.get("moments") != others.get("moments"):
+            continues = kinds[0] == kinds[1] or kinds == ["none", "fp32"]
+            if not continues or options.get("moments") != others.get("moments"):
                 with pytest.raises(CheckpointError, match="other moments or master_weights"):
                     again.restore(folder / name)
                 again.train(4)

@@ -26,7 +26,7 @@ from bmtrain.distributed.exchange import joined
 from bmtrain.distributed.transport import Transport
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.offload import Host
-from model_center.generation.resident import Resident
+from model_center.generation.resident import ResidentWeights
 
 DIM, ROWS, NUM_BLOCKS = 8, 3, 4  # one block more than a ring has buffers
 long = pytest.mark.long
@@ -250,7 +250,7 @@ def races_of_holding(zero_level):
         model, x = nn.Sequential(*blocks), torch.ones(1, DIM)
         kept = []
         for turn in range(1, 7):
-            resident = Resident.of(model)
+            resident = ResidentWeights.of(model)
             assert resident is not None
             kept = list(resident.memory())
             with resident.held():

@@ -1,7 +1,9 @@
 """Wrapped small models run as one compiled graph: values of plain PyTorch, on all ranks or none."""
 
 import copy
+import functools
 import warnings
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,12 +12,15 @@ import torch.nn.functional as F
 from tests.garbage import without_collector
 from tests.ranks import models
 from tests.ranks.runner import on_ranks
+from tests.tensors import grad_of
 from torch import Tensor, nn
 
 import bmtrain as bmt
 from bmtrain.block.whole_model import Stage
 from bmtrain.compile import backend
+from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
+from model_center.model import GPT2, Bert, BertConfig, GPT2Config
 
 pytestmark = pytest.mark.compiler
 COMPILED = {"compile": True}
@@ -412,3 +417,114 @@ def test_gradients_that_come_by_other_ways_than_the_results(kind):
         model.first.map.weight.mul_(2)
     with pytest.raises(bmt.errors.StaleParameterError):
         loss.backward()
+
+
+class OldNet(bmt.DistributedModule):
+    """The same as a program for BMTrain writes it: its blocks recompute."""
+
+    seen: Tensor
+
+    def __init__(self, plain):
+        super().__init__()
+        self.tokens = bmt.BMTrainModelWrapper(copy.deepcopy(plain.tokens))
+        layers = [bmt.CheckpointBlock(copy.deepcopy(layer)) for layer in plain.layers]
+        self.layers = bmt.TransformerBlockList(layers)
+        self.head = bmt.BMTrainModelWrapper(copy.deepcopy(plain.head))
+        self.head.weight = self.tokens.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids, labels):
+        if self.training:
+            self.seen += 1
+        x = self.layers(self.tokens(ids))
+        return F.cross_entropy(self.head(x).view(-1, 11), labels.reshape(-1))
+
+
+class Trainer:
+    """Of whose method the model is an attribute."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def loss(self, *args):
+        return self.model(*args)
+
+
+@pytest.mark.parametrize("how", ["attribute", "partial"])
+@on_ranks(2, init=COMPILED)
+def test_cuda_graph_records_the_models_of_a_function(how):
+    """Those that are not wrapped; a pass later too."""
+    torch.manual_seed(0)
+    plain = Net()
+    backend.inductor = Lowering()
+    torch._dynamo.reset()
+    model: Any = OldNet(plain)
+
+    def of_closure(*args):
+        return model(*args)
+
+    run: Any = {
+        "attribute": lambda: bmt.cuda_graph(Trainer(model).loss),
+        "partial": lambda: bmt.cuda_graph(max_graphs=2)(functools.partial(of_closure)),
+    }[how]()
+    for number in range(3):
+        ids, labels = batch(number)
+        own = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
+        run(ids[own], labels[own]).backward()
+        (plain(ids, labels) * bmt.world_size()).backward()
+    assert stage_of(model) is Stage.WHOLE
+    assert isinstance(model, OldNet) and model.__class__ is OldNet
+    names = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        grad: Any = param.grad
+        torch.testing.assert_close(grad.full_tensor(), names[name].grad, msg=name)
+
+
+def recorded_models(dtype=torch.float32):
+    """Losses and gradients of language models are the same with and without `cuda_graph`; an output
+    that computes something when it is read does so as before.
+    """
+    ids = torch.arange(12, device=bmt.device()).view(2, 6)
+    lengths = torch.tensor([6, 4], device=bmt.device())
+    kinds: Any = ((GPT2, GPT2Config), (Bert, BertConfig))
+    for make, config in kinds:
+        results = []
+        for is_recorded in (False, True):
+            torch.manual_seed(1)
+            sizes = config(30, 16, 2, 8, 32, num_layers=2, dtype=dtype)
+            model: Any = make(sizes)
+            bmt.init_parameters(model)
+            if is_recorded:
+                bmt.cuda_graph(model)
+            for _ in range(4):
+                output: Any = model.train()(ids, lengths, output_logits=True)
+                output.logits.float().square().mean().backward()
+            found = {"logits": output.logits, "pooled": getattr(output, "pooler_output", None)}
+            # in one vector: those of biases of keys are zero but for rounding
+            grads = [grad_of(x).flatten() for x in model.parameters() if x.grad is not None]
+            results.append({**found, "gradients": torch.cat(grads)})
+        assert stage_of(model) is Stage.WHOLE
+        for name, value in results[0].items():
+            if value is not None:
+                models.assert_same(results[1][name], value, name, 4 * torch.finfo(dtype).eps)
+
+
+@on_ranks(2, init=COMPILED)
+def test_cuda_graph_of_language_models():
+    backend.inductor = Lowering()
+    torch._dynamo.reset()
+    recorded_models()
+
+
+def test_what_cuda_graph_refuses():
+    for given in (3, None):
+        with pytest.raises(ConfigurationError, match="cuda_graph got"):
+            bmt.cuda_graph(given, max_graphs=0 if given is None else 1)
+
+
+@on_ranks(1)
+def test_cuda_graph_without_a_model_says_so():
+    double = bmt.cuda_graph(lambda x: 2 * x)
+    with pytest.warns(UserWarning, match="no sharded model"):
+        assert double(3) == 6
+    assert double(4) == 8

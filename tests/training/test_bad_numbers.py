@@ -238,9 +238,16 @@ def test_spikes(tmp_path):
         (str(tmp_path / "part"), f"{more} back --resume", "spike", marked),
         ("", f"{more} back", "spike", marked),
         (str(tmp_path / "lost"), f"{more} skip --max-bad-steps 2", "spike", (*range(72, 96),)),
+        # step 20 is the last of a pass, and shorter than others
+        (
+            str(tmp_path / "last"),
+            f"{more} back --gradient-accumulation 5 --epochs 9",
+            "spike",
+            (95,),
+        ),
     ]
     (outcomes, others) = run_ranks(several, 2, jobs)
-    warned, skipped, back, _, resumed, nothing_kept, lost = outcomes
+    warned, skipped, back, _, resumed, nothing_kept, lost, _ = outcomes
     assert re.search(r"step 19: loss \S+ is above \S+, a spike\.", warned[1])
     assert "a spike: the step is skipped.\n" in skipped[1]
     assert "weights and optimizer are those of step 16 again" in back[1]
@@ -256,9 +263,11 @@ def test_spikes(tmp_path):
     assert "weights and optimizer are those of step 16 again" in said
     same_state(again, back[0])
     assert re.match("DivergenceError: the losses of 2 steps in a row, up to step 20", lost[0])
-    assert others[-1][0] == lost[0]
-    records = read_metrics(tmp_path / "back" / "metrics.jsonl")
-    assert [record["step"] for record in records if "skipped" in record] == [19]
+    assert others[-2][0] == lost[0]
+    for name, step in (("back", 19), ("last", 20)):
+        records = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert [record["step"] for record in records if "skipped" in record] == [step]
+    assert [record["epoch"] for record in records] == [(step - 1) // 5 for step in range(1, 23)]
 
 
 def same_state(one, other):

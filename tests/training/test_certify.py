@@ -23,12 +23,12 @@ from bmtrain.runtime import world
 from model_center.__main__ import main
 from model_center.dataset.chat import ChatRenderer
 from model_center.dataset.instructions import InstructionDataset
-from model_center.dataset.mixture import Mixture, Part
+from model_center.dataset.mixture import Mixture, MixturePart
 from model_center.dataset.packing import PackedSamples
-from model_center.dataset.preferences import Pairs
+from model_center.dataset.preferences import PreferencePairs
 from model_center.training.certificate import certify
 from model_center.training.objectives import NextToken, Objective, Preference, goal_of
-from model_center.training.subject import Subject, subject_of
+from model_center.training.trained_model import TrainedModel, trained_model_of
 
 CHAT = DATA / "chat" / "train.jsonl"
 # Without the system, and always with the invitation to an answer.
@@ -47,13 +47,13 @@ TALKS = [
     for n in range(8)
 ]
 THOUGHT = [{"messages": turns("2+2?", "<think>\nfour it is\n</think>\n\n4", "3+3?", "6")}] * 4
-Fault = Callable[[pytest.MonkeyPatch, Subject], None]
+Fault = Callable[[pytest.MonkeyPatch, TrainedModel], None]
 
 
 def spans(change):
     """Answers that begin or end elsewhere."""
 
-    def plant(patch, subject):
+    def plant(patch, trained_model):
         right = ChatRenderer.text_and_answers
 
         def wrong(self, messages):
@@ -65,7 +65,7 @@ def spans(change):
     return plant
 
 
-def by_prefixes(patch, subject):
+def by_prefixes(patch, trained_model):
     """An answer is what a text has more through it than before it."""
 
     def wrong(self, messages):
@@ -79,40 +79,42 @@ def by_prefixes(patch, subject):
     patch.setattr(ChatRenderer, "text_and_answers", wrong)
 
 
-def one_segment(patch, subject):
+def one_segment(patch, trained_model):
     """All of a row sees all before it."""
-    right = subject.scores
+    right = trained_model.scores
 
     def wrong(batch):
         length = batch["input_ids"].shape[1]
         whole = {"segments": torch.ones_like(batch["segments"])}
-        if type(subject).__name__ == "TheirSubject":  # transformers finds samples by positions
+        if (
+            type(trained_model).__name__ == "TransformersModel"
+        ):  # transformers finds samples by positions
             whole["position_ids"] = torch.arange(length).expand_as(batch["position_ids"])
         return right({**batch, **whole})
 
-    patch.setattr(subject, "scores", wrong)
+    patch.setattr(trained_model, "scores", wrong)
 
 
-def means_of_means(patch, subject):
+def means_of_means(patch, trained_model):
     def wrong(batches):
         for batch in batches:
-            yield subject.loss_sum(batch) / (batch["targets"] != -100).sum() / len(batches)
+            yield trained_model.loss_sum(batch) / (batch["targets"] != -100).sum() / len(batches)
 
     patch.setattr(NextToken, "losses", lambda _, batches: wrong(batches))
 
 
-def shifted_twice(patch, subject):
+def shifted_twice(patch, trained_model):
     def wrong(batch):
         """Targets are the next ids already, and are shifted as labels are."""
-        scores, _ = subject.scores({**batch, "targets": torch.ones_like(batch["targets"])})
+        scores, _ = trained_model.scores({**batch, "targets": torch.ones_like(batch["targets"])})
         scores = scores.view(*batch["targets"].shape, -1)[:, :-1]
         targets = batch["targets"][:, 1:]
         return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
 
-    patch.setattr(subject, "loss_sum", wrong)
+    patch.setattr(trained_model, "loss_sum", wrong)
 
 
-def positions_go_on(patch, subject):
+def positions_go_on(patch, trained_model):
     right = PackedSamples.__getitem__
 
     def wrong(self, index):
@@ -122,7 +124,7 @@ def positions_go_on(patch, subject):
     patch.setattr(PackedSamples, "__getitem__", wrong)
 
 
-def nothing(patch, subject):
+def nothing(patch, trained_model):
     pass
 
 
@@ -146,39 +148,39 @@ FAULTS = {
         PLAIN,
         TALKS,
         spans(lambda text, span: (text.rindex("<assistant", 0, span[0]), span[1])),
-        "is learnt, and is no part of an answer",
+        "is in the loss, but no part of an answer",
     ),
     "end": (
         PLAIN,
         TALKS,
         spans(lambda text, span: (span[0], text.rindex(END, 0, span[1]))),
-        "'<|endoftext|>', is not learnt",
+        "'<|endoftext|>', is not in the loss",
     ),
-    "prefixes": (ALWAYS, TALKS, by_prefixes, "is learnt, and is no part of an answer"),
+    "prefixes": (ALWAYS, TALKS, by_prefixes, "is in the loss, but no part of an answer"),
     "segments": (PLAIN, TALKS, one_segment, "sees other samples of its row"),
     "means": (PLAIN, TALKS, means_of_means, "in the loss, and should 1/"),
-    "shifted": (PLAIN, TALKS, shifted_twice, "weighs in the loss, and is not to be learnt"),
+    "shifted": (PLAIN, TALKS, shifted_twice, "weighs in the loss, but should not be in it"),
     "positions": (PLAIN, TALKS, positions_go_on, "has the position "),
 }
 
 
 def certified(path, folder, names):
     """On a rank: the certificate of each fault."""
-    subject = subject_of(path)
+    trained_model = trained_model_of(path)
     args = arguments(Path(path), batch_size=1, gradient_accumulation=2, num_workers=0)
-    subject.load(args)
+    trained_model.load(args)
     found = {}
     for name in names:
         template, rows, fault, _ = FAULTS[name]
-        subject.tokenizer.chat_template = template
+        trained_model.tokenizer.chat_template = template
         file = CHAT if rows is None else Path(folder, f"{name}.{bmt.rank()}.jsonl")
         if rows is not None:
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         with pytest.MonkeyPatch.context() as patch:
-            fault(patch, subject)
-            samples = InstructionDataset(file, subject.tokenizer, 64)
+            fault(patch, trained_model)
+            samples = InstructionDataset(file, trained_model.tokenizer, 64)
             found[name] = certify(
-                goal_of(subject, args), PackedSamples(samples, 130, least=4), args, 1
+                goal_of(trained_model, args), PackedSamples(samples, 130, least=4), args, 1
             )
     return found
 
@@ -195,7 +197,7 @@ def test_each_planted_fault_is_found(kind, names, tmp_path):
     for name, found in first.items():
         said, text = [one.text for one in found.findings], FAULTS[name][3]
         assert found.findings == second[name].findings
-        assert found.conversations >= 4 and found.learnt > 0 and not found.unknown, name
+        assert found.conversations >= 4 and found.loss_tokens > 0 and not found.unknown, name
         if text is None:
             assert said == [] and found.deviation < 1e-3
         else:
@@ -212,8 +214,8 @@ PAIRS = [
 ]
 
 
-def counts_rows(patch, subject):
-    """Pairs weigh by the size of their micro-batch."""
+def counts_rows(patch, trained_model):
+    """PreferencePairs weigh by the size of their micro-batch."""
     patch.setattr(
         Preference,
         "losses",
@@ -223,20 +225,20 @@ def counts_rows(patch, subject):
     )
 
 
-def sees_padding(patch, subject):
-    right = Pairs.collate
+def sees_padding(patch, trained_model):
+    right = PreferencePairs.collate
 
     def wrong(self, items):
         batch = right(self, items)
         return {**batch, "position_ids": batch["position_ids"].flip(1)}
 
-    patch.setattr(Pairs, "collate", wrong)
+    patch.setattr(PreferencePairs, "collate", wrong)
 
 
 FAULTS_OF_PAIRS: dict[str, tuple[str, Fault, str | None]] = {
     "none": (PLAIN, nothing, None),
     "system": (NO_SYSTEM, nothing, "message 1, of the system: the template leaves out 'Count "),
-    "end": (PLAIN, FAULTS["end"][2], "'<|endoftext|>', is not learnt"),
+    "end": (PLAIN, FAULTS["end"][2], "'<|endoftext|>', is not in the loss"),
     "means": (PLAIN, counts_rows, "times what it should in the loss of its pair"),
     "positions": (PLAIN, sees_padding, "has the position "),
 }
@@ -257,16 +259,16 @@ def certified_pairs(folder, cases):
             1,
             None,
         )
-        subject = subject_of(str(Path(folder, kind)), is_reward=objective == "reward")
-        subject.load(args)
-        subject.adapt(args)
+        trained_model = trained_model_of(str(Path(folder, kind)), is_reward=objective == "reward")
+        trained_model.load(args)
+        trained_model.adapt(args)
         for name in names:
-            subject.tokenizer.chat_template, fault, _ = FAULTS_OF_PAIRS[name]
+            trained_model.tokenizer.chat_template, fault, _ = FAULTS_OF_PAIRS[name]
             with pytest.MonkeyPatch.context() as patch:
-                fault(patch, subject)
-                samples = InstructionDataset(file, subject.tokenizer, 64, pairs=True)
-                pairs = Pairs(Mixture([Part(samples, range(len(PAIRS)))]))
-                goal = Preference(subject, args)
+                fault(patch, trained_model)
+                samples = InstructionDataset(file, trained_model.tokenizer, 64, pairs=True)
+                pairs = PreferencePairs(Mixture([MixturePart(samples, range(len(PAIRS)))]))
+                goal = Preference(trained_model, args)
                 goal.add_reference(pairs, name)
                 found[kind, objective, rank, name] = certify(goal, pairs, args, 1)
     return found
@@ -313,7 +315,7 @@ def test_the_commands_say_what_differs(tmp_path):
     data = tmp_path / "talks.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in TALKS))
     ((certificate, start),) = run_ranks(commanded, 1, str(path), str(data))
-    assert "no difference: each learnt token weighs the same" in certificate
+    assert "no difference: each token in the loss weighs the same" in certificate
     assert "warning" not in start
     memory = re.search(r"weights (\S+) GiB, gradients (\S+) GiB, optimizer (\S+) GiB", start)
     assert memory is not None

@@ -36,12 +36,12 @@ from bmtrain.runtime import world
 from model_center.dataset.concatenated import ConcatenatedTexts
 from model_center.dataset.indexed_builder import make_builder
 from model_center.dataset.instructions import InstructionDataset
-from model_center.dataset.mixture import Part
+from model_center.dataset.mixture import MixturePart
 from model_center.dataset.packing import PackedSamples
 from model_center.errors import ConfigError, DataError, ResumeError
 from model_center.generation import generate
 from model_center.tokenizer.byte_level import byte_level_bpe, pieces, tokenizer_from
-from model_center.training.subject import own_class
+from model_center.training.trained_model import native_class
 
 WORDS = [
     "alpha",
@@ -154,7 +154,7 @@ def test_from_a_configuration_to_a_model(
     assert (config.vocab_size, len(tokenizer), tokenizer.chat_template) == (300, 300, None)
     for one in (config, model.generation_config):
         assert (one.bos_token_id, one.eos_token_id, one.pad_token_id) == (0, 1, 2)
-    kind_here = own_class(str(saved))
+    kind_here = native_class(str(saved))
     if kind_here is None:
         return
     ids = torch.tensor([tokenizer.encode("alpha beta")])
@@ -183,8 +183,8 @@ def go_on(words: list[str], folder: str) -> None:
         with pytest.raises(ResumeError, match=rf"vocabulary of the run.*{said}.*Remedy"):
             train("parts", "--train-iters 4 --resume", *more)
     train("parts", "--vocab-size 300 --train-iters 4 --resume")
-    goes_on = "--vocab-size 300 --train-iters 5 --resume --continue-with-other-data"
-    train("parts", goes_on, *other)
+    continues = "--vocab-size 300 --train-iters 5 --resume --continue-with-other-data"
+    train("parts", continues, *other)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
@@ -289,7 +289,7 @@ def test_bytes_of_what_is_learnt(name: str, tmp_path: Path) -> None:
         ]
         assert found == expected
         assert PackedSamples(data, length).num_bytes() == sum(expected)
-        parts = [Part(data, range(len(given)))]
+        parts = [MixturePart(data, range(len(given)))]
         assert ConcatenatedTexts(parts, length, shuffle=False).num_bytes() == sum(expected)
     tokenizer.bos_token = None
     data = InstructionDataset(path, tokenizer, 7)
@@ -334,7 +334,7 @@ def test_concatenated_rows(bos: str | None, tmp_path: Path) -> None:
     tokenizer.bos_token = bos
     data = InstructionDataset(rows(tmp_path, "a.jsonl", 7, 15), tokenizer, 9)
     other = InstructionDataset(rows(tmp_path, "b.jsonl", 8, 5), tokenizer, 9)
-    parts = [Part(data, [3, 1, 4, 1, 9]), Part(other, range(5))]
+    parts = [MixturePart(data, [3, 1, 4, 1, 9]), MixturePart(other, range(5))]
     for length, seed in ((1, 0), (9, 3), (10_000, 3)):
         packed = ConcatenatedTexts(parts, length, seed=seed)
         orders = []
@@ -352,7 +352,7 @@ def test_concatenated_rows(bos: str | None, tmp_path: Path) -> None:
                 -100 if begin and bos else number
                 for number, begin in zip(stream[1:], begins[1:], strict=True)
             ]
-            assert sum(target != -100 for target in targets) == packed.num_learnt()
+            assert sum(target != -100 for target in targets) == packed.num_loss_tokens()
             orders.append(documents)
         assert orders[0] != orders[1]
         packed.set_epoch(0)
@@ -367,7 +367,7 @@ def test_concatenated_rows(bos: str | None, tmp_path: Path) -> None:
     ]
 
 
-def _documents(ids: list[int], parts: Sequence[Part]) -> list[list[int]]:
+def _documents(ids: list[int], parts: Sequence[MixturePart]) -> list[list[int]]:
     """The texts that a stream is of: each of the parts as often as it is there."""
     left = [
         part.samples.tokens.ids[part.samples.tokens.starts[n] : part.samples.tokens.stops[n]]

@@ -224,7 +224,7 @@ def test_another_model_is_said_in_words(monkeypatch):
 def test_what_ends_programs_goes_through():
     """Ctrl-C in a callable is the user's."""
     with pytest.raises(KeyboardInterrupt):
-        Listener(mock.Mock(side_effect=KeyboardInterrupt)).hear({})
+        Listener(mock.Mock(side_effect=KeyboardInterrupt)).receive({})
 
 
 def test_what_is_decayed():

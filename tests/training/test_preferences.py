@@ -1,4 +1,4 @@
-"""Pairs of answers: their rows, losses and gradients beside plain PyTorch, runs and refusals."""
+"""PreferencePairs of answers: their rows, losses and gradients beside plain PyTorch, runs and refusals."""
 
 import argparse
 import copy
@@ -21,11 +21,11 @@ from tests.training.their_models import arguments, make
 import bmtrain as bmt
 from model_center.dataset.conversations import parse_pair
 from model_center.dataset.instructions import InstructionDataset, TooLong
-from model_center.dataset.mixture import Mixture, Part
-from model_center.dataset.preferences import Pairs
+from model_center.dataset.mixture import Mixture, MixturePart
+from model_center.dataset.preferences import PreferencePairs
 from model_center.errors import DataError, ResumeError
 from model_center.training.objectives import Objective, Preference, orpo
-from model_center.training.subject import subject_of
+from model_center.training.trained_model import trained_model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 ASKED, GOOD, BAD = (
@@ -116,7 +116,7 @@ def test_pairs_that_do_not_fit(tmp_path):
     ]
     with pytest.raises(DataError, match=r"line 1.*1 of 2 rows have more than 64"):
         InstructionDataset(path, _tokenizer(), 64, TooLong.REFUSE, pairs=True)
-    kept = Pairs(Mixture([Part(read[1], range(2))]))
+    kept = PreferencePairs(Mixture([MixturePart(read[1], range(2))]))
     targets = kept[0]["worse_targets"]
     assert kept.rows == [[0, 1]] and targets[targets != -100][-1] == _tokenizer().eos_token_id
 
@@ -212,10 +212,10 @@ def compare(folder, data, case):
     kind, path = Objective(objective), Path(folder, name)
     args = arguments(path, lora_rank=rank, objective=kind, beta=None, margin=1.0, samples=0)
     args = argparse.Namespace(**{**vars(args), "cache": None, "batch_size": 2})
-    subject = subject_of(str(path), is_reward=kind is Objective.REWARD)
-    subject.load(args)
-    samples = InstructionDataset(data, subject.tokenizer, 64, pairs=True)
-    pairs = Pairs(Mixture([Part(samples, range(samples.num_rows))]))
+    trained_model = trained_model_of(str(path), is_reward=kind is Objective.REWARD)
+    trained_model.load(args)
+    samples = InstructionDataset(data, trained_model.tokenizer, 64, pairs=True)
+    pairs = PreferencePairs(Mixture([MixturePart(samples, range(samples.num_rows))]))
     auto = (
         transformers.AutoModelForSequenceClassification
         if kind is Objective.REWARD
@@ -224,8 +224,8 @@ def compare(folder, data, case):
     base: Any = auto.from_pretrained(
         path, dtype=torch.float32, **({"num_labels": 1} if kind is Objective.REWARD else {})
     ).eval()
-    subject.adapt(args)
-    goal = Preference(subject, args)
+    trained_model.adapt(args)
+    goal = Preference(trained_model, args)
     goal.add_reference(pairs, "pairs")
     model = copy.deepcopy(base)
     if rank:
@@ -234,13 +234,13 @@ def compare(folder, data, case):
             model,
             peft.LoraConfig(r=rank, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"),
         )
-        for x in (model, subject.model):
+        for x in (model, trained_model.model):
             with torch.no_grad():
                 for one in (p for n, p in x.named_parameters() if ".lora_" in n):
                     one.zero_()
     if kind is Objective.REWARD:  # its head has first values that no file has
-        model.score.weight.data.copy_(subject.model.get_parameter("score.weight").detach())
-    for x in (model, subject.model):
+        model.score.weight.data.copy_(trained_model.model.get_parameter("score.weight").detach())
+    for x in (model, trained_model.model):
         _moved(x, only_adapters=rank > 0)
     goal.begin()
     numbers = list(range(7))
@@ -256,7 +256,7 @@ def compare(folder, data, case):
     expected.backward()
     assert total == pytest.approx(float(expected), rel=1e-5), case
     want = {n: g for n, g in plain_gradients(model).items() if g is not None}
-    got = {n: g for n, g in full_gradients(subject.model).items() if g is not None}
+    got = {n: g for n, g in full_gradients(trained_model.model).items() if g is not None}
     if name == "qwen3" and kind is not Objective.REWARD:  # of this package, under names of its own
         want, got = (
             {"head": x[n]} for x, n in ((want, "lm_head.weight"), (got, "output_projection.weight"))

@@ -22,8 +22,8 @@ import bmtrain as bmt
 from model_center.__main__ import main
 from model_center.arguments import make_parser, parse_args
 from model_center.errors import ConfigError, DataError
-from model_center.training.curves import asked_curves, open_curves
-from model_center.training.metrics_file import FIELDS, FORMAT, read_metrics
+from model_center.training.curves import open_curves, requested_curves
+from model_center.training.metrics_file import FIELDS, read_metrics
 from model_center.training.plots import PANELS, draw_runs, points, smoothed
 from model_center.training.run_log import METRICS, RunLog, StepReport
 
@@ -91,7 +91,7 @@ def test_a_run_is_seen(tmp_path):
         datetime.timedelta() <= now - time < datetime.timedelta(minutes=10) for time in times
     )
     described = json.loads((tmp_path / "metrics.fields.json").read_text("utf-8"))
-    assert described["format"] == FORMAT
+    assert described["format"] == 1
     assert {name for record in records for name in record} <= described["fields"].keys()
     assert described["fields"]["memory"]["unit"] == "bytes"
     events = event_accumulator.EventAccumulator(str(tmp_path))
@@ -117,7 +117,7 @@ def told(folder, out):
             path.rename(path.with_name("away"))
             log.step(report(2))
             path.with_name("away").rename(path)
-            log.say("you \u4f60\x1b[2J\r")
+            log.message("you \u4f60\x1b[2J\r")
             log.step(report(3))
             log.to_disk()
     return [record["step"] for record in read_metrics(path / METRICS)], "".join(said)
@@ -168,7 +168,7 @@ def test_the_guide_describes_every_field():
 )
 def test_curves_by_one_flag(arguments, expected):
     args = parse_args(make_parser(), ["--save", "runs", *arguments.split()])
-    assert asked_curves(args) == expected
+    assert requested_curves(args) == expected
 
 
 @pytest.mark.parametrize("text", ["tensorbord", "tensorboard:mine", "wandb:", "wandb,,plots"])

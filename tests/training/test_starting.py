@@ -13,7 +13,6 @@ import transformers
 from tests.training.lm_programs import tiny
 
 import bmtrain as bmt
-from bmtrain.__main__ import main as engine
 from model_center.__main__ import main
 from model_center.commands import train
 from model_center.commands.configuration import differences, keep, model_in, words_of
@@ -21,9 +20,7 @@ from model_center.errors import ConfigError
 
 # peft calls transformers so
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
-RUN = (
-    "import sys; from model_center.commands.starting import start; sys.exit(start(sys.argv[1:], 2))"
-)
+RUN = [sys.executable, "-m", "bmtrain", "run", "--ranks", "2"]
 PROGRAM = """
 import pathlib, signal, sys, time
 from bmtrain.runtime import world
@@ -55,9 +52,7 @@ def test_ranks_without_a_launcher(word, status, asked, tmp_path):
     """
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    started = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(program), word], stdout=subprocess.PIPE, text=True
-    )
+    started = subprocess.Popen([*RUN, str(program), word], stdout=subprocess.PIPE, text=True)
     assert started.stdout is not None
     lines = [started.stdout.readline() for _ in range(2)]
     assert sorted(lines) == [f"['{word}'] {rank} 2\n" for rank in range(2)]
@@ -66,12 +61,6 @@ def test_ranks_without_a_launcher(word, status, asked, tmp_path):
         started.send_signal(signal.Signals[word])
     rest, _ = started.communicate(timeout=60)
     assert started.returncode == status and rest.count("asked") == asked
-
-
-def test_the_engine_starts_no_ranks(capsys):
-    """torchrun does."""
-    assert engine(["run", "program.py"]) == 2
-    assert "torchrun --nproc-per-node=N" in capsys.readouterr().err
 
 
 def parsed(*words):

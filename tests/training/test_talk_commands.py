@@ -14,7 +14,7 @@ from tests.training.lm_programs import tiny
 
 from bmtrain.runtime import world
 from model_center.__main__ import main
-from model_center.commands.generate import add_model_arguments, opened
+from model_center.commands.generate import add_model_arguments, open_generator
 from model_center.generation import TextGenerator
 from model_center.generation.session import Session
 from model_center.model import Llama
@@ -129,7 +129,7 @@ def test_adapters(options, llama, tmp_path, capsys):
     tokenizer = LlamaTokenizer.from_pretrained(llama)
     for template in (tokenizer.chat_template, "another"):
         args = parser.parse_args(["--model-config", llama, "--adapter", folder])
-        assert opened(args, Session()).tokenizer.chat_template == template
+        assert open_generator(args, Session()).tokenizer.chat_template == template
         tokenizer.chat_template = "another"
         tokenizer.save_pretrained(folder)
 

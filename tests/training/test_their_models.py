@@ -17,7 +17,7 @@ from tests.training.their_models import arguments, check_learning, make
 
 from model_center.errors import ConfigError
 from model_center.training.setup import DTYPES
-from model_center.training.subject import subject_of
+from model_center.training.trained_model import trained_model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 # Whether samples share rows.
@@ -87,9 +87,9 @@ def test_packed_and_padded_rows(kinds, tmp_path):
 
 def refused(folders):
     for path in folders:
-        subject = subject_of(path)
+        trained_model = trained_model_of(path)
         with pytest.raises(ConfigError, match="its tokens attend to later ones"):
-            subject.load(arguments(Path(path)))
+            trained_model.load(arguments(Path(path)))
 
 
 @pytest.mark.long
@@ -163,8 +163,8 @@ def test_adapters_beside_the_experts(tmp_path):
 
 def answers(path, adapter, ids):
     """On a rank: what the model says, alone and with an adapter."""
-    subject: Any = subject_of(path)
-    subject.load(arguments(Path(path)))
-    plain = subject.answer(ids, 5)
-    subject.add_adapters(Path(adapter))
-    return plain, subject.answer(ids, 5)
+    trained_model: Any = trained_model_of(path)
+    trained_model.load(arguments(Path(path)))
+    plain = trained_model.answer(ids, 5)
+    trained_model.add_adapters(Path(adapter))
+    return plain, trained_model.answer(ids, 5)

@@ -30,14 +30,14 @@ from bmtrain.runtime import world
 from model_center.__main__ import main as model_center
 from model_center.commands import train as command_module
 from model_center.dataset.instructions import InstructionDataset
-from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
+from model_center.dataset.mixture import Mixture, MixturePart, set_aside, weighted
 from model_center.dataset.packing import PackedSamples
 from model_center.errors import ConfigError, DataError, ResumeError
 from model_center.model import Llama
 from model_center.model.registry import model_class
 from model_center.tokenizer import GPT2Tokenizer
 from model_center.training.metrics_file import read_metrics
-from model_center.training.subject import OwnSubject
+from model_center.training.trained_model import NativeModel
 
 CHAT = DATA / "chat"
 FAMILIES = ("gpt2", "gptj", "llama", "mistral", "opt", "qwen2", "qwen3")
@@ -189,7 +189,7 @@ def test_a_run_on_other_data(folder, tmp_path):
     assert [one["epoch"] for one in records] == [0, 0, *[0] * len(packed), *[1] * len(packed)]
     items = [packed[number] for number in range(len(packed))]
     learnt = sum(int((item["targets"] != -100).sum()) for item in items)
-    assert records[-1]["tokens_learnt"] - records[1]["tokens_learnt"] == 2 * learnt
+    assert records[-1]["loss_tokens"] - records[1]["loss_tokens"] == 2 * learnt
     tokens = sum(len(item["input_ids"]) for item in items)
     assert records[-1]["tokens"] - records[1]["tokens"] == 2 * tokens
     assert all(0 < one["unpadded_tokens_per_second"] <= one["tokens_per_second"] for one in records)
@@ -296,15 +296,15 @@ def all_packed(models):
     for model in models:
         content = json.loads(Path(model, "config.json").read_text())
         kind: Any = model_class(content)
-        subject = OwnSubject(kind, model)
-        samples = InstructionDataset(CHAT / "train.jsonl", subject.tokenizer, 64)
+        trained_model = NativeModel(kind, model)
+        samples = InstructionDataset(CHAT / "train.jsonl", trained_model.tokenizer, 64)
         packed = PackedSamples(samples, 160)
         assert max(map(len, packed.rows)) > 1
-        subject.model = kind.from_pretrained(model, dtype=torch.float32).eval()
+        trained_model.model = kind.from_pretrained(model, dtype=torch.float32).eval()
         theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         batch = packed.collate([packed[number] for number in range(len(packed))])
         with torch.no_grad():
-            found, expected = subject.loss_sum(batch), torch.zeros(())
+            found, expected = trained_model.loss_sum(batch), torch.zeros(())
             for number in range(len(samples)):
                 item = samples[number]
                 logits = theirs.eval()(item["input_ids"][None]).logits[0]
@@ -319,7 +319,7 @@ def test_shares_of_files():
     """
     tokenizer: Any = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
     samples = InstructionDataset(CHAT / "train.jsonl", tokenizer, 64)
-    part = Part(samples, range(len(samples)))
+    part = MixturePart(samples, range(len(samples)))
     rest, aside = set_aside(part, 0.3, 7)
     assert sorted([*rest.numbers, *aside.numbers]) == list(range(11)) and len(aside.numbers) == 3
     assert set_aside(part, 0.3, 7) == (rest, aside) != set_aside(part, 0.3, 8)
@@ -332,7 +332,7 @@ def test_shares_of_files():
     for place, number in enumerate([*weighted(rest, 0.5, 7).numbers, *aside.numbers]):
         assert torch.equal(mixture[place]["input_ids"], samples[number]["input_ids"])
     with pytest.raises(DataError, match="all data sets are empty"):
-        Mixture([Part(samples, [])])
+        Mixture([MixturePart(samples, [])])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import bmtrain as bmt
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.packing import PackedSamples
 from model_center.training.objectives import Objective
-from model_center.training.subject import Subject, subject_of
+from model_center.training.trained_model import TrainedModel, trained_model_of
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 # An attribute of this name, or with this last part of it, becomes so large at most.
@@ -77,7 +77,7 @@ def make(kind, folder, dtype=torch.float32):
 
 
 def arguments(path, **values):
-    """What `train` asks a subject with."""
+    """What `train` asks a trained_model with."""
     base: dict[str, Any] = {
         "model_config": str(path),
         "load": None,
@@ -95,16 +95,16 @@ def check_learning(path):
     """On a rank: loss and gradients of packed rows are those of transformers' own model on each
     sample alone. Returns whether samples share rows.
     """
-    subject = subject_of(str(path))
-    subject.load(arguments(path, max_length=2**40))  # so that scores are not held
-    samples = InstructionDataset(DATA / "chat" / "train.jsonl", subject.tokenizer, 48)
-    packed = PackedSamples(samples, 100, alone=not subject.is_packed)
+    trained_model = trained_model_of(str(path))
+    trained_model.load(arguments(path, max_length=2**40))  # so that scores are not held
+    samples = InstructionDataset(DATA / "chat" / "train.jsonl", trained_model.tokenizer, 48)
+    packed = PackedSamples(samples, 100, alone=not trained_model.is_packed)
     own = range(bmt.rank(), len(packed) // 2 * 2, bmt.world_size())
     batch = packed.collate([packed[number] for number in own])
     mean = bmt.loss.TokenMean([batch["targets"]])
-    loss = mean(subject.loss_sum(batch))
+    loss = mean(trained_model.loss_sum(batch))
     with torch.no_grad():  # and where they are
-        held = mean(Subject.loss_sum(subject, batch))
+        held = mean(TrainedModel.loss_sum(trained_model, batch))
     assert float(held) == pytest.approx(float(loss), rel=1e-5), path.name
     (loss / bmt.world_size()).backward()  # as an OptimManager does: ranks add up
     mean_loss = float(bmt.sum_loss(loss.detach()))
@@ -117,7 +117,7 @@ def check_learning(path):
         count += int((item["targets"] != -100).sum())
     (total / count).backward()
     assert mean_loss == pytest.approx(float(total) / count, rel=1e-4), path.name
-    want, got = plain_gradients(plain), full_gradients(subject.model)
+    want, got = plain_gradients(plain), full_gradients(trained_model.model)
     largest = max(float(grad.abs().max()) for grad in want.values() if grad is not None)
     assert sorted(got) == sorted(want)
     for name, grad in want.items():
@@ -127,4 +127,4 @@ def check_learning(path):
         error = float((found - expected).abs().max())
         limit = 2e-4 * max(float(expected.abs().max()), 1e-2 * largest)
         assert error <= limit, f"{path.name}: {name} is off by {error:g} of {limit:g}"
-    return subject.is_packed
+    return trained_model.is_packed

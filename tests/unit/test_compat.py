@@ -15,14 +15,17 @@ from tests.unit.test_surface import surface
 
 import bmtrain
 from bmtrain import compat
-from bmtrain.errors import ConfigurationError, NotInitializedError, RemovedError
+from bmtrain.errors import (
+    BMTrainError,
+    ConfigurationError,
+    MissingNameError,
+    NotInitializedError,
+    RemovedError,
+)
 
 bmt: Any = bmtrain
-# Names that BMTrain had before 1.0.1.
-OLDER = {
-    "block_layer": ["CheckpointBlock", "CheckpointBlockContext"],
-    "store": ["allgather_object"],
-}
+# Names between two releases of BMTrain.
+OLDER = {"store": ["allgather_object"]}
 NAMES = {
     path.removeprefix("bmtrain.").removeprefix("bmtrain"): names
     for path, names in surface().items()
@@ -37,7 +40,8 @@ def test_old_paths_have_the_old_names():
     """
     made = f"{compat.NAMES}{compat.IMPORTED}".splitlines()
     removed = compat.REMOVED.strip().split("\n\n")
-    paths = {line.split()[0] for line in [*made, *removed] if line}
+    own = {"nccl", "utils"}  # modules of the library, which get a few names more
+    paths = {line.split()[0] for line in [*made, *removed] if line} - own
     assert paths <= set(NAMES)
     hidden = set()
     for path in paths:
@@ -103,6 +107,8 @@ loss._function.fused_sumexp(1, 2)
 nccl.getUniqueId()
 nccl.commInitRank(b"", 1, 0)
 utils.load_nccl_pypi()
+pipe_layer.OpMicroForward.apply(1)
+checkpointing.CheckpointFunction.apply(1)
 """
 
 
@@ -116,6 +122,25 @@ def test_what_has_no_meaning_says_so_when_it_is_used(use):
     assert isinstance(gone, type) and not isinstance(torch.nn.Linear(1, 1), gone)
     assert not hasattr(gone, "enter") and gone.__name__ == "CheckpointBlockContext"
     assert "gather" in (gone.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "words"),
+    [
+        ("", "clip_grad_norm", "bmtrain has no 'clip_grad_norm': import it from bmtrain.optim"),
+        ("", "print_inspect", "from bmtrain.inspect"),
+        ("", "all_reduce", "from bmtrain.distributed"),
+        (".optim", "Noam", "from bmtrain.lr_scheduler"),
+        (".loss", "CrossEntropy", "nearest: 'FusedCrossEntropy'"),
+    ],
+)
+def test_a_name_that_is_elsewhere(where, name, words):
+    """The error says where, and is an AttributeError for those who ask before they take."""
+    module = importlib.import_module(f"bmtrain{where}")
+    with pytest.raises(MissingNameError, match=words) as caught:
+        getattr(module, name)
+    assert isinstance(caught.value, BMTrainError) and not hasattr(module, name)
+    assert not hasattr(module, "__wrapped__")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from bmtrain.compile import backend, fusions, joining
+from bmtrain.compile import backend, fusions, joining, masks
 from bmtrain.torch_internals import lower_as_inductor
 
 N = 48
@@ -79,6 +79,63 @@ def measuring(m, x):
         product = m.linear(x)
     out = F.gelu(product, approximate="tanh")
     return out + x * (m.linear.weight.sum() + m.linear.bias.sum())
+
+
+class Attending(nn.Module):
+    """Attention to itself under masks: for each, a function of a learnt bias and of the tokens."""
+
+    def __init__(self, *masks):
+        super().__init__()
+        self.bias, self.linear, self.masks = nn.Embedding(16, 2, 3), nn.Linear(N, N), masks
+
+    def forward(self, x):
+        tokens = torch.arange(x.shape[-2], device=x.device)
+        bias = self.bias(tokens[:, None] - tokens + 8).permute(2, 0, 1)[None]
+        heads = self.linear(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        for mask in self.masks:
+            heads = F.scaled_dot_product_attention(
+                heads, heads, heads, attn_mask=mask(bias, tokens), scale=1.0
+            )
+        return heads.transpose(1, 2).flatten(2) + bias.sum()
+
+
+def written(bias, tokens):
+    """What is no constant for all that it is computed of numbers."""
+    mask = torch.ones((8, 8), dtype=torch.bool, device=tokens.device)
+    mask[:, 1] = False
+    return mask
+
+
+def bands(bias, tokens):
+    return (tokens[:, None] >= tokens) & (tokens[:, None] - tokens < 3)
+
+
+def everything(bias, tokens):
+    return (tokens[None, None, :, None] >= 0).expand(3, -1, 8, 8)
+
+
+def triangle(bias, tokens):
+    return (tokens[None, None, :, None] >= tokens).expand(3, -1, -1, -1)
+
+
+# Masks and the strides that attention gets; None: no mask; True: `is_causal`.
+MASKS = {
+    everything: None,
+    triangle: True,
+    bands: (8, 1),
+    written: (8, 1),
+    lambda bias, tokens: torch.zeros((1, 2, 8, 8), dtype=bias.dtype, device=bias.device): None,
+    lambda bias, tokens: torch.full((1, 2, 8, 8), 0.5, dtype=bias.dtype, device=bias.device): (
+        64,
+        8,
+        1,
+    ),
+    lambda bias, tokens: bias: (64, 8, 1),
+    lambda bias, tokens: torch.where(everything(bias, tokens), bias, -100.0): (64, 8, 1),
+    lambda bias, tokens: torch.where(triangle(bias, tokens), bias, -100.0): (128, 64, 8, 1),
+    lambda bias, tokens: triangle(bias, tokens) & (bias > -10): (128, 64, 8, 1),
+    lambda bias, tokens: tokens[None, None, :, None] >= tokens.flip(0): (8, 1),
+}
 
 
 class Noted(NamedTuple):
@@ -269,6 +326,26 @@ def test_what_does_not_fit_is_left_to_the_compiler(joined):
     # positive: the parameters' gradient is one sum of all numbers, in which others would cancel
     assert equal_to_plain(Other(measuring), X.abs(), without_code) == ["gelu"]
     assert not joined.gradients
+
+
+def test_masks_of_attention_suit_the_kernels(joined):
+    """Constant ones are left out or become `is_causal`; others have a contiguous last dimension."""
+    torch.manual_seed(0)
+    seen = []
+
+    def noting(graph, inputs):
+        masks.rewrite(graph, lambda _: True)
+        attend = F.scaled_dot_product_attention
+        for node in graph.graph.find_nodes(op="call_function", target=attend):
+            mask = node.kwargs["attn_mask"]
+            value = mask and mask.meta["example_value"]
+            # those of dimensions of more than one
+            strides = mask and tuple(value.squeeze().stride())
+            seen.append(strides or node.kwargs.get("is_causal"))
+        return without_code(graph, inputs)
+
+    assert equal_to_plain(Attending(*MASKS), X, noting) == ["small_table"]
+    assert seen[: len(MASKS)] == [*MASKS.values()]
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.1, True), (0.1, False), (0.0, True)])

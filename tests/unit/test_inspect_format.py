@@ -152,7 +152,7 @@ def test_wrong_arguments_of_the_tables():
     calls = bmt.inspect
     for words, call, *given in (
         (r"print_inspect got int: expected a torch\.nn\.Module", calls.print_inspect, 3),
-        ("print_inspect got 3 as pattern: expected a string", calls.print_inspect, CHAIN, 3),
+        ("print_inspect got 3 as param_name: expected a string", calls.print_inspect, CHAIN, 3),
     ):
         with pytest.raises(ConfigurationError, match=words):
             call(*given)

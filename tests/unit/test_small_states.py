@@ -37,6 +37,7 @@ def test_random_bits_belong_to_places():
     whole = bits(seed, 100, 1000)
     assert torch.equal(whole[200:500], bits(seed, 300, 300))
     assert torch.equal(bits(1, 2**32 + 5, 9), bits(1, 5, 9))
+    assert bits(0, 0, 1) != 0 and max(map(key_of, range(9))) >= 2**31
     for other in (seed_of(key_of(4), 7), seed_of(key_of(3), 8)):
         assert not torch.equal(whole, bits(other, 100, 1000))
 

@@ -1,7 +1,11 @@
 """What programs may import from BMTrain and ModelCenter, and what of it is not here, and why."""
 
 import importlib
+import inspect
+import operator
 import pathlib
+
+import bmtrain
 
 # By reason: modules, and names of them.
 MISSING = {
@@ -16,16 +20,19 @@ model_center.layer.conv _ntuple
 """,
     "how the original computes, which has no counterpart": """
 bmtrain load_nccl_pypi
+bmtrain.checkpointing R
 bmtrain.benchmark.utils format_size_
 bmtrain.inspect.format align_str format_line item_formater
 bmtrain.loss._function CHECK_INPUT
-bmtrain.loss.cross_entropy F OpFusedCrossEntropy VPFusedCrossEntropy
+bmtrain.loss.cross_entropy F OpFusedCrossEntropy OpFusedCrossEntropyInplace VPFusedCrossEntropy
 bmtrain.nccl dtype2nccl op2nccl
 bmtrain.nn.parallel_linear_func async_all_gather_linear_backward_func async_all_gather_linear_func
 bmtrain.nn.parallel_linear_func async_reduce_scatter_linear_func preprocess_input
 bmtrain.optim._function CHECK_INPUT
 bmtrain.optim.adam F
-bmtrain.optim.adam_offload F
+bmtrain.optim.adam_offload F G
+bmtrain.optim.optim_manager G
+model_center.layer.feedforward gelu gelu_impl
 bmtrain.utils ALIGN ROW_WIDTH
 model_center.dataset.utils support_tqdm
 model_center.tokenizer.glm_tokenizer Encoder Encoder_SP get_encoder get_pairs
@@ -33,7 +40,8 @@ model_center.tokenizer.llama_tokenizer LlamaTokenizerBase
 model_center.utils.net_utils download file_names
 """,
     "imported there from another module, where it is; a module of this project has what it uses": """
-bmtrain.block_layer hook_func
+bmtrain.block_layer debug hook_func
+bmtrain.checkpointing debug
 bmtrain.inspect.tensor debug
 bmtrain.loss.cross_entropy all_gather all_reduce config
 bmtrain.optim.adam check_torch_version config nccl
@@ -48,7 +56,7 @@ model_center.model.bert BaseModel BaseModelOutputWithPooling Embedding Encoder L
 model_center.model.cpm1 BaseModel BaseModelOutput Linear
 model_center.model.cpm2 BaseModel Decoder Encoder Linear RelativePositionEmbedding
 model_center.model.cpm2 Seq2SeqModelOutput
-model_center.model.cpm3 BaseModel BaseModelOutput Encoder Linear
+model_center.model.cpm3 BaseModel CPM2Config BaseModelOutput Encoder Linear
 model_center.model.glm BaseModel Decoder LayerNorm RelativePositionEmbedding
 model_center.model.gpt2 BaseModel BaseModelOutput Linear
 model_center.model.gptj BaseModel BaseModelOutput Linear
@@ -57,6 +65,16 @@ model_center.model.longformer BaseModel Embedding Encoder LayerNorm Linear
 model_center.model.opt BaseModel BaseModelOutput
 model_center.model.roberta BaseModel BaseModelOutputWithPooling Embedding Encoder LayerNorm Linear
 model_center.model.t5 BaseModel Decoder Encoder Linear RelativePositionEmbedding Seq2SeqModelOutput
+model_center.model.vit Conv2d LayerNorm
+""",
+    "spelt otherwise from the next version on": """
+bmtrain.backward WarmupLRSchduler
+bmtrain.lr_scheduler.no_decay WarmupLRSchduler
+bmtrain.lr_scheduler.noam WarmupLRSchduler
+bmtrain.lr_scheduler.warmup WarmupLRSchduler
+model_center.model VisionTransformer
+model_center.model.roberta RoertaLMHead RoertaPooler
+model_center.model.vit VisionTransformer
 """,
 }
 
@@ -83,3 +101,14 @@ def test_what_is_not_here_is_listed():
         for name in names
     ]
     assert missing == set(listed) and len(listed) == len(set(listed))
+
+
+def test_arguments_have_the_names_of_the_originals():
+    """Of all releases. Left out: `initialized` of Block, of the library's own use, `optim` of
+    `optim_step` in 0.1.
+    """
+    text = pathlib.Path(__file__).with_name("arguments.txt").read_text(encoding="utf-8")
+    for line in text.splitlines()[1:]:
+        path, *names = line.split()
+        known = inspect.signature(operator.attrgetter(path)(bmtrain)).parameters
+        assert {*names} <= {*known}, f"{path} has {[*known]}"

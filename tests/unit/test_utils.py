@@ -5,7 +5,6 @@ import io
 import pytest
 import torch
 
-import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
 from bmtrain.utils import AverageRecorder, print_block, print_dict
 
@@ -44,16 +43,3 @@ def test_printing(capsys):
     print_dict("Arguments", {"lr": 0.5, "name": "[b]x"}, file)
     words = [line.split() for line in file.getvalue().splitlines()]
     assert "Arguments" in words[0] and words[1:3] == [["lr", "0.5"], ["name", "[b]x"]]
-
-
-def test_a_function_of_cuda_graph_runs_as_it_is():
-    """With one warning that says what records a model now."""
-    with pytest.warns(UserWarning, match="BMTrainModelWrapper"):
-        double = bmt.cuda_graph(lambda x: 2 * x)
-    with pytest.warns(UserWarning, match="BMTrainModelWrapper"):
-
-        @bmt.cuda_graph(max_graphs=2)
-        def triple(x):
-            return 3 * x
-
-    assert double(3) == triple(2) == 6

@@ -53,14 +53,17 @@ def all_gather(max_size: int | None = None) -> list[Row]:
 
 
 def reduce_scatter(max_size: int | None = None) -> list[Row]:
-    """Measure reduce-scatters by size. Collective; see `all_gather`."""
+    """Measure reduce-scatters by size. Collective.
+
+    `max_size` and errors are those of `all_gather`.
+    """
     return _measure("reduce_scatter", max_size)
 
 
 def send_recv(max_size: int | None = None) -> list[Row]:
-    """Measure sends of every rank to the next one in a ring. Collective; see `all_gather`.
+    """Measure sends of every rank to the next one in a ring. Collective.
 
-    With a world size of 1 the table is empty.
+    `max_size` and errors are those of `all_gather`. With a world size of 1 the table is empty.
     """
     return _measure("send_recv", max_size)
 
@@ -78,12 +81,9 @@ def _measure(what: str, max_size: int | None) -> list[Row]:
     following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     while size <= limit and not (is_send and axis.size == 1):
         numel = size // torch.float16.itemsize
-        own = torch.zeros(
-            numel if is_send else numel // axis.size, dtype=torch.float16, device=device
-        )
-        full = torch.zeros(
-            numel if is_send else own.numel() * axis.size, dtype=torch.float16, device=device
-        )
+        parts = 1 if is_send else axis.size
+        own = torch.zeros(numel // parts, dtype=torch.float16, device=device)
+        full = own.repeat(parts)
         calls: dict[str, Callable[[], None]] = {
             "all_gather": partial(gather_shards, [full], [own], axis),
             "reduce_scatter": partial(reduce_shards, [own], [full], axis),
@@ -127,10 +127,10 @@ def _time(call: Callable[[], None], axis: Axis) -> float:
     return max(*collectives.gather_objects(seconds_of(calls), axis, "a time"), 1e-9)
 
 
-def format_size(size: int) -> str:
+def format_size(x: int) -> str:
     """Bytes in the largest unit of which there is a whole number at least."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
+        if x < 1024 or unit == "GiB":
             break
-        size //= 1024
-    return f"{size} {unit}"
+        x //= 1024
+    return f"{x} {unit}"

@@ -57,12 +57,12 @@ class Block(DistributedModule):
     """`Block(module)` computes what `module` computes, with its parameters sharded over ranks.
 
     Args:
-        module: any module; its parameters may be plain (on the CPU, on meta or on the rank's
+        inner_module: any module; its parameters may be plain (on the CPU, on meta or on the rank's
             device) or distributed. It is changed in place: its parameters become this rank's
             shards.
         use_checkpoint: True recomputes the forward pass during backward instead of keeping
             activations, False keeps them, a Level says what is kept, "auto" recomputes what does
-            not fit (see recompute/planner.py). Dropout replays exactly.
+            not fit into the memory limit. Dropout replays exactly.
         zero_level: 3 releases full parameters after forward and gathers them again for backward, 2
             keeps them in between; None takes the default given to `init_distributed`.
         mode: "BLOCK" (or "PIPE", the same here), accepted from BMTrain programs.
@@ -70,7 +70,7 @@ class Block(DistributedModule):
         accumulate_dtype: dtype in which gradients of micro-batches add up; None takes the default.
         compile: whether calls with gradients run compiled code where the module compiles as one
             graph; None takes the default.
-        fp8: whether linear layers compute in fp8 (see compile/fp8.py); None takes the default.
+        fp8: whether linear layers compute in FP8, on GPUs that have it; None takes the default.
 
     The state dict, parameters, buffers and attributes have the names of the inner module.
 
@@ -89,7 +89,7 @@ class Block(DistributedModule):
     @known_keywords
     def __init__(
         self,
-        module: torch.nn.Module,
+        inner_module: torch.nn.Module,
         use_checkpoint: bool | str | Level = True,
         zero_level: int | None = None,
         mode: str = "BLOCK",
@@ -101,9 +101,9 @@ class Block(DistributedModule):
     ) -> None:
         self._context = context = world.current("Block").service(Context)
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
+        if not isinstance(inner_module, torch.nn.Module):
             raise ConfigurationError(
-                f"Block got {type(module).__name__}: expected a torch.nn.Module."
+                f"Block got {type(inner_module).__name__}: expected a torch.nn.Module."
             )
         if mode not in MODES:
             raise ConfigurationError(
@@ -115,7 +115,9 @@ class Block(DistributedModule):
             reduce_dtype=reduce_dtype or defaults.reduce_dtype,
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
         )
-        inner = module._module if isinstance(module, Block) else module
+        inner = inner_module
+        if isinstance(inner_module, Block):
+            _, inner = next(inner_module.sharded_modules())
         # A list hides the module from nn.Module, which would prefix its names. Sharing its dicts
         # exposes its parameters, buffers and children under their own names.
         self._hidden = [inner]
@@ -155,11 +157,13 @@ class Block(DistributedModule):
 
     _module = _inner  # BMTrain's name
 
-    @property
-    def runs_compiled_by_default(self) -> bool:
-        """Whether nothing was set for it but that activations are kept, or "auto"."""
+    def may_run_whole(self, is_asked: bool) -> bool:
+        """Whether nothing was set for it but that activations are kept, or "auto"; if the program
+        has asked for one graph, whether the block may be compiled.
+        """
         is_default = isinstance(self._runner, CompiledByDefault) or self._holds_blocks
-        return self._compiles and is_default and self._level in (None, Level.NOTHING)
+        is_default = is_default and self._level in (None, Level.NOTHING)
+        return self._compiles and (is_asked or is_default)
 
     @property
     def storages(self) -> Sequence[Storage]:
@@ -527,7 +531,7 @@ class Block(DistributedModule):
         return tied
 
     def compile(self, **options: Any) -> None:
-        """Compile the inner module with torch.compile's arguments.
+        """Compile the inner module; `options` are the keywords of torch.compile.
 
         Blocks of equal structure share the compiled code.
         """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.errors import ParameterError
+from bmtrain.errors import CheckpointError, ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.shard.listing import in_whole
@@ -63,7 +63,8 @@ def _made_distributed(kind: Any, forward: Callable[[Any], Method] | None = None)
         namespace.update(_methods_of_whole_models(kind))
 
     # transformers looks up conversions of a model's tensors by the name of its type.
-    return types.new_class(kind.__name__, (DistributedModule, kind), exec_body=fill)
+    bases = (kind,) if issubclass(kind, DistributedModule) else (DistributedModule, kind)
+    return types.new_class(kind.__name__, bases, exec_body=fill)
 
 
 _distributed = functools.cache(_made_distributed)
@@ -188,7 +189,7 @@ def _saving(method: Method) -> Method:
             raise failure
         for rank, reason in enumerate(told):
             if reason is not None:
-                raise RuntimeError(f"save_pretrained failed on rank {rank}: {reason}")
+                raise CheckpointError(f"save_pretrained failed on rank {rank}: {reason}")
         return result
 
     return save_pretrained

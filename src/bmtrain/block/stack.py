@@ -43,6 +43,7 @@ class TransformerBlockList(BlockList):
             weights.
         num_hidden: number of leading arguments that each block replaces by its result (a tensor for
             1, else a tuple).
+        sqrt: of BMTrain 0.1 and 0.2, without effect: how much is recomputed says `use_checkpoint`.
         use_checkpoint: for the Blocks made of plain modules.
 
     Raises:
@@ -53,6 +54,7 @@ class TransformerBlockList(BlockList):
         self,
         modules: Iterable[torch.nn.Module],
         num_hidden: int = 1,
+        sqrt: bool = False,
         *,
         use_checkpoint: bool | str | Level = True,
     ) -> None:
@@ -61,10 +63,19 @@ class TransformerBlockList(BlockList):
         plan_gathers(blocks)
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
-        """Run all blocks.
+        """Run all blocks, each on the result of the one before.
+
+        Args:
+            args: the hidden tensors, `num_hidden` of them, then other arguments of every block.
+            return_hidden_states: whether to return the input of every block too.
+            kwargs: keyword arguments of every block.
 
         Returns the hidden tensor, or a tuple of `num_hidden`. With `return_hidden_states`,
         additionally one stacked tensor `(len(self), *shape)` per hidden: the input of every block.
+
+        Raises:
+            ConfigurationError: for fewer than `num_hidden` arguments, or a block that returns
+                another number of values.
         """
         count = self.num_hidden
         if len(args) < count:

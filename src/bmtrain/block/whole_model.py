@@ -35,6 +35,7 @@ from bmtrain.runtime.world import World
 from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.outputs import map_tensors, tensors_of, tied_to
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.parting import note_call
 from bmtrain.shard.residence import Residence
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import Storage
@@ -239,8 +240,13 @@ class Gate:
         return run
 
 
-def as_whole(kind: Any) -> Forward:
-    """A method `forward` for wrapped models of a class: runs small ones whole where that can be."""
+def as_whole(kind: Any, num_graphs: int | None = None) -> Forward:
+    """A method `forward` for wrapped models of a class: runs small ones whole where that can be.
+
+    Args:
+        num_graphs: shapes that are recorded, where the program has asked for it; blocks then need
+            not run as by default.
+    """
 
     def forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return kind.forward(model, *args, **kwargs)  # programs exchange it
@@ -250,7 +256,7 @@ def as_whole(kind: Any) -> Forward:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             whole = self.__dict__.get(_KEY)
             if whole is None and world.is_initialized():
-                whole = self.__dict__[_KEY] = WholeModel(self, forward, world.current())
+                whole = self.__dict__[_KEY] = WholeModel(self, forward, world.current(), num_graphs)
             found = None if whole is None else whole.call(self, args, kwargs)
             if found is not None:
                 return found[0]
@@ -267,7 +273,14 @@ class WholeModel:
     reference to the model, whose `__dict__` keeps this object.
     """
 
-    def __init__(self, model: torch.nn.Module, forward: ModuleCall, current: World) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forward: ModuleCall,
+        current: World,
+        num_graphs: int | None = None,
+    ) -> None:
+        self._num_graphs = num_graphs
         self._name, self._forward, self._world = type(model).__name__, forward, current
         self._context = current.service(Context)
         self._engine, self._axis = self._context.engine, self._context.mesh.world
@@ -307,7 +320,7 @@ class WholeModel:
             or mesh.tp.size > 1
             # Its statistics are sums over the ranks, which a graph does not take.
             or (mesh.world.size > 1 and any(isinstance(x, BatchNorm) for x in self._root.modules()))
-            or not all(block.runs_compiled_by_default for block in blocks)
+            or not all(block.may_run_whole(self._num_graphs is not None) for block in blocks)
             or not self._is_sharded()
         ):
             return False
@@ -377,7 +390,7 @@ class WholeModel:
             or self._context.recorder.is_listening
             or is_watched(())
             # Hooks of the model itself run around `forward`.
-            or any(self._hooks)
+            or any(hooks and set(hooks.values()) != {note_call} for hooks in self._hooks)
             or changing((*args, *kwargs.values())) is not None
             or saved_tensors_hooks() is not None
             or not self._has_room()
@@ -594,7 +607,9 @@ class WholeModel:
     def _program(self, is_training: bool) -> Program:
         if is_training not in self._programs:
             options = {} if self._context.device.type == "cpu" else _ON_GPU
-            self._programs[is_training] = Program(self._forward, self._gate, _NUM_SPECIAL, options)
+            self._programs[is_training] = Program(
+                self._forward, self._gate, self._num_graphs or _NUM_SPECIAL, options
+            )
         return self._programs[is_training]
 
     @contextlib.contextmanager

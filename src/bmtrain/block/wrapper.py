@@ -37,7 +37,7 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     Members of every nn.ModuleList that have a forward method become Blocks, in order, and the
     gather of the next overlaps the current one; other parameters are gathered when a module reads
     them. A module that calls some members of its lists and others not, by its rows, as a mixture of
-    experts does, becomes one Block instead (see block/choices.py). Buffers move to the rank's
+    experts does, becomes one Block instead. Buffers move to the rank's
     device. Ties and frozen parameters are kept. All modules keep their identity and pass
     `isinstance` of their classes. Call it on all ranks, on equal models. Call it again after adding
     modules: it shards those and changes nothing else.
@@ -50,10 +50,13 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     integers), with a warning.
 
     Args:
-        model: the model to shard.
+        model: the model to shard, on the CPU, the meta device or the rank's device; parameters of
+            any floating dtype.
         use_checkpoint: for the Blocks that are made (see Block).
 
     Raises:
+        NotInitializedError: before `init_distributed`.
+        ConfigurationError: for anything but an nn.Module, or an unknown `use_checkpoint`.
         ParameterError: for a parameter that cannot be sharded (not floating point, lazy, or of a
             tensor subclass). The model is unchanged then.
         RanksDivergedError: on all ranks, if names, shapes, dtypes or values of parameters differ
@@ -100,7 +103,7 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     return cast(Module, out)
 
 
-def init_parameters(module: torch.nn.Module) -> None:
+def init_parameters(model: torch.nn.Module) -> None:
     """Give every distributed parameter its initial values, the same on any number of ranks.
 
     Runs each `init_method` on the full tensor and keeps this rank's slice. Shards a plain module
@@ -112,21 +115,21 @@ def init_parameters(module: torch.nn.Module) -> None:
             BMTrainModelWrapper can replace.
     """
     current = world.current("init_parameters")
-    if not any(isinstance(param, DistributedParameter) for param in module.parameters()) and any(
-        True for _ in module.parameters()
+    if not any(isinstance(param, DistributedParameter) for param in model.parameters()) and any(
+        True for _ in model.parameters()
     ):
-        if any(param is not None for param in module._parameters.values()):
+        if any(param is not None for param in model._parameters.values()):
             raise ConfigurationError(
-                f"{type(module).__name__} has parameters of its own and is not "
+                f"{type(model).__name__} has parameters of its own and is not "
                 "sharded: wrap it first, "
                 "model = bmtrain.BMTrainModelWrapper(model), then call init_parameters(model)."
             )
         with current.service(Sameness).known():  # all values will come from rank 0's random state
-            _Wrapping(current).wrap_children(module)
-        for param in module.parameters():
+            _Wrapping(current).wrap_children(model)
+        for param in model.parameters():
             if isinstance(param, DistributedParameter):
                 param.never_set = True
-    initialize.initialize(module)
+    initialize.initialize(model)
 
 
 def _name_storages(model: torch.nn.Module) -> None:

@@ -28,7 +28,9 @@ def _checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """The folder if it is a checkpoint, else the checkpoints in it, in the order of their steps."""
     found = [folder] if is_there(folder / NAME) else complete(folder)
     if not found:
-        raise CheckpointError(f"{folder} holds no checkpoint with a manifest")
+        raise CheckpointError(
+            f"{folder} holds no checkpoint: give the folder of a CheckpointManager."
+        )
     return found
 
 
@@ -69,9 +71,7 @@ def _add_consolidate(parser: argparse.ArgumentParser) -> None:
 
 def _consolidate(args: argparse.Namespace) -> int:
     try:
-        newest = _checkpoints(args.checkpoint)[-1]
-        verify(newest)
-        source = ShardedCheckpoint(newest)
+        source = ShardedCheckpoint(_checkpoints(args.checkpoint)[-1])  # compares checksums
         write_file(args.file, source.all())
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -20,13 +20,6 @@ from bmtrain.errors import CheckpointError, DamagedError
 
 ZIP_MAGIC = b"PK\x03\x04"
 LARGEST_TEXT = 2**28  # bytes: the largest tokenizers have some 2**25
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-}
 
 
 def unreadable(path: pathlib.Path, reason: str) -> str:
@@ -55,8 +48,11 @@ def check_file(path: pathlib.Path) -> int:
     with reading(path):
         found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        what = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
-        raise DamagedError(unreadable(path, f"it is {what}, expected a regular file"))
+        raise DamagedError(
+            unreadable(
+                path, "it is a folder, a named pipe, a socket or a device, expected a regular file"
+            )
+        )
     return found.st_size
 
 

@@ -62,7 +62,7 @@ class Lock:
                     )
                     break
                 if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > end:
-                    holder = log.printable(os.pread(descriptor, 4096, 0).decode(errors="replace"))
+                    holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
                     os.close(descriptor)
                     raise CheckpointError(
                         f"{folder} belongs to another run: {holder.strip() or 'unknown'}. Wait for "

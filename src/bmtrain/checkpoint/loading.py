@@ -47,12 +47,12 @@ class Plan:
 
 def load(
     model: torch.nn.Module,
-    file: str | os.PathLike[str],
+    file_name: str | os.PathLike[str],
     strict: bool = True,
     *,
     only: Collection[str] | None = None,
 ) -> LoadResult:
-    """Load all parameters and persistent buffers of `model` from `file`. Collective.
+    """Load all parameters and persistent buffers of `model` from `file_name`. Collective.
 
     Reads files written by `save`, by BMTrain and ModelCenter, any state dict of `torch.save`,
     .safetensors files, and folders of either, with or without an index. For a model of
@@ -65,7 +65,7 @@ def load(
 
     Args:
         model: any module, its parameters distributed or not.
-        file: a file or a folder.
+        file_name: a file or a folder.
         strict: whether missing and unexpected names are errors.
         only: names of the tensors to load, of tied ones the first; None for all. With `strict` the
             file holds these alone.
@@ -82,7 +82,7 @@ def load(
     targets = attempt(lambda: selected(entries(model), only), axis)
     shapes = {name: entry.shape for entry in targets for name in entry.names}
     source = attempt(
-        lambda: without_prefix(as_parameters(open_source(file), model, shapes), shapes), axis
+        lambda: without_prefix(as_parameters(open_source(file_name), model, shapes), shapes), axis
     )
     plan = attempt(lambda: make_plan(targets, source, strict=strict), axis)
     _check_same_everywhere(plan, source, axis)
@@ -188,12 +188,10 @@ def _mismatch(name: str, entry: Entry, source: Source) -> str:
 def _report(
     what: str, names: Sequence[str], unmatched: Collection[str], others: Collection[str]
 ) -> list[str]:
-    """One line per name, with the closest name of `unmatched` or else of `others`."""
+    """One line per name, with the closest name of `unmatched`, without any of `others`."""
     lines = []
     for name in names[:SHOWN]:
-        near = difflib.get_close_matches(name, unmatched, n=1) or difflib.get_close_matches(
-            name, others, n=1
-        )
+        near = difflib.get_close_matches(name, unmatched or others, n=1)
         lines.append(f"{what}: {name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
     if len(names) > SHOWN:
         lines.append(f"{what}: {len(names) - SHOWN} more")

@@ -190,6 +190,9 @@ class CheckpointManager:
         """Page-lock the host memory that `save` will need, in the background. Collective.
 
         Without it the first `save` does, at about 2 GB/s.
+
+        Args:
+            model, optim_manager: as `save` will get them.
         """
         if self.background:
             parts, _ = model_parts(model, None)
@@ -210,8 +213,9 @@ class CheckpointManager:
         """Save the run as it is after `step` steps. Collective.
 
         Args:
+            step: number of optimizer steps taken, the same on all ranks; it names the folder.
             model: any module, its parameters sharded or not.
-            optim_manager: with all optimizers and schedules.
+            optim_manager: with all optimizers and schedules; None saves the model alone.
             facts: of the program, the same on all ranks; values as in JSON.
             state: of the program on this rank, a data loader's for example; numbers, strings,
                 tensors, and lists, tuples and dicts of these.
@@ -223,7 +227,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: on every rank, if the checkpoint cannot be written, if ranks ask for
                 different ones, or if weights, buffers, states of optimizers or learning rates are
-                not finite (see `check_finite`); earlier ones are intact.
+                not finite; earlier ones are intact.
         """
         axis, device = self._axis, self._world.device
         self._writer.settle()
@@ -399,17 +403,21 @@ class CheckpointManager:
         *,
         path: pathlib.Path | None = None,
     ) -> Restored | None:
-        """Go on from the newest whole checkpoint; None if there is no checkpoint. Collective.
+        """Load the newest whole checkpoint; None if there is no checkpoint. Collective.
 
         Loads weights, optimizers, schedules, loss scale, and at the same number of ranks the random
         states.
 
         Args:
-            path: another checkpoint.
+            model: of the parameters' names and shapes that were saved, on any number of ranks.
+            optim_manager: with optimizers and schedules of the saved kinds; None loads the model
+                alone.
+            path: another checkpoint than the newest.
 
         Raises:
             CheckpointError: on every rank, if it does not fit the model or the optimizers, or for
                 what `latest` refuses; both are as they were, unless a read failed halfway.
+            DamagedError: for a `path` whose files are not those that were written.
         """
         found = self.latest() if path is None else path
         if found is None:

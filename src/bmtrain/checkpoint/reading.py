@@ -52,13 +52,16 @@ def cuts(start: int, stop: int, row: int, limit: int) -> list[int]:
     return sorted({start, stop, *inner, *([last] if first <= last else [])})
 
 
-def read_all(reads: Iterable[Read], source: Source) -> None:
+def read_all(reads: Iterable[Read], source: Source, chunk: int = CHUNK) -> None:
     """Fill the targets of all reads, converted to their dtypes, in the order of the file.
+
+    Args:
+        chunk: bytes per read; a row that is longer is read at once.
 
     Raises the first error of any thread; the targets' values are then undefined.
     """
     order = {name: place for place, name in enumerate(source.headers)}
-    pieces = [piece for read in reads for piece in read.pieces(source.headers[read.name], CHUNK)]
+    pieces = [piece for read in reads for piece in read.pieces(source.headers[read.name], chunk)]
     pieces.sort(key=lambda piece: (order[piece.name], piece.start))
     if not pieces:
         return

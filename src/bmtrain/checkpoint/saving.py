@@ -24,23 +24,23 @@ Take = Callable[[Entry, torch.Tensor], None]
 
 def save(
     model: torch.nn.Module,
-    file: str | os.PathLike[str],
+    file_name: str | os.PathLike[str],
     non_blocking: bool = False,
     *,
     only: Collection[str] | None = None,
 ) -> Writing:
     """Save all parameters and persistent buffers of `model` as full CPU tensors. Collective.
 
-    Rank 0 writes `<file>.tmp`, flushes it to disk and renames it: after a crash at any point,
-    `file` is either the old checkpoint or the new one, both complete. The values are those at the
-    time of the call. Rank 0 needs host memory for the full model. Every rank needs memory for one
+    Rank 0 writes `<file_name>.tmp`, flushes it to disk and renames it: after a crash at any point,
+    `file_name` is either the old checkpoint or the new one, both complete. The values are those of
+    the call. Rank 0 needs host memory for the full model. Every rank needs memory for one
     gathered storage at a time.
 
     Args:
         model: any module, its parameters distributed or not.
-        file: a name ending in .safetensors selects that format (a tied tensor is written under one
-            name, the others go into the metadata); any other name gives a dict of `torch.save`. The
-            folder must exist.
+        file_name: a name ending in .safetensors selects that format (a tied tensor is written under
+            one name, the others go into the metadata); any other name gives a dict of `torch.save`.
+            The folder must exist.
         non_blocking: return as soon as the values are in host memory. Rank 0 writes them in a
             background thread, which the interpreter joins at exit.
         only: names of the tensors to save; None for all. Of a tied tensor the first name counts,
@@ -57,7 +57,7 @@ def save(
     axis = current.mesh.world
     writer = current.service(Writer)
     writer.settle()
-    path = pathlib.Path(os.path.realpath(file))
+    path = pathlib.Path(os.path.realpath(file_name))
     attempt(lambda: _check_target(path) if axis.index == 0 else None, axis)
     tensors = collect(model, keep=axis.index == 0, only=only)
     step = (lambda: write_file(path, tensors)) if axis.index == 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
@@ -18,11 +17,12 @@ from bmtrain.checkpoint.files import (
     is_there,
     read_into,
     read_object,
+    read_text,
     read_torch,
     reading,
     unreadable,
 )
-from bmtrain.checkpoint.shards import DTYPES, ShardedCheckpoint
+from bmtrain.checkpoint.shards import BEGINNING, ShardedCheckpoint
 from bmtrain.checkpoint.shards import NAME as MANIFEST
 from bmtrain.checkpoint.source import Header, Source
 from bmtrain.errors import CheckpointError
@@ -36,13 +36,7 @@ HUGGING_FACE = (
     "pytorch_model.bin.index.json",
 )
 MODEL_CENTER = "pytorch_model.pt"
-
-# The dtype names of the safetensors format.
-_TYPES = """F64 float64 F32 float32 F16 float16 BF16 bfloat16
-I64 int64 I32 int32 I16 int16 I8 int8 U8 uint8 BOOL bool"""
-SAFETENSORS_DTYPES = {
-    name: DTYPES[ours] for name, ours in zip(_TYPES.split()[::2], _TYPES.split()[1::2], strict=True)
-}
+CONFIG, ADAPTERS = "config.json", "adapter_config.json"
 
 
 class TorchFile(Source):
@@ -99,8 +93,7 @@ class SafetensorsFile(Source):
         headers: dict[str, Header] = {}
         self._offsets: dict[str, int] = {}
         for name, one in sorted(about.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype = SAFETENSORS_DTYPES.get(one["dtype"]) or self._file.get_tensor(name).dtype
-            headers[name] = Header(tuple(one["shape"]), dtype)
+            headers[name] = Header(tuple(one["shape"]), self._file.get_tensor(name).dtype)
             self._offsets[name] = 8 + length + one["data_offsets"][0]
         self._stored = {name: name for name in headers}
         self._stored |= {
@@ -151,10 +144,6 @@ class Collected(Source):
         source, theirs = self._places[name]
         return source.file_of(theirs)
 
-    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        source, theirs = self._places[name]
-        return source.part(theirs, start, stop)
-
     def mapped(self, name: str) -> torch.Tensor:
         source, theirs = self._places[name]
         return source.mapped(theirs)
@@ -186,9 +175,9 @@ def without_prefix(source: Source, wanted: Collection[str]) -> Source:
 def open_source(file: str | os.PathLike[str]) -> Source:
     """Open a checkpoint: a `torch.save`d file, a .safetensors file, or a folder of either.
 
-    A folder may be a checkpoint of shards, or hold a file or an index under one of the names in
-    HUGGING_FACE, of which the first counts, with a warning, or under another name that is the only
-    index there, or MODEL_CENTER alone.
+    Of a folder that file counts which `transformers_weights` of its configuration names, else the
+    first of HUGGING_FACE, with a warning if there are others. Without any of these it may be a
+    checkpoint of shards, hold MODEL_CENTER, or an index under another name.
 
     Raises:
         CheckpointError: with the file and the reason why it cannot be read, or with the files of
@@ -196,39 +185,48 @@ def open_source(file: str | os.PathLike[str]) -> Source:
     """
     path = pathlib.Path(file)
     if not is_there(path):
-        near: list[str] = []
-        with contextlib.suppress(OSError):
-            near = sorted(one.name for one in path.parent.iterdir() if one.suffix == path.suffix)
-        like = f"; {path.parent} holds {', '.join(near[:5])}" if near else ""
-        raise CheckpointError(f"cannot load {path}: there is no such file or folder{like}.")
+        held = f"; {path.parent} holds {_held(path.parent)}" if is_there(path.parent) else ""
+        raise CheckpointError(f"cannot load {path}: there is no such file or folder{held}.")
     if not path.is_dir():
         return open_file(path)
-    if is_there(path / MANIFEST):
-        return ShardedCheckpoint(path)
-    found = [name for name in HUGGING_FACE if is_there(path / name)]
-    others = [] if found else sorted(one.name for one in path.glob("*.safetensors.index.json"))
-    own = [MODEL_CENTER] if is_there(path / MODEL_CENTER) else []
-    if len(others) + len(own) > 1 or (found and own):
+    config = path / CONFIG
+    named = read_object(config).get("transformers_weights") if is_there(config) else None
+    found = [name for name in HUGGING_FACE if is_there(path / name) and name != named]
+    found = found if named is None else [inside(path, named).name, *found]
+    others = [name for name in (MANIFEST, MODEL_CENTER) if is_there(path / name)]
+    if found:
+        others += [ADAPTERS] if is_there(path / ADAPTERS) else []
+        if MANIFEST in others and not read_text(path / MANIFEST).startswith(BEGINNING):
+            others.remove(MANIFEST)  # another program's
+    else:
+        others += sorted(one.name for one in path.glob("*.safetensors.index.json"))
+    if len(others) > 1 or (found and others):
         raise CheckpointError(
-            f"cannot load the folder {path}: {', '.join([*found, *others, *own])} may hold other "
+            f"cannot load the folder {path}: {', '.join([*found, *others])} may hold other "
             "weights. Remove those you do not want, or name the file itself."
         )
-    if not (found or others or own):
-        held = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
+    if not (found or others):
         expected = ", ".join((*HUGGING_FACE, MODEL_CENTER))
         raise CheckpointError(
-            f"cannot load the folder {path}: it holds {held}; expected one of {expected}."
+            f"cannot load the folder {path}: it holds {_held(path)}; expected one of {expected}."
         )
-    first, *rest = [*found, *others, *own]
+    first, *rest = [*found, *others]
     if rest and world.rank() == 0:
         log.warn(f"{path}: {first} is read, as transformers does, and not {', '.join(rest)}.")
-    if first.endswith(".json"):
-        return _open_indexed(path, path / first)
     return open_file(path / first)
 
 
+def _held(folder: pathlib.Path) -> str:
+    with reading(folder):
+        return ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
+
+
 def open_file(path: pathlib.Path) -> Source:
-    """Open one file; its suffix selects the format."""
+    """Open one file, a manifest or an index; its name selects the format."""
+    if path.name == MANIFEST:
+        return ShardedCheckpoint(path.parent)
+    if path.name.endswith(".index.json"):
+        return _open_indexed(path.parent, path)
     check_file(path)
     with reading(path):
         return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
@@ -247,5 +245,11 @@ def _open_indexed(path: pathlib.Path, index: pathlib.Path) -> Source:
             raise CheckpointError(
                 unreadable(index, f"it says that {name!r} is in {file}, which does not hold it")
             )
-    places = {name: (source, name) for source in sources.values() for name in source.headers}
+    places: dict[str, tuple[Source, str]] = {}
+    for source in sources.values():
+        for name in source.headers:
+            first, _ = places.setdefault(name, (source, name))
+            if first is not source and not torch.equal(first.mapped(name), source.mapped(name)):
+                both = f"{first.path.name} and {source.path.name}"
+                raise CheckpointError(unreadable(index, f"{name!r} differs in {both}"))
     return Collected(path, places, {})

@@ -7,7 +7,6 @@ import io
 import os
 import pathlib
 import stat
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,13 +18,17 @@ from bmtrain.checkpoint.files import make_new
 from bmtrain.distributed.agreement import agree
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.process import say
 from bmtrain.runtime.world import World, unwatched
 
 
 class Writing:
-    """The handle that a save returns: a file, or a checkpoint, that is being written.
+    """The handle that `save` returns: a file, or a checkpoint, that is being written.
 
-    A rank that writes nothing has no work of its own.
+    A rank that writes nothing has no work of its own: its `done` is True.
+
+    Attributes:
+        path: of the file, or the folder of the checkpoint.
     """
 
     def __init__(self, path: pathlib.Path, step: Callable[[], None] | None, axis: Axis) -> None:
@@ -44,7 +47,7 @@ class Writing:
             if self._error is not None:
                 # Only the next wait, save or load raises the error, and there may be none.
                 rank = self._axis.ranks[self._axis.index]
-                sys.stderr.write(f"[rank {rank}] {_explain(self.path, self._error)}\n")
+                say(f"[rank {rank}] {_explain(self.path, self._error)}\n")
 
         if self._step is not None:
             self._thread = threading.Thread(target=run, name=f"save {self.path.name}", daemon=False)
@@ -214,10 +217,7 @@ def reason_of(error: BaseException) -> str:
 def _explain(path: pathlib.Path, error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    before = (
-        "the file that was there before is intact" if path.exists() else "nothing was left behind"
-    )
     return (
-        f"cannot save to {path}: {reason_of(error)}; {before}. Free some space or choose another "
-        "folder, and save again."
+        f"cannot save to {path}: {reason_of(error)}; a file that was there before is intact. Free "
+        "some space or choose another folder, and save again."
     )

@@ -7,26 +7,32 @@ that are no more. A module of the library that has an old path (`bmtrain.utils`,
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import sys
 import types
-from typing import Any
+from typing import Any, NoReturn
 
-from bmtrain.compat.functions import Removed
+from bmtrain.compat.functions import CheckpointPackage, Removed
+from bmtrain.errors import MissingNameError
+from bmtrain.runtime.arguments import unknown
 
 # An old module, where its names are now, and these; `old=new` where they are called otherwise. All
 # is below `bmtrain`.
 NAMES = """
+backward                  optim                 optim_step
 benchmark.all_gather      benchmark             all_gather
 benchmark.reduce_scatter  benchmark             reduce_scatter
 benchmark.send_recv       benchmark             send_recv
 benchmark.shape           compat.functions      SHAPES
 benchmark.utils           benchmark.communication format_size
 block_layer               block.block           Block
+block_layer               distributed.results   wait_loader
 block_layer               block.stack           TransformerBlockList
 block_layer               compat.functions      OpAllGather=OpGather CheckpointBlock
 block_layer               utils                 round_up tp_split_tensor
+checkpointing             compat.functions      checkpoint
 debug                     compat.functions      DEBUG_VARS clear=debug_clear set=debug_set
 debug                     compat.functions      get=debug_get append=debug_append
 debug                     compat.functions      extend=debug_extend
@@ -44,6 +50,7 @@ init                      runtime.topology      topology=Topology
 init                      runtime.world         init_distributed is_initialized
 inspect.format            inspect.statistics    format_summary
 inspect.model             inspect.parameters    inspect_model inspect_block=inspect_model
+inspect.model             inspect.parameters    inspect_checkpoint_block=inspect_model
 inspect.model             inspect.parameters   inspect_pipeline_transformer_block_list=inspect_model
 inspect.tensor            inspect.tensors       InspectTensor=Inspector inspect_tensor
 inspect.tensor            inspect.tensors       record_tensor
@@ -65,6 +72,7 @@ nn.parallel_embedding     nn.embedding          VPEmbedding
 nn.parallel_linear_func   nn.parallel_linear    OpParallelLinear ReduceType
 nn.row_parallel_linear    nn.parallel_linear    RowParallelLinear
 optim.adam_offload        optim.offload         AdamOffloadOptimizer
+optim.clip_grad           optim.clip            clip_grad_norm
 optim.optim_manager       optim.manager         OptimManager
 optim.optim_manager       compat.functions      check_overflow grad_rescale
 param_init                block.wrapper         init_parameters
@@ -87,6 +95,7 @@ wrapper                   block.wrapper         model_wrapper_dispatch=BMTrainMo
 
 # What BMTrain's modules import from each other: programs take names from where they find them.
 IMPORTED = """
+backward                  config print_rank WarmupLRScheduler
 benchmark.all_gather      nccl SHAPES config round_up print_rank format_size
 benchmark.reduce_scatter  nccl SHAPES config round_up print_rank format_size
 benchmark.send_recv       nccl SHAPES config print_rank format_size
@@ -95,7 +104,7 @@ distributed.ops           config
 hook_func                 config ZeroContext
 init                      config nccl synchronize
 inspect.model             Block DistributedParameter PipelineTransformerBlockList config nccl
-inspect.model             broadcast_object
+inspect.model             broadcast_object CheckpointBlock
 inspect.tensor            config nccl broadcast_object broadcast
 layer                     config tp_split_tensor
 lr_scheduler.cosine       WarmupLRScheduler
@@ -109,26 +118,38 @@ nn.parallel_linear_func   config nccl all_reduce all_gather
 nn.row_parallel_linear    config OpParallelLinear ReduceType
 optim._distributed        all_reduce all_gather
 optim.adam_offload        config nccl state_dict_gather
+optim.clip_grad           config nccl
 optim.optim_manager       config nccl has_inf_nan
-param_init                Block DistributedParameter config
-parameter                 config nccl round_up all_gather
+param_init                Block CheckpointBlock DistributedParameter config
+parameter                 config nccl round_up all_gather print_rank
 pipe_layer                Block ZeroContext config nccl round_up all_gather all_reduce broadcast
-pipe_layer                recv_activations send_activations
+pipe_layer                recv_activations send_activations CheckpointBlock
 store                     Block PipelineTransformerBlockList TransformerBlockList config nccl
+store                     CheckpointBlock
 synchronize               config nccl
-wrapper                   Block DistributedModule DistributedParameter TransformerBlockList
+wrapper                   Block CheckpointBlock DistributedModule DistributedParameter
+wrapper                   TransformerBlockList
 zero_context              config nccl wait_loader
 """
 
 # A module and names of it, and what does it now. They can be imported; using one raises
 # RemovedError.
 REMOVED = """
-block_layer CheckpointBlockContext
+block_layer CheckpointBlockContext OpCheckpointBlock OpTransformerBlockList
 a block gathers its parameters while it runs; outside of a pass read one by parameter.gather(), all
 by state_dict().
 
+block_layer ScopedTensorInspectorContext
+bmtrain.inspect.inspect_tensor() records, blocks that are recomputed included.
+
 block_layer storage_type_cuda
 memory is made by shape, dtype and device: torch.empty(n, dtype=dtype, device=bmtrain.device()).
+
+checkpointing CheckpointFunction
+bmtrain.checkpointing.checkpoint(function) recomputes what a function computes.
+
+checkpointing ScopedDebugTensorList ScopedTensorInspectorContext
+bmtrain.inspect.inspect_tensor() records, blocks that are recomputed included.
 
 distributed.ops send_meta recv_meta
 send_activations and recv_activations carry shape and dtype along.
@@ -138,19 +159,23 @@ PostHookFunc OneStepNoGradFunc
 Block(module) gathers, releases and reduces by itself.
 
 loss._function cross_entropy_forward cross_entropy_backward_inplace fused_sumexp \
-fused_softmax_inplace
+fused_softmax_inplace cross_entropy_backward cross_entropy_forward_inplace
 bmtrain.loss.FusedCrossEntropy computes the loss and its gradient.
+
+nccl getUniqueId commInitRank
+init_distributed makes all groups; they are in bmtrain.config, config['comm'] first.
 
 optim._distributed state_dict_gather
 optimizer.state_dict(gather=True) has whole tensors.
 
-optim._function adam_cpu adam_fp16 adam_bf16
+optim._function adam adam_cpu adam_fp16 adam_bf16
 AdamOptimizer and AdamOffloadOptimizer compute the update.
 
 optim._function bf16_from_fp32 fp16_from_fp32
 tensor.bfloat16() and tensor.half() convert.
 
-pipe_layer PipePreFunction PipePostFunction StagePreFunction StagePostFunction
+pipe_layer PipePreFunction PipePostFunction StagePreFunction StagePostFunction PipeContext \
+OpMicroForward OpPipeTransformerBlockList
 PipelineTransformerBlockList moves activations and gradients between stages by itself
 (distributed/stages.py).
 
@@ -160,9 +185,21 @@ values of DistributedStateDictWrapper are whole tensors.
 store async_save_to_file
 bmtrain.save(model, file, non_blocking=True) writes in the background.
 
+pipe_layer CheckpointBlockContext ScopedTensorInspectorContext
+Block(module) gathers its parameters and is recorded by bmtrain.inspect.inspect_tensor().
+
+utils load_nccl_pypi
+torch.distributed brings its NCCL along; leave the call out.
+
 zero_context ZeroContext
 Block(module) gathers, releases and reduces by itself; parameter.gather() gives one tensor.
 """
+
+# Where programs look for names, beside the modules of these tables.
+PACKAGES = (
+    "bmtrain bmtrain.distributed bmtrain.inspect bmtrain.loss bmtrain.lr_scheduler bmtrain.nccl "
+    "bmtrain.nn bmtrain.optim"
+)
 
 # NCCL's numbers of dtypes and operations, in their order.
 NCCL_NUMBERS = (
@@ -204,12 +241,34 @@ def make_importable() -> None:
     sys.modules["bmtrain.nccl"] = nccl
     # An empty path makes a package of it, for nccl.enums.
     vars(nccl).update(contents["bmtrain.nccl.enums"], __path__=[])
+    for path in ("bmtrain.nccl", "bmtrain.utils"):
+        vars(sys.modules[path]).update(contents.pop(path))
     for path, own in contents.items():
-        said = f"BMTrain's `{path}`: bmtrain.compat says where its names are now."
-        module = sys.modules[path] = types.ModuleType(path, said)
+        module = sys.modules[path] = types.ModuleType(
+            path, f"BMTrain's `{path}`: bmtrain.compat says where its names are now."
+        )
         names = sorted(name for name in own if not name.startswith("_"))
-        spec = importlib.machinery.ModuleSpec(path, None)
-        vars(module).update(own, __all__=names, __spec__=spec)
+        vars(module).update(own, __all__=names, __spec__=importlib.machinery.ModuleSpec(path, None))
         parent, _, last = path.rpartition(".")
         # What has the name already stays: `bmtrain.synchronize` is a function.
         vars(sys.modules[parent]).setdefault(last, module)
+    for path in (*PACKAGES.split(), *contents):
+        vars(sys.modules[path])["__getattr__"] = functools.partial(look_for, path)
+    sys.modules["bmtrain.checkpoint"].__class__ = CheckpointPackage
+
+
+def look_for(path: str, name: str) -> NoReturn:
+    """Raise for a name that a module lacks, with the place where it is, or the nearest name.
+
+    Raises:
+        MissingNameError: an AttributeError, so that `hasattr` is False.
+    """
+    if name.startswith("_"):  # Python itself probes for such names
+        raise AttributeError(name)
+    places = [*PACKAGES.split(), *(key for key in sys.modules if key.startswith("bmtrain"))]
+    home = next((x for x in places if name in vars(sys.modules[x]).get("__all__", ())), None)
+    raise MissingNameError(
+        unknown(path, [name], dir(sys.modules[path]))
+        if home is None
+        else f"{path} has no {name!r}: import it from {home}."
+    )

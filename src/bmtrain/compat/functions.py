@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.checkpoint
 
 from bmtrain.block.block import Block
 from bmtrain.checkpoint.saving import collect
 from bmtrain.distributed import collectives
 from bmtrain.distributed.autograd import all_gather, all_reduce, broadcast, checked, reduce_scatter
 from bmtrain.errors import ConfigurationError, ParameterError, RemovedError
+from bmtrain.optim.clip import global_sum_of_squares
+from bmtrain.optim.flat import gradients_of, parameters_of, spans_of
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard import initialize
@@ -61,6 +65,25 @@ class CheckpointBlock(Block, metaclass=AnyBlock):
     Programs that ask for the type, as BMCook's pruning, go on to BMTrain's flat storages, which are
     not here; what they do with other modules, parameter by parameter, is right for blocks too.
     """
+
+
+# bmtrain.checkpointing
+
+
+def checkpoint(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The decorator of BMTrain 0.1: backward recomputes what `func` computes."""
+
+    @functools.wraps(func)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(func, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
+
+
+class CheckpointPackage(types.ModuleType):
+    """`bmtrain.checkpoint`: this library's package, and the decorator of BMTrain 0.1."""
+
+    __call__ = staticmethod(checkpoint)
 
 
 # bmtrain.debug: a global dict of values that model code stores for debugging. The library itself
@@ -159,21 +182,14 @@ def state_of_rank0(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
 
     What the other ranks pass is not looked at. `bmtrain.load` needs no whole model on every rank.
     """
-    axis, out = world.current("DistributedStateDictWrapper").mesh.world, OrderedDict[str, Any]()
-    is_first = axis.index == 0
-    given = state_dict if is_first else {}
-    about = {
-        name: value.to("meta") if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
-    }
-    about, metadata = broadcast_object((about, getattr(given, "_metadata", {})), axis)
-    for name, value in about.items():
-        out[name] = value
-        if isinstance(value, torch.Tensor):
-            whole = given[name] if is_first else torch.empty_like(value, device="cpu")
-            whole = whole.detach().to(world.device(), copy=True)
-            collectives.broadcast_(whole, 0, axis)
-            out[name] = whole.cpu()
+    axis = world.current("DistributedStateDictWrapper").mesh.world
+    given = state_dict if axis.index == 0 else {}
+    names, metadata = broadcast_object((list(given), getattr(given, "_metadata", {})), axis)
+    out = OrderedDict[str, Any]()
+    for name in names:  # one by one: no message holds a whole model
+        value = given.get(name)
+        own = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        out[name] = broadcast_object(own, axis)
     vars(out)["_metadata"] = metadata
     return out
 
@@ -226,12 +242,8 @@ def check_overflow(param_groups: Iterable[dict[str, Any]]) -> None:
     Raises:
         OverflowError: on all ranks.
     """
-    current = world.current("check_overflow")
-    bad = torch.zeros((), dtype=torch.int32, device=current.device)
-    for grad in _gradients(param_groups):
-        bad += ~torch.isfinite(grad).all()
-    collectives.all_reduce_(bad, "max", current.mesh.world)
-    if bad.item():
+    spans = spans_of(parameters_of(param_groups))
+    if not global_sum_of_squares(*gradients_of(spans)).isfinite():
         raise OverflowError("Gradient overflow")
 
 
@@ -246,14 +258,9 @@ def grad_rescale(param_groups: Iterable[dict[str, Any]], scale: float) -> None:
         raise ConfigurationError(
             "grad_rescale got scale=0: expected the loss scale, which is above 0."
         )
-    for grad in _gradients(param_groups):
-        grad.div_(scale)
-
-
-def _gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
-    return [
-        param.grad for group in param_groups for param in group["params"] if param.grad is not None
-    ]
+    for param in parameters_of(param_groups):
+        if param.grad is not None:
+            param.grad.div_(scale)
 
 
 def has_inf_nan(g_half: torch.Tensor, out: torch.Tensor) -> None:
@@ -269,14 +276,10 @@ def has_inf_nan(g_half: torch.Tensor, out: torch.Tensor) -> None:
         ConfigurationError: for an `out` of another dtype or size, or a `g_half` that is not
             floating point.
     """
-    if out.dtype != torch.uint8 or out.numel() != 1:
+    if out.dtype != torch.uint8 or out.numel() != 1 or not g_half.is_floating_point():
         raise ConfigurationError(
-            f"has_inf_nan got out of {out.dtype} with {out.numel()} elements: expected one "
-            "of torch.uint8."
-        )
-    if not g_half.is_floating_point():
-        raise ConfigurationError(
-            f"has_inf_nan got {g_half.dtype}: expected a floating point tensor."
+            f"has_inf_nan got {g_half.dtype}, and out of {out.dtype} with {out.numel()} elements: "
+            "expected a floating point tensor, and one element of torch.uint8."
         )
     bad = ~torch.isfinite(g_half.detach()).all()
     out.bitwise_or_(bad.to(out))

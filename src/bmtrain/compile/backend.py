@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.compile import cache, fp8, fusions, heads, joining
+from bmtrain.compile import cache, fp8, fusions, heads, joining, masks
 from bmtrain.compile.graph import calls, may_write, memories, parts, value_of
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
@@ -73,6 +73,7 @@ def inductor(
 ) -> Lowered:
     """Inductor, with this package's graph passes. Takes torch.compile's `mode` and `options`."""
     for part in parts(graph):
+        masks.rewrite(part, wanted=fusions.is_on_gpu)
         fusions.rewrite(part)
         heads.rewrite(part, is_recomputed=part is not graph)
     lower: Lower = find_backend("inductor")
@@ -95,6 +96,7 @@ def traced(
     what it saves there.
     """
     for part in parts(graph):
+        masks.rewrite(part, wanted=lambda _: True)
         fusions.rewrite(part, wanted=lambda _: True)
         heads.rewrite(part, wanted=lambda _: True, is_recomputed=part is not graph)
     return lower_as_inductor(graph, inputs, take, _with_joint_pass({}))

@@ -1,4 +1,5 @@
-"""GELU and norms of compiled blocks, forward and backward, through kernels of this library.
+"""GELU and norms of compiled blocks, forward and backward, through kernels of this library, and
+gradients of small tables of embeddings.
 
 `rewrite` replaces torch's functions by those of this file in the graph that Dynamo has traced. The
 sums around them appear only in the joint graph: see `joining.py`.
@@ -17,6 +18,7 @@ from bmtrain.kernels.gelu import gelu, gelu_backward
 from bmtrain.kernels.norm import MOST_COLUMNS, NARROW, norm, norm_backward
 
 Wanted = Callable[[torch.Tensor], bool]
+MOST_ROWS = 64  # of a small table
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -46,6 +48,33 @@ class LinearGelu(torch.autograd.Function):
         )
         grad_weight = grad_product.t() @ rows if wants_weight else None
         return grad_input, grad_weight, sums.sum(0).to(weight.dtype)
+
+
+class SmallTable(torch.autograd.Function):
+    """Rows of a table of a few embeddings: (...) indices, (rows, dim) -> (..., dim).
+
+    Each row's gradient is a sum over all indices, in fp32. The compiler's code adds up in memory,
+    and all tokens would wait for one another at a few addresses.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input)
+        ctx.rows, ctx.padding = weight.shape[0], padding_idx
+        return F.embedding(input, weight, padding_idx)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (input,) = ctx.saved_tensors
+        rows = torch.arange(ctx.rows, device=grad.device)[:, None]
+        is_own = input.reshape(1, -1) == rows
+        if ctx.padding is not None:
+            is_own &= rows != ctx.padding % ctx.rows
+        own = torch.where(is_own[:, :, None], grad.reshape(1, -1, grad.shape[-1]), 0)
+        return None, own.sum(1, dtype=torch.float32).to(grad.dtype), None
 
 
 class Norm(torch.autograd.Function):
@@ -97,6 +126,13 @@ def rms_norm(
     return cast(torch.Tensor, Norm.apply(input, weight, None, eps))
 
 
+def small_table(
+    input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+) -> torch.Tensor:
+    """`SmallTable` with the signature of torch.nn.functional.embedding."""
+    return cast(torch.Tensor, SmallTable.apply(input, weight, padding_idx))
+
+
 def linear_gelu(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """`LinearGelu` with the signature of torch.nn.functional.linear."""
     return cast(torch.Tensor, LinearGelu.apply(input, weight, bias))
@@ -146,6 +182,8 @@ def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
             function, parameters = _NORMS[node.target]
             if _is_plain_norm(node, *parameters):
                 node.target = function
+        elif node.target is F.embedding and _is_small_table(node):
+            node.target = small_table
     graph.recompile()
 
 
@@ -159,6 +197,18 @@ def _is_plain_linear(node: Any) -> bool:
         and bool(tensors)
         and all(tensor.requires_grad for tensor in tensors[1:])
         and tensors[1].dim() == 2
+    )
+
+
+def _is_small_table(node: torch.fx.Node) -> bool:
+    """Whether the node is F.embedding with a trainable table of few rows, and without options."""
+    tensors = _alike(node, "weight")
+    options = map(given(node).get, ("max_norm", "scale_grad_by_freq", "sparse"))
+    return (
+        bool(tensors)
+        and tensors[0].requires_grad
+        and tensors[0].shape[0] <= MOST_ROWS
+        and not any(options)
     )
 
 

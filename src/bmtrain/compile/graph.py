@@ -38,6 +38,14 @@ def given(node: torch.fx.Node) -> dict[str, Any]:
 _NORM = ("input", "normalized_shape", "weight", "bias")
 _PARAMETERS: dict[Any, tuple[str, ...]] = {
     F.dropout: ("input", "p", "training"),
+    F.embedding: (
+        *("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
+        "sparse",
+    ),
+    F.scaled_dot_product_attention: (
+        *("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+        *("scale", "enable_gqa"),
+    ),
     F.linear: ("input", "weight", "bias"),
     F.layer_norm: _NORM,
     torch.layer_norm: _NORM,

@@ -30,7 +30,12 @@ def all_gather(
     """Every rank's `x`, stacked: `(ranks, *x.shape)`. Backward reduce-scatters the gradient.
 
     Args:
+        x: on the rank's device, of the same shape and dtype on every rank.
+        comm: the ranks, an axis such as config["comm"]; None is all.
         local_gradient: backward takes this rank's part of its own gradient, as in BMTrain.
+
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator of the open run.
     """
     axis = _axis("all_gather", comm)
     out: torch.Tensor = _AllGather.apply(x, axis, local_gradient)
@@ -42,9 +47,14 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
 
     Backward all-gathers the gradient.
 
+    Args:
+        x: on the rank's device, of the same shape and dtype on every rank.
+        op: "sum", "avg", "max", "min" or "prod".
+        comm: the ranks, an axis such as config["comm"]; None is all.
+
     Raises:
-        ConfigurationError: for an unknown `op` (sum, avg, max, min, prod) or a dim 0 that the ranks
-            do not divide.
+        ConfigurationError: for an unknown `op`, a dim 0 that the ranks do not divide, or a `comm`
+            that is no communicator of the open run.
     """
     axis = _axis("reduce_scatter", comm)
     collectives.check_op(op)
@@ -52,11 +62,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
         out: torch.Tensor = _ReduceScatter.apply(x, axis)
         return out / axis.size if op == "avg" else out
     # Not every backend has reduce-scatter for these; all-reduce works on all of them.
-    if x.dim() == 0 or x.shape[0] % axis.size:
-        raise ConfigurationError(
-            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
-            "expected dim 0 to be a multiple."
-        )
+    collectives.check_divided(x, axis)
     return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
 
 
@@ -68,12 +74,16 @@ def all_reduce(
     If several ranks hold the same extremum, they share its gradient equally, as in torch.amax.
 
     Args:
+        x: on the rank's device, of the same shape and dtype on every rank.
+        op: "sum", "avg", "max", "min" or "prod".
+        comm: the ranks, an axis such as config["comm"]; None is all.
         local_gradient: backward passes on this rank's gradient g only, as in BMTrain: g for sum,
             g / ranks for avg, g times the product of the other ranks' values for prod; for max and
             min, g where `x` is the extremum.
 
     Raises:
-        ConfigurationError: for an unknown `op`.
+        ConfigurationError: for an unknown `op`, or a `comm` that is no communicator of the open
+            run.
     """
     axis = _axis("all_reduce", comm)
     collectives.check_op(op)
@@ -88,57 +98,89 @@ def all_reduce(
 
 
 def broadcast(
-    x: torch.Tensor, root: int, comm: Axis | None = None, *, local_gradient: bool = False
+    src: torch.Tensor, root: int, comm: Axis | None = None, *, local_gradient: bool = False
 ) -> torch.Tensor:
-    """The `x` of the rank at index `root`, on every rank.
+    """The `src` of the rank at index `root`, on every rank.
 
-    Backward sums the gradients of all ranks at the root. The root's `x` decides whether the result
-    requires grad; the other ranks' `x` get zero gradients.
+    Backward sums the gradients of all ranks at the root. The root's `src` decides whether the
+    result requires grad; the other ranks' `src` get zero gradients.
 
     Args:
-        local_gradient: backward gives that sum to every rank's `x`, as in BMTrain. The result then
-            requires grad on all ranks if `x` does on any.
+        src: on the rank's device, of the same shape and dtype on every rank.
+        root: an index in `comm`.
+        comm: the ranks, an axis such as config["comm"]; None is all.
+        local_gradient: backward gives that sum to every rank's `src`, as in BMTrain. The result
+            then requires grad on all ranks if `src` does on any.
+
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator of the open run, or has no rank
+            `root`.
     """
     axis = _axis("broadcast", comm, root)
-    can_require_grad = x.is_floating_point() or x.is_complex()
+    can_require_grad = src.is_floating_point() or src.is_complex()
     if torch.is_grad_enabled() and can_require_grad and axis.size > 1:
-        wanted = torch.tensor([x.requires_grad], dtype=torch.uint8, device="cpu")
+        wanted = torch.tensor([src.requires_grad], dtype=torch.uint8, device="cpu")
         if local_gradient:
             collectives.all_reduce_(wanted, "max", axis)
         else:
             collectives.broadcast_(wanted, root, axis)
-        x = (x if x.requires_grad else x.detach().requires_grad_()) if wanted.item() else x.detach()
-    out: torch.Tensor = _Broadcast.apply(x, root, axis, local_gradient)
+        src = (
+            (src if src.requires_grad else src.detach().requires_grad_())
+            if wanted.item()
+            else src.detach()
+        )
+    out: torch.Tensor = _Broadcast.apply(src, root, axis, local_gradient)
     return out
 
 
-def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> torch.Tensor:
-    """Send `x`, with its dtype and shape, to the rank at index `target`.
+def send_activations(
+    hidden_state: torch.Tensor, next_rank: int, comm: Axis | None = None
+) -> torch.Tensor:
+    """Send `hidden_state`, with its dtype and shape, to the rank at index `next_rank`.
 
-    That rank must call `recv_activations`. Returns a 0-dim zero on x's device: backward through it
-    waits for the gradient from the receiver's backward and passes it on to `x`. Ignore it if `x`
-    needs no gradient.
+    That rank must call `recv_activations`. Returns a 0-dim zero on its device: backward through it
+    waits for the gradient from the receiver's backward and passes it on to `hidden_state`. Ignore
+    it if `hidden_state` needs no gradient.
+
+    Args:
+        hidden_state: on the rank's device, of any shape and dtype.
+        next_rank: an index in `comm`.
+        comm: the ranks, an axis such as config["comm"]; None is all.
+
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator of the open run, or has no rank
+            `next_rank`.
     """
-    axis = _axis("send_activations", comm, target)
-    wants_grad = torch.is_grad_enabled() and x.requires_grad
-    collectives.send_object((tuple(x.shape), x.dtype, wants_grad), target, axis)
-    token: torch.Tensor = _Send.apply(x, target, axis)
+    axis = _axis("send_activations", comm, next_rank)
+    wants_grad = torch.is_grad_enabled() and hidden_state.requires_grad
+    collectives.send_object(
+        (tuple(hidden_state.shape), hidden_state.dtype, wants_grad), next_rank, axis
+    )
+    token: torch.Tensor = _Send.apply(hidden_state, next_rank, axis)
     return token
 
 
-def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
-    """Receive what the rank at index `source` sends by `send_activations`, on this rank's device.
+def recv_activations(prev_rank: int, comm: Axis | None = None) -> torch.Tensor:
+    """Receive what the rank at index `prev_rank` sends by `send_activations`, on this device.
 
-    The result requires grad if the sender's `x` does and gradients are enabled here; its backward
-    then sends the gradient back, exactly once.
+    The result requires grad if the sender's `hidden_state` does and gradients are enabled here; its
+    backward then sends the gradient back, exactly once.
+
+    Args:
+        prev_rank: an index in `comm`.
+        comm: the ranks, an axis such as config["comm"]; None is all.
+
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator of the open run, or has no rank
+            `prev_rank`.
     """
-    axis = _axis("recv_activations", comm, source)
-    shape, dtype, wants_grad = collectives.receive_object(source, axis)
+    axis = _axis("recv_activations", comm, prev_rank)
+    shape, dtype, wants_grad = collectives.receive_object(prev_rank, axis)
     # No input requires grad on this rank. The anchor makes the result require it, and never gets a
     # gradient itself.
     anchor = torch.zeros((), device=world.device(), requires_grad=wants_grad)
     buffer = torch.empty(shape, dtype=dtype, device=world.device())
-    out: torch.Tensor = _Receive.apply(anchor, buffer, source, axis)
+    out: torch.Tensor = _Receive.apply(anchor, buffer, prev_rank, axis)
     return out
 
 

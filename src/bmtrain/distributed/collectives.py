@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bmtrain.distributed.ledger import Ledger
+from bmtrain.distributed.ledger import FIRST_BYTES, Ledger
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import all_gather_flat, reduce_scatter_flat
 
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
+OPS: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, torch.sum),
+    "avg": (dist.ReduceOp.AVG, torch.mean),
+    "max": (dist.ReduceOp.MAX, torch.amax),
+    "min": (dist.ReduceOp.MIN, torch.amin),
+    "prod": (dist.ReduceOp.PRODUCT, torch.prod),
 }
 
 
@@ -36,18 +36,31 @@ def check_op(op: str) -> None:
         raise ConfigurationError(f"unknown reduction {op!r}: expected one of {', '.join(OPS)}.")
 
 
-def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
-    """Log the collective; RanksDivergedError on all ranks if they are known to have diverged."""
-    if axis.size > 1 and world.is_initialized():
-        text = what if x is None else f"{what} of {tuple(x.shape)} {x.dtype}"
-        world.current().service(Ledger).enter(
-            axis, text, is_on_host=x is None or x.device.type == "cpu"
+def check_divided(x: torch.Tensor, axis: Axis) -> None:
+    """Raise ConfigurationError unless the ranks divide dim 0 of what they reduce-scatter."""
+    if x.dim() == 0 or x.shape[0] % axis.size:
+        raise ConfigurationError(
+            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
+            f"expected dim 0 divisible by {axis.size}."
         )
+
+
+def _enter(
+    axis: Axis, what: str, x: torch.Tensor | None = None, *, is_carried: bool = False
+) -> None:
+    """Log the collective; RanksDivergedError on all ranks if they are known to have diverged.
+
+    The ranks compare on a CPU, unless the data is carried by `Ledger.swap`.
+    """
+    if axis.size > 1:
+        text = what if x is None else f"{what} of {tuple(x.shape)} {x.dtype}"
+        is_on_host = not is_carried and (x is None or x.device.type == "cpu")
+        world.current().service(Ledger).enter(axis, text, is_on_host=is_on_host)
 
 
 def _enter_alone(axis: Axis, what: str) -> None:
     """Before a transfer between some ranks of an axis, which is not logged."""
-    if axis.size > 1 and world.is_initialized():
+    if axis.size > 1:
         world.current().service(Ledger).refuse_sealed(axis, what)
 
 
@@ -58,9 +71,6 @@ def _on_host(axis: Axis, what: str) -> Iterator[None]:
     It had come when the logs were compared: it has ended since.
     """
     _enter(axis, what)
-    if not world.is_initialized():
-        yield
-        return
     with world.current().service(Ledger).told(axis):
         yield
 
@@ -75,14 +85,12 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """This rank's part of the sum of `x` (axis.size * n, ...) over ranks: (n, ...)."""
-    if x.dim() == 0 or x.shape[0] % axis.size:
-        raise ConfigurationError(
-            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
-            f"expected dim 0 divisible by {axis.size}."
-        )
+    check_divided(x, axis)
     _enter(axis, "reduce_scatter", x)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), op=OPS["sum"], group=axis.group)
+    reduce_scatter_flat(
+        out.view(-1), x.contiguous().view(-1), op=dist.ReduceOp.SUM, group=axis.group
+    )
     return out
 
 
@@ -95,9 +103,15 @@ def all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
 
 def all_reduce_(x: torch.Tensor, op: str, axis: Axis) -> None:
     """All-reduce `x` in place over the axis."""
-    if axis.size > 1:
-        _enter(axis, f"all_reduce ({op})", x)
-        dist.all_reduce(x, op=OPS[op], group=axis.group)
+    if axis.size == 1:
+        return
+    ledger, what = world.current().service(Ledger), f"all_reduce ({op})"
+    if ledger.is_immediate and x.nbytes <= FIRST_BYTES:
+        _enter(axis, what, x, is_carried=True)
+        x.detach().copy_(OPS[op][1](ledger.gathered(x, axis), 0))
+    else:
+        _enter(axis, what, x)
+        dist.all_reduce(x, op=OPS[op][0], group=axis.group)
 
 
 def broadcast_(x: torch.Tensor, source: int, axis: Axis) -> None:
@@ -105,13 +119,6 @@ def broadcast_(x: torch.Tensor, source: int, axis: Axis) -> None:
     if axis.size > 1:
         _enter(axis, f"broadcast from rank {axis.ranks[source]}", x)
         dist.broadcast(x, src=axis.ranks[source], group=axis.group)
-
-
-def reduce_(x: torch.Tensor, target: int, op: str, axis: Axis) -> None:
-    """Reduce `x` in place onto the rank at index `target`; undefined on other ranks afterwards."""
-    if axis.size > 1:
-        _enter(axis, f"reduce ({op}) onto rank {axis.ranks[target]}", x)
-        dist.reduce(x, dst=axis.ranks[target], op=OPS[op], group=axis.group)
 
 
 def send(x: torch.Tensor, target: int, axis: Axis) -> None:
@@ -222,10 +229,8 @@ def broadcast_object(value: Any, source: int, axis: Axis, what: str) -> Any:
 
 
 def barrier(axis: Axis) -> None:
-    """Block the host until every rank of the axis has arrived."""
-    if axis.size > 1:
-        with _on_host(axis, "barrier"):
-            dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)
+    """Block the host until every rank of the axis has arrived: a comparison waits for all."""
+    _enter(axis, "barrier")
 
 
 class Board:

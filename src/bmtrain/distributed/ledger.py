@@ -1,10 +1,19 @@
 """Detects ranks that diverge: a per-rank log of collectives, compared between ranks.
 
 Every operation that ranks perform together gets a number and a name. Each rank keeps the number and
-a running digest of the names, and compares both with the other ranks'. On a CPU it compares before
-every operation. On a GPU the host does not wait for gathers and reductions, so it compares where
-the ranks agree on the host anyway (at the latest at the end of a backward pass) and once per pass
-in the background.
+a running digest of the names, its word, and compares it with the other ranks'.
+
+On a CPU the word travels with the data, see `Ledger.swap`. It must be compared before the data are
+taken, because Gloo matches collectives by their order alone: two of one size that are not the same
+mix their data in silence, two of different sizes end the process, and two of different kinds hang
+until the time limit. So whatever ranks do on an axis, they begin with messages of one size, which
+match whatever else differs, and which carry the words. Nothing is written before all words are
+known to be the same. Words travel alone only where ranks do nothing else together: at a call of a
+wrapped model, which may gather nothing, and before an optimizer changes parameters.
+
+On a GPU the host does not wait for gathers and reductions, so the words are compared where the
+ranks agree on the host anyway (at the latest at the end of a backward pass) and once per pass in
+the background.
 """
 
 from __future__ import annotations
@@ -13,12 +22,11 @@ import collections
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,9 +40,9 @@ from bmtrain.torch_internals import PROXIES, all_gather_flat, dispatch_mode, is_
 PATIENCE_S = 10.0  # after a failure, how long a rank waits for the other ranks' logs
 _NUM_REMEMBERED = 1024
 _NUM_TOLD = 3  # operations in the watchdog's report
-_ROOM = 126  # figures that fit into the message of a comparison
+FIRST_BYTES = 1016  # of data, in the message that carries the word
 _DIGEST_BITS = 32
-_NUMBER_BITS = 20  # 52 bits in all: a double, in which figures travel, holds them exactly
+_NUMBER_BITS = 20
 _TAG = 7 << 20  # tag of comparison messages, out of the way of a user's and a pipeline's
 _CURE = (
     "Data gathered since are discarded. Read what {} has printed, then start the run again: it "
@@ -67,7 +75,7 @@ class _Line:
         agreed: number of the last operation that all ranks are known to have in common.
         last: name of that operation.
         since: names of the operations after it, at most _NUM_REMEMBERED.
-        pending: the comparison in flight, if any.
+        pending: the comparison in flight, if any, with the tensors that it reads and writes.
     """
 
     number: int = 0
@@ -77,20 +85,18 @@ class _Line:
     since: collections.deque[str] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=_NUM_REMEMBERED)
     )
-    pending: _Pending | None = None
+    pending: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
 
     @property
     def word(self) -> int:
         return (self.number % 2**_NUMBER_BITS) << _DIGEST_BITS | self.digest
 
-
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    """A comparison in flight; holds the tensors that the collective reads and writes."""
-
-    work: dist.Work
-    own: torch.Tensor
-    words: torch.Tensor
+    def agree(self) -> None:
+        """All ranks have performed the same operations up to here."""
+        self.agreed = self.number
+        if self.since:
+            self.last = self.since[-1]
+            self.since.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +118,8 @@ class Ledger:
     """The log of collectives. One per run, reached by `world.service(Ledger)`.
 
     Attributes:
-        is_immediate: whether ranks compare before every operation. Not on a GPU, where the host
-            would have to wait for the other hosts each time.
+        is_immediate: whether ranks compare in every operation. Not on a GPU, where the host would
+            have to wait for the other hosts each time.
     """
 
     def __init__(self, world: World) -> None:
@@ -185,7 +191,8 @@ class Ledger:
         ]
 
     def enter(self, axis: Axis, what: str, *, is_on_host: bool) -> None:
-        """`note`, then `compare` if the host waits for the other ranks anyway or on a CPU.
+        """`note`, then `compare` if the host is about to wait for the other ranks anyway, but not
+        by `swap`, which compares itself.
 
         Raises:
             RanksDivergedError: on all ranks, if they are about to do different things.
@@ -195,16 +202,62 @@ class Ledger:
             return
         self.refuse_sealed(axis, what)
         self.note(axis, what)
-        if is_on_host or self.is_immediate:
+        if is_on_host:
             self.compare(axis)
 
     def compare_at(self, axis: Axis, what: str) -> None:
-        """`enter` a place of the program at which the ranks do nothing together but that.
-
-        Inside of `sealed` nothing is compared.
+        """`enter` a place of the program at which the ranks do nothing together but that, and
+        compare on a CPU. Inside of `sealed` nothing is compared.
         """
         if self._refuse is None:
-            self.enter(axis, what, is_on_host=False)
+            self.enter(axis, what, is_on_host=self.is_immediate)
+
+    def swap(self, axis: Axis, given: torch.Tensor, taken: torch.Tensor) -> None:
+        """Send `given[i]` (n,) to the rank at index i of the axis, and fill `taken[i]` (n,) with
+        what that rank gives, unless the logs differ. Collective; both are on the CPU.
+
+        The first message to each rank has the same size whatever is sent: the word, and the first
+        FIRST_BYTES of the data. The rest is under way behind it, but enters this rank's memory only
+        when the words of all ranks are known to be the same.
+
+        Raises:
+            RanksDivergedError: on all ranks, if their logs differ or a rank does not arrive.
+        """
+        self.settle(axis)
+        own, group, line = axis.index, axis.group, self._line(axis)
+
+        def start(do: Callable[..., Any], rows: torch.Tensor, tag: int, place: str) -> list[Any]:
+            return [
+                do(row, group=group, tag=tag, **{place: i})
+                for i, row in enumerate(rows)
+                if i != own and len(row)
+            ]
+
+        sent, into = given.view(torch.uint8), taken.view(torch.uint8)
+        heads = torch.zeros((2, axis.size, FIRST_BYTES + 8), dtype=torch.uint8, device="cpu")
+        words = heads.view(torch.int64)[..., 0]
+        words[:] = line.word
+        heads[:, :, 8 : 8 + sent.shape[1]] = sent[:, :FIRST_BYTES]
+        with self.told(axis):
+            works = start(dist.isend, heads[0], _TAG, "group_dst")
+            works += start(dist.isend, sent[:, FIRST_BYTES:], _TAG - 1, "group_dst")
+            for work in start(dist.irecv, heads[1], _TAG, "group_src"):
+                work.wait()
+        if (words != line.word).any():
+            self._part(axis)
+        line.agree()
+        into[:, :FIRST_BYTES] = heads[1, :, 8 : 8 + into.shape[1]]
+        into[own, FIRST_BYTES:] = sent[own, FIRST_BYTES:]
+        with self.told(axis):
+            works += start(dist.irecv, into[:, FIRST_BYTES:], _TAG - 1, "group_src")
+            for work in works:
+                work.wait()
+
+    def gathered(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """Every rank's `x`, stacked: (axis.size, *x.shape), by `swap`."""
+        rows = x.new_empty((axis.size, x.numel()))
+        self.swap(axis, x.detach().reshape(1, x.numel()).expand_as(rows), rows)
+        return rows.view(axis.size, *x.shape)
 
     def compare(self, axis: Axis) -> None:
         """Compare the logs of all ranks. Collective on the CPU.
@@ -212,7 +265,7 @@ class Ledger:
         Raises:
             RanksDivergedError: on all ranks, if their logs differ or a rank does not arrive.
         """
-        self._largest_(torch.empty(0, dtype=torch.float64, device="cpu"), axis)
+        self.gathered(torch.empty(0, device="cpu"), axis)
 
     def largest(self, figures: Sequence[float], axis: Axis, what: str) -> list[float]:
         """The elementwise maximum over all ranks, in fp64, of `what`.
@@ -225,35 +278,7 @@ class Ledger:
         self.refuse_sealed(axis, "an agreement of the hosts")
         self.note(axis, f"agreement on {what} ({len(figures)} figures)")
         wire = torch.tensor(figures, dtype=torch.float64, device="cpu")
-        self._largest_(wire, axis)
-        return list(wire.tolist())
-
-    def _largest_(self, figures: torch.Tensor, axis: Axis) -> None:
-        """`compare`, and set each of `figures` (n,), fp64 on the CPU, to its maximum over ranks.
-
-        Every comparison is the same collective with a message of the same size. Otherwise the
-        comparisons of ranks that have diverged would not match each other, and would hang instead
-        of reporting. The message has room for _ROOM figures, so that small agreements add no round
-        trip; the rest follows once the logs are known to agree.
-        """
-        self.settle(axis)
-        word = float(self._line(axis).word)
-        head = torch.full((_ROOM + 2,), -math.inf, dtype=torch.float64, device="cpu")
-        first = figures[:_ROOM]
-        head[0], head[1], head[2 : 2 + len(first)] = word, -word, first
-        with self.told(axis):
-            _spread_max(head, axis)
-        if head[0] != -head[1]:
-            self._part(axis)
-        line = self._line(axis)  # all ranks have performed the same operations up to here
-        line.agreed = line.number
-        if line.since:
-            line.last = line.since[-1]
-            line.since.clear()
-        first.copy_(head[2 : 2 + len(first)])
-        if len(figures) > _ROOM:
-            with self.told(axis):
-                dist.all_reduce(figures[_ROOM:], op=dist.ReduceOp.MAX, group=axis.group)
+        return list(self.gathered(wire, axis).amax(0).tolist())
 
     @contextlib.contextmanager
     def told(self, axis: Axis) -> Iterator[None]:
@@ -276,7 +301,7 @@ class Ledger:
         # On the CPU this communicator carries nothing but these comparisons, so they can only match
         # each other, in the order in which the hosts issue them.
         work = all_gather_flat(words, own, group=axis.communicators.gather, async_op=True)
-        line.pending = _Pending(work, own, words)
+        line.pending = work, own, words
 
     def settle(self, axis: Axis) -> None:
         """Wait for the comparison that `compare_later` started, and report it."""
@@ -284,11 +309,12 @@ class Ledger:
         pending, line.pending = line.pending, None
         if pending is None:
             return
+        work, _, words = pending
         try:
-            pending.work.wait()
+            work.wait()
         except RuntimeError as error:
             self._part(axis, error)
-        if len(set(pending.words.tolist())) > 1:
+        if len(set(words.tolist())) > 1:
             self._part(axis)
 
     def _part(self, axis: Axis, cause: BaseException | None = None) -> None:
@@ -308,11 +334,11 @@ class Ledger:
         line = self._line(axis)
         own = _Story(line.agreed, line.last, list(line.since), line.number)
         stories, gone = {self._rank: own}, dict[int, str]()
-        if self._watchdog.store_is_gone:
-            return stories, self._watchdog.whereabouts(set(axis.ranks) - stories.keys())
         name = "bmtrain ranks parted " + " ".join(map(str, axis.ranks))
         try:
             store = self._store
+            if self._watchdog.store_is_gone:
+                raise RuntimeError("asking it would wait for ever")
             store.set(f"{name}: {self._rank}", json.dumps(dataclasses.asdict(own)))
             end = time.monotonic() + PATIENCE_S
             while len(stories) + len(gone) < axis.size and time.monotonic() < end:
@@ -334,24 +360,6 @@ class Ledger:
         if found is None:
             found = self._lines[axis.ranks] = _Line()
         return found
-
-
-def _spread_max(x: torch.Tensor, axis: Axis) -> None:
-    """All-reduce `x` in place by maximum, in ceil(log2(ranks)) rounds of messages.
-
-    Dissemination (Hensgen, Finkel, Manber 1988): the ranks that a value has reached double each
-    round. For a few figures it takes a seventh (2 ranks) to a half (4 ranks) of the time of Gloo's
-    ring.
-    """
-    theirs, distance = torch.empty_like(x), 1
-    while distance < axis.size:
-        to, source = (axis.index + distance) % axis.size, (axis.index - distance) % axis.size
-        sent = dist.isend(x, group=axis.communicators.group, group_dst=to, tag=_TAG + distance)
-        dist.recv(theirs, group=axis.communicators.group, group_src=source, tag=_TAG + distance)
-        if sent is not None:
-            sent.wait()  # else `maximum` below could overwrite `x` while it is being sent
-        torch.maximum(x, theirs, out=x)
-        distance *= 2
 
 
 def _describe(

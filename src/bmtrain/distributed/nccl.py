@@ -1,27 +1,26 @@
 """`bmtrain.nccl`: the verbs of BMTrain's NCCL binding, as aliases of `distributed.collectives`.
 
-The groups use NCCL on a GPU, Gloo on a CPU. Sources and destinations are contiguous tensors or
-storages, as in BMTrain. They are read as flat vectors; only their numbers of elements must match. A
-communicator is an `Axis`, such as `bmtrain.config["comm"]`; ranks are indices in it.
+The groups use NCCL on a GPU, Gloo on a CPU. `src` and `dst` are contiguous tensors or storages, as
+in BMTrain. They are read as flat vectors, of equal dtypes and devices; only their numbers of
+elements must match. `op` is "sum", "avg", "max", "min" or "prod". `comm` is a communicator of
+`bmtrain.config`, such as `config["comm"]`; `root` and `peer` are indices in it. Anything else is a
+ConfigurationError.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+import itertools
 
 import torch
 
 from bmtrain.distributed import autograd, collectives
-from bmtrain.errors import ConfigurationError, RemovedError
+from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import KINDS, Axis
 from bmtrain.runtime.world import World
 
 Buffer = torch.Tensor | torch.UntypedStorage | torch.TypedStorage
 NCCLCommunicator = Axis
-_MADE_BY_INIT = (
-    "init_distributed makes all groups; they are in bmtrain.config, config['comm'] first."
-)
 
 
 class _Batch:
@@ -34,39 +33,34 @@ class _Batch:
 
 def allReduce(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:
     """`dst` = the reduction of every rank's `src` by `op` (sum, avg, max, min, prod)."""
-    source, target = _pair("allReduce", src, dst, comm, reduces=True)
-    _write(target, autograd.all_reduce(source, op, comm))
+    source = _source("allReduce", src, comm, reduces=True)
+    _write("allReduce", dst, autograd.all_reduce(source, op, comm))
 
 
 def allGather(src: Buffer, dst: Buffer, comm: Axis) -> None:
     """`dst` (ranks * n,) = every rank's `src` (n,), in rank order."""
-    source, target = _pair("allGather", src, dst, comm, gathers=True)
-    _write(target, collectives.all_gather(source, comm).view(-1))
+    _write("allGather", dst, collectives.all_gather(_source("allGather", src, comm), comm))
 
 
 def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:
     """`dst` (n,) = this rank's part of the reduction by `op` of every rank's `src` (ranks * n,)."""
-    source, target = _pair("reduceScatter", src, dst, comm, reduces=True, scatters=True)
-    _write(target, autograd.reduce_scatter(source, op, comm))
+    source = _source("reduceScatter", src, comm, reduces=True)
+    _write("reduceScatter", dst, autograd.reduce_scatter(source, op, comm))
 
 
 def broadcast(src: Buffer, dst: Buffer, root: int, comm: Axis) -> None:
     """`dst` = the `src` of rank `root`; elsewhere `src` is not read."""
-    source, target = _pair("broadcast", src, dst, comm, root)
-    if comm.index == root:
-        _write(target, source)
-    with torch.no_grad():
-        collectives.broadcast_(target, root, comm)
+    axis = autograd.checked("nccl.broadcast", comm, root)
+    own = _flat("broadcast", src if axis.index == root else dst).clone()
+    collectives.broadcast_(own, root, axis)
+    _write("broadcast", dst, own)
 
 
 def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Axis) -> None:
     """`dst` on rank `root` = the reduction of every rank's `src` by `op`; not written elsewhere."""
-    source, target = _pair("reduce", src, dst, comm, root, reduces=True)
-    collectives.check_op(op)
-    total = source.clone()
-    collectives.reduce_(total, root, "sum" if op == "avg" else op, comm)
+    total = autograd.all_reduce(_source("reduce", src, comm, root, reduces=True), op, comm)
     if comm.index == root:
-        _write(target, total / comm.size if op == "avg" else total)
+        _write("reduce", dst, total)
 
 
 def send(src: Buffer, peer: int, comm: Axis) -> None:
@@ -99,6 +93,10 @@ def groupEnd() -> None:
 
     One communicator after the other, in an order that is the same on all ranks: with different
     orders, two ranks could each wait for the other in different communicators and deadlock.
+
+    Raises:
+        ConfigurationError: without a groupStart before it, or if this rank's sends to itself and
+            its receives from itself differ in number, length or dtype.
     """
     batch = world.current("nccl.groupEnd").service(_Batch)
     if batch.depth == 0:
@@ -109,47 +107,37 @@ def groupEnd() -> None:
     queued, batch.queued = batch.queued, []
     axes = dict.fromkeys(axis for axis, *_ in queued)
     for axis in sorted(axes, key=lambda axis: KINDS.index(axis.name)):
-        sends, receives = (
-            [(x, peer) for owner, sent, x, peer in queued if owner is axis and sent == is_sent]
-            for is_sent in (True, False)
-        )
         # messages to self, which torch refuses: the n-th send fills the n-th receive
-        own, into = ([x for x, p in one if p == axis.index] for one in (sends, receives))
-        if [(x.dtype, x.numel()) for x in own] != [(x.dtype, x.numel()) for x in into]:
+        own, into, sends, receives = (
+            [
+                (x, peer)
+                for owner, sent, x, peer in queued
+                if owner is axis and (peer == axis.index) == is_own and sent == is_sent
+            ]
+            for is_own, is_sent in itertools.product((True, False), repeat=2)
+        )
+        if [(x.dtype, x.numel()) for x, _ in own] != [(x.dtype, x.numel()) for x, _ in into]:
             raise ConfigurationError(
                 f"rank {axis.index} sends {len(own)} tensors to itself and receives {len(into)}: "
                 "expected as many, of the same numbers of elements and dtypes, in the same order."
             )
-        for x, target in zip(own, into, strict=True):
-            _write(target, x)
-        sends, receives = (
-            [(x, peer) for x, peer in one if peer != axis.index] for one in (sends, receives)
-        )
+        for (x, _), (target, _) in zip(own, into, strict=True):
+            target.copy_(x)
         collectives.exchange(sends, receives, axis)
 
 
-def getUniqueId() -> NoReturn:
-    """Always raises RemovedError: `init_distributed` creates the groups."""
-    raise RemovedError("bmtrain.nccl.getUniqueId", _MADE_BY_INIT)
-
-
-def commInitRank(unique_id: bytes, world_size: int, rank: int) -> NoReturn:
-    """Always raises RemovedError: `init_distributed` creates the groups."""
-    raise RemovedError("bmtrain.nccl.commInitRank", _MADE_BY_INIT)
-
-
 def commCount(comm: Axis) -> int:
-    """Number of ranks of a communicator."""
+    """Number of ranks of `comm`."""
     return autograd.checked("nccl.commCount", comm).size
 
 
 def commRank(comm: Axis) -> int:
-    """This rank's index in a communicator."""
+    """This rank's index in `comm`."""
     return autograd.checked("nccl.commRank", comm).index
 
 
 def commDestroy(comm: Axis) -> None:
-    """Only checks its argument: the run owns all communicators and closes them at its end."""
+    """Only checks `comm`: the run owns all communicators and closes them at its end."""
     autograd.checked("nccl.commDestroy", comm)
 
 
@@ -184,42 +172,25 @@ def _flat(what: str, buffer: Buffer) -> torch.Tensor:
     )
 
 
-def _pair(
-    what: str,
-    src: Buffer,
-    dst: Buffer,
-    comm: Axis,
-    root: int = 0,
-    *,
-    reduces: bool = False,
-    gathers: bool = False,
-    scatters: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat source and destination, of dtypes, devices and numbers of elements that fit."""
+def _source(
+    what: str, src: Buffer, comm: Axis, root: int = 0, *, reduces: bool = False
+) -> torch.Tensor:
+    """The elements of `src`, once the communicator is known to have a rank `root`."""
     autograd.checked(f"nccl.{what}", comm, root)
-    source, target = _flat(what, src), _flat(what, dst)
-    for kind, own, theirs in (
-        ("dtype", source.dtype, target.dtype),
-        ("device", source.device, target.device),
-    ):
-        if own != theirs:
-            raise ConfigurationError(
-                f"nccl.{what} got {own} to be written to {theirs}: expected the same {kind}."
-            )
-    wanted = source.numel() * (comm.size if gathers else 1) / (comm.size if scatters else 1)
-    if target.numel() != wanted:
-        raise ConfigurationError(
-            f"nccl.{what} got {source.numel()} elements and a destination of {target.numel()}: "
-            f"expected {wanted:g}."
-        )
-    if reduces and (isinstance(src, torch.UntypedStorage) or isinstance(dst, torch.UntypedStorage)):
+    if reduces and isinstance(src, torch.UntypedStorage):
         raise ConfigurationError(
             f"nccl.{what} got an untyped storage, whose bytes cannot be reduced: "
             "expected a tensor or typed storage."
         )
-    return source, target
+    return _flat(what, src)
 
 
-def _write(target: torch.Tensor, values: torch.Tensor) -> None:
-    if target.data_ptr() != values.data_ptr():
-        target.copy_(values)
+def _write(what: str, dst: Buffer, values: torch.Tensor) -> None:
+    """Write the result, of any shape, to a destination that must fit."""
+    target = _flat(what, dst)
+    found, wanted = (f"{x.numel()} elements of {x.dtype} on {x.device}" for x in (target, values))
+    if found != wanted:
+        raise ConfigurationError(
+            f"nccl.{what} got a destination of {found}: expected {wanted}; nothing was written."
+        )
+    target.copy_(values.view(-1))

@@ -24,7 +24,9 @@ import torch.distributed as dist
 
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
 from bmtrain.runtime.log import print_rank, warn
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.process import this_host
@@ -165,7 +167,7 @@ class FilePeers(Peers):
 
     def barrier(self, channel: int) -> None:
         # not a collective of its own in the ledger: the gather or reduction around it is logged
-        dist.all_reduce(torch.zeros(1, device="cpu"), group=self.axis.group)
+        world.current().service(Ledger).compare(self.axis)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,9 +50,13 @@ def sum_loss(
     losses are averaged in fp32 and returned in their dtype; integers return fp32.
 
     Args:
+        loss: a number, or a tensor on the rank's device, of the same shape and dtype on every rank.
         comm: the ranks, an axis such as config["comm"]; None is all.
         local_gradient: backward divides by the number of ranks instead, as in BMTrain (see
             `distributed.all_reduce`).
+
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator of the open run.
     """
     current = world.current("sum_loss")
     if not isinstance(loss, torch.Tensor):

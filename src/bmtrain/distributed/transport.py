@@ -16,6 +16,7 @@ import torch.distributed as dist
 from bmtrain.distributed.exchange import Exchange, rotated
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import GATHERS, REDUCTIONS, PeerGroups, PeerMemory, Peers
+from bmtrain.kernels.sum_parts import sum_parts
 from bmtrain.runtime.mesh import Axis
 from bmtrain.torch_internals import (
     add_each_,
@@ -245,19 +246,7 @@ class Transport:
             self._num_joined[axis.ranks, numel * axis.size] += 1
         return shard, ShardSource(shard, peers, memory)
 
-    def gather(
-        self, full: torch.Tensor, source: ShardSource, axis: Axis, place: str = ""
-    ) -> torch.Event | None:
-        """Start filling `full` (n * ranks,) with the shard (n,) of every rank of the axis.
-
-        Args:
-            place: what is gathered, and where in the program, for messages.
-
-        The rest is as in `gather_together`.
-        """
-        return self.gather_together([Gather(full, source, axis, place)])
-
-    def gather_together(self, gathers: Sequence[Gather]) -> torch.Event | None:
+    def gather(self, *gathers: Gather) -> torch.Event | None:
         """Start gathers; several as one, which costs little more than the largest of them.
 
         They wait for all work issued so far on the compute stream: without that, a gather could
@@ -278,6 +267,10 @@ class Transport:
         with streams.gathering(streams.mark_compute()):
             if len(gathers) == 1 and gathers[0].source.peers is not None:
                 self._copy_shards(gathers[0].source.peers, gathers[0])
+            elif self.ledger.is_immediate:
+                for gather in gathers:
+                    rows = gather.full.view(gather.axis.size, gather.source.numel)
+                    self.ledger.swap(gather.axis, gather.source.get().expand_as(rows), rows)
             else:
                 by_axis: dict[Axis, list[Gather]] = {}
                 for gather in gathers:
@@ -352,6 +345,13 @@ class Transport:
                 exchange.sum(first.total, first.accumulate)
                 self._reductions.append(Pending([], self.streams.mark_current()))
             return
+        if self.ledger.is_immediate:
+            for each in reductions:
+                rows = torch.cat(each.parts()).view(axis.size, each.total.numel())
+                arrived = torch.empty_like(rows)
+                self.ledger.swap(axis, rows, arrived)
+                sum_parts(each.total, arrived, accumulate=each.accumulate)
+            return
         # Allocated outside `reducing`, so that the memory belongs to the compute stream's pool;
         # filled on the reduce stream, beside matrix products that leave memory bandwidth idle.
         full = torch.empty(numel * axis.size, dtype=dtype, device=first.total.device)
@@ -368,7 +368,7 @@ class Transport:
             reduce_shards(sums, fulls, axis)
             for each, part in zip(reductions, sums, strict=True):
                 if part is not each.total:
-                    _add(each.total, part, each.accumulate)
+                    _ = each.total.add_(part) if each.accumulate else each.total.copy_(part)
             self._reductions.append(Pending([full], self.streams.mark_current()))
 
     def wait_for_reductions(self) -> None:
@@ -397,18 +397,8 @@ class Transport:
 def _keep(reduction: Reduction) -> None:
     """Write the gradient of a single rank, which is the sum, without communication."""
     total, parts = reduction.total, reduction.parts()
-    if not total.is_cuda:
-        if reduction.dtype == total.dtype and not reduction.accumulate:
-            torch.cat(parts, out=total)
-        else:
-            _add(total, torch.cat(parts), reduction.accumulate)
-        return
     places = total.split([part.numel() for part in parts])
     _ = (add_each_ if reduction.accumulate else copy_each_)(places, parts)
-
-
-def _add(total: torch.Tensor, part: torch.Tensor, accumulate: bool) -> None:
-    _ = total.add_(part) if accumulate else total.copy_(part)
 
 
 def gather_shards(

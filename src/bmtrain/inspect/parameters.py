@@ -15,13 +15,15 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
 
-def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> list[dict[str, Any]]:
+def inspect_model(
+    model: torch.nn.Module, param_name: str, prefix: str = ""
+) -> list[dict[str, Any]]:
     """Statistics of all parameters whose name matches. Collective; gathers no parameter.
 
     Args:
         model: any module, fully, partly or not sharded.
-        pattern: shell wildcards: `*`, `?`, `[0-3]`. A dot is an ordinary character.
-        prefix: prepended to every name, with a dot between, before the pattern is matched.
+        param_name: shell wildcards: `*`, `?`, `[0-3]`. A dot is an ordinary character.
+        prefix: prepended to every name, with a dot between, before it is matched.
 
     Returns:
         On every rank, for each matching parameter in the order of `model.named_parameters()`, a
@@ -39,7 +41,7 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
     """
     current = world.current("inspect_model")
     axis = current.mesh.world
-    found = matching_parameters(model, pattern, prefix, what="inspect_model")
+    found = matching_parameters(model, param_name, prefix, what="inspect_model")
     shapes = {name: whole_shape(param) for name, param in found.items()}
     # Ranks that match different parameters would add up rows of different ones, or hang.
     text = "\n".join(f"{name} {shapes[name]} {type(x).__name__}" for name, x in found.items())
@@ -77,7 +79,7 @@ def matching_parameters(
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"{what} got {type(model).__name__}: expected a torch.nn.Module.")
-    for argument, text in (("pattern", pattern), ("prefix", prefix)):
+    for argument, text in (("param_name", pattern), ("prefix", prefix)):
         if not isinstance(text, str):
             raise ConfigurationError(
                 f"{what} got {text!r} as {argument}: expected a string, such as '*.weight'."

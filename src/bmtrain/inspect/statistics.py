@@ -100,7 +100,7 @@ def entry(
 
 
 def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
-    """A plain-text table of the result of `inspect_model` or `Inspector.get_summary`.
+    """A plain-text table of a `summary`, what `inspect_model` or `Inspector.get_summary` returns.
 
     A header and one line per tensor. Numbers have four significant digits, zero is 0.0000; "-"
     stands for an undefined number.
@@ -108,7 +108,7 @@ def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
     Raises:
         ConfigurationError: for anything but a list of such dicts.
     """
-    if isinstance(summary, str | Mapping) or not isinstance(summary, Iterable):
+    if not isinstance(summary, Iterable):
         raise ConfigurationError(
             f"format_summary got {type(summary).__name__}: expected the list that "
             "inspect_model or get_summary returns."

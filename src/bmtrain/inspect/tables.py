@@ -70,7 +70,8 @@ class ParameterRow:
         shape: the shape of each full tensor.
         dtype: the dtype in which each is stored.
         num_local: elements of each that this rank holds; all of them if it is not sharded.
-        sharded, trainable: whether they are.
+        sharded: whether each rank holds a slice.
+        trainable: whether they require grad.
         group: as given to DistributedParameter.
     """
 
@@ -90,13 +91,13 @@ class ParameterRow:
 
 
 def print_inspect(
-    model: torch.nn.Module, pattern: str = "*", file: TextIO | None = None
+    model: torch.nn.Module, param_name: str = "*", file: TextIO | None = None
 ) -> list[ParameterRow]:
     """Print on rank 0 the parameters whose name matches, with equal layers folded. Not collective.
 
     Args:
         model: any module, sharded or not.
-        pattern: as in `inspect_model`.
+        param_name: as in `inspect_model`.
         file: where to print; stdout by default.
 
     Returns:
@@ -117,7 +118,7 @@ def print_inspect(
                 group=param.group if isinstance(param, DistributedParameter) else None,
             ),
         )
-        for name, param in matching_parameters(model, pattern, what="print_inspect").items()
+        for name, param in matching_parameters(model, param_name, what="print_inspect").items()
     ]
     rows = [dataclasses.replace(row, name=name, count=count) for name, count, row in fold(named)]
     rank = f"on rank {world.rank()}"
@@ -134,15 +135,9 @@ def print_inspect(
         }
         for row in rows
     ]
-    total, local, trainable, count = (
-        sum(numbers)
-        for numbers in (
-            (row.num_elements for row in rows),
-            (row.count * row.num_local for row in rows),
-            (row.num_elements for row in rows if row.trainable),
-            (row.count for row in rows),
-        )
-    )
+    total, count = sum(row.num_elements for row in rows), sum(row.count for row in rows)
+    trainable = sum(row.num_elements for row in rows if row.trainable)
+    local = sum(row.count * row.num_local for row in rows)
     caption = (
         f"{count:,} parameters of {total:,} elements, {trainable:,} trainable; {local:,} {rank}"
     )
@@ -155,6 +150,6 @@ def print_inspect(
             table.add_row(*(text(_text(cell)) for cell in cells.values()))
         console = rich("console").Console(file=file)
         if not console.is_terminal:
-            console = rich("console").Console(file=file, width=LOG_WIDTH)
+            console.width = LOG_WIDTH
         console.print(table)
     return rows

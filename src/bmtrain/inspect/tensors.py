@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, UnknownNameError
 from bmtrain.inspect.statistics import entry, statistics_of
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import unknown
 from bmtrain.shard.recording import Position, Recorder
 from bmtrain.shard.unshard import Unshard
 
@@ -69,7 +69,7 @@ def shape_of_all(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 class Inspector:
-    """The tensors recorded on this rank while it is open; created by `inspect_tensor`."""
+    """The tensors recorded on this rank inside `with inspect_tensor() as inspector`."""
 
     def __init__(self, position: Position) -> None:
         self._begin = position.segment - position.segment % 2
@@ -139,7 +139,7 @@ class Inspector:
                 "of a PipelineTransformerBlockList. get_tensor(name) and get_summary() "
                 "show these too."
             )
-        unknown = dict.fromkeys(
+        nothing = dict.fromkeys(
             ("min", "max", "mean", "std", "grad_mean", "grad_std", "inside_pipe")
         )
         numbers = numbered(self._in_graph)
@@ -151,7 +151,7 @@ class Inspector:
                 "tensor": x,
                 "shape": x.shape,
                 "requires_grad": x.requires_grad,
-                **unknown,
+                **nothing,
             }
             for key, x in self._in_graph.items()
         ]
@@ -203,15 +203,15 @@ class Inspector:
             inside the context.
 
         Raises:
-            KeyError: nothing of that name, group and index was recorded on this rank; the message
-                has the closest names.
-            RuntimeError: in a pipeline, `get_summary` has not been called since the last record. It
-                numbers the records across stages.
+            UnknownNameError: nothing of that name, group and index was recorded on this rank; the
+                message has the closest names.
+            ConfigurationError: in a pipeline, `get_summary` has not been called since the last
+                record. It numbers the records across stages.
         """
         numbers = self._agreed
         if any(key not in numbers for key in self._parts):
             if any(key.is_pipelined for key in self._parts):
-                raise RuntimeError(
+                raise ConfigurationError(
                     "get_tensor: in a pipeline the index of a tensor depends on other "
                     "stages: call get_summary() on every rank first."
                 )
@@ -223,13 +223,7 @@ class Inspector:
         if key is None:
             wanted = full_name(name, group, index)
             names = [full_name(n, g, i) for g, n, i in known]
-            near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.0)
-            there = (
-                f"the nearest are {', '.join(map(repr, near))} of {len(known)}"
-                if near
-                else "nothing was recorded on this rank"
-            )
-            raise KeyError(f"no tensor {wanted!r} was recorded on this rank: {there}.")
+            raise UnknownNameError(unknown("this rank's inspector", [wanted], names))
         if len(self._parts[key]) == 1:
             return next(iter(self._parts[key].values()))
         values, grad = self._joined(key, torch.atleast_1d)
@@ -257,7 +251,9 @@ def inspect_tensor() -> Iterator[Inspector]:
             inspector.close()
 
 
-def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
+def record_tensor(
+    x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True
+) -> None:
     """Record `x`, an activation in model code, with all open inspectors.
 
     A no-op if no inspector is open, during recomputation, and in compiled code.
@@ -267,6 +263,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
         name: its name. Records of equal name and group are numbered in the order of recording.
         group: a prefix of the number: "encoder" and "hidden" give "encoder.0.hidden",
             "encoder.1.hidden", ...
+        requires_grad: of BMTrain 0.1, without effect: gradients are recorded where there are any.
 
     Raises:
         ConfigurationError: for a parameter (use `inspect_model`), for anything that is no tensor,

@@ -74,6 +74,7 @@ class FusedCrossEntropy(ClassLoss):
             ranks in equal parts, as VPEmbedding(projection=True) and ColumnParallelLinear return
             them. Rows, targets and class weights must be the same on all of these ranks, and the
             loss is the same; its gradients are those of the sum of all ranks' losses. Collective.
+        inplace: of BMTrain 0.1 and 0.2, without effect: the logits keep their values.
 
     Raises:
         ConfigurationError: for an invalid argument.
@@ -88,6 +89,8 @@ class FusedCrossEntropy(ClassLoss):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
         parallel: bool = False,
+        *,
+        inplace: bool = False,
     ) -> None:
         check("FusedCrossEntropy", parallel=(parallel, FLAG))
         if parallel:

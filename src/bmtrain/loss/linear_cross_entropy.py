@@ -264,8 +264,21 @@ def token_log_probs(
 ) -> torch.Tensor:
     """Log-probabilities (rows,) of the classes `target` by `F.linear(hidden, weight, bias)`.
 
-    As `FusedLinearCrossEntropy`, without all logits in memory, in forward or backward; 0 in rows to
-    ignore. Differentiable in `hidden`, `weight` and `bias`.
+    As `FusedLinearCrossEntropy`, without all logits in memory, in forward or backward.
+    Differentiable in `hidden`, `weight` and `bias`.
+
+    Args:
+        hidden: (rows, dim), fp16, bf16, fp32 or fp64.
+        weight: (classes, dim), in the dtype of `hidden`.
+        target: (rows,), integers from 0 to classes - 1.
+        bias: (classes,), in the dtype of `hidden`.
+        ignore_index: the target of rows whose result is 0.
+
+    Returns:
+        (rows,), in fp32, or fp64 for fp64 hidden states.
+
+    Raises:
+        ConfigurationError: for other shapes, dtypes or devices.
     """
     loss = FusedLinearCrossEntropy(ignore_index=ignore_index, reduction="none")
     return -loss(hidden, weight, target, bias)

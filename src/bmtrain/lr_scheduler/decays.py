@@ -20,11 +20,11 @@ class Noam(WarmupLRScheduler):
     """
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """`s n / w**1.5`."""
+        """`s n / w**1.5` at the iteration n = `num_iter`."""
         return self.start_lr * num_iter / self.warmup_iter**1.5
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """`s / sqrt(n)`; `s` at n = 0, which occurs only without a warm-up."""
+        """`s / sqrt(n)` at n = `num_iter`; `s` at 0, which occurs only without a warm-up."""
         return self.start_lr / math.sqrt(max(num_iter, 1))
 
 
@@ -32,7 +32,7 @@ class NoDecay(WarmupLRScheduler):
     """Warm-up `s n / w`, then `s`. `end_iter` has no effect and may be None."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """`s`."""
+        """`s` at every `num_iter`."""
         return self.start_lr
 
 
@@ -60,7 +60,7 @@ class Linear(_EndingScheduler):
     """Warm-up `s n / w`, then `s (e - n) / (e - w)`, then 0 from `end_iter` on."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """`max(0, s (e - n) / (e - w))`."""
+        """`max(0, s (e - n) / (e - w))` at n = `num_iter`."""
         return max(0.0, self.start_lr * (1 - self._progress(num_iter)))
 
 
@@ -73,7 +73,7 @@ class Cosine(_EndingScheduler):
     """
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """`s (1 + cos(pi (n - w) / (e - w))) / 2`."""
+        """`s (1 + cos(pi (n - w) / (e - w))) / 2` at n = `num_iter`."""
         return self.start_lr * (1 + math.cos(math.pi * self._progress(num_iter))) / 2
 
 
@@ -101,7 +101,7 @@ class Exponential(WarmupLRScheduler):
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """`s gamma**(n - w)`."""
+        """`s gamma**(n - w)` at n = `num_iter`."""
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
 
     def _check(self) -> None:

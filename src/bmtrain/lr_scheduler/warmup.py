@@ -101,6 +101,9 @@ class WarmupLRScheduler(abc.ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a complete saved schedule and write its learning rate to the optimizer.
 
+        Args:
+            state_dict: what `state_dict` of this class has returned, or BMTrain's.
+
         Raises:
             ConfigurationError: for a missing key, or a value that the constructor would refuse. The
                 schedule is then as it was.

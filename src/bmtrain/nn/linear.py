@@ -34,7 +34,8 @@ class Linear(DistributedModule):
     """A linear layer, not tensor-parallel: (..., in_features) -> (..., out_features).
 
     Args:
-        in_features, out_features: sizes of the last dim of input and output.
+        in_features: size of the last dim of the input.
+        out_features: size of the last dim of the output.
         bias: whether to add a bias.
         dtype: the dtype of the parameters; None is torch's default.
         init_method: called with the full weight (out_features, in_features); None draws from
@@ -69,9 +70,9 @@ class Linear(DistributedModule):
             else None,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features)."""
-        return OpLinear.apply(x, self.weight, self._parameters["bias"])
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` (..., in_features) -> (..., out_features)."""
+        return OpLinear.apply(input, self.weight, self._parameters["bias"])
 
     def extra_repr(self) -> str:
         """The sizes, for printing."""

@@ -76,10 +76,10 @@ class OpParallelLinear:
                 "sums; name the sum."
             )
         if reduce_output_type is not None and (gather_input or gather_output):
-            name = "gather_input" if gather_input else "gather_output"
-            what = "whole products would be summed" if gather_input else "sums have all features"
             raise ConfigurationError(
-                f"{name} with reduce_output_type: {what}; leave one of them out."
+                f"reduce_output_type with gather_input={gather_input}, gather_output="
+                f"{gather_output}: whole products would be summed, and sums have all features; "
+                "leave one of them out."
             )
         if world.current("OpParallelLinear").mesh.tp.size == 1:
             return F.linear(input, weight, bias)
@@ -147,8 +147,8 @@ class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each tensor-parallel rank computes a part of the output features.
 
     Args:
-        in_features, out_features: sizes of the full layer. `out_features` is split: weight and bias
-            along dim 0.
+        in_features: size of the last dim of the input.
+        out_features: of all tensor-parallel ranks; weight and bias are split along dim 0.
         bias: whether to add a bias.
         dtype: the dtype of the parameters; None is torch's default.
         gather_output: return all output features on every rank instead of this rank's.
@@ -188,13 +188,13 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output, self.gather_input = gather_output, gather_input
         self.async_gather_chunks = async_gather_chunks
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, ..., in_features) -> (rows of all ranks, ..., out_features / tp_size).
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` (rows, ..., in_features) -> (rows of all ranks, ..., out_features / tp_size).
 
         The constructor's `gather_input` and `gather_output` change the shapes.
         """
         return OpParallelLinear.apply(
-            x,
+            input,
             self.weight,
             self._parameters["bias"],
             self.gather_input,
@@ -219,8 +219,9 @@ class RowParallelLinear(_ParallelLinear):
     The partial products are summed over ranks.
 
     Args:
-        in_features, out_features: sizes of the full layer. `in_features` is split: the weight along
-            dim 1. The bias is not split; it is added once, to the sum.
+        in_features: of all tensor-parallel ranks; the weight is split along dim 1.
+        out_features: size of the last dim of the output. The bias is not split; it is added once,
+            to the sum.
         bias: whether to add a bias.
         dtype: the dtype of the parameters; None is torch's default.
         split_input: the input has the features of all ranks, and the layer uses this rank's; if
@@ -254,13 +255,13 @@ class RowParallelLinear(_ParallelLinear):
         self.split_input, self.async_chunks = split_input, async_chunks
         self.reduce_type = ReduceType.ALL_REDUCE if all_reduce_output else ReduceType.REDUCE_SCATTER
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows of all ranks, ..., in_features / tp_size) -> (rows, ..., out_features).
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` (rows of all ranks, ..., in_features / tp_size) -> (rows, ..., out_features).
 
         The constructor's `split_input` and `all_reduce_output` change the shapes.
         """
         return OpParallelLinear.apply(
-            x,
+            input,
             self.weight,
             self._parameters["bias"],
             False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,7 +20,17 @@ from bmtrain.optim.form import NAMES, StateForm, in_fp32
 from bmtrain.optim.loss_scale import CarriedScale, LossScale
 from bmtrain.optim.saved import check_adam_state, check_masters
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, NUMBER, PART, Rule, check, known_keywords
+from bmtrain.runtime.arguments import (
+    AMOUNT,
+    COUNT,
+    FLAG,
+    NUMBER,
+    PART,
+    POSITIVE,
+    Rule,
+    check,
+    known_keywords,
+)
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
@@ -115,10 +126,21 @@ class AdamBase(torch.optim.Optimizer):
         return value
 
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size."""
+        """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size.
+
+        Args:
+            loss: this rank's, a scalar.
+        """
         scaled = loss * (self.scale / self._engine.mesh.world.size)
         self.scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
         return scaled
+
+    steps_since_last_scale = property(operator.attrgetter("dynamic_scale.num_good"))
+
+    def justify_scale(self, scale: float) -> None:
+        """Set the loss scale of the 0.1.x API; gradients that are there are brought to it."""
+        check("justify_scale", scale=(scale, POSITIVE))
+        self.dynamic_scale.load_state_dict(scale)
 
     def scale_with(self, scale: LossScale) -> None:
         """Take the loss scale of a manager.
@@ -141,7 +163,11 @@ class AdamBase(torch.optim.Optimizer):
     ) -> Any:
         """Update all parameters that have a gradient, dividing gradients by `scale` on the fly.
 
+        Returns what `closure` returns; None without one.
+
         Args:
+            closure: computes the loss again, with gradients, before the update.
+            scale: the loss scale that the gradients carry.
             verdict: 0-dim fp64 on the device. If it is NaN or infinite, weights and moments do not
                 change. The host need not wait for it; once it knows, it calls `take_back`.
 
@@ -297,9 +323,9 @@ class AdamBase(torch.optim.Optimizer):
         return live
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load either form of `state_dict`, or BMTrain's (see `resharding.local_states`).
+        """Load either form of `state_dict`, at any world size if it was gathered, or BMTrain's.
 
-        Collective.
+        Collective. A state of this rank's slices loads at the world size that wrote it.
 
         Raises:
             CheckpointError: on every rank, if this is no such state, or that of other parameters.
@@ -358,13 +384,18 @@ class AdamOptimizer(AdamBase):
     Weight decay is decoupled for every dtype. fp16 and bf16 parameters keep an fp32 master copy and
     fp32 moments.
 
+    Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov and
+    Hutter, "Decoupled Weight Decay Regularization" (2019); for 8 bits, Dettmers et al., "8-bit
+    Optimizers via Block-wise Quantization" (2022).
+
     Args:
-        params: parameters or groups, as in torch.optim.
+        params: parameters or groups, as in torch.optim, of any floating dtype, on the rank's
+            device.
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW, except that weight_decay
             defaults to 0.
         hold_steps: number of initial steps with a learning rate of 0, while the moments build up.
         moments: "fp32", or "8bit": 2.1 instead of 8 bytes an element, in blocks of 64 elements,
-            rounded stochastically (see kernels/blockwise.py).
+            rounded stochastically.
         master_weights: of 16-bit parameters. "fp32": 4 bytes an element. "split", for bf16: 2
             bytes, with which the weights are fp32 numbers; they are rounded to bf16 away from zero
             where two numbers are as near. "none", for bf16: no bytes; weights are rounded
@@ -375,4 +406,5 @@ class AdamOptimizer(AdamBase):
     Raises:
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range.
+        NotInitializedError: before `init_distributed`.
     """

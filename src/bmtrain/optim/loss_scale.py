@@ -74,6 +74,12 @@ class LossScale:
         self.wait()
         return self._value
 
+    @property
+    def num_good(self) -> int:
+        """Good steps since the scale last changed. Waits as `value` does."""
+        self.wait()
+        return self.good_steps
+
     def judge(self, is_finite: bool) -> None:
         """Update the scale after a step whose gradients were all finite, or not."""
         if is_finite:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,13 +31,24 @@ from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 
 
+def _refuse(manager: OptimManager, value: object) -> None:
+    """Assigned to, BMTrain's attributes of a manager would be of no effect."""
+    raise ConfigurationError(
+        f"OptimManager: the loss scale, its factor, steps and bounds cannot be set to {value!r} "
+        "later: give them to OptimManager(loss_scale=..., loss_scale_factor=..., "
+        "loss_scale_steps=..., min_loss_scale=..., max_loss_scale=...), or load a state_dict."
+    )
+
+
 class OptimManager:
     """Drives any number of optimizers, the library's or torch's.
 
     Args:
-        loss_scale: initial loss scale for fp16 training; None turns scaling off.
-        loss_scale_factor: the scale is divided by it on overflow, and multiplied by it after
-            `loss_scale_steps` good steps.
+        loss_scale: initial loss scale for fp16 training (Micikevicius et al., 2018, "Mixed
+            precision training"); None turns scaling off.
+        loss_scale_factor: above 1: the scale is divided by it on overflow, and multiplied by it
+            after `loss_scale_steps` good steps.
+        loss_scale_steps: number of good steps in a row before the scale grows.
         min_loss_scale, max_loss_scale: bounds of the scale.
         grad_scale: divisor of the loss before backward, since gradients are summed over ranks; None
             is the world size, so that gradients are means.
@@ -45,6 +57,7 @@ class OptimManager:
 
     Raises:
         ConfigurationError: for values out of range.
+        NotInitializedError: before `init_distributed`.
 
     Example:
         manager = OptimManager(loss_scale=None)
@@ -105,6 +118,17 @@ class OptimManager:
             carried.become(value, parameters_of(optimizer.param_groups), self._engine)
         return value
 
+    @loss_scale.setter
+    def loss_scale(self, value: object) -> None:
+        _refuse(self, value)
+
+    # What BMTrain's programs read of it.
+    loss_scale_enabled = property(operator.attrgetter("_is_scaled"), _refuse)
+    loss_scale_factor, loss_scale_steps, steps_since_last_scale, min_loss_scale, max_loss_scale = (
+        property(operator.attrgetter(f"_scale.{name}"), _refuse)
+        for name in ("factor", "growth_steps", "num_good", "minimum", "maximum")
+    )
+
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped because a loss or gradient was not finite on some rank.
@@ -129,9 +153,14 @@ class OptimManager:
         Parameters that are not sharded are kept equal on all ranks. From here on `optimizer.scale`
         is the manager's loss scale, so that calls of the 0.1.x API can be mixed in.
 
+        Args:
+            optimizer: of this library or any torch.optim.Optimizer, each once.
+            lr_scheduler: of this library or of torch; `step()` is called without arguments after
+                every step that is not skipped.
+
         Raises:
-            ConfigurationError: for anything but an optimizer, or for one already added; for a
-                schedule whose `step` needs to be told something.
+            ConfigurationError: for anything but an optimizer, for one already added, or for a
+                schedule whose `step` takes a required argument (ReduceLROnPlateau).
         """
         if lr_scheduler is not None:
             check_steps_alone(lr_scheduler)
@@ -209,7 +238,10 @@ class OptimManager:
         self._mark = term if self._mark is None else self._mark + term
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all optimizers, deferred ones included."""
+        """Clear the gradients of all optimizers, deferred ones included.
+
+        With `set_to_none` they become None, else zeros, as in torch.
+        """
         self._mark = None
         self._engine.backward.abandon_if_dead()
         has_deferred = self._engine.backward.has_deferred
@@ -222,9 +254,21 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Any, max_norm: float, norm_type: float = 2, eps: float = 1e-6
     ) -> torch.Tensor:
-        """Clip the gradients of `param_groups` together; returns their unscaled norm.
+        """Scale gradients so that their global norm is at most `max_norm`; returns the norm before.
 
-        See `optim.clip_grad_norm`.
+        `optim.clip_grad_norm` with this manager's loss scale. Collective; the host does not wait.
+
+        Args:
+            param_groups: an optimizer's `param_groups`, or parameters.
+            max_norm: the bound on the unscaled gradient; inf only measures.
+            norm_type: 2, another positive number, or inf.
+            eps: avoids division by zero.
+
+        Returns:
+            The unscaled norm over all ranks: 0-dim on the device, fp32, or fp64 for fp64 gradients.
+
+        Raises:
+            ConfigurationError: for a `norm_type` or `max_norm` that is not positive.
         """
         self._engine.backward.flush()
         spans = self._spans_of(parameters_of(param_groups))
@@ -382,7 +426,7 @@ class OptimManager:
             "num_skipped": self._scale.num_skipped,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved state, at the same world size or, if gathered, at any other.
 
         Raises:
@@ -390,9 +434,9 @@ class OptimManager:
                 differ in number or kind, or if ranks got different states; all is as it was.
         """
         self._scale.wait()
-        check_manager_state(state, self.lr_schedulers)
+        check_manager_state(state_dict, self.lr_schedulers)
         owns = []  # all of them are looked at before one is changed
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        for optimizer, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
             if isinstance(optimizer, AdamBase):
                 owns.append(optimizer.own_of(saved))
             else:
@@ -403,7 +447,7 @@ class OptimManager:
                 optimizer.take_own(own)
             else:
                 optimizer.load_state_dict(own)
-        self.load_rest(state)
+        self.load_rest(state_dict)
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         """Restore all of a saved state but the optimizers."""
@@ -460,9 +504,13 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
     Gradients that are not finite on any rank make all ranks skip the step, and lower
     `optimizer.scale` if there is a loss scale. The host waits for the device to know.
 
+    Args:
+        optimizer: of this library, or any torch.optim.Optimizer.
+        lr_scheduler: stepped unless the step was skipped; None for none.
+
     Raises:
-        ConfigurationError: if a parameter that is not sharded has a gradient of this rank only:
-            ranks would train it apart.
+        ConfigurationError: if a parameter that is not sharded has a gradient of this rank only: its
+            values would differ between ranks.
     """
     replicated = world.current("optim_step").service(Engine).replicated
     params = parameters_of(optimizer.param_groups)

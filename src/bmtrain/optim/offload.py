@@ -41,8 +41,10 @@ class AdamOffloadOptimizer(AdamBase):
     values are bit for bit those of AdamOptimizer.
 
     Args:
-        params, lr, betas, eps, weight_decay, hold_steps, maximize, scale*: as AdamOptimizer.
+        params: parameters or groups, as in torch.optim.
+        lr, betas, eps, weight_decay, hold_steps, maximize: as AdamOptimizer.
         moments, master_weights: as AdamOptimizer.
+        scale, scale_factor, scale_steps: as AdamOptimizer.
         record_delta: after each step, `get_avg_delta()` and `get_var_delta()` return mean and
             variance of the change of all weights on all ranks (collective).
         overlap: whether the program goes on while a GPU updates states. Their gradients are copied

@@ -87,11 +87,12 @@ class PipelineTransformerBlockList(BlockList):
         """Run all blocks on this rank's rows.
 
         Args:
-            args, kwargs: the hidden tensors (rows, ...) and the other arguments of every block.
+            args: the hidden tensors (rows, ...), then other arguments of every block.
             return_hidden_states: whether to return the input of every block too.
             batch_related: the arguments with a row per sample, by position after the hidden ones or
                 by name. By default the tensors whose dim 0 is as long as that of the hidden ones.
                 The others are not cut: each stage uses those of its own call for all rows.
+            kwargs: keyword arguments of every block.
 
         Returns the hidden tensor, or a tuple of `num_hidden`; with `return_hidden_states`
         additionally one stacked tensor (len(self), rows, ...) per hidden.

@@ -30,7 +30,9 @@ plainshard bmtrain model-center numpy ray tensorboard wandb"""
 # Variables that change what a run does, and those of launchers, by patterns of whole names. Values
 # of others are never shown: what a secret is called nobody knows.
 VARIABLES = r"""CC|CXX|LD_(LIBRARY_PATH|PRELOAD)|PYTHON(PATH|HASHSEED|UTF8|WARNINGS|MALLOC)
-|(CUBLAS|CUDA|CUDNN|GLOO|MKL|NCCL|NVIDIA|OMP|PYTORCH|TOKENIZERS|TORCH|TORCHINDUCTOR|TRITON)_\w+
+|(?!\w*(_KEY|_TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|_URL))
+(CUBLAS|CUDA|CUDNN|GLOO|MKL|NCCL|OMP|PYTORCH|TOKENIZERS|TORCH|TORCHINDUCTOR|TRITON)_\w+
+|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|TF32_OVERRIDE)
 |HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_OFFLINE|ENDPOINT|XET_\w+)|TRANSFORMERS_(CACHE|OFFLINE)
 |MODELSCOPE_CACHE|WANDB_(MODE|DIR|PROJECT)"""
 LAUNCHERS = r"""(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|NODE_RANK|MASTER_(ADDR|PORT)
@@ -62,7 +64,7 @@ def shown(variables: Mapping[str, str], names: str) -> dict[str, str]:
     """Those whose names match; of addresses without user names, passwords and queries."""
     known = re.compile(names.replace("\n", ""))
     return {
-        name: re.sub(r"//[^/@\s]*@", "//***@", re.sub(r"\?\S*", "?***", text))
+        name: re.sub(r"//\S*@", "//***@", re.sub(r"\?\S*", "?***", text))
         for name, text in sorted(variables.items())
         if known.fullmatch(name)
     }

@@ -36,13 +36,15 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run will take.
+    """The memory that a run will take.
 
     Attributes:
-        settings, machine: of the run.
+        settings: of the run.
+        machine: its hosts and GPUs.
         peak: the moment of a step that takes most, bytes by part on one GPU.
         recompute: how many calls of blocks are at each level.
-        parameters, trained: elements of the model.
+        parameters: number of elements of all parameters.
+        trained: of those that are trained.
         host: bytes of host memory on one host.
         notes: what is uncertain.
     """

@@ -60,7 +60,8 @@ class Settings:
         recompute: "nothing", "cheap", "block" or "offloaded", the levels of a Block's
             use_checkpoint; "auto" for what fits.
         zero_level: 2 or 3.
-        tp_size, pipe_size: ranks that share each layer, and stages.
+        tp_size: ranks that share each tensor-parallel layer.
+        pipe_size: pipeline stages; 1 for none.
         dtype: "bf16", "fp16" or "fp32", of parameters.
         optimizer: "adam" (AdamOptimizer), "offload" (AdamOffloadOptimizer) or "torch" (AdamW of
             torch.optim).

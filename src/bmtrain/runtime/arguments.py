@@ -105,13 +105,12 @@ def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
     For a constructor the message names the class.
     """
     signature = inspect.signature(function)
-    names = [name for name in signature.parameters if name != "self"]
 
     @functools.wraps(function)
     def checked(*args: P.args, **given: P.kwargs) -> T:
         if not given.keys() <= signature.parameters.keys():
             owner = type(args[0]).__name__ if "self" in signature.parameters else function.__name__
-            raise ArgumentError(unknown(owner, given, names))
+            raise ArgumentError(unknown(owner, given, signature.parameters))
         return function(*args, **given)
 
     return checked

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, UnknownNameError
 from bmtrain.runtime import world
 from bmtrain.runtime.topology import Topology
 from bmtrain.runtime.world import World
@@ -23,7 +23,7 @@ class Config(Mapping[str, Any]):
     `state_dict()` of sharded modules leave full tensors on the rank's device.
 
     Raises:
-        KeyError: for an unknown name; the message suggests the nearest one.
+        UnknownNameError: for a name that it does not have; a KeyError too.
         ConfigurationError: on assignment to any other key, which is an argument of
             `init_distributed` instead, or of anything but a bool.
         NotInitializedError: on assignment before `init_distributed`.
@@ -32,18 +32,14 @@ class Config(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         if key not in _BEFORE:
             near = difflib.get_close_matches(str(key), _BEFORE, n=1, cutoff=0.0)
-            raise KeyError(
-                f"config has no {key!r}: the nearest name is {near[0]!r}; all are "
-                f"{', '.join(_BEFORE)}."
-            )
+            raise UnknownNameError(f"config has no {key!r}: the nearest name is {near[0]!r}.")
         return (_values(world.current("config")) if world.is_initialized() else _BEFORE)[key]
 
     def __setitem__(self, key: str, value: object) -> None:
         if key != "save_param_to_cpu":
             raise ConfigurationError(
-                f"config[{key!r}] cannot be written: nothing would follow it. What can "
-                "be chosen is an argument of "
-                'init_distributed(); config["save_param_to_cpu"] alone is written.'
+                f"config[{key!r}] cannot be written: it would have no effect. Give settings to "
+                'init_distributed(); only config["save_param_to_cpu"] can be written.'
             )
         if not isinstance(value, bool):
             raise ConfigurationError(

@@ -7,7 +7,6 @@ draws a name for each run and tells it to the ranks that have come for it.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import ipaddress
@@ -25,6 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 from bmtrain.runtime.process import say
 
 Store: TypeAlias = Any  # torch declares none to type checkers
+PAUSE_S = 0.05
+NAME_S = 1.0  # for a name server that has no answer now, and for a port that is becoming free
 WORD_S = 35.0  # of waiting for a rank to join, until that is said
 _IN_VAIN = "in vain: "
 FOREVER = datetime.timedelta(days=365)
@@ -57,14 +58,12 @@ def meet(
     Raises:
         RuntimeError, ValueError, OSError: if they do not come in time, saying why.
     """
-    limit, end = datetime.timedelta(seconds=timeout), time.monotonic() + timeout
-    key = f"{url} {rank} {size}"
+    key, end = f"{url} {rank} {size}", time.monotonic() + timeout
     if key not in stores:
-        opened = functools.partial(_opened, url, rank, size, limit, is_hosted, is_local)
+        opened = functools.partial(_opened, url, rank, size, end, is_hosted, is_local)
         stores[key] = _in_time(opened, url, end)
-    stores[key].set_timeout(limit)
-    found = room(stores[key], f"job {job}") if job else stores[key]
-    return _own_room(found, rank, size, end)
+    stores[key].set_timeout(datetime.timedelta(seconds=timeout))
+    return _own_room(room(stores[key], f"job {job}"), rank, size, end)
 
 
 def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
@@ -80,7 +79,7 @@ def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
 
     thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
     thread.start()
-    thread.join(max(0.0, end - time.monotonic()) + 1.0)  # torch may say more at its end
+    thread.join(max(1.0, end - time.monotonic()))
     if errors:
         raise errors[0]
     if not found:
@@ -90,35 +89,34 @@ def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
     return found[0]
 
 
-def _opened(
-    url: str, rank: int, size: int, limit: datetime.timedelta, is_hosted: bool, is_local: bool
-) -> Store:
-    place = urllib.parse.urlparse(url)
-    if place.scheme != "tcp" or not place.hostname:
+def _opened(url: str, rank: int, size: int, end: float, is_hosted: bool, is_local: bool) -> Store:
+    place, begin = urllib.parse.urlparse(url), time.monotonic()
+    host, port, is_host = place.hostname, place.port or 0, is_hosted and rank == 0
+    limit, listener = datetime.timedelta(seconds=end - begin), None
+    if place.scheme != "tcp" or not host:
         return next(rendezvous(url, rank, size, timeout=limit))[0]
-    for left in (2, 1, 0):  # torch would ask for the name until the time is up, twice
+    # torch waits up to twice as long for a name or a port, and a thread that comes back from there
+    # while the interpreter ends aborts the process
+    while True:
         try:
-            family, *_, address = socket.getaddrinfo(
-                place.hostname, place.port, type=socket.SOCK_STREAM
-            )[0]
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            if not is_host:
+                socket.create_connection((host, port), max(end - time.monotonic(), 0.1)).close()
+            elif is_local and ipaddress.ip_address(address[0]).is_loopback:
+                listener = socket.create_server(address[:2], family=family, backlog=size).detach()
             break
-        except socket.gaierror as error:
-            if error.errno != socket.EAI_AGAIN or not left:
-                raise OSError(f"{place.hostname}: {error.strerror}") from error
-            time.sleep(1)
-    listener: int | None = None
-    if is_hosted and rank == 0 and is_local and ipaddress.ip_address(address[0]).is_loopback:
-        with socket.socket(family, socket.SOCK_STREAM) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(address)
-            one.listen(size)
-            listener = one.detach()
+        except OSError as error:
+            is_lasting = is_host or isinstance(error, socket.gaierror)
+            if time.monotonic() > (begin + NAME_S if is_lasting else end):
+                more = "" if is_lasting else ": rank 0 has not come, or has another address"
+                raise OSError(f"{host}: {error.strerror or error}{more}") from error
+        time.sleep(PAUSE_S)
     return dist.TCPStore(  # type: ignore[attr-defined]
-        place.hostname,
-        place.port or 0,
+        host,
+        port,
         size,
-        is_master=is_hosted and rank == 0,
-        timeout=limit,
+        is_master=is_host,
+        timeout=limit / 2,
         wait_for_workers=False,  # `_own_room` says who has not come
         multi_tenant=True,
         master_listen_fd=listener,
@@ -130,17 +128,20 @@ def adopt(store: Store, rank: int, size: int, timeout: float) -> Store:
 
     Collective. Theirs keeps its timeout.
     """
-    end = time.monotonic() + timeout
     own = store.clone()
     own.set_timeout(datetime.timedelta(seconds=timeout))
-    return _own_room(room(own, "bmtrain"), rank, size, end)
+    return _own_room(room(own, "bmtrain"), rank, size, time.monotonic() + timeout)
 
 
 def tell_all(store: Store, subject: str, rank: int, size: int, text: str) -> list[str]:
     """What every rank says on a subject, in rank order. Collective, once for each subject."""
-    store.set(f"{subject} {rank}", text)
-    found = store.multi_get([f"{subject} {other}" for other in range(size)])
-    return [bytes(text).decode() for text in found]
+    keys = [f"{subject} {other}" for other in range(size)]
+    store.set(keys[rank], text)
+    try:
+        return [bytes(text).decode() for text in store.multi_get(keys)]
+    except RuntimeError as error:
+        late = [f"rank {other}" for other, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(f"{' and '.join(late)} does not answer any more") from error
 
 
 def room(store: Store, name: str) -> Store:
@@ -152,11 +153,11 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
     """The room whose name rank 0 draws, once every other rank has come with a card of its own.
 
     Raises:
-        RuntimeError: naming all ranks that have not come.
+        RuntimeError: naming all ranks that have not come, or numbers of ranks that differ.
     """
     hello = [f"bmtrain has come: {other}" for other in range(size)]
     if rank:
-        card = f"bmtrain invites {uuid.uuid4()}"
+        card = f"bmtrain invites {uuid.uuid4()} of {size}"
         store.set(hello[rank], card)
         try:
             if not _comes(store, card, 0, end):
@@ -167,8 +168,9 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
             if store.check([hello[rank]]) and store.get(hello[rank]).decode() == card:
                 store.delete_key(hello[rank])
             raise
-        if answer.startswith(_IN_VAIN):
-            raise RuntimeError(answer.removeprefix(_IN_VAIN))
+        why = answer.partition(_IN_VAIN)[2]
+        if why:
+            raise RuntimeError(why)
         return room(store, answer)
     cards, late = [], []
     for other in range(1, size):
@@ -176,27 +178,30 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
             cards.append(store.get(hello[other]).decode())
             store.delete_key(hello[other])
         else:
-            late.append(str(other))
-    are = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
-    answer = f"{_IN_VAIN}{are} not come" if late else f"bmtrain {uuid.uuid4()}"
+            late.append(f"rank {other}")
+    sizes = sorted({str(size), *(card.rpartition(" ")[2] for card in cards)})
+    why = f"{' and '.join(late)} has not come" if late else ""
+    if len(sizes) > 1:
+        why = f"ranks differ in their number of ranks ({', '.join(sizes)})"
+    answer = f"{_IN_VAIN}{why}" if why else f"bmtrain {uuid.uuid4()}"
     for card in cards:
         store.set(card, answer)
-    if late:
-        raise RuntimeError(answer.removeprefix(_IN_VAIN))
+    if why:
+        raise RuntimeError(why)
     return room(store, answer)
 
 
 def _comes(store: Store, key: str, other: int, end: float) -> bool:
     """Whether a rank leaves a key in time; it is said once that it takes long."""
-    begin = time.monotonic()
-    for limit in (min(end, begin + WORD_S), end):
-        with contextlib.suppress(RuntimeError):
-            left = max(0.001, limit - time.monotonic())
-            store.wait([key], datetime.timedelta(seconds=left))
-            return True
-        if limit < end:
+    word = time.monotonic() + WORD_S
+    while not store.check([key]):  # to wait for it would have torch print a stack
+        if time.monotonic() > end:
+            return False
+        if time.monotonic() > word:
             say(f"rank {other} has not reached init_distributed for {WORD_S:.0f} s.\n")
-    return bool(store.check([key]))
+            word = end
+        time.sleep(PAUSE_S)
+    return True
 
 
 class Groups:
@@ -228,9 +233,7 @@ class Groups:
     ) -> dist.ProcessGroup:
         """A group of these ranks; None is all. Collective over the world, whoever is in it."""
         group = dist.new_group(
-            None if ranks is None else list(ranks),
-            timeout=self._limit,
-            backend=backend or self._backend,
+            ranks and list(ranks), timeout=self._limit, backend=backend or self._backend
         )
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             self._opened.append(group)

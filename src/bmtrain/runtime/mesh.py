@@ -8,6 +8,7 @@ import itertools
 
 import torch.distributed as dist
 
+from bmtrain.errors import NotInitializedError
 from bmtrain.runtime.meeting import Groups
 from bmtrain.runtime.topology import Topology
 
@@ -15,7 +16,7 @@ _GROUPS = {"group", "gather", "reduce"}
 
 
 class Communicators:
-    """The process groups of an axis. After `close`, reading one raises RuntimeError.
+    """The process groups of an axis. After `close`, reading one raises NotInitializedError.
 
     `group` carries ordinary collectives. `gather` and `reduce` hold the same ranks but separate
     communicators, so that an all-gather and a reduce-scatter can be in flight at the same time.
@@ -35,7 +36,7 @@ class Communicators:
         """Only reached for a group that `close` has deleted."""
         if name not in _GROUPS:
             raise AttributeError(name)
-        raise RuntimeError("the run has ended: its ranks can no longer talk to each other.")
+        raise NotInitializedError("the run has ended, and a new collective")
 
     def close(self) -> None:
         """Drop the groups. Safe to call twice."""

@@ -19,6 +19,8 @@ from types import FrameType
 
 from torch.distributed import distributed_c10d
 
+from bmtrain.errors import printable
+
 C_COMPILERS = ("cc", "gcc", "clang")
 LOOK_S = 0.5  # between two looks for the launcher
 
@@ -74,7 +76,7 @@ def missing_for_gpu(compilers: Sequence[str] = C_COMPILERS) -> str | None:
 
 def say(text: str) -> None:
     """Write to standard error, past Python's buffer, whose lock a stuck thread may hold."""
-    data = text.encode(errors="replace")
+    data = printable(text).encode(errors="replace")
     try:
         while data:
             data = data[os.write(2, data) :]

@@ -46,13 +46,13 @@ class Topology:
         self.pp_tp_zero_idx = self.stage_id * tp_size + self.tp_id
         self.pp_tp_zero_id = self.pipe_idx // tp_size
 
-    def get_group_id(self, name: str) -> int:
-        """Index of this rank's group among those of the kind `name` (pipe, zero, tp_zero, tp)."""
-        return self._number(name, "idx")
+    def get_group_id(self, group_name: str) -> int:
+        """Index of this rank's group among those of a kind: pipe, zero, tp_zero or tp."""
+        return self._number(group_name, "idx")
 
-    def get_group_rank(self, name: str) -> int:
-        """This rank's position in its group of the kind `name` (pipe, zero, tp_zero, tp)."""
-        return self.stage_id if name == "pipe" else self._number(name, "id")
+    def get_group_rank(self, group_name: str) -> int:
+        """This rank's position in its group of a kind: pipe, zero, tp_zero or tp."""
+        return self.stage_id if group_name == "pipe" else self._number(group_name, "id")
 
     def _number(self, name: str, kind: str) -> int:
         if name not in _GROUPS:

@@ -277,31 +277,46 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
 
     The ranks are those of torchrun, srun, mpirun or mpiexec; without a launcher the world is this
     process alone. Where torch.distributed is initialised already, by Ray Train for example, its
-    process group is adopted: the ranks are those of it, groups of the run's own stand beside it,
-    `shutdown` closes only these, and the process is left alone (see `World.is_guest`). It should
-    not be called on some of the group's ranks only.
+    process group is adopted: the ranks are those of it, `shutdown` closes only the groups that the
+    run has added, and signals, hooks and the end of the process are left alone. Call it on all
+    ranks of the group.
 
     Args:
         init_method: rendezvous URL of torch.distributed; "env://" is where the launcher says.
         seed: seeds torch, random and numpy identically on every rank, so that all ranks initialise
-            the same model. In training blocks and layers draw numbers of each data-parallel rank's
-            own, for dropout: see `bmtrain.runtime.seeding.Draws`.
+            the same model. In training, blocks and layers draw other numbers on each data-parallel
+            rank, for dropout.
         pipe_size: number of pipeline stages; -1 for no pipeline.
         num_micro_batches: micro-batches of the pipeline; by default the number of stages.
         tp_size: ranks that share each tensor-parallel layer.
-        zero_level: 2 or 3, the default of every Block.
+        zero_level: 2 keeps full parameters until backward, 3 releases them after forward. This and
+            the dtypes, `compile` and `fp8` are defaults of every Block, which its own arguments
+            override.
         device: "cpu" or "cuda", or one GPU by its number ("cuda:1"); by default CUDA if available,
             and the GPU of the local rank, in an adopted process the one that is current.
         timeout: seconds that the ranks wait for each other: to join, and in any collective.
-        watchdog: seconds after which a run without progress is told and ended, counted from the
-            first optimizer step on; "auto" guesses them, None never ends a run. See
-            `bmtrain.runtime.watchdog.Watchdog`.
-        reduce_dtype, accumulate_dtype, transport, memory_limit, fp8, loss_scale_*: see
-            `Defaults`.
-        compile: see `Defaults`; None compiles on CUDA if Triton and a C compiler are found.
+        watchdog: seconds without progress after which a run is reported as hanging and ended,
+            counted from the first optimizer step on; "auto" derives them from `timeout`, None never
+            ends a run.
+        reduce_dtype: dtype in which gradients are communicated and summed over ranks; None is the
+            parameter's own.
+        accumulate_dtype: dtype in which gradients of several micro-batches are accumulated; None is
+            the parameter's own.
+        transport: how shards and gradients of blocks are moved. "copy_engine" copies between the
+            ranks of one host and occupies no SMs; "collective" uses NCCL or Gloo; "auto" copies
+            where GPUs can access each other's memory.
+        memory_limit: bytes of device memory that blocks with use_checkpoint="auto" may fill in a
+            step; None is the capacity of the device. On a CPU it bounds what those blocks save for
+            backward, and None saves everything.
+        compile: whether blocks run compiled in passes that lead to a backward pass; None compiles
+            on CUDA if Triton and a C compiler are found.
+        fp8: whether the linear layers of blocks compute in FP8.
+        loss_scale_factor, loss_scale_steps: factor by which an optimizer's loss scale changes, and
+            the number of good steps before it grows, in programs of the 0.1.x API
+            (`optimizer.loss_scale`, `optim_step`). An OptimManager has its own.
 
-    A rank whose torchrun has ended ends itself from the first line on. After an error, and after
-    the end of a run, it can be called again, by all ranks.
+    From here on, a rank whose torchrun has ended ends itself. After an error, and after `shutdown`,
+    it can be called again, by all ranks.
 
     Raises:
         AlreadyInitializedError: while a run of this process is open.
@@ -477,7 +492,6 @@ def _check_device(wanted: str | torch.device | None) -> None:
 
 
 def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.device:
-    _check_device(wanted)
     asked = None if wanted is None else torch.device(wanted)
     if not (torch.cuda.is_available() if asked is None else asked.type == "cuda"):
         return torch.device("cpu")
@@ -566,9 +580,10 @@ def _check_meeting_place(init_method: str, size: int) -> None:
             raise ConfigurationError(
                 f"init_method is {init_method!r}: expected a port from 0 to 65535."
             ) from error
-        if port is None and init_method.startswith("tcp://"):
+        if port is None and not str(init_method).startswith("file://"):
             raise ConfigurationError(
-                f"init_method is {init_method!r}: expected tcp://HOST:PORT, with a port."
+                f"init_method is {init_method!r}: expected env://, file://PATH, or tcp://HOST:PORT "
+                "with a port."
             )
         return
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -32,7 +32,8 @@ class Hooked(Sharded):
         """
         if not self.requires_grad:
             raise ParameterError(
-                "a hook was registered on a sharded parameter that does not require grad."
+                "a hook was registered on a sharded parameter that does not require grad: call "
+                "param.requires_grad_() first."
             )
         handle = RemovableHandle(self.grad_hooks)
         self.grad_hooks[handle.id] = hook
@@ -46,7 +47,8 @@ class Hooked(Sharded):
         """
         if not self.requires_grad:
             raise ParameterError(
-                "a hook was registered on a sharded parameter that does not require grad."
+                "a hook was registered on a sharded parameter that does not require grad: call "
+                "param.requires_grad_() first."
             )
         handle = RemovableHandle(self.post_hooks)
         self.post_hooks[handle.id] = hook

@@ -66,11 +66,15 @@ def in_whole(module: torch.nn.Module) -> Iterator[None]:
 
 
 def grouped_parameters(
-    module: torch.nn.Module,
+    model: torch.nn.Module,
 ) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
-    """Yield (name, parameters) for each `group` of parameters in `module`; None names the rest."""
+    """Yield (name, parameters) for each group of parameters in `model`; None names the rest.
+
+    The group is the `group` that a DistributedParameter was made with; tied parameters are listed
+    once.
+    """
     groups: dict[str | None, list[torch.nn.Parameter]] = {}
-    for param in module.parameters():
+    for param in model.parameters():
         name = param.group if isinstance(param, DistributedParameter) else None
         groups.setdefault(name, []).append(param)
     yield from groups.items()

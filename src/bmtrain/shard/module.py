@@ -76,9 +76,9 @@ class DistributedModule(torch.nn.Module):
         return None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch's overloads
-        """Full tensors on the CPU under plain names.
+        """Full tensors on the CPU of every rank, under the names of the unwrapped module.
 
-        Collective; arguments as in nn.Module.state_dict.
+        Collective; `args` and `kwargs` are those of nn.Module.state_dict.
         """
         self.settle_buffers()
         keep = kwargs.pop("keep_vars", False)
@@ -100,7 +100,12 @@ class DistributedModule(torch.nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load full tensors; each rank copies its slices.
+        """Load full tensors; each rank copies its slices. Collective; returns what torch returns.
+
+        Args:
+            state_dict: full tensors by the names of `state_dict()`, on any device, of any dtype.
+            strict: whether missing and unexpected names are a RuntimeError, as in torch. Tensors of
+                another shape always are.
 
         Raises:
             ParameterError: for `assign=True`, which would replace the shards.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
@@ -46,12 +47,18 @@ def map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
         fields = [
             (field.name, getattr(out, field.name))
             for field in dataclasses.fields(out)
-            if field.init
+            # a property may compute, together with other ranks
+            if field.init and not isinstance(getattr(kind, field.name, None), property)
         ]
         changed = {
             name: new for name, value in fields if (new := map_tensors(fn, value)) is not value
         }
-        return dataclasses.replace(out, **changed) if changed else out
+        # transformers' outputs hold their values as items too
+        is_dict = isinstance(out, dict) and bool(changed)
+        made = dataclasses.replace(out, **changed) if is_dict else copy.copy(out)
+        for name, new in () if is_dict else changed.items():
+            object.__setattr__(made, name, new)
+        return made if changed else out
     leaves, spec = tree_flatten(out)
     is_leaf = len(leaves) == 1 and leaves[0] is out
     mapped = leaves if is_leaf else [map_tensors(fn, leaf) for leaf in leaves]

@@ -29,27 +29,33 @@ Initializer = Callable[[torch.Tensor], object]
 
 
 class ParameterInitializer:
-    """An initialisation to run later: called with the full tensor, runs `fn(tensor, ...)`."""
+    """An initialisation to run later: called with the full tensor, runs `func(tensor, ...)`.
 
-    def __init__(self, fn: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        self.fn, self.args, self.kwargs = fn, args, kwargs
+    Args:
+        func: a function that writes the tensor in place, such as those of torch.nn.init.
+        args, kwargs: passed on to `func` after the tensor.
+    """
+
+    def __init__(self, func: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        self.fn(tensor, *self.args, **self.kwargs)
+        self.func(tensor, *self.args, **self.kwargs)
 
 
 class DistributedParameter(Hooked, torch.nn.Parameter):
     """An nn.Parameter that looks whole; this rank stores a slice of the flattened tensor.
 
     Shape, dim and numel are the whole's (with `tp_mode`, of this tensor rank's part), `local` is
-    the slice. What a program does with it is right or refused (see `Sharded`). `.grad` is of the
-    same kind: the gradient summed over ranks.
+    the slice. Element-wise functions compute on the slices; others gather the whole tensor, or
+    raise ParameterError where the result could not be right. `.grad` is of the same kind: the
+    gradient summed over ranks.
 
     Args:
         data: the full tensor, on any device, the same on every rank; a meta tensor allocates only
             the slice. With `tp_mode` this tensor rank's part of it.
         requires_grad: whether to train it.
-        init_method: called with the whole tensor by `init_parameters`.
+        init_method: called with the whole tensor by `init_parameters`; it writes it in place.
         group: a name under which `grouped_parameters` lists it.
         tp_mode: whether the whole tensor is cut along `tp_split_dim` over the tensor-parallel
             ranks, in equal parts.
@@ -247,6 +253,10 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     @property
     def local(self) -> torch.Tensor:
+        """This rank's slice of the flattened tensor: 1-D, possibly empty, on the rank's device.
+
+        It shares the parameter's memory. Waits for an update of an optimizer in flight.
+        """
         self.storage_of.settle()
         return self._local
 
@@ -292,7 +302,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def gather(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The full tensor, differentiable: its gradient is summed over ranks into this slice.
 
-        Collective. With arguments, `torch.gather` of it: BMTrain's name is torch's for that.
+        Collective. With `args` or `kwargs` it is `torch.gather`: BMTrain's method has torch's name.
         """
         if args or kwargs:
             return torch.gather(self, *args, **kwargs)
@@ -302,7 +312,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             return view.clone() if use.is_gathered_again else view
 
     def gather_all(self) -> torch.Tensor:
-        """The whole tensor, `_tp_original_shape`: as `gather`, the tensor-parallel split undone."""
+        """As `gather`, with the tensor-parallel split undone: the tensor before the cut."""
         split = self.storage_of.layout.slots[self.index_in_storage].split
         full = self.gather()
         return (
@@ -314,9 +324,9 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         )
 
     def tp_gather(self) -> torch.Tensor:
-        """The slices of all tensor-parallel ranks in one 1-D tensor: split undone, still sharded.
+        """The slices of all tensor-parallel ranks, one after the other: 1-D, differentiable.
 
-        Collective.
+        Collective over the tensor-parallel ranks. Without `tp_mode` it is this rank's slice.
         """
         split = self.storage_of.layout.slots[self.index_in_storage].split
         local = self.differentiable_local()

@@ -89,11 +89,12 @@ def watch_calls(model: torch.nn.Module) -> None:
 
     A rank whose last call gathered nothing would otherwise not notice that others have gathered.
     """
-    if _note_call not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_note_call)
+    if note_call not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(note_call)
 
 
-def _note_call(model: torch.nn.Module, args: Any) -> None:
+def note_call(model: torch.nn.Module, args: Any) -> None:
+    """The hook of `watch_calls`; in compiled code it does nothing."""
     if not torch.compiler.is_compiling() and world.is_initialized():
         current = world.current()
         what = f"a call of {model.__class__.__name__}"

@@ -154,7 +154,7 @@ class Gathered(Residence):
         if self._full is None:
             self._full, self.version = self._source.new_full(self._axis.size), self._version()
             self._arrived = self._transport.gather(
-                self._full, self._source, self._axis, self.place(phase)
+                Gather(self._full, self._source, self._axis, self.place(phase))
             )
         return self._full
 
@@ -225,7 +225,7 @@ class Fixed(Residence):
 
     def prefetch(self, phase: Phase) -> None:
         if not self.is_current:
-            self.arrives(self._transport.gather_together([self.missing(phase)]))
+            self.arrives(self._transport.gather(self.missing(phase)))
 
     def missing(self, phase: Phase) -> Gather:
         """The gather that brings the values; `arrives` says that it was started."""

@@ -88,7 +88,7 @@ class Steps:
                     "another optimizer (SGD and Adagrad treat dense and sparse gradients alike), "
                     "or do not shard the embedding."
                 )
-            self._ledger.enter(self._axis, _described(optimizer, params, given), is_on_host=False)
+            self._ledger.compare_at(self._axis, _described(optimizer, params, given))
             if alone:
                 raise _not_summed(
                     optimizer, alone[0], "its gradient is that of this rank's rows alone"

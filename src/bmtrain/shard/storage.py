@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.distributed.transport import ShardSource
+from bmtrain.distributed.transport import Gather, ShardSource
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.world import check_zero_level
 from bmtrain.shard.cut import Cut
@@ -238,7 +238,9 @@ class Storage:
             # Without this wait, the caller's kernels would read what the gather has not yet filled.
             transport.streams.compute_waits(
                 transport.gather(
-                    full, ShardSource(shard), self.axis, f"values of {self.gradient.label.text}"
+                    Gather(
+                        full, ShardSource(shard), self.axis, f"values of {self.gradient.label.text}"
+                    )
                 )
             )
         if self.placement.stage is not None:

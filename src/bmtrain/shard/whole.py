@@ -13,11 +13,15 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
     """The tensors of all ranks, concatenated along dim 0 in rank order, on `result`'s device.
 
     Collective. For a distributed parameter, its gradient or another sharded tensor: the whole
-    tensor. Ranks may have different numbers of rows; the other dims and the dtype must agree. 0-dim
-    tensors give one row each.
+    tensor. The result has no graph.
+
+    Args:
+        result: of the same dtype and the same dims after the first on every rank; numbers of rows
+            may differ. A 0-dim tensor is one row.
 
     Raises:
-        ConfigurationError: on every rank, naming the shapes and dtypes that do not fit together.
+        ConfigurationError: on every rank, for anything but a tensor, or naming the shapes and
+            dtypes that do not match.
     """
     return result.whole() if isinstance(result, Slices) else results.gather_result(result)
 

@@ -34,8 +34,9 @@ class Difference:
         key: the tensor.
         rank: the rank.
         what: the difference in words.
-        error, allowed: of the worst element, absolute; NaN if the difference has no size (a missing
-            tensor, another shape or dtype, a random state).
+        error: of the worst element, absolute; NaN if the difference has no size (a missing tensor,
+            another shape or dtype, a random state).
+        allowed: the largest error of that element that would not count; NaN as above.
     """
 
     key: Key

@@ -50,7 +50,7 @@ class Trainer:
         (self.manager or self.optimizer).zero_grad()
 
     def backward(self, loss: torch.Tensor, *, reduce_gradients: bool = True) -> None:
-        """Run backward; gradients are averaged over ranks.
+        """Run backward from the scalar `loss`; gradients are averaged over ranks.
 
         `reduce_gradients=False` defers that to a later call.
         """

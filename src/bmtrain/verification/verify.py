@@ -193,8 +193,8 @@ class Verify:
                 for all tolerances.
 
         Returns:
-            A report, true if nothing differs. Tolerances follow from dtypes: see
-            verification/compare.py.
+            A report, true if nothing differs by more than its tolerance, which follows from the
+            dtypes.
 
         Raises:
             ConfigurationError: for a program that cannot be verified, one that is not deterministic

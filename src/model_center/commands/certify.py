@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 import bmtrain as bmt
-from bmtrain.runtime.log import printable
+from bmtrain.errors import printable
 from model_center.arguments import positive
 from model_center.commands import train
 from model_center.dataset.packing import PackedSamples
-from model_center.dataset.preferences import Pairs
+from model_center.dataset.preferences import PreferencePairs
 from model_center.errors import ConfigError
 from model_center.training.certificate import Certificate, certify
 from model_center.training.objectives import Preference, goal_of
@@ -44,12 +44,12 @@ def run(args: argparse.Namespace) -> None:
     if prepared is None:
         return
     packed = prepared.packed
-    if not isinstance(packed, PackedSamples | Pairs):
+    if not isinstance(packed, PackedSamples | PreferencePairs):
         raise ConfigError(
             "--packing concatenated: certify compares with texts one by one, and these see others."
         )
-    goal = goal_of(prepared.subject, args)
-    if isinstance(goal, Preference) and isinstance(packed, Pairs):
+    goal = goal_of(prepared.trained_model, args)
+    if isinstance(goal, Preference) and isinstance(packed, PreferencePairs):
         goal.add_reference(packed, args.dataset_name)
     found = certify(goal, packed, args, args.steps)
     if bmt.rank() == 0:
@@ -61,7 +61,7 @@ def lines(found: Certificate) -> list[str]:
     """What was compared and what differs, in words."""
     said = [
         f"compared: {found.steps} steps on {bmt.world_size()} ranks, {found.conversations:,} "
-        f"samples, {found.tokens:,} tokens, {found.learnt:,} learnt"
+        f"samples, {found.tokens:,} tokens, {found.loss_tokens:,} in the loss"
     ]
     if found.unknown:
         said.append(
@@ -70,7 +70,7 @@ def lines(found: Certificate) -> list[str]:
         )
     if not found.findings:
         said.append(
-            "no difference: each learnt token weighs the same in its step (up to "
+            "no difference: each token in the loss weighs the same in its step (up to "
             f"{found.deviation:.0e}), has the position and sees what it sees alone"
         )
     else:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from model_center.commands.generate import add_model_arguments, of_the_first_rank, opened, say
+from model_center.commands.generate import (
+    add_model_arguments,
+    open_generator,
+    read_on_rank_zero,
+    say,
+)
 from model_center.generation.session import Session
 
 
@@ -23,14 +28,14 @@ def run(args: argparse.Namespace) -> None:
     """Answer lines of the standard input until it ends.
 
     Raises:
-        ConfigError, IdentifierError, InputError, WeightsError: as when a model is opened, and for a
+        ConfigError, IdentifierError, InputError, WeightsError: as of `open_generator`, and for a
             tokenizer without a chat template.
     """
     first = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(first)
     with Session() as session:
-        generator = opened(args, session)
-        while (line := _asked()) is not None:
+        generator = open_generator(args, session)
+        while (line := _read_question()) is not None:
             if not line:
                 messages = list(first)
                 continue
@@ -43,8 +48,8 @@ def run(args: argparse.Namespace) -> None:
             messages.append({"role": "assistant", "content": answer})
 
 
-def _asked() -> str | None:
+def _read_question() -> str | None:
     """The next line, which the first rank reads; None at the end of the input."""
     say("> " if sys.stdin.isatty() else "")
-    line = of_the_first_rank(sys.stdin.readline)
+    line = read_on_rank_zero(sys.stdin.readline)
     return line.strip() if line else None

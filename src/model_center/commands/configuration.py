@@ -12,7 +12,7 @@ from model_center.errors import ConfigError, with_nearest
 from model_center.optional import package
 from model_center.training.files import write_whole
 
-FILE = "run.yaml"
+FILE, ADAPTERS = "run.yaml", "adapter_config.json"
 UNSAID = (
     *("run", "config", "look", "local_rank", "ranks", "dataset_name", "resume", "replay_step"),
     "continue_with_other_data",
@@ -63,7 +63,7 @@ def differences(args: argparse.Namespace, folder: pathlib.Path) -> list[str]:
     path = folder / FILE
     if not path.is_file():
         return []
-    before, now = _read(path), said(args)
+    before, now = _read(path), given_flags(args)
     return [
         f"{name} was {before.get(name)} and is {now.get(name)}"
         for name in sorted({*before, *now})
@@ -75,11 +75,13 @@ def keep(args: argparse.Namespace, folder: pathlib.Path) -> None:
     """Write the flags into a run's folder, as `--config` reads them."""
     yaml = package("yaml", "--config", ConfigError, name="pyyaml")
     folder.mkdir(parents=True, exist_ok=True)
-    text = "# python -m model_center train --config of this file\n" + yaml.safe_dump(said(args))
+    text = "# python -m model_center train --config of this file\n" + yaml.safe_dump(
+        given_flags(args)
+    )
     write_whole(folder / FILE, text)
 
 
-def said(args: argparse.Namespace) -> dict[str, Any]:
+def given_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The flags by name, as values of YAML, without those that are not given."""
     return {
         name: _plain(value)
@@ -108,7 +110,11 @@ def _read(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def model_in(name: str) -> tuple[str, str | None]:
-    """The model that a name means, and the adapters: of a run's folder, what the run has made."""
+    """The model that a name means, and the adapters: of a run's folder, what the run has made.
+
+    Raises:
+        ConfigError: for adapters that name no model.
+    """
     folder = pathlib.Path(name)
     if folder.is_file() and folder.name == "config.json":
         return str(folder.parent), None
@@ -117,7 +123,9 @@ def model_in(name: str) -> tuple[str, str | None]:
     if (folder / "model" / "config.json").is_file():
         return str(folder / "model"), None
     for place in (folder, folder / "adapter"):
-        if (place / "adapter_config.json").is_file():
-            content = _read(place / "adapter_config.json")
-            return str(content["base_model_name_or_path"]), str(place)
+        if (place / ADAPTERS).is_file():
+            base = _read(place / ADAPTERS).get("base_model_name_or_path")
+            if not isinstance(base, str):
+                raise ConfigError(f"{place / ADAPTERS} names no base_model_name_or_path: add it.")
+            return base, str(place)
     return name, None

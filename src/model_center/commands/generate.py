@@ -12,8 +12,8 @@ import torch
 import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.distributed.collectives import broadcast_object
+from bmtrain.errors import printable
 from bmtrain.runtime import world
-from bmtrain.runtime.log import printable
 from model_center.commands.configuration import model_in
 from model_center.errors import ConfigError, InputError
 from model_center.generation.session import Session
@@ -22,7 +22,7 @@ from model_center.tokenizer.chat_template import rendered
 from model_center.training.adapters import add_adapters
 from model_center.training.quantization import quantize
 from model_center.training.setup import DTYPES, default_dtype
-from model_center.training.subject import TheirSubject, own_class, tokenizer_of
+from model_center.training.trained_model import TransformersModel, native_class, tokenizer_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> None:
         ConfigError, IdentifierError, InputError, WeightsError: before anything is printed.
     """
     with Session() as session:
-        generator = opened(args, session)
-        prompts = args.prompt or of_the_first_rank(sys.stdin.read).splitlines()
+        generator = open_generator(args, session)
+        prompts = args.prompt or read_on_rank_zero(sys.stdin.read).splitlines()
         for prompt in filter(str.strip, prompts):
             asked = [{"role": "user", "content": prompt}]
             is_chat = generator.tokenizer.chat_template and not args.plain
@@ -104,7 +104,7 @@ TO_TALK = {
 }
 
 
-class TheirGenerator:
+class TransformersGenerator:
     """What TextGenerator does, with a model that transformers has and this package has not.
 
     Texts come whole, not in pieces.
@@ -113,47 +113,55 @@ class TheirGenerator:
     def __init__(self, args: argparse.Namespace, folder: Callable[[], str]) -> None:
         if not world.is_initialized():
             bmt.init_distributed()
-        subject = TheirSubject(args.model_config)
-        subject.load(argparse.Namespace(**{**vars(args), **TO_TALK}))
+        trained_model = TransformersModel(args.model_config)
+        trained_model.load(argparse.Namespace(**{**vars(args), **TO_TALK}))
         if args.load_in_4bit:
-            subject.quantize()
+            trained_model.quantize()
         if args.adapter:
-            subject.add_adapters(pathlib.Path(args.adapter))
-            subject.read_tokenizer(folder())
-        self._subject, self._args, self.tokenizer = subject, args, subject.tokenizer
+            trained_model.add_adapters(pathlib.Path(args.adapter))
+            trained_model.read_tokenizer(folder())
+        self._trained_model, self._args, self.tokenizer = (
+            trained_model,
+            args,
+            trained_model.tokenizer,
+        )
 
     def stream(self, text: str) -> Iterator[str]:
         """What follows the text."""
-        return self._behind(self._subject.tokenizer.encode(text))
+        return self._answer_text(self._trained_model.tokenizer.encode(text))
 
     def stream_chat(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
         """The next message of a conversation."""
-        tokenizer = self._subject.tokenizer
+        tokenizer = self._trained_model.tokenizer
         if not tokenizer.chat_template:
             raise InputError("the tokenizer has no chat template: use generate.")
         text = rendered(tokenizer, messages, add_generation_prompt=True)
-        return self._behind(tokenizer.encode(text, add_special_tokens=False))
+        return self._answer_text(tokenizer.encode(text, add_special_tokens=False))
 
-    def _behind(self, ids: Sequence[int]) -> Iterator[str]:
+    def _answer_text(self, ids: Sequence[int]) -> Iterator[str]:
         args = self._args
         draws = {"do_sample": False}
         if args.temperature:
             torch.manual_seed(args.seed)
             draws = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
-        found = self._subject.answer(torch.tensor([list(ids)]), args.max_new_tokens, **draws)
-        yield self._subject.tokenizer.decode(found, skip_special_tokens=True)
+        found = self._trained_model.answer(torch.tensor([list(ids)]), args.max_new_tokens, **draws)
+        yield self._trained_model.tokenizer.decode(found, skip_special_tokens=True)
 
 
-def opened(args: argparse.Namespace, session: Session) -> TextGenerator | TheirGenerator:
+def open_generator(
+    args: argparse.Namespace, session: Session
+) -> TextGenerator | TransformersGenerator:
     """The generator of the model and flags; the run is joined where torchrun has started it."""
     if world.launched().size > 1:
         bmt.init_distributed()
     args.dtype = args.dtype or default_dtype()
     args.model_config, adapters = model_in(args.model_config)
     args.adapter = args.adapter or adapters
-    kind = own_class(args.model_config)
+    kind = native_class(args.model_config)
     if kind is None:
-        return TheirGenerator(args, lambda: of_the_first_rank(lambda: _tokenizer_folder(args)))
+        return TransformersGenerator(
+            args, lambda: read_on_rank_zero(lambda: _tokenizer_folder(args))
+        )
     model = kind.from_pretrained(args.model_config, dtype=DTYPES[args.dtype])
     if not world.is_initialized():
         model = model.to(bmt.device())
@@ -166,7 +174,7 @@ def opened(args: argparse.Namespace, session: Session) -> TextGenerator | TheirG
         if args.temperature
         else {}
     )
-    folder = of_the_first_rank(lambda: _tokenizer_folder(args))
+    folder = read_on_rank_zero(lambda: _tokenizer_folder(args))
     tokenizer = attempt(lambda: tokenizer_of(kind, folder), everyone(), ConfigError)
     return TextGenerator(
         model.eval(), tokenizer, session=session, max_new_tokens=args.max_new_tokens, **draws
@@ -179,7 +187,7 @@ def _tokenizer_folder(args: argparse.Namespace) -> str:
     return str(args.adapter if is_beside else args.model_config)
 
 
-def of_the_first_rank(read: Callable[[], str]) -> str:
+def read_on_rank_zero(read: Callable[[], str]) -> str:
     """What `read` gives on the first rank, on all. Collective.
 
     Raises:

@@ -6,6 +6,7 @@ import argparse
 import pathlib
 
 import bmtrain as bmt
+from bmtrain.checkpoint.sources import open_source
 from model_center.commands.configuration import model_in
 from model_center.errors import ConfigError
 from model_center.hub.resolving import resolve
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: for a folder without adapters, or with those of another model.
+        CheckpointError: for weights that cannot be read, or of which any might be meant.
         WeightsError: if the model cannot be written.
     """
     base, adapters = model_in(args.adapter)
@@ -38,11 +40,12 @@ def run(args: argparse.Namespace) -> None:
     transformers = package("transformers", "merge", ConfigError)
     peft = package("peft", "merge", ConfigError)
     folder = resolve(args.model_config or base, "model")
+    open_source(folder)  # says which file is read, or refuses, as all that load do
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         merged = peft.PeftModel.from_pretrained(model, adapters).merge_and_unload()
         tokenizer = transformers.AutoTokenizer.from_pretrained(adapters)
-    except (ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{adapters} does not fit {folder}: {error}") from error
     staging = Staging(args.out)
     try:

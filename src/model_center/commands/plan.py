@@ -17,15 +17,15 @@ from bmtrain.plan.sources import of_transformers
 from model_center.commands import train
 from model_center.errors import ConfigError
 from model_center.layer.linear import Linear
+from model_center.layer.quantized import BLOCK_SIZE
 from model_center.model.causal import CausalModel
 from model_center.optional import package
 from model_center.training.adapters import ALL, ATTENTION, layers_to_adapt
 from model_center.training.objectives import Objective
-from model_center.training.subject import THEIR_ATTENTION, own_class
+from model_center.training.trained_model import TRANSFORMERS_ATTENTION, native_class
 
 RECOMPUTE = {True: "block", False: "nothing", "auto": "auto"}
 OPTIMIZERS = {"adam": "adam", "adam-offload": "offload", "offload": "offload", "torch": "torch"}
-BLOCK_SIZE = 64  # elements that share a scale, of weights in 4 bits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,10 +76,10 @@ def source_of(
     objective: Objective = Objective.NEXT_TOKEN,
 ) -> Source:
     """A model as `bmtrain.plan` takes it, with what `train` would make of it."""
-    own = own_class(name)
+    own = native_class(name)
     if own is None:
         theirs = of_transformers(name)
-        build, loss, targets = theirs.build, loss_of_theirs, [*THEIR_ATTENTION]
+        build, loss, targets = theirs.build, loss_of_theirs, [*TRANSFORMERS_ATTENTION]
     else:
         build = functools.partial(own, own._CONFIG_TYPE.from_pretrained(name))
         loss, targets = loss_of, [*ATTENTION]

@@ -27,15 +27,15 @@ from model_center.arguments import (
     problem_of,
     share,
 )
-from model_center.commands.account import account, shown
 from model_center.commands.configuration import differences, keep, model_in, words_of
+from model_center.commands.run_summary import data_summary, marked_text, run_summary
 from model_center.commands.vocabulary import check_size, vocabulary_of
 from model_center.dataset.chat import PLAIN
 from model_center.dataset.concatenated import ConcatenatedTexts
 from model_center.dataset.instructions import InstructionDataset, TooLong
-from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
+from model_center.dataset.mixture import Mixture, MixturePart, set_aside, weighted
 from model_center.dataset.packing import PackedSamples, Packing
-from model_center.dataset.preferences import Pairs
+from model_center.dataset.preferences import PreferencePairs
 from model_center.errors import ConfigError, DataError
 from model_center.training import Run, make_loader, setup
 from model_center.training.adapters import ALL
@@ -43,7 +43,7 @@ from model_center.training.certificate import first_rows
 from model_center.training.listener import OnStep
 from model_center.training.objectives import Goal, Objective, Preference, goal_of
 from model_center.training.setup import default_dtype
-from model_center.training.subject import Subject, subject_of
+from model_center.training.trained_model import TrainedModel, trained_model_of
 
 CERTIFIED = 16  # rows of each data set that are looked at before a run
 GIVEN, WRITTEN = 16, 128  # tokens of a text that samples begin with, and that are written
@@ -188,15 +188,15 @@ def train(arguments: Sequence[str], on_step: OnStep | None = None) -> None:
     run(parser.parse_args(words_of(arguments, parser)), on_step)
 
 
-Packed = PackedSamples | ConcatenatedTexts | Pairs
+Packed = PackedSamples | ConcatenatedTexts | PreferencePairs
 
 
 class Prepared(NamedTuple):
     """What a run begins with."""
 
-    subject: Subject
-    learnt: list[Part]
-    measured: list[Part]
+    trained_model: TrainedModel
+    training_parts: list[MixturePart]
+    measured: list[MixturePart]
     packed: Packed
 
 
@@ -216,7 +216,7 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
     if args.lr is None:
         args.lr = 1e-4 if args.lora_rank else 3e-4 if args.from_scratch else 1e-5
         if args.objective.takes_pairs and args.objective is not Objective.REWARD:
-            args.lr /= 10  # which of two answers is the better one is soon learnt
+            args.lr /= 10  # which of two answers is the better one is soon learned
     setup(args)
     args.dtype = args.dtype or default_dtype()
     args.model_config, adapters = model_in(args.model_config)
@@ -227,33 +227,38 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
         )
     names = [_path_and_weight(name)[0] for name in args.data]
     vocabulary = vocabulary_of(args, names, _say)
-    subject = subject_of(
+    trained_model = trained_model_of(
         args.model_config, is_reward=args.objective is Objective.REWARD, vocabulary=vocabulary
     )
     if args.from_scratch:
-        check_size(subject.tokenizer, subject.vocab_size)
-    learnt, measured = _read(args, subject.tokenizer)
-    if not all(part.samples.tokens.is_text.all() for part in learnt):
+        check_size(trained_model.tokenizer, trained_model.vocab_size)
+    training_parts, measured = _read(args, trained_model.tokenizer)
+    if not all(part.samples.tokens.is_text.all() for part in training_parts):
         # It is saved with the model, which then is asked as it was taught.
-        subject.tokenizer.chat_template = subject.tokenizer.chat_template or PLAIN
-    _check_ids([*learnt, *measured], subject)
+        trained_model.tokenizer.chat_template = trained_model.tokenizer.chat_template or PLAIN
+    _check_ids([*training_parts, *measured], trained_model)
     if args.look:
-        samples = Mixture(learnt)
+        samples = Mixture(training_parts)
         names = [" chosen", " rejected"] if args.objective.takes_pairs else [""]
         for number in range(min(args.look * len(names), len(samples))):
             row, side = divmod(number, len(names))
-            text = shown(samples[number], subject.tokenizer)
+            text = marked_text(samples[number], trained_model.tokenizer)
             _say(f"row {row + 1}{names[side]}\n{text}\n")
+        for line in data_summary(
+            training_parts, _packed(training_parts, args, trained_model), args
+        ):
+            _say(line)
         return None
-    args.dataset_name = _name_of(learnt, args)
-    subject.load(args)
-    if subject.num_positions is not None and args.max_length > subject.num_positions:
+    args.dataset_name = _name_of(training_parts, args)
+    trained_model.load(args)
+    if trained_model.num_positions is not None and args.max_length > trained_model.num_positions:
         raise ConfigError(
-            f"--max-length {args.max_length}: the model has {subject.num_positions} positions."
+            f"--max-length {args.max_length}: the model has {trained_model.num_positions} "
+            "positions."
         )
-    packed = _packed(learnt, args, subject)
-    subject.adapt(args)
-    return Prepared(subject, learnt, measured, packed)
+    packed = _packed(training_parts, args, trained_model)
+    trained_model.adapt(args)
+    return Prepared(trained_model, training_parts, measured, packed)
 
 
 def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
@@ -269,22 +274,24 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     prepared = prepare(args)
     if prepared is None:
         return
-    subject, learnt, measured, packed = prepared
+    trained_model, training_parts, measured, packed = prepared
     rows = make_loader(packed, args, shuffle=True)
-    for line in account(learnt, packed, subject, args):
+    for line in run_summary(training_parts, packed, trained_model, args):
         _say(line)
-    goal = goal_of(subject, args)
-    _warn(learnt)
-    evaluator = Evaluator(goal, measured, learnt, args) if measured or args.samples else None
-    if isinstance(goal, Preference) and isinstance(packed, Pairs):
+    goal = goal_of(trained_model, args)
+    _warn(training_parts)
+    evaluator = (
+        Evaluator(goal, measured, training_parts, args) if measured or args.samples else None
+    )
+    if isinstance(goal, Preference) and isinstance(packed, PreferencePairs):
         goal.add_reference(packed, args.dataset_name)
     goal.begin()
-    flops = subject.flops(args.max_length)
+    flops = trained_model.flops(args.max_length)
     folder = pathlib.Path(args.save) if args.save else None
     differing = differences(args, folder) if folder is not None and args.resume else []
-    with Run(subject.model, rows, args, flops, on_step) as training:
+    with Run(trained_model.model, rows, args, flops, on_step) as training:
         for line in differing:
-            training.log.say(f"  other than before: {line}")
+            training.log.message(f"  other than before: {line}")
         attempt(lambda: _keep(args, folder), everyone(), ConfigError)
         every = args.eval_iters
         is_due = every and training.step > 0 and training.step % every == 0
@@ -297,13 +304,15 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
                     evaluator.report(training)
             if evaluator is not None and not every:
                 evaluator.report(training)
-        subject.save(args)
+        trained_model.save(args)
 
 
-def _warn(learnt: Sequence[Part]) -> None:
-    """Say once if the first rows are not learnt as their text says."""
+def _warn(training_parts: Sequence[MixturePart]) -> None:
+    """Say once if the loss of the first rows does not cover what their text says."""
     if bmt.rank() == 0:
-        written = {id(p.samples): p.samples for p in learnt if not p.samples.source.is_tokens}
+        written = {
+            id(p.samples): p.samples for p in training_parts if not p.samples.source.is_tokens
+        }
         looked, found = first_rows(written.values(), CERTIFIED)
         for place, text in found[:1]:
             _say(
@@ -323,36 +332,40 @@ class Evaluator:
     Args:
         goal: what is measured.
         parts: data to measure it on; without any nothing is measured.
-        learnt: data that samples are of where there are no others.
+        training_parts: data that samples are of where there are no others.
         args: the flags.
     """
 
     def __init__(
-        self, goal: Goal, parts: Sequence[Part], learnt: Sequence[Part], args: argparse.Namespace
+        self,
+        goal: Goal,
+        parts: Sequence[MixturePart],
+        training_parts: Sequence[MixturePart],
+        args: argparse.Namespace,
     ) -> None:
-        self._goal, self._subject, self._args = goal, goal.subject, args
+        self._goal, self._trained_model, self._args = goal, goal.trained_model, args
         self._loader, self._num_bytes = None, None
         if parts:
-            rows = _packed(parts, args, goal.subject, shuffle=False)
-            if isinstance(rows, Pairs):
+            rows = _packed(parts, args, goal.trained_model, shuffle=False)
+            if isinstance(rows, PreferencePairs):
                 if isinstance(goal, Preference):
                     goal.add_reference(rows, _name_of(parts, args))
             elif all(part.samples.tokens.is_text.all() for part in parts):
                 self._num_bytes = rows.num_bytes()
             self._loader = make_loader(rows, args, shuffle=False)
-        self._questions = _questions(Mixture(parts or learnt), args.samples)
+        self._questions = _questions(Mixture(parts or training_parts), args.samples)
 
     def report(self, training: Run) -> None:
         """Record loss and what else is measured, and show answers."""
         if self._loader is not None:
             training.record(**self.record(self._loader))
         for asked in self._questions:
-            training.log.say(self.answer(asked))
+            training.log.message(self.answer(asked))
 
     @torch.no_grad()
     def record(self, loader: Iterable[Any]) -> dict[str, float]:
         """What the goal measures, over all that counts; of texts bits per byte."""
-        self._subject.model.eval()
+        self._trained_model.model.eval()
         found: list[torch.Tensor] = []
         for batch in loader:
             counted = (self._goal.counted(batch) != -100).sum()[None].double()
@@ -372,14 +385,14 @@ class Evaluator:
         room = max(self._args.max_length - len(asked.ids), 1)
         if asked.is_text:
             room = min(room, WRITTEN)
-            found = self._subject.answer(asked.ids[None], room, seed=self._args.seed, **DRAWN)
+            found = self._trained_model.answer(asked.ids[None], room, seed=self._args.seed, **DRAWN)
         else:
-            found = self._subject.answer(asked.ids[None], room)
-        decode = self._subject.tokenizer.decode
+            found = self._trained_model.answer(asked.ids[None], room)
+        decode = self._trained_model.tokenizer.decode
         return str(decode(asked.ids.tolist()) + decode(found))
 
 
-Parts = tuple[list[Part], list[Part]]  # what is learnt, and what is measured
+Parts = tuple[list[MixturePart], list[MixturePart]]  # training data, and validation data
 
 
 def _read(args: argparse.Namespace, tokenizer: Any) -> Parts:
@@ -393,18 +406,18 @@ def _read(args: argparse.Namespace, tokenizer: Any) -> Parts:
 
 
 def _parts(args: argparse.Namespace, tokenizer: Any) -> Parts:
-    learnt, measured = [], [_part(name, args, tokenizer) for name in args.validation or ()]
+    training_parts, measured = [], [_part(name, args, tokenizer) for name in args.validation or ()]
     for place, name in enumerate(args.data):
         path, weight = _path_and_weight(name)
         rest, aside = set_aside(
             _part(path, args, tokenizer), args.validation_share, args.seed, place
         )
-        learnt.append(weighted(rest, weight, args.seed, place))
+        training_parts.append(weighted(rest, weight, args.seed, place))
         measured += [aside] if aside.numbers else []
-    return learnt, measured
+    return training_parts, measured
 
 
-def _part(name: str, args: argparse.Namespace, tokenizer: Any) -> Part:
+def _part(name: str, args: argparse.Namespace, tokenizer: Any) -> MixturePart:
     folder = args.cache or (args.save and pathlib.Path(args.save, "tokens"))
     console = Console(stderr=True)
     is_shown = bmt.rank() == 0 and console.is_terminal
@@ -420,11 +433,11 @@ def _part(name: str, args: argparse.Namespace, tokenizer: Any) -> Part:
             workers=os.cpu_count() or 1,
             report=lambda rows: bar.update(task, completed=rows),
         )
-    return Part(samples, range(samples.num_rows))
+    return MixturePart(samples, range(samples.num_rows))
 
 
-def _name_of(parts: Sequence[Part], args: argparse.Namespace) -> str:
-    """What a run that goes on compares: the tokens that are learnt, wherever the data lie."""
+def _name_of(parts: Sequence[MixturePart], args: argparse.Namespace) -> str:
+    """What a run that goes on compares: the tokens that are trained on, wherever the data lie."""
     found = hashlib.sha256(f"{args.max_length} {args.too_long.value}".encode())
     if args.packing is not Packing.SEPARATE:
         found.update(args.packing.value.encode())
@@ -435,33 +448,37 @@ def _name_of(parts: Sequence[Part], args: argparse.Namespace) -> str:
 
 
 def _packed(
-    parts: Sequence[Part], args: argparse.Namespace, subject: Subject, *, shuffle: bool = True
+    parts: Sequence[MixturePart],
+    args: argparse.Namespace,
+    trained_model: TrainedModel,
+    *,
+    shuffle: bool = True,
 ) -> Packed:
     if args.objective.takes_pairs:
-        return Pairs(Mixture(parts))
+        return PreferencePairs(Mixture(parts))
     if args.packing is Packing.CONCATENATED:
         how = args.max_length, bmt.world_size(), args.seed
         return ConcatenatedTexts(parts, *how, shuffle=shuffle)
     return PackedSamples(
-        Mixture(parts), args.max_length, least=bmt.world_size(), alone=not subject.is_packed
+        Mixture(parts), args.max_length, least=bmt.world_size(), alone=not trained_model.is_packed
     )
 
 
-def _check_ids(parts: Sequence[Part], subject: Subject) -> None:
+def _check_ids(parts: Sequence[MixturePart], trained_model: TrainedModel) -> None:
     """Refuse ids that the model does not know."""
     for part in parts:
         ids = part.samples.tokens.ids
         largest = int(ids.max()) if len(ids) else 0
-        if largest >= subject.vocab_size:
+        if largest >= trained_model.vocab_size:
             raise DataError(
                 f"the tokenizer produces id {largest} "
-                f"({subject.tokenizer.convert_ids_to_tokens(largest)!r}) of the data, and the "
-                f"model has {subject.vocab_size}: expected a tokenizer of this model."
+                f"({trained_model.tokenizer.convert_ids_to_tokens(largest)!r}) of the data, and "
+                f"the model has {trained_model.vocab_size}: expected a tokenizer of this model."
             )
 
 
 def _say(text: str) -> None:
-    log.tell(log.printable(text))
+    log.tell(text)
 
 
 def _path_and_weight(name: str) -> tuple[str, float]:
@@ -497,8 +514,8 @@ def _questions(samples: Mixture, count: int) -> list[Question]:
                 found.append(Question(ids[: min(GIVEN, max(len(ids) // 2, 1))], is_text=True))
             continue
         targets = samples[number]["targets"]
-        learnt = (targets != -100).nonzero()[:, 0]
-        silent = (targets[: learnt[-1]] == -100).nonzero()[:, 0] if len(learnt) else learnt
+        in_loss = (targets != -100).nonzero()[:, 0]
+        silent = (targets[: in_loss[-1]] == -100).nonzero()[:, 0] if len(in_loss) else in_loss
         if len(silent):
             ids = samples[number]["input_ids"][: int(silent[-1]) + 2]
             found.append(Question(ids, is_text=False))

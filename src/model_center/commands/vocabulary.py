@@ -34,7 +34,7 @@ from model_center.tokenizer.byte_level import (
     tokenizer_from,
 )
 from model_center.training.files import write_whole
-from model_center.training.subject import Vocabulary
+from model_center.training.trained_model import Vocabulary
 from model_center.weights.tokenizers import save_tokenizer
 
 FOLDER, CONTENT, ORIGIN = "tokenizer", "tokenizer.json", "origin.json"
@@ -80,7 +80,7 @@ def vocabulary_of(
     return Vocabulary(tokenizer, args.vocab_size)
 
 
-def _read_beside(tokenizer: Any, config: pathlib.Path) -> Any:
+def _read_with_config(tokenizer: Any, config: pathlib.Path) -> Any:
     """A tokenizer as transformers reads it beside a model: of some kinds by a class of its own,
     whatever the tokenizer's files say.
     """
@@ -92,7 +92,7 @@ def _read_beside(tokenizer: Any, config: pathlib.Path) -> Any:
 
 
 def _check_read(tokenizer: Any, config: pathlib.Path) -> None:
-    read = _read_beside(tokenizer, config)
+    read = _read_with_config(tokenizer, config)
     if read.encode(PROBE) != tokenizer.encode(PROBE):
         raise ConfigError(
             f"transformers reads any tokenizer of a {read_json(config).get('model_type')} as a "
@@ -108,7 +108,7 @@ def _steps(config: pathlib.Path) -> dict[str, Any]:
         ConfigError: where it cannot.
     """
     smallest = tokenizer_from(byte_level_bpe((), fewest_tokens()))
-    read = json.loads(_read_beside(smallest, config).backend_tokenizer.to_str())
+    read = json.loads(_read_with_config(smallest, config).backend_tokenizer.to_str())
     if (read["decoder"] or {}).get("type") != "ByteLevel":
         raise ConfigError(
             f"transformers reads no byte-level vocabulary beside a model of the kind of {config}: "
@@ -154,7 +154,7 @@ def _of_texts(
     is_first = bmt.rank() == 0
     steps = attempt(lambda: _steps(config) if is_first else {}, axis, ConfigError)
     origin = attempt(lambda: _origin(args, names, steps) if is_first else {}, axis, DataError)
-    text = attempt(lambda: _kept(args, origin) if is_first else "", axis, ResumeError)
+    text = attempt(lambda: _saved_vocabulary(args, origin) if is_first else "", axis, ResumeError)
     text = attempt(
         lambda: text or (_made(args, names, origin, say) if is_first else ""), axis, DataError
     )
@@ -179,7 +179,7 @@ def _texts(name: str) -> Source:
     return found
 
 
-def _kept(args: argparse.Namespace, origin: Origin) -> str:
+def _saved_vocabulary(args: argparse.Namespace, origin: Origin) -> str:
     """The vocabulary in the run's folder; empty where it is still to be made.
 
     Raises:

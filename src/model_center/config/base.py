@@ -17,7 +17,7 @@ from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime.log import warn
 from model_center.config.positional import Positional
-from model_center.config.rules import check_fields
+from model_center.config.rules import GATED, check_fields
 from model_center.errors import ConfigError, with_nearest
 from model_center.hub.resolving import resolve
 
@@ -43,14 +43,14 @@ ARGUMENTS = (
 
 @dataclasses.dataclass(kw_only=True)
 class Config(metaclass=Positional):
-    """What every configuration has.
+    """The fields of every configuration.
 
     Attributes:
         half: fp16 if true, fp32 if not, where `dtype` is None.
         dtype: of parameters and computation: a torch.dtype or its name.
         int8: accepted; it does nothing, as in ModelCenter.
-        use_checkpoint: recompute each layer in the backward pass in place of keeping its
-            activations (in a process group).
+        use_checkpoint: recompute each layer in the backward pass instead of keeping its activations
+            (in a process group).
         zero_level: 2 or 3, as in `bmtrain.Block`; None for the default given to `init_distributed`.
         special_ids: ids of special tokens under Hugging Face's names, `eos_token_id` for example,
             for its config.json.
@@ -64,7 +64,7 @@ class Config(metaclass=Positional):
 
     # Our names to those there that say the same; with a second one, the value that a file means
     # which does not say it.
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {}
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {}
 
     half: bool = True
     dtype: Any = None
@@ -107,7 +107,11 @@ class Config(metaclass=Positional):
     def from_json_file(
         cls: type[Self], json_file: str | os.PathLike[str], **overrides: Any
     ) -> Self:
-        """Read this file; otherwise as `from_pretrained`."""
+        """The configuration in `json_file`, with `overrides`; not collective.
+
+        Raises:
+            ConfigError: for a file that is missing, no JSON object, or has unknown keys.
+        """
         content = read_json(pathlib.Path(json_file))
         try:
             return cls.from_dict(content, **overrides)
@@ -116,15 +120,21 @@ class Config(metaclass=Positional):
 
     @classmethod
     def from_dict(cls: type[Self], content: Mapping[str, Any], **overrides: Any) -> Self:
-        """A configuration of these values, which are Hugging Face's if they name a `model_type`."""
+        """A configuration with the values of `content`, in which `overrides` replace others.
+
+        They are read as Hugging Face's if there is a `model_type` among them.
+
+        Raises:
+            ConfigError: for unknown keys, or values of another kind of model.
+        """
         if "model_type" in content:
-            content = cls._from_theirs(content)
+            content = cls._from_hugging_face_config(content)
         if "half" in overrides:  # it names a dtype, in place of that of the file
             content = {name: value for name, value in content.items() if name != "dtype"}
         return cls(**cls.checked({**content, **overrides}))
 
     @classmethod
-    def _from_theirs(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+    def _from_hugging_face_config(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         kind, known = content["model_type"], (cls.model_type, *cls.other_types)
         if cls.model_type and kind not in known:
             raise ConfigError(
@@ -140,7 +150,8 @@ class Config(metaclass=Positional):
             return {
                 **cls.from_hugging_face(content),
                 "special_ids": special or None,
-                "hugging_face": dict(content),
+                # but for the name of a file of weights: what is saved has others
+                "hugging_face": {k: v for k, v in content.items() if k != "transformers_weights"},
             }
         except KeyError as error:
             raise ConfigError(
@@ -149,19 +160,19 @@ class Config(metaclass=Positional):
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our values for those of a Hugging Face config.json.
+        """Our values for those of a Hugging Face config.json, given as `content`.
 
         Raises:
             ConfigError: for values of a model that is another in substance.
         """
-        if not cls.NAMES_THERE:
+        if not cls.HUGGING_FACE_NAMES:
             raise ConfigError(
                 f"{cls.__name__} cannot be read from a Hugging Face configuration of type "
                 f"{content.get('model_type')!r}."
             )
         return {
             ours: content[there] if isinstance(there, str) else content.get(*there)
-            for ours, there in cls.NAMES_THERE.items()
+            for ours, there in cls.HUGGING_FACE_NAMES.items()
         }
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -170,14 +181,14 @@ class Config(metaclass=Positional):
         Raises:
             ConfigError: for values that transformers' model cannot have.
         """
-        if not self.NAMES_THERE:
+        if not self.HUGGING_FACE_NAMES:
             raise ConfigError(
                 f"{type(self).__name__} has no counterpart in Hugging Face: save it with "
                 "format='model_center'."
             )
         values = {
             there if isinstance(there, str) else there[0]: getattr(self, ours)
-            for ours, there in self.NAMES_THERE.items()
+            for ours, there in self.HUGGING_FACE_NAMES.items()
         }
         return values | {
             "architectures": [self.architecture],
@@ -198,20 +209,24 @@ class Config(metaclass=Positional):
             }
             special = {name: value for name, value in ids.items() if value is not None}
         content |= special or {}
-        return content if self.hugging_face is None else self._changed(self.hugging_face, content)
+        return (
+            content if self.hugging_face is None else self._with_changes(self.hugging_face, content)
+        )
 
-    def _changed(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_changes(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
         """The file's content `before` with those values of `now` that it does not say."""
         now = {name: value for name, value in now.items() if name != "torch_dtype"}
-        said = self._said_by(before)
+        values_before = self._values_in(before)
         new = {
-            name: value for name, value in now.items() if name not in said or said[name] != value
+            name: value
+            for name, value in now.items()
+            if name not in values_before or values_before[name] != value
         }
         content = {**before, **new}
         # What has changed may stand there under another name too, which would be read first.
         for name in (None, *(name for name in before if name not in now)):
             rest = {key: value for key, value in content.items() if key != name}
-            if self._said_by(rest) == now:
+            if self._values_in(rest) == now:
                 return rest
         lost = sorted(before.keys() - now.keys())
         warn(
@@ -220,13 +235,13 @@ class Config(metaclass=Positional):
         )
         return now
 
-    def _said_by(self, content: Mapping[str, Any]) -> dict[str, Any]:
+    def _values_in(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """All values of a Hugging Face configuration; none of one that cannot be read alone."""
         try:
-            said = type(self).from_dict(content, hugging_face=None).hugging_face_content()
+            values = type(self).from_dict(content, hugging_face=None).hugging_face_content()
         except ConfigError:
             return {}
-        return {name: value for name, value in said.items() if name != "torch_dtype"}
+        return {name: value for name, value in values.items() if name != "torch_dtype"}
 
     def refuse_unless(self, **expected: Any) -> None:
         """Refuse to be written for Hugging Face with values that the model there cannot have.
@@ -280,22 +295,50 @@ class Config(metaclass=Positional):
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def to_json_file(self, json_file_path: str | os.PathLike[str]) -> None:
-        """Write `to_json_string` to this file."""
+        """Write `to_json_string` to `json_file_path`, on every rank that calls it."""
         pathlib.Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
 
 
 @dataclasses.dataclass(kw_only=True)
 class TransformerConfig(Config):
-    """What every transformer has; names and meaning are those of the layers.
+    """The fields of every transformer's configuration.
 
     Attributes:
-        vocab_size, dim_model, num_heads, dim_head, dim_ff: sizes.
+        vocab_size: rows of the embedding.
+        dim_model: width of the hidden states.
+        num_heads: heads of each attention.
+        dim_head: width of each head.
+        dim_ff: inner width of the feed-forward networks.
+        dropout_p: probability of dropout, after the embedding, after each part of a layer, and of
+            attention probabilities.
+        emb_init_mean: mean of the first values of the embedding.
+        emb_init_std: their standard deviation.
+        pos_bias_type: "none", "relative" or "rotary"; each model has one, another is an error.
+        norm_init_var: first value of the norms' weights.
+        norm_bias: whether norms are layer norms, with a bias, or RMS norms.
+        norm_eps: eps of the norms.
+        att_init_mean: mean of the first weights of attention.
+        att_init_std: their standard deviation.
+        att_bias: whether the linear maps of attention have a bias.
+        att_mask_value: accepted; hidden keys always have the weight 0.
+        ffn_init_mean: mean of the first weights of the feed-forward networks.
+        ffn_init_std: their standard deviation.
+        ffn_bias: whether their linear maps have a bias.
+        ffn_activate_fn: relu, gelu, gelu_new or silu, or `gated_` and one of them.
+        proj_init_mean: mean of the first weights of an output head of its own.
+        proj_init_std: their standard deviation.
+        proj_bias: whether it has a bias.
+        length_scale: divide products of linear maps and embeddings by the square root of their
+            length.
+        attn_scale: divide attention scores by sqrt(dim_head).
         tied: whether the head is the embedding.
-        pos_bias_type: as in `Attention`; each model has one, another is an error.
-        cls_head: number of classes of a classification head in place of the language model's; None
+        cls_head: number of classes of a classification head instead of the language model's; None
             for none.
         post_layer_norm: norms behind each part; without effect, as in ModelCenter, in models whose
             norms are always before each part.
+
+    Raises:
+        ConfigError: naming the value, when a configuration is made.
     """
 
     # Those of ModelCenter's arguments that not all models have: after `vocab_size`, after
@@ -351,6 +394,16 @@ class TransformerConfig(Config):
                 f"pos_bias_type is {self.pos_bias_type!r}: this model has "
                 f"{type(self).pos_bias_type!r}. Leave it out."
             )
+
+    def refuse_unless_classic_layers(self, **expected: Any) -> None:
+        """As `refuse_unless`, for heads as wide as the model, norms with a bias, and no gates."""
+        self.refuse_unless(
+            dim_model=self.num_heads * self.dim_head,
+            norm_bias=True,
+            length_scale=False,
+            ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
+            **expected,
+        )
 
     def stack(self, num_layers: int) -> dict[str, Any]:
         """Arguments of an Encoder or Decoder of this configuration that they have in common."""

@@ -22,19 +22,19 @@ class Positional(type):
         """An object of the class.
 
         Raises:
-            TypeError: for too many arguments by position, or one that is given by name as well.
-            ArgumentError: for one that is not known.
+            ArgumentError: for too many arguments by position, one that is given by name as well, or
+                one that is not known.
         """
         names = cls.arguments() if args else ()
         if len(args) > len(names):
-            raise TypeError(
+            raise ArgumentError(
                 f"{cls.__name__} takes {len(names)} arguments by position: got {len(args)}. Give "
                 f"the others by name.{cls.POSITIONS_END}"
             )
         by_position = dict(zip(names, args, strict=False))
         twice = sorted(by_position.keys() & given.keys())
         if twice:
-            raise TypeError(f"{cls.__name__} got {', '.join(twice)} by position and by name.")
+            raise ArgumentError(f"{cls.__name__} got {', '.join(twice)} by position and by name.")
         problem = unknown(cls.__name__, given, inspect.signature(cls.__init__).parameters)  # type: ignore[misc]  # not of an object
         if problem is not None:
             raise ArgumentError(problem)

@@ -9,6 +9,7 @@ from typing import Any
 from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, NUMBER, SHARE, SIZE, Rule, check
 from model_center.errors import ConfigError
 
+GATED = "gated_"  # before the name of an activation
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (

@@ -40,7 +40,7 @@ class BlockFiles:
         if now == self._signature:
             return False
         meta = block_meta.read_meta(self.path, self.meta.block_size, self.allow_pickle)
-        before, after = (_places(files) for files in (self.meta, meta))
+        before, after = (_block_ranges(files) for files in (self.meta, meta))
         if after[: len(before)] != before:
             raise DataError(
                 f"the files of {self.path} have been renumbered (compact_dataset): open "
@@ -102,7 +102,7 @@ class BlockFiles:
             yield value
 
 
-def _places(meta: Meta) -> list[tuple[str, int, int]]:
+def _block_ranges(meta: Meta) -> list[tuple[str, int, int]]:
     return [(file.file_name, file.block_begin, file.block_end) for file in meta.files]
 
 
@@ -155,7 +155,8 @@ class DistributedDataset(IterableDataset[Any]):
 
     Args:
         path: the folder.
-        rank, world_size: which part.
+        rank: which part to read.
+        world_size: into how many parts the blocks are divided.
         block_size: as `build_dataset` got it; None for what the dataset says.
         allow_pickle: read datasets of ModelCenter, whose records and meta data are pickles. They
             can run code.
@@ -265,6 +266,9 @@ class DistributedDataset(IterableDataset[Any]):
 
         states: int64 (blocks of the dataset,), how often each was read to its end.
         block: int64 (n, 2), number and byte of those that were read in part.
+
+        Raises:
+            DataError: if the run has another number of ranks than the dataset has parts.
         """
         self._refresh()
         own = [
@@ -286,12 +290,13 @@ class DistributedDataset(IterableDataset[Any]):
         return {"states": states, "block": places[places[:, 2] > 0][:, [0, 2]]}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on from there, on any number of ranks; blocks read in part come first.
+        """Resume from `state`, on any number of ranks; blocks read in part come first.
 
         The epoch is that of the block read least often by any rank: a rank whose blocks have all
         been read in it has nothing left in it.
 
         Args:
+            state: what `state_dict` has returned.
             strict: the dataset must have the blocks that it had; otherwise it may have more.
 
         Raises:

@@ -24,6 +24,7 @@ from model_center.errors import DataError
 META, OLD_META = "meta.json", "meta.bin"
 VERSION = 2
 BLOCK_SIZE = 16 * 2**20
+LARGEST_BLOCK, MOST_BLOCKS = 2**32 - 1, 2**28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +109,15 @@ def read_meta(path: str, block_size: int | None = None, allow_pickle: bool = Fal
         raise DataError(
             f"{path} has blocks of {meta.block_size} bytes, not {block_size}: leave out block_size."
         )
-    if meta != meta.numbered():
+    is_ordered = all(file.block_begin <= file.block_end for file in meta.files)
+    if not is_ordered or meta != meta.numbered():
         raise DataError(
             f"the meta file of {path} is damaged: its files' blocks do not follow each other."
+        )
+    if not 0 < meta.block_size <= LARGEST_BLOCK or meta.num_blocks > MOST_BLOCKS:
+        raise DataError(
+            f"the meta file of {path} is damaged: it has {meta.num_blocks} blocks of "
+            f"{meta.block_size} bytes."
         )
     return meta
 

@@ -39,7 +39,8 @@ def shuffle_dataset(
     target's folder meanwhile. Pickled records are written as plain ones.
 
     Args:
-        path_src, path_tgt: folders; the second without a dataset.
+        path_src: the folder of the old dataset.
+        path_tgt: the folder of the new one, which has none yet.
         block_size: of the new dataset; None for that of the old one. It may be smaller, so that
             more ranks have blocks.
         bucket_size: bytes of memory, about.
@@ -110,7 +111,13 @@ def _watched(steps: list[Step], what: str, progress_bar: bool) -> Iterable[Step]
 
 
 def mask_dataset(path: str, dbname: str, mask: bool = True, allow_pickle: bool = False) -> None:
-    """Hide a file of a block dataset from readers, or show it again (`mask=False`).
+    """Hide a file of a block dataset from readers, or show it again.
+
+    Args:
+        path: the folder.
+        dbname: the file, by the name that it got from `build_dataset`.
+        mask: False to show it again.
+        allow_pickle: read datasets of ModelCenter, which can run code.
 
     Raises:
         DataError: when there is no such file, naming those there are.
@@ -130,8 +137,12 @@ def mask_dataset(path: str, dbname: str, mask: bool = True, allow_pickle: bool =
 def compact_dataset(path: str, allow_pickle: bool = False) -> None:
     """Forget files that are gone from a block dataset's folder, and number the other blocks anew.
 
-    Readers that are open notice and ask to be opened again; places kept before mean other blocks
+    Open readers raise an error that asks to open the dataset again; saved places mean other blocks
     then.
+
+    Args:
+        path: the folder.
+        allow_pickle: read datasets of ModelCenter, which can run code.
 
     Raises:
         DataError: when not one file is there: the folder is more likely wrong than empty.

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from model_center.dataset import block_meta, blocks
-from model_center.dataset.block_meta import BLOCK_SIZE, META, OLD_META, FileInfo, Meta
+from model_center.dataset.block_meta import (
+    BLOCK_SIZE,
+    LARGEST_BLOCK,
+    META,
+    OLD_META,
+    FileInfo,
+    Meta,
+)
 from model_center.errors import DataError
 
 
@@ -79,8 +86,8 @@ def build_dataset(path: str, dbname: str, block_size: int | None = None) -> Iter
             f"{dbname!r} cannot name a data file: expected a plain file name, without "
             "folders or a leading dot."
         )
-    if block_size is not None and not 0 < block_size < 2**32:
-        raise DataError(f"block_size is {block_size}: expected bytes, from 1 to {2**32 - 1}.")
+    if block_size is not None and not 0 < block_size <= LARGEST_BLOCK:
+        raise DataError(f"block_size is {block_size}: expected bytes, from 1 to {LARGEST_BLOCK}.")
     Path(path).mkdir(parents=True, exist_ok=True)
     meta = _current(path, block_size)
     _check_new(path, meta, dbname)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from model_center.dataset.conversations import Message, is_learnt
+from model_center.dataset.conversations import Message, is_in_loss
 from model_center.dataset.task_dataset import Tokenizer
 from model_center.errors import DataError
 from model_center.tokenizer.chat_template import rendered
@@ -71,7 +71,7 @@ class ChatRenderer:
             InputError: if the template refuses the conversation, or takes too much.
         """
         text = self.text(messages)
-        places = [place for place, message in enumerate(messages) if is_learnt(message)]
+        places = [place for place, message in enumerate(messages) if is_in_loss(message)]
         spans = [self._span(text, messages, place) for place in places]
         return text, [span for span in spans if span is not None]
 
@@ -81,13 +81,14 @@ class ChatRenderer:
         if text.startswith(before):
             mark = _mark(text)
             through = through[
-                : len(through) - self._unasked(messages, place, before, through, mark)
+                : len(through)
+                - self._generation_prompt_length(messages, place, before, through, mark)
             ]
             if text.startswith(through):
                 return len(before), len(through.rstrip())
         return self._rewritten(text, messages, place, before)
 
-    def _unasked(
+    def _generation_prompt_length(
         self, messages: Sequence[Message], place: int, before: str, through: str, mark: str
     ) -> int:
         """How many characters at the end of a text, through the answer at `place`, are an
@@ -129,7 +130,9 @@ class ChatRenderer:
                 "the chat template writes other messages otherwise when an answer is another."
             )
         last = self.text([*messages[:place], marked])
-        last = last[: len(last) - self._unasked(messages, place, before, last, mark)]
+        last = last[
+            : len(last) - self._generation_prompt_length(messages, place, before, last, mark)
+        ]
         end = last.rpartition(mark)[2].rstrip()
         invitation = before.removeprefix(self.text(messages[:place]))
         invited = text.rfind(invitation, 0, start) + len(invitation)

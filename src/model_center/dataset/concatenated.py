@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from model_center.dataset import padding
-from model_center.dataset.mixture import Mixture, Part
+from model_center.dataset.mixture import Mixture, MixturePart
 from model_center.dataset.packed import IGNORED, Concatenation
 from model_center.dataset.padding import Item
 from model_center.errors import DataError
@@ -21,7 +21,7 @@ class ConcatenatedTexts(Concatenation):
     Texts are in another order in each epoch (`set_epoch`), so rows join others each time. Items
     hold, int64 (length,): `input_ids`; `targets`, the ids one place later; and `input_length`. Over
     the rows of an epoch every token is a target once, but for the first one of all, and for the
-    token that begins texts, which would be learnt to follow the one that ends them.
+    token that begins texts, which would be trained to follow the one that ends them.
 
     Args:
         parts: texts, by number.
@@ -39,7 +39,7 @@ class ConcatenatedTexts(Concatenation):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[MixturePart],
         max_length: int,
         least: int = 1,
         seed: int = 0,
@@ -82,7 +82,7 @@ class ConcatenatedTexts(Concatenation):
         """A batch: (B, longest) tensors, padded on the right, and (B,) lengths."""
         return padding.collate(items, self.samples.fill)
 
-    def num_learnt(self) -> int:
+    def num_loss_tokens(self) -> int:
         """Tokens that are a target in an epoch."""
         is_any = self._sizes() > 0
         first = self._part[is_any], self._starts[is_any]

@@ -6,16 +6,16 @@ A row has one of these forms; the first that it has the field of counts.
     {"conversations": [{"from": "system" | "human" | "gpt", "value": text}, ...]}
     {"instruction": text, "input" | "context": text, "output": text}
     {"prompt" | "question" | "query": text, "response" | "completion" | "answer" | "output": text}
-    {"prompt": messages, "completion": messages}, of which the completion is learnt
+    {"prompt": messages, "completion": messages}, of which the completion is in the loss
     {"text" | "content": text}
 
 as OpenAI, ShareGPT, Alpaca, Dolly, ms-swift and TRL write them. `messages` and `conversations` may
 have turns of either kind, or be their JSON. All but texts may have `system`, a text, `history`,
 pairs of a question and an answer that came before, and `tools`, functions in OpenAI's format or its
-JSON. A message of the assistant may have `tool_calls` in place of a content, and is not learnt
+JSON. A message of the assistant may have `tool_calls` in place of a content, and is not in the loss
 where one of `FLAGS` says so; in ShareGPT's format a call is said by "function_call" and what the
 tool returned by "observation", in ms-swift's by "tool_call" and "tool_response". What is null is
-not given. Fields of `REFUSED` would change what is learnt, and are not computed. What else a
+not given. Fields of `REFUSED` would change the loss mask, and are not computed. What else a
 message has is for the chat template; what else a row has is counted, so that a run can say what was
 not read.
 """
@@ -49,7 +49,7 @@ ROLES = {
     "ipython": "tool",
 }
 CALLS = ("function_call", "tool_call")  # roles whose content is a call
-# Of a message: whether it is learnt, as OpenAI, axolotl, ms-swift and torchtune say it.
+# Of a message: whether it is in the loss, as OpenAI, axolotl, ms-swift and torchtune say it.
 FLAGS = {
     **dict.fromkeys(("weight", "loss_weight", "train", "training", "trainable"), True),
     **dict.fromkeys(("train_on_turn", "loss", "loss_mask", "learn", "is_learnt"), True),
@@ -77,7 +77,7 @@ SWITCHES = ("label", "train", "training", "trainable")  # where they are true or
 REFUSED_OF_MESSAGE = {
     **REFUSED,
     **dict.fromkeys(("train_detail", "training_detail"), _PIECES),
-    "mask": "it is not known whether 1 means learnt or left out; say it by weight",
+    "mask": "1 may mean either in the loss or left out of it; use weight",
 }
 # Of a row of preferences, which are compared alike.
 REFUSED_OF_PAIR = {
@@ -113,7 +113,7 @@ def parse(row: Row) -> Parsed:
     """The conversation of a row, or its text.
 
     Raises:
-        KeyError, ValueError: for a field that is missing or wrong, or would change what is learnt
+        KeyError, ValueError: for a field that is missing or wrong, or would change the loss mask
             and is not read.
     """
     row = {name: value for name, value in row.items() if value is not None}
@@ -142,12 +142,14 @@ def _weighs_one(row: Row) -> None:
     names = [name for name in WEIGHTS if isinstance(row.get(name), int | float) and row[name] != 1]
     names += [name for name in SWITCHES if isinstance(row.get(name), bool)]
     if names:
-        raise ValueError(f"got {names[0]} {row[names[0]]!r} of a row: rows are learnt alike here.")
+        raise ValueError(
+            f"got {names[0]} {row[names[0]]!r} of a row: here all rows weigh the same."
+        )
 
 
 def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     _one_system(messages)
-    if not any(is_learnt(message) for message in messages):
+    if not any(is_in_loss(message) for message in messages):
         raise ValueError("there is no answer of the assistant to learn.")
     # templates cannot say where it begins when nothing is before it
     if messages[0]["role"] == "assistant":
@@ -161,7 +163,7 @@ def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def parse_pair(row: Row) -> tuple[Parsed, Parsed]:
     """The conversations of a row with the better and with the worse answer.
 
-    What both begin with is the prompt, and is not learnt.
+    What both begin with is the prompt, and is not in the loss.
 
     Raises:
         KeyError, ValueError: as `parse`.
@@ -247,7 +249,7 @@ def _answers(row: Row, name: str) -> list[Any]:
     return [{"role": "assistant", "content": text}]
 
 
-def is_learnt(message: Message) -> bool:
+def is_in_loss(message: Message) -> bool:
     """Whether a message is an answer of the assistant, of a weight other than 0."""
     return bool(message["role"] == "assistant" and message.get("weight", 1))
 
@@ -262,7 +264,7 @@ def _turns(name: str) -> Callable[[Row], list[Any]]:
     return form
 
 
-def _asked(field: str, row: Row) -> list[Message]:
+def _question_and_answer(field: str, row: Row) -> list[Message]:
     context = next((_text(row, name) for name in CONTEXTS if row.get(name)), "")
     asked = "\n\n".join(filter(None, (_text(row, field), context)))
     answer = next((name for name in ANSWERS if name in row), None)
@@ -275,9 +277,9 @@ def _asked(field: str, row: Row) -> list[Message]:
 
 
 def _of_prompts(row: Row) -> list[Message]:
-    """TRL's: only the completion is learnt where both are messages."""
+    """TRL's: only the completion is in the loss where both are messages."""
     if not isinstance(row["prompt"], list):
-        return _asked("prompt", row)
+        return _question_and_answer("prompt", row)
     completion = row["completion"]
     said = (
         completion
@@ -291,10 +293,10 @@ def _of_prompts(row: Row) -> list[Message]:
 FORMS: dict[str, Callable[[Row], list[Any]] | None] = {
     "messages": _turns("messages"),
     "conversations": _turns("conversations"),
-    "instruction": lambda row: _asked("instruction", row),
+    "instruction": lambda row: _question_and_answer("instruction", row),
     "prompt": _of_prompts,
-    "question": lambda row: _asked("question", row),
-    "query": lambda row: _asked("query", row),
+    "question": lambda row: _question_and_answer("question", row),
+    "query": lambda row: _question_and_answer("query", row),
     "text": None,
     "content": None,
 }
@@ -362,7 +364,7 @@ def _unpacked(row: Row, name: str) -> Any:
 
 
 def _message(turn: Any) -> dict[str, Any]:
-    """A turn of either kind as {"role", "content", ...}, with "weight" 0 if it is not learnt."""
+    """A turn of either kind as {"role", "content", ...}; "weight" 0 if not in the loss."""
     if not isinstance(turn, Mapping):
         raise ValueError(f"got {turn!r} as a message: expected an object.")
     message = {name: value for name, value in turn.items() if value is not None}
@@ -390,17 +392,19 @@ def _message(turn: Any) -> dict[str, Any]:
         )
     named = {name: message.pop(name) for name in FLAGS if name in message}
     if len({bool(value) is FLAGS[name] for name, value in named.items()}) > 1:
-        raise ValueError(f"got {named} of a message: one says that it is learnt, one not.")
+        raise ValueError(
+            f"got {named} of a message: one puts it into the loss, another leaves it out."
+        )
     for name, value in named.items():
         if value not in (0, 1):
             raise ValueError(f"got {name} {value!r} of a message: expected 0, 1, false or true.")
-        learnt = bool(value) is FLAGS[name]
-        if learnt and ROLES[role] != "assistant" and FLAGS[name] and "weight" not in name:
+        in_loss = bool(value) is FLAGS[name]
+        if in_loss and ROLES[role] != "assistant" and FLAGS[name] and "weight" not in name:
             raise ValueError(
                 f"got {name} {value!r} of a message of the {role}: only those of the assistant "
-                "are learnt."
+                "are in the loss."
             )
-        if not learnt:
+        if not in_loss:
             message["weight"] = 0
     return {**message, "role": ROLES[role], "content": content or ""}
 

@@ -34,7 +34,8 @@ class DistributedMMapIndexedDataset(Dataset[Array]):
         path: the folder. A beginning of file names is understood too, as ModelCenter joined `path +
             name + "_0"`.
         name: of the files, before `_0`. Numbers start at 0 or 1 and have no gaps.
-        rank_number, rank_total: which part this is.
+        rank_number: which part to read.
+        rank_total: into how many parts the sequences are divided.
         cache: accepted for old programs; the operating system keeps pages.
 
     Raises:

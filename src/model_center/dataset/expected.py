@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from model_center.dataset.chat import MARKS, ChatTokenizer, Span
-from model_center.dataset.conversations import Message, Parsed, is_learnt, parse, parse_pair
+from model_center.dataset.conversations import Message, Parsed, is_in_loss, parse, parse_pair
 from model_center.dataset.padding import Item
 from model_center.dataset.rows import Row
 from model_center.errors import DataError
@@ -25,22 +25,22 @@ _TAG = re.compile(r"</?[\w|]+>|```\w*")  # what templates put around a content, 
 
 
 class Expected(NamedTuple):
-    """A row as it should be learnt.
+    """A row with the loss mask that it should have.
 
     Attributes:
         ids: of its whole text.
-        learnt: of each, whether a model has to predict it; None where both are right: white space,
+        in_loss: of each, whether a model has to predict it; None where both are right: white space,
             and what the template itself writes into an answer.
         lost: what the row says and its text does not, in words.
     """
 
     ids: list[int]
-    learnt: list[bool | None]
+    in_loss: list[bool | None]
     lost: list[str]
 
 
 def expected_of(row: Row, tokenizer: ChatTokenizer, *, pairs: bool = False) -> list[Expected]:
-    """What is to be learnt of a row: of preferences of the better answer, then of the worse.
+    """What should be in the loss of a row: of preferences of the better answer, then of the worse.
 
     Args:
         row: a conversation or a text, or a pair.
@@ -54,8 +54,8 @@ def expected_of(row: Row, tokenizer: ChatTokenizer, *, pairs: bool = False) -> l
     try:
         parsed = parse_pair(row.content) if pairs else [parse(row.content)]
     except (KeyError, ValueError) as error:
-        raise DataError(f"{row.place}: {error}") from error
-    return [_expected(one, row.place, tokenizer) for one in parsed]
+        raise DataError(f"{row.location}: {error}") from error
+    return [_expected(one, row.location, tokenizer) for one in parsed]
 
 
 def _expected(parsed: Parsed, place: str, tokenizer: ChatTokenizer) -> Expected:
@@ -80,7 +80,7 @@ def _expected(parsed: Parsed, place: str, tokenizer: ChatTokenizer) -> Expected:
 
 
 def difference(
-    item: Item, expected: Expected, start: int, *, goes_on: bool, tokenizer: Any
+    item: Item, expected: Expected, start: int, *, continues: bool, tokenizer: Any
 ) -> str | None:
     """The first token of a sample that is not as it should be, in words; None where all are.
 
@@ -88,7 +88,7 @@ def difference(
         item: `input_ids` and `targets`, int64 (length,).
         expected: of its row.
         start: the place of the sample's first token in the row.
-        goes_on: whether the last token is learnt from what follows in the next sample.
+        continues: whether the last token predicts what follows in the next sample.
         tokenizer: that says what the tokens are.
     """
     ids, targets = item["input_ids"].tolist(), item["targets"].tolist()
@@ -103,19 +103,20 @@ def difference(
         if own != expected.ids[start + place]:
             return f"{here}, is {word(expected.ids[start + place])} in its text"
         following = start + place + 1
-        is_seen = following < len(expected.ids) and (goes_on or place + 1 < len(ids))
-        wanted = expected.learnt[following] if is_seen else False
+        is_seen = following < len(expected.ids) and (continues or place + 1 < len(ids))
+        wanted = expected.in_loss[following] if is_seen else False
         if target == -100:
             if wanted:
-                return f"token {following}, {word(expected.ids[following])}, is not learnt" + (
+                return f"token {following}, {word(expected.ids[following])}, is not in the loss" + (
                     _after(expected.ids[:following], tokenizer)
                 )
         elif not is_seen or target != expected.ids[following]:
             what = word(expected.ids[following]) if is_seen else "nothing"
-            return f"{here}, is taught to be followed by {word(target)}, and is by {what}"
+            return f"{here}, is trained to predict {word(target)}, but {what} follows it"
         elif wanted is False:
-            return f"token {following}, {word(target)}, is learnt, and is no part of an answer" + (
-                _after(expected.ids[:following], tokenizer)
+            return (
+                f"token {following}, {word(target)}, is in the loss, but no part of an answer"
+                + (_after(expected.ids[:following], tokenizer))
             )
     return None
 
@@ -125,14 +126,14 @@ def _after(ids: Sequence[int], tokenizer: Any) -> str:
 
 
 class _Found(NamedTuple):
-    """Where in a text what is: spans that are learnt, and those outside of which nothing is."""
+    """Spans of a text that are in the loss, and those outside of which nothing is."""
 
     said: list[Span]
     zones: list[Span]
     lost: list[str]
 
     def of(self, text: str, start: int, stop: int) -> bool | None:
-        """Whether a token of the text is learnt; None if both are right."""
+        """Whether a token of the text is in the loss; None if both are right."""
         if not text[start:stop].strip():
             inside = any(a < stop and start < b for a, b in self.zones)
             beside = any(not text[min(b, start) : max(b, start)].strip() for _, b in self.zones)
@@ -176,7 +177,7 @@ class _Conversation:
                 default=len(self.text),
             )
             spans = self._spans.get(number, []) + self._find_others(number, low, high)
-            if not is_learnt(message):
+            if not is_in_loss(message):
                 continue
             begin = self._answer_begins(number)
             spans = [(max(start, begin), stop) for start, stop in spans if stop > begin]

@@ -97,7 +97,7 @@ class MMapIndexedDataset(Dataset[Array]):
         return sequence
 
     def get(self, idx: SupportsIndex, offset: int = 0, length: int | None = None) -> Array:
-        """`length` elements of a sequence from `offset` on; None for all that are left."""
+        """`length` elements of sequence `idx` from `offset` on, 1-D; None for all that are left."""
         return self[idx][offset:][:length]
 
     def get_doc_idx(self) -> npt.NDArray[np.int64]:
@@ -111,7 +111,7 @@ class MMapIndexedDataset(Dataset[Array]):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the elements."""
+        """The dtype of the elements."""
         return self._index.dtype
 
     @property

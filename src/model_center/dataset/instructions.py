@@ -49,7 +49,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         tokens: of all rows, whole.
         num_rows: rows of the data.
         num_sides: conversations of each row: 2 of preferences, else 1.
-        lengths, num_learnt: int64 (samples,), tokens of each and those that are learnt.
+        lengths, num_loss_tokens: int64 (samples,), tokens of each and those in the loss.
         num_cut, num_dropped, tokens_lost: conversations that did not fit, and their tokens.
         passed_over: files of a folder that were not read.
     """
@@ -69,13 +69,15 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         """The rows of a file, a folder or a data set of the hub.
 
         Args:
-            path: its name, see `rows.source`.
+            path: of the file or folder, or the name of a data set of the hub.
             tokenizer: a fast one of transformers.
             max_length: of samples, tokens.
             too_long: what becomes of conversations that are longer.
             pairs: whether rows are preferences: each is two samples, the better answer first, and
                 one is left out with the other.
-            cache, workers, report: of `tokenised.tokens_of`.
+            cache: a folder in which tokens are kept for the next run; None for nowhere.
+            workers: processes that tokenise.
+            report: called with the number of rows tokenised so far.
 
         Raises:
             DataError: for data that are missing or empty, naming file and row for one that cannot
@@ -101,7 +103,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
             number = int(is_long.argmax())
             first = next(itertools.islice(data.rows(), number // size, None))
             raise DataError(
-                f"{first.place}: the conversation has {lengths[number]} tokens, and "
+                f"{first.location}: the conversation has {lengths[number]} tokens, and "
                 f"{of_row.sum()} of {len(of_row)} rows have more than {max_length}: raise "
                 "max_length, or let them be cut or dropped."
             )
@@ -117,10 +119,12 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         self.lengths: npt.NDArray[np.int64] = np.minimum(
             self.tokens.stops[row] - self._starts, max_length
         )
-        # The last token of a text's sample is learnt from the first one of the next sample.
-        self._goes_on = self.tokens.is_text[row]
-        predicting = self.lengths - ~self._goes_on
-        self.num_learnt: npt.NDArray[np.int64] = _sums(self.tokens.learnt, self._starts, predicting)
+        # The last token of a text's sample predicts the first one of the next sample.
+        self._continues = self.tokens.is_text[row]
+        predicting = self.lengths - ~self._continues
+        self.num_loss_tokens: npt.NDArray[np.int64] = _sums(
+            self.tokens.in_loss, self._starts, predicting
+        )
         self.num_rows = len(of_row)
         self.num_dropped = int(is_dropped.sum()) // size
         self.num_cut = int(of_row.sum()) - self.num_dropped
@@ -149,17 +153,17 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
 
     def is_text(self, index: int) -> bool:
         """Whether sample `index` is one of a text."""
-        return bool(self._goes_on[index])
+        return bool(self._continues[index])
 
     def num_bytes(self, index: int) -> int | None:
-        """Bytes of the text that is learnt of sample `index`; None where that is not known."""
+        """Bytes of the text in the loss of sample `index`; None where that is not known."""
         if self.tokens.num_bytes is None:
             return None
         start = int(self._starts[index])
-        stop = start + int(self.lengths[index]) - (not self._goes_on[index])
+        stop = start + int(self.lengths[index]) - (not self._continues[index])
         following = self.tokens.num_bytes[start + 1 : stop + 1]
-        learnt = self.tokens.learnt[start:stop][: len(following)]
-        return int((following * learnt.astype(np.int64)).sum())
+        in_loss = self.tokens.in_loss[start:stop][: len(following)]
+        return int((following * in_loss.astype(np.int64)).sum())
 
     def __getitem__(self, index: int) -> Item:
         """Sample `index`."""
@@ -171,13 +175,13 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         following = np.zeros(length, np.int64)
         behind = self.tokens.ids[start + 1 : stop + 1]
         following[: len(behind)] = behind
-        learnt = self.tokens.learnt[start:stop].astype(bool)
-        learnt[-1] &= self._goes_on[index]
-        targets = torch.from_numpy(np.where(learnt, following, -100))
+        in_loss = self.tokens.in_loss[start:stop].astype(bool)
+        in_loss[-1] &= self._continues[index]
+        targets = torch.from_numpy(np.where(in_loss, following, -100))
         return {"input_ids": ids, "targets": targets, "input_length": torch.tensor(length)}
 
     def collate(self, items: Sequence[Item]) -> Item:
-        """A batch: (B, longest) tensors, padded on the right, and (B,) lengths."""
+        """A batch of B `items`: (B, longest) tensors, padded on the right, and (B,) lengths."""
         return padding.collate(items, self.fill)
 
 

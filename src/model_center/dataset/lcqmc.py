@@ -74,7 +74,9 @@ def read(line: str) -> list[Example]:
     ]
 
 
-def fitted(encode: Callable[[str, str], list[int]], a: str, b: str, max_length: int) -> list[int]:
+def truncated(
+    encode: Callable[[str, str], list[int]], a: str, b: str, max_length: int
+) -> list[int]:
     """`encode(a, b)`, the end of the longer text, then of both, cut to at most `max_length` ids."""
     ids = encode(a, b)
     while len(ids) > max_length and (a or b):

@@ -24,12 +24,12 @@ from model_center.dataset.protocols import (
     may_be_empty,
     shards_of,
 )
-from model_center.dataset.sampler import Cut, RankBatches, check_rows
+from model_center.dataset.sampler import BatchSplit, RankBatches, check_rows
 from model_center.errors import DataError
 
 
 @dataclasses.dataclass
-class _Place:
+class _Position:
     """The place in a pass: the epoch, and the rows handed out on all ranks together."""
 
     epoch: int = 0
@@ -97,7 +97,7 @@ class DistributedDataLoader:
                 "a torch.utils.data.Subset to choose rows, or torch's DataLoader."
             )
         self.dataset, self.shuffle, self.seed = dataset, bool(shuffle), operator.index(seed)
-        self._place = _Place()
+        self._position = _Position()
         self._generator = torch.Generator()
         pin = bmt.is_initialized() and bmt.device().type != "cpu"
         kwargs = {"generator": self._generator, "pin_memory": pin, **dataloader_kwargs}
@@ -111,7 +111,7 @@ class DistributedDataLoader:
     @property
     def epoch(self) -> int:
         """The epoch, counted from 0, that is being read or that the next pass will read."""
-        return self._place.epoch
+        return self._position.epoch
 
     @property
     def batch_size(self) -> int | None:
@@ -122,10 +122,13 @@ class DistributedDataLoader:
         """The next pass reads `epoch` (0, 1, ...) from its start.
 
         Not needed: passes count by themselves.
+
+        Raises:
+            DataError: for a negative number.
         """
         if operator.index(epoch) < 0:
             raise DataError(f"set_epoch got {epoch}: expected a number from 0 on.")
-        self._place = _Place(epoch=operator.index(epoch))
+        self._position = _Position(epoch=operator.index(epoch))
 
     def __len__(self) -> int:
         """Batches of a whole epoch, equal on every rank."""
@@ -133,17 +136,17 @@ class DistributedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """One pass: the rest of a resumed epoch, else a whole one."""
-        if not self._place.fresh:
-            self._place = _Place(epoch=self._place.epoch + 1)
-        place = self._place = dataclasses.replace(self._place)
+        if not self._position.fresh:
+            self._position = _Position(epoch=self._position.epoch + 1)
+        place = self._position = dataclasses.replace(self._position)
         sizes = self._source.begin(place)
         _note(self._source.described(place))
-        self._generator.manual_seed(int(bits(1, self.seed, place.epoch, bmt.rank())[0] >> 1))
+        self._generator.manual_seed(int(bits(1, self.seed, place.epoch, bmt.rank())[0]) >> 1)
         begin_epoch(self.dataset, place.epoch)
         return self._hand_out(iter(self._source.loader), place, sizes)
 
     def _hand_out(
-        self, batches: Iterator[Any], place: _Place, sizes: Iterator[int]
+        self, batches: Iterator[Any], place: _Position, sizes: Iterator[int]
     ) -> Iterator[Any]:
         """The batches, counted when they leave: `sizes` are the rows of all ranks in each."""
         for batch in batches:
@@ -156,12 +159,12 @@ class DistributedDataLoader:
 
         Of a stream: its epoch and its own state.
         """
-        return {"epoch": self._place.epoch, **self._source.state(self._place)}
+        return {"epoch": self._position.epoch, **self._source.state(self._position)}
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """The epoch, and the rows of it that were handed out on all ranks together."""
-        return self._place.epoch, self._place.row
+        return self._position.epoch, self._position.row
 
     def rows_since(self, place: tuple[int, int]) -> list[list[int]] | None:
         """Row numbers of this rank's batches between an earlier `place` and now.
@@ -169,7 +172,7 @@ class DistributedDataLoader:
         Returns:
             A list for each batch; None for a stream, or where that was another epoch.
         """
-        epoch, row = self.place
+        epoch, row = self.position
         if (epoch, row) == (place[0] + 1, 0):  # the batch was the last one
             return self._source.rows_between(place, None)
         return self._source.rows_between(place, row) if epoch == place[0] else None
@@ -180,7 +183,7 @@ class DistributedDataLoader:
         Raises:
             DataError: when the state is that of another number of rows, seed or kind of order.
         """
-        self._place = _Place(epoch=int(state["epoch"]), row=self._source.load_state(state))
+        self._position = _Position(epoch=int(state["epoch"]), row=self._source.load_state(state))
 
 
 def _note(what: str | None) -> None:
@@ -240,8 +243,8 @@ class _Rows:
         self._batches = RankBatches(self._num_rows, shuffle=shuffle, seed=seed)
         self.loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **kwargs)
 
-    def _cut(self) -> Cut:
-        return Cut(
+    def _cut(self) -> BatchSplit:
+        return BatchSplit(
             batch_size=self.batch_size, world_size=bmt.world_size(), drop_last=self._drop_last
         )
 
@@ -252,7 +255,7 @@ class _Rows:
     def num_batches(self) -> int:
         return self._cut().count(self._num_rows)
 
-    def begin(self, place: _Place) -> Iterator[int]:
+    def begin(self, place: _Position) -> Iterator[int]:
         """Make `loader` read from `place` on.
 
         Returns the rows of each step, on all ranks together.
@@ -262,11 +265,11 @@ class _Rows:
         self._batches.start(cut, bmt.rank(), place.epoch, place.row)
         return (stop - start for start, stop in cut.starts(place.row, self._num_rows))
 
-    def described(self, place: _Place) -> str:
+    def described(self, place: _Position) -> str:
         """What must be the same on all ranks: of other orders they would take some rows twice."""
         return f"{self._facts}, {self._cut()}, {place}"
 
-    def state(self, place: _Place) -> dict[str, Any]:
+    def state(self, place: _Position) -> dict[str, Any]:
         return {"row": place.row, **self._facts}
 
     def rows_between(self, place: tuple[int, int], end: int | None) -> list[list[int]] | None:
@@ -312,14 +315,14 @@ class _Stream:
     def num_batches(self) -> int:
         return len(self.loader)
 
-    def begin(self, place: _Place) -> Iterator[int]:
+    def begin(self, place: _Position) -> Iterator[int]:
         """As for rows; what a stream hands out is not counted in rows."""
         return iter(lambda: 0, None)
 
-    def described(self, place: _Place) -> None:
+    def described(self, place: _Position) -> None:
         """None: ranks may read it as they like."""
 
-    def state(self, place: _Place) -> dict[str, Any]:
+    def state(self, place: _Position) -> dict[str, Any]:
         return {"dataset": self._stateful().state_dict()}
 
     def rows_between(self, place: tuple[int, int], end: int | None) -> list[list[int]] | None:

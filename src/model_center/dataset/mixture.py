@@ -14,7 +14,7 @@ from model_center.dataset.padding import Item
 from model_center.errors import DataError
 
 
-class Part(NamedTuple):
+class MixturePart(NamedTuple):
     """Some rows of a data set, by number; one may be there several times."""
 
     samples: InstructionDataset
@@ -25,13 +25,13 @@ class Mixture(torch.utils.data.Dataset[Item]):
     """The samples of the parts one after the other; all have one tokenizer and `max_length`.
 
     Attributes:
-        lengths, num_learnt: as of `InstructionDataset`.
+        lengths, num_loss_tokens: as of `InstructionDataset`.
 
     Raises:
         DataError: without a sample.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[MixturePart]) -> None:
         self._parts = [part.samples for part in parts]
         numbers = [
             np.array([n for row in part.numbers for n in part.samples.samples_of(row)], np.int64)
@@ -43,7 +43,9 @@ class Mixture(torch.utils.data.Dataset[Item]):
         self._numbers = np.concatenate(numbers)
         pairs = list(zip(self._parts, numbers, strict=True))
         self.lengths = np.concatenate([samples.lengths[some] for samples, some in pairs])
-        self.num_learnt = np.concatenate([samples.num_learnt[some] for samples, some in pairs])
+        self.num_loss_tokens = np.concatenate(
+            [samples.num_loss_tokens[some] for samples, some in pairs]
+        )
         first = self._parts[0]
         self.max_length, self.fill, self.collate = first.max_length, first.fill, first.collate
 
@@ -67,7 +69,7 @@ class Mixture(torch.utils.data.Dataset[Item]):
         return samples.row_and_start(number)[1] == 0
 
     def num_bytes(self, index: int) -> int | None:
-        """Bytes of the text that is learnt of sample `index`; None where that is not known."""
+        """Bytes of the text in the loss of sample `index`; None where that is not known."""
         samples, number = self.origin(index)
         return samples.num_bytes(number)
 
@@ -77,7 +79,7 @@ class Mixture(torch.utils.data.Dataset[Item]):
         return self._parts[part], int(self._numbers[index])
 
 
-def weighted(part: Part, weight: float, *key: int) -> Part:
+def weighted(part: MixturePart, weight: float, *key: int) -> MixturePart:
     """The part `weight` times over; of what is left of it below 1, so large a share by chance.
 
     Args:
@@ -88,10 +90,10 @@ def weighted(part: Part, weight: float, *key: int) -> Part:
     count = len(part.numbers)
     some = permutation(count, *key)[: round(weight % 1 * count)]
     numbers = [part.numbers[place] for place in sorted(some.tolist())]
-    return Part(part.samples, [*list(part.numbers) * int(weight), *numbers])
+    return MixturePart(part.samples, [*list(part.numbers) * int(weight), *numbers])
 
 
-def set_aside(part: Part, share: float, *key: int) -> tuple[Part, Part]:
+def set_aside(part: MixturePart, share: float, *key: int) -> tuple[MixturePart, MixturePart]:
     """The part without a share of it, drawn by `key`, and that share: at least one row if
     `share` is above 0.
     """
@@ -100,6 +102,6 @@ def set_aside(part: Part, share: float, *key: int) -> tuple[Part, Part]:
     order = permutation(count, *key).tolist()
     rest, aside = sorted(order[size:]), sorted(order[:size])
     return (
-        Part(part.samples, [part.numbers[place] for place in rest]),
-        Part(part.samples, [part.numbers[place] for place in aside]),
+        MixturePart(part.samples, [part.numbers[place] for place in rest]),
+        MixturePart(part.samples, [part.numbers[place] for place in aside]),
     )

@@ -51,9 +51,13 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
         *,
         alone: bool = False,
     ) -> None:
-        """Pack `samples` into rows: into `least` where there are so many samples, one a rank.
+        """Pack samples into rows.
 
-        With `alone` each sample has a row of its own, for models that mix what shares one.
+        Args:
+            samples: of at most `max_length` tokens each.
+            max_length: of a row.
+            least: the fewest rows to make, if there are so many samples: one for each rank.
+            alone: whether each sample has a row of its own, for models that mix what shares one.
 
         Raises:
             DataError: if the samples may be longer than a row, or none has an answer within its
@@ -64,7 +68,7 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
                 f"samples have up to {samples.max_length} tokens, rows {max_length}: "
                 "expected rows to hold any sample."
             )
-        useful = np.flatnonzero(samples.num_learnt).tolist()
+        useful = np.flatnonzero(samples.num_loss_tokens).tolist()
         if not useful:
             raise DataError(
                 f"no sample has an answer within its first {samples.max_length} tokens: "
@@ -96,13 +100,13 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
         }
 
     def num_bytes(self) -> int | None:
-        """Bytes of the text that is learnt of all rows; None where that is not known."""
+        """Bytes of the text in the loss of all rows; None where that is not known."""
         found = [self.samples.num_bytes(number) for row in self.rows for number in row]
         known = [size for size in found if size is not None]
         return sum(known) if len(known) == len(found) else None
 
     def collate(self, items: Sequence[Item]) -> Item:
-        """A batch: (B, longest) tensors, padded on the right, and (B,) lengths."""
+        """A batch of B `items`: (B, longest) tensors, padded on the right, and (B,) lengths."""
         return padding.collate(items, self.samples.fill)
 
 

@@ -15,7 +15,7 @@ from model_center.dataset.protocols import shards_of
 from model_center.errors import DataError
 
 
-class Tokens(Protocol):
+class TokenSequences(Protocol):
     """Token data by number, such as MMapIndexedDataset and DistributedMMapIndexedDataset."""
 
     def __len__(self) -> int: ...
@@ -27,14 +27,16 @@ class Tokens(Protocol):
         """(len,), elements of each sequence."""
 
 
-class Pairs:
+class SequencePairs:
     """The pairs of `ctx` and `tgt`, numbered as in their files; `fits` says which are short enough.
 
     Raises:
         DataError: when the two have different numbers of sequences.
     """
 
-    def __init__(self, ctx: Tokens, tgt: Tokens, max_ctx: int, max_tgt: int) -> None:
+    def __init__(
+        self, ctx: TokenSequences, tgt: TokenSequences, max_ctx: int, max_tgt: int
+    ) -> None:
         if len(ctx) != len(tgt) or shards_of(ctx) != shards_of(tgt):
             raise DataError(
                 f"ctx has {len(ctx)} sequences and tgt {len(tgt)}: they belong together one by "
@@ -56,7 +58,7 @@ class PairRows(Dataset[Any], abc.ABC):
     """
 
     LONG: ClassVar[dict[str, Any] | None] = None
-    _pairs: Pairs
+    _pairs: SequencePairs
 
     @property
     def num_shards(self) -> int:
@@ -70,7 +72,7 @@ class PairRows(Dataset[Any], abc.ABC):
 
     @property
     def num_skipped(self) -> int:
-        """Pairs that are too long."""
+        """SequencePairs that are too long."""
         return len(self) - len(self.short)
 
     def __len__(self) -> int:

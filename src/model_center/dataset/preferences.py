@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse answer to the same prompt, as batches of rows."""
+"""PreferencePairs of a better and a worse answer to the same prompt, as batches of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model_center.dataset.padding import Item
 from model_center.errors import DataError
 
 
-class Pairs(torch.utils.data.Dataset[Item]):
+class PreferencePairs(torch.utils.data.Dataset[Item]):
     """The pairs of a mixture whose parts were read with `pairs=True`.
 
     An item is two samples. A batch of B items has 2 B rows, the better answers first. It holds,
@@ -34,7 +34,7 @@ class Pairs(torch.utils.data.Dataset[Item]):
 
     def __init__(self, samples: Mixture) -> None:
         self.samples = samples
-        useful = samples.num_learnt.reshape(-1, 2).min(1) > 0
+        useful = samples.num_loss_tokens.reshape(-1, 2).min(1) > 0
         self.rows = [[2 * n, 2 * n + 1] for n in np.flatnonzero(useful).tolist()]
         self.num_without_answer = len(useful) - len(self.rows)
         if not self.rows:

@@ -37,11 +37,11 @@ class Row(NamedTuple):
     """One row.
 
     Attributes:
-        place: for messages: "chat.jsonl, line 3".
+        location: for messages: "chat.jsonl, line 3".
         content: its fields, without those that are null.
     """
 
-    place: str
+    location: str
     content: dict[str, Any]
 
 

@@ -28,7 +28,7 @@ from model_center.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class BatchSplit:
     """How runs of rows are cut into global batches. `batch_size` is that of one rank."""
 
     batch_size: int
@@ -77,7 +77,7 @@ class Cut:
         return start + rank * rows // self.world_size, start + (rank + 1) * rows // self.world_size
 
 
-def check_rows(num_rows: int, cut: Cut) -> None:
+def check_rows(num_rows: int, cut: BatchSplit) -> None:
     """DataError, alike on all ranks, when `num_rows` rows leave a rank without a batch."""
     if num_rows == 0:
         raise DataError(
@@ -97,7 +97,7 @@ def check_rows(num_rows: int, cut: Cut) -> None:
         )
 
 
-class RowsOf(list[int]):
+class EpochRows(list[int]):
     """The rows of a batch, which tell the epoch to the dataset of a worker that they come to.
 
     A worker has a copy of the dataset. One that outlives the epoch (`persistent_workers`) would
@@ -109,18 +109,18 @@ class RowsOf(list[int]):
         self._epoch = epoch
 
     def __reduce__(self) -> tuple[Callable[..., list[int]], tuple[int, list[int]]]:
-        return _arrived, (self._epoch, list(self))
+        return _unpickled_rows, (self._epoch, list(self))
 
 
-def _arrived(epoch: int, rows: list[int]) -> list[int]:
+def _unpickled_rows(epoch: int, rows: list[int]) -> list[int]:
     """The rows in the process that they were sent to."""
     if torch.utils.data.get_worker_info() is not None:
-        _tell_worker(epoch)
+        _set_worker_epoch(epoch)
     return rows
 
 
 @functools.lru_cache(maxsize=1)  # once an epoch: what a dataset does then may take long
-def _tell_worker(epoch: int) -> None:
+def _set_worker_epoch(epoch: int) -> None:
     info = torch.utils.data.get_worker_info()
     if info is not None:
         begin_epoch(info.dataset, epoch)
@@ -135,32 +135,35 @@ class RankBatches:
 
     def __init__(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
         self._num_rows, self._shuffle, self._seed = num_rows, shuffle, seed
-        self._next: tuple[Cut, int, int, int] | None = None
+        self._next: tuple[BatchSplit, int, int, int] | None = None
 
-    def start(self, cut: Cut, rank: int, epoch: int, row: int) -> None:
+    def start(self, cut: BatchSplit, rank: int, epoch: int, row: int) -> None:
         """The next pass reads `epoch` from row `row` on, as `rank` of `cut.world_size`."""
         self._next = cut, rank, epoch, row
 
     def __iter__(self) -> Iterator[list[int]]:
         """Row numbers of the dataset, batch by batch."""
         if self._next is None:
-            raise RuntimeError(
-                "RankBatches has no pass to iterate: it is started by the loader that owns it."
+            raise DataError(
+                "RankBatches has no pass to iterate: iterate over the DistributedDataLoader that "
+                "it belongs to."
             )
         cut, rank, epoch, row = self._next
         return self._batches(cut, rank, epoch, row)
 
-    def between(self, cut: Cut, rank: int, epoch: int, first: int, end: int) -> list[list[int]]:
+    def between(
+        self, cut: BatchSplit, rank: int, epoch: int, first: int, end: int
+    ) -> list[list[int]]:
         """The batches of `rank` that are made of the rows [first, end) of the epoch's order."""
         count = sum(1 for start, _ in cut.starts(first, self._num_rows) if start < end)
         return list(itertools.islice(self._batches(cut, rank, epoch, first), count))
 
-    def _batches(self, cut: Cut, rank: int, epoch: int, row: int) -> Iterator[list[int]]:
+    def _batches(self, cut: BatchSplit, rank: int, epoch: int, row: int) -> Iterator[list[int]]:
         order = self.order(epoch)
         for start, stop in cut.starts(row, self._num_rows):
             first, last = cut.share(start, stop, rank)
             rows = range(first, last) if order is None else order[first:last].tolist()
-            yield RowsOf(epoch, rows)
+            yield EpochRows(epoch, rows)
 
     def order(self, epoch: int) -> npt.NDArray[np.int64] | None:
         """Row numbers in the order of this epoch; None when it is that of the dataset."""

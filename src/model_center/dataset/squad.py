@@ -67,7 +67,15 @@ class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         max_decoder_length: int,
         seed: int = 0,
     ) -> None:
-        """The questions of "train", "dev" or "test"; `seed` chooses among several answers.
+        """The questions of one split.
+
+        Args:
+            path: the folder of `train-v1.1.json` and `dev-v1.1.json`.
+            split: "train", "dev" or "test".
+            tokenizer: of the model.
+            max_encoder_length: of a prompt's ids, at least 4.
+            max_decoder_length: of an answer's ids, at least 4.
+            seed: chooses among several answers.
 
         A test split, which is not published, is empty without its file, as in ModelCenter.
 

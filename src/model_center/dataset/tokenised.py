@@ -1,7 +1,7 @@
 """Rows as tokens, made once: arrays in files that all processes of a host map.
 
-An index is a folder: `ids.bin`, int32, the ids of all rows one after the other; `learnt.bin`,
-uint8, 1 where the next id is to be learnt; `bytes.bin`, uint16, the bytes of the text that each id
+An index is a folder: `ids.bin`, int32, the ids of all rows one after the other; `in_loss.bin`,
+uint8, 1 where the next id is in the loss; `bytes.bin`, uint16, the bytes of the text that each id
 stands for; `rows.bin`, int64, where each row ends, negative for texts; and `index.json`, what else
 a run says of its data. The name of the folder is a hash of data, tokenizer, chat template and
 version.
@@ -36,8 +36,8 @@ from model_center.dataset.packed import document_starts
 from model_center.dataset.rows import Row, Source
 from model_center.errors import DataError, InputError
 
-IDS, LEARNT, BYTES, ROWS, FACTS = "ids.bin", "learnt.bin", "bytes.bin", "rows.bin", "index.json"
-VERSION = 2  # of what is in the files
+IDS, IN_LOSS, BYTES, ROWS, FACTS = "ids.bin", "in_loss.bin", "bytes.bin", "rows.bin", "index.json"
+VERSION = 3  # of what is in the files
 MOST_BYTES = np.iinfo(np.uint16).max  # of a token that can be written down
 BATCH = 256  # rows that are tokenised at a time
 FEW = 2048  # rows that are not worth other processes
@@ -45,12 +45,12 @@ Work = TypeVar("Work")
 Done = TypeVar("Done")
 
 
-class Tokens:
+class TokenIndex:
     """The tokens of all rows of a source.
 
     Attributes:
         ids: int32 (tokens,).
-        learnt: uint8 (tokens,), 1 where the next token is learnt.
+        in_loss: uint8 (tokens,), 1 where the next token is in the loss.
         num_bytes: uint16 (tokens,), UTF-8 bytes of the text that each stands for: of a row, all of
             its text together, without the bos and eos around it. None where that is not known.
         starts, stops: int64 (rows,), of each row in them.
@@ -66,7 +66,7 @@ class Tokens:
         self.key: str = facts["key"]
         self.unread: dict[str, int] = facts["unread"]
         self.ids: npt.NDArray[np.int32] = _read(folder / IDS, np.int32, keep)
-        self.learnt: npt.NDArray[np.uint8] = _read(folder / LEARNT, np.uint8, keep)
+        self.in_loss: npt.NDArray[np.uint8] = _read(folder / IN_LOSS, np.uint8, keep)
         self.num_bytes: npt.NDArray[np.uint16] | None = None
         if facts["bytes_known"]:
             self.num_bytes = _read(folder / BYTES, np.uint16, keep)
@@ -93,10 +93,10 @@ def _read(path: pathlib.Path, dtype: Any, keep: bool) -> npt.NDArray[Any]:
 
 
 class Encoded(NamedTuple):
-    """Rows as tokens: ids, what is learnt and bytes of all together, and the length of each."""
+    """Rows as tokens: ids, loss mask and bytes of all together, and the length of each."""
 
     ids: npt.NDArray[np.int32]
-    learnt: npt.NDArray[np.uint8]
+    in_loss: npt.NDArray[np.uint8]
     num_bytes: npt.NDArray[np.int64] | None
     lengths: list[int]
     is_text: list[bool]
@@ -111,7 +111,7 @@ def tokens_of(
     pairs: bool = False,
     workers: int = 1,
     report: Callable[[int], object] = lambda rows: None,
-) -> Tokens:
+) -> TokenIndex:
     """The tokens of a source, from `cache` if they are there.
 
     Args:
@@ -130,7 +130,7 @@ def tokens_of(
     encoder = Encoder(tokenizer, pairs=pairs)
     key = _key(source, encoder)
     if cache is not None and (cache / key / FACTS).is_file():
-        return Tokens(cache / key)
+        return TokenIndex(cache / key)
     try:
         if cache is not None:
             cache.mkdir(parents=True, exist_ok=True)
@@ -138,10 +138,10 @@ def tokens_of(
         try:
             _write(made, key, source, encoder, workers, report)
             if cache is None:
-                return Tokens(made, keep=False)
+                return TokenIndex(made, keep=False)
             with contextlib.suppress(OSError):  # another program was faster
                 made.rename(cache / key)
-            return Tokens(cache / key)
+            return TokenIndex(cache / key)
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
@@ -173,12 +173,12 @@ def _write(
         made = _encoded(source.rows(), encoder, workers)
     with (
         (folder / IDS).open("wb") as ids,
-        (folder / LEARNT).open("wb") as learnt,
+        (folder / IN_LOSS).open("wb") as in_loss,
         (folder / BYTES).open("wb") as sizes,
     ):
         for one in made:
             one.ids.tofile(ids)
-            one.learnt.tofile(learnt)
+            one.in_loss.tofile(in_loss)
             if one.num_bytes is None or one.num_bytes.max(initial=0) > MOST_BYTES:
                 bytes_known = False
             elif bytes_known:
@@ -197,7 +197,7 @@ def _write(
 
 
 def _documents(indexed: MMapIndexedDataset, encoder: Encoder) -> Iterator[Encoded]:
-    """Token data as texts, of which each token is learnt from those before it."""
+    """Token data as texts, of which each token is predicted from those before it."""
     if indexed.dtype.kind not in "iu":
         raise DataError(f"{indexed} holds {indexed.dtype}: expected ids of tokens.")
     starts, sizes = document_starts(indexed), byte_lengths(encoder.tokenizer)
@@ -206,12 +206,12 @@ def _documents(indexed: MMapIndexedDataset, encoder: Encoder) -> Iterator[Encode
         ids = indexed.tokens[bounds[0] : bounds[-1]].astype(np.int64)
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < np.iinfo(np.int32).max:
             raise DataError(f"{indexed} holds numbers that are no ids of tokens.")
-        learnt = np.ones(len(ids), np.uint8)
-        learnt[bounds[1:] - bounds[0] - 1] = 0
+        in_loss = np.ones(len(ids), np.uint8)
+        in_loss[bounds[1:] - bounds[0] - 1] = 0
         is_known = sizes is not None and int(ids.max(initial=0)) < len(sizes)
         yield Encoded(
             ids=ids.astype(np.int32),
-            learnt=learnt,
+            in_loss=in_loss,
             num_bytes=sizes[ids] if sizes is not None and is_known else None,
             lengths=np.diff(bounds).tolist(),
             is_text=[True] * (len(bounds) - 1),
@@ -313,7 +313,7 @@ class Encoder:
             lengths.append(len(begin))
         return Encoded(
             ids=np.fromiter(itertools.chain.from_iterable(encoded["input_ids"]), np.int32),
-            learnt=np.concatenate(masks),
+            in_loss=np.concatenate(masks),
             num_bytes=np.concatenate(sizes),
             lengths=lengths,
             is_text=[one.text is not None for one in parsed],
@@ -321,7 +321,7 @@ class Encoder:
         )
 
     def _written(self, parsed: Parsed, row: Row) -> tuple[str, list[Span]]:
-        """The text of a row, and the (start, stop) of what is learnt of it."""
+        """The text of a row, and the (start, stop) of what the loss covers of it."""
         if parsed.text is not None:
             bos, eos = self._around(parsed)
             text = bos + parsed.text + eos
@@ -330,7 +330,7 @@ class Encoder:
             return ChatRenderer(self.tokenizer, parsed.tools).text_and_answers(parsed.messages)
         except (InputError, DataError) as error:
             raise DataError(
-                f"{row.place}: {error} The conversation is {reprlib.repr(parsed.messages)}."
+                f"{row.location}: {error} The conversation is {reprlib.repr(parsed.messages)}."
             ) from error
 
     def _around(self, parsed: Parsed) -> tuple[str, str]:
@@ -367,6 +367,9 @@ def parsed_rows(row: Row, *, pairs: bool = False) -> Sequence[Parsed]:
     try:
         return parse_pair(row.content) if pairs else [parse(row.content)]
     except KeyError as error:
-        raise DataError(f"{row.place}: there is no field {error}.") from error
+        raise DataError(
+            f"{row.location}: there is no field {error} beside {', '.join(row.content)}: rename "
+            "the fields (docs/site/en/guides/fine-tuning.md has all forms of rows)."
+        ) from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{row.place}: {error}") from error
+        raise DataError(f"{row.location}: {error}") from error

@@ -9,7 +9,7 @@ import torch
 
 from bmtrain.torch_internals import has_global_module_hooks, has_hooks, num_dispatch_modes
 from model_center.generation.fingerprint import HostStateFingerprint
-from model_center.generation.recording import Repeated, recorder_for
+from model_center.generation.recording import ReplayedWork, recorder_for
 from model_center.generation.session import (
     RecordedPrefill,
     RecordedSteps,
@@ -53,7 +53,7 @@ class DecodeRunner:
             or any(has_hooks(module) for module in model.modules())
         )
         self._session = None if self.is_watched else session
-        self._repeated = Repeated(None)
+        self._repeated = ReplayedWork(None)
         self._first: RecordedPrefill | None = None
         self._steps: FixedSteps | None = None
         self._places: Sequence[object] = []
@@ -71,7 +71,7 @@ class DecodeRunner:
             raise
         finally:
             # they refer to this object: memory would wait for Python's collector
-            self._steps, self._first, self._repeated = None, None, Repeated(None)
+            self._steps, self._first, self._repeated = None, None, ReplayedWork(None)
             self._decoding.end()
 
     def first(self, num_new: int, copies: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ class DecodeRunner:
         """
         decoding, room = self._decoding, num_new
         self._places = self._where()
-        kept = self._kept(num_new, copies)
+        kept = self._reusable_steps(num_new, copies)
         if kept is not None:
             self._first = self._first_of(kept, copies)
             if self._first is not None:
@@ -98,7 +98,7 @@ class DecodeRunner:
         elif kept is not None and self._session is not None:
             self._session.leave(kept)  # it is for other prompts
         elif num_new >= FEWEST_TOKENS and not self.is_watched:
-            self._repeated = Repeated(recorder_for(self._device))
+            self._repeated = ReplayedWork(recorder_for(self._device))
         return scores
 
     def next(self, tokens: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
@@ -122,7 +122,7 @@ class DecodeRunner:
         # a session's memory is written on one stream, and nothing orders it with others
         return [*self._weights.addresses(), torch.cuda.current_stream(self._device)]
 
-    def _kept(self, num_new: int, copies: int) -> RecordedSteps | None:
+    def _reusable_steps(self, num_new: int, copies: int) -> RecordedSteps | None:
         """Recorded steps of the session that this generation can replay."""
         if self._session is None:
             return None
@@ -139,7 +139,11 @@ class DecodeRunner:
         if prompts is None:
             return None
         is_known = first is not None and first.prompts is prompts
-        return first if is_known else RecordedPrefill(prompts, Repeated(recorder_for(self._device)))
+        return (
+            first
+            if is_known
+            else RecordedPrefill(prompts, ReplayedWork(recorder_for(self._device)))
+        )
 
     def _resumed(self, kept: RecordedSteps, first: RecordedPrefill) -> torch.Tensor:
         """Scores after the prefill; the recorded steps of the earlier generation follow."""
@@ -163,9 +167,9 @@ class DecodeRunner:
             )
 
     def _do(self, work: Work) -> torch.Tensor:
-        return self._repeated(lambda: self._noted(work))
+        return self._repeated(lambda: self._run_or_record(work))
 
-    def _noted(self, work: Work) -> torch.Tensor:
+    def _run_or_record(self, work: Work) -> torch.Tensor:
         """Run or record a step, without replaying."""
         if self._session is not None and self._repeated.can_record:
             self._fingerprint = HostStateFingerprint(self._model, self._device)

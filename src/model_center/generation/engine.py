@@ -52,12 +52,16 @@ def generate(
         attention_mask: of the same shape, nonzero where a token is valid. If None and
             `pad_token_id` is given and ends no sequence, tokens equal to it are padding; otherwise
             all are valid.
-        config: how, or the default; `options` replace its values.
+        config: how sequences are continued; None for the default.
         inputs: what else the model takes, by name: `decoder_input_ids` of encoder-decoders, in
             place of the one start token; `context`, `span` of CPM-1; `token_type_ids` too of CPM-3.
         tokenizer: needed for `stop_strings`.
         generator: of random numbers, in place of `seed`.
-        session: what is kept for the next generation; None for nothing.
+        session: keeps memory and recorded steps for the next generation; None for nothing.
+        options: values that replace the configuration's.
+
+    Returns:
+        The prompts and what follows them, on the device of the model.
 
     Raises:
         ConfigError, InputError: before anything is computed; on every rank if on one.
@@ -69,7 +73,7 @@ def generate(
         tokenizer=tokenizer,
         generator=generator,
     )
-    return Run(
+    return GenerationRun(
         model, lambda: (prompts, GenerationConfig.of(config, **options)), search_of, session
     ).completed()
 
@@ -88,9 +92,10 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """As `generate`, token by token: a token for each row, None for rows that have ended.
 
-    Arguments are checked at once, tokens computed when they are asked for. Where the model is
-    sharded every rank must ask until there is no more, or close the iterator after its first token
-    (leaving a `for` loop does): it then accompanies the others.
+    The arguments are those of `generate`. They are checked at once, and tokens are computed when
+    they are asked for. Where the model is sharded, every rank must ask until there are no more, or
+    close the iterator after its first token (leaving a `for` loop does): it then takes part in the
+    others' steps.
 
     Raises:
         ConfigError: for beam search, whose tokens are known only at its end; and as in `generate`.
@@ -102,7 +107,7 @@ def stream(
         tokenizer=tokenizer,
         generator=generator,
     )
-    run = Run(
+    run = GenerationRun(
         model,
         lambda: (prompts, GenerationConfig.of(config, **options)),
         streamed_search_of,
@@ -130,7 +135,7 @@ def streamed_search_of(task: DecodeTask) -> StreamedSearch:
     return StreamedSearch(task)
 
 
-class Run(Generic[Kind]):
+class GenerationRun(Generic[Kind]):
     """One generation: its arguments, checked by all ranks; then its steps, once; then its output.
 
     A rank whose weights are whole goes its own way: steps of one kind of work, which on a GPU is
@@ -182,7 +187,7 @@ class Run(Generic[Kind]):
             stack.enter_context(evaluating(self._model))
             if weights is None:
                 stack.callback(self._decoding.end)
-                yield from self._in_step()
+                yield from self._decode_in_lockstep()
                 return
             if self._ranks.are_several:
                 stack.enter_context(bmt.unwatched())
@@ -192,7 +197,7 @@ class Run(Generic[Kind]):
             if self.num_prompts > 0:
                 runner = DecodeRunner(self._model, self._decoding, weights, self._session)
                 stack.enter_context(runner.open())
-                yield from self._alone(runner)
+                yield from self._decode_alone(runner)
 
     def completed(self) -> GenerationOutput:
         """All steps, and what comes of them."""
@@ -231,7 +236,7 @@ class Run(Generic[Kind]):
         )
         return SPARE - is_there
 
-    def _alone(self, runner: DecodeRunner) -> Iterator[Kind]:
+    def _decode_alone(self, runner: DecodeRunner) -> Iterator[Kind]:
         """All steps, by passes that need no other rank."""
         search, task = self._search, self.task
         scores = runner.first(task.num_new, search.copies)
@@ -257,7 +262,7 @@ class Run(Generic[Kind]):
                 scores = runner.next(search.tokens, search.parents)
         any(map(checks.was_last, pending))
 
-    def _in_step(self) -> Iterator[Kind]:
+    def _decode_in_lockstep(self) -> Iterator[Kind]:
         """All steps, in each of which all ranks take part until no rank needs one."""
         decoding, search, ranks = self._decoding, self._search, self._ranks
         with without_plans(self.task.prefix.device):
@@ -269,15 +274,15 @@ class Run(Generic[Kind]):
             try:
                 yield search
             except GeneratorExit:  # nobody here wants the rest
-                self._accompany(self._others_continue())
+                self._gather_for_others(self._others_continue())
                 raise
             continues, anyone = ranks.which_continue(search.continues())
             if continues:
                 with without_plans(self.task.prefix.device):
                     logits = decoding.step(search.tokens, search.parents)
-        self._accompany(anyone)
+        self._gather_for_others(anyone)
 
-    def _accompany(self, others_continue: bool) -> None:
+    def _gather_for_others(self, others_continue: bool) -> None:
         """Take part in the forward passes of the other ranks until all are done."""
         while others_continue:
             with without_plans(self.task.prefix.device):

@@ -42,7 +42,7 @@ def prepared(
     if len(prompts.input_ids):
         decoding = decoding_of(model, prompts, config, device)
     else:
-        decoding = stand_in(model, device)
+        decoding = idle_decoding(model, device)
     for name, ids in (
         ("eos_token_id", config.eos_ids),
         ("pad_token_id", (config.pad,)),
@@ -87,7 +87,7 @@ def decoding_of(
     return decoding
 
 
-def stand_in(model: BaseModel, device: torch.device) -> Decoding:
+def idle_decoding(model: BaseModel, device: torch.device) -> Decoding:
     """The work of a rank that has no prompts: some token."""
     return model.decoding(
         torch.zeros(1, model.shortest_prompt, dtype=torch.long, device=device), None, {}

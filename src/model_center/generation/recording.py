@@ -37,7 +37,7 @@ class Recorder(ABC):
         """
 
 
-class Repeated:
+class ReplayedWork:
     """Work that is the same at each call: kernels that read and write the same memory.
 
     The first call does it, the second records and replays it, all later ones replay. What cannot be

@@ -20,10 +20,10 @@ from bmtrain.shard.residence import Fixed, Residence
 from bmtrain.shard.storage import Storage
 
 
-class Resident:
+class ResidentWeights:
     """The whole parameters of a sharded model on this rank, for generation or evaluation.
 
-        resident = Resident.of(model)
+        resident = ResidentWeights.of(model)
         with torch.no_grad(), resident.held():
             with resident.bound():
                 model(...)  # as often as wanted, and on each rank as often as it likes
@@ -42,7 +42,7 @@ class Resident:
         self._full: dict[Storage, torch.Tensor] = {}  # of `held`
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> Resident | None:
+    def of(cls, model: torch.nn.Module) -> ResidentWeights | None:
         """That of a model; None if there cannot be one.
 
         So it is where some parameters are not sharded, are split over tensor-parallel ranks or
@@ -69,7 +69,7 @@ class Resident:
 
     def fits(self, spare: int) -> bool:
         """Whether this rank has room for it, and for `spare` further bytes. On a CPU it has."""
-        current = world.current("Resident")
+        current = world.current("ResidentWeights")
         if current.device.type == "cpu":
             return True
         memory = current.service(DeviceMemory)
@@ -84,7 +84,7 @@ class Resident:
         """Gather everything and hold it. Collective; the end is not."""
         memory = self.memory()
         try:
-            world.current("Resident").service(Engine).bring_changed(memory)
+            world.current("ResidentWeights").service(Engine).bring_changed(memory)
             self._find(self._storages())
             yield
         except BaseException:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from model_center.errors import ConfigError
 from model_center.generation.fingerprint import HostStateFingerprint
-from model_center.generation.recording import Repeated
+from model_center.generation.recording import ReplayedWork
 from model_center.model.decoding import FixedPrompts, FixedSteps
 
 
@@ -22,7 +22,7 @@ class RecordedPrefill(NamedTuple):
     """
 
     prompts: FixedPrompts
-    repeated: Repeated
+    repeated: ReplayedWork
 
 
 class RecordedSteps(NamedTuple):
@@ -37,15 +37,16 @@ class RecordedSteps(NamedTuple):
     """
 
     steps: FixedSteps
-    repeated: Repeated
+    repeated: ReplayedWork
     first: RecordedPrefill | None
     places: Sequence[object]
     fingerprint: HostStateFingerprint
 
 
 class Session:
-    """Generations that reuse the KV cache's memory and the recorded decode step of the one before,
-    and, for a model sharded over several ranks, its gathered weights.
+    """Generations that reuse the KV cache's memory and the recorded decode step of the one before.
+
+    For a model sharded over several ranks they reuse its gathered weights too.
 
         with Session() as session:
             for ids in prompts:

@@ -12,7 +12,7 @@ import torch
 from model_center.errors import InputError
 from model_center.generation.config import GenerationConfig
 from model_center.generation.detokenizer import Detokenizer
-from model_center.generation.engine import Kind, Run, search_of, streamed_search_of
+from model_center.generation.engine import GenerationRun, Kind, search_of, streamed_search_of
 from model_center.generation.prepare import PromptBatch
 from model_center.generation.search import DecodeTask, Search, StreamedSearch
 from model_center.generation.session import Session
@@ -34,8 +34,8 @@ class TextGenerator:
     Args:
         model: any decoder-only or encoder-decoder model.
         tokenizer: one of transformers or of this project.
-        config: how; or the default.
-        session: what is kept from one call for the next; None for nothing.
+        config: how texts are continued; None for the default.
+        session: keeps memory and recorded steps from one call for the next; None for nothing.
         options: values that replace the configuration's. Where neither says which tokens end and
             pad sequences, the tokenizer does; `eos_token_id=()` is for none.
     """
@@ -53,7 +53,7 @@ class TextGenerator:
         self.config = GenerationConfig.of(config, **options)
 
     def __call__(self, texts: Sequence[str], **options: Any) -> list[str]:
-        """What follows each text, or is made of it, `num_return_sequences` in a row for each.
+        """What follows each of `texts`, `num_return_sequences` neighbours for each.
 
         Raises:
             ConfigError, InputError: before anything is computed; on every rank if on one.
@@ -61,7 +61,10 @@ class TextGenerator:
         return texts_of(self._run(lambda: self._encoded(texts), options, search_of), self.tokenizer)
 
     def tokens(self, texts: Sequence[str], **options: Any) -> Rows:
-        """As when called, the new tokens of each, without the one that ends them."""
+        """The new tokens after each of `texts`, without the one that ends them.
+
+        `options` and errors are those of a call.
+        """
         run = self._run(lambda: self._encoded(texts), options, search_of)
         rows, ends = run.completed().rows(), run.task.config.eos_ids
         return [row[:-1] if row[-1] in ends else row for row in rows]
@@ -71,6 +74,7 @@ class TextGenerator:
 
         Args:
             conversations: each a list of messages {"role": ..., "content": ...}.
+            options: values that replace the configuration's.
 
         Raises:
             InputError: for a tokenizer without a chat template; and as when called.
@@ -81,17 +85,25 @@ class TextGenerator:
         )
 
     def stream(self, text: str, **options: Any) -> Iterator[str]:
-        """What follows the text, in pieces that are there as soon as they are certain."""
+        """What follows `text`, in pieces, each yielded as soon as no later token can change it.
+
+        `options` and errors are those of a call; beam search is refused.
+        """
         return (piece for _, piece in self.stream_batch([text], **options))
 
     def stream_batch(self, texts: Sequence[str], **options: Any) -> Iterator[tuple[int, str]]:
-        """As `stream` for several texts at once: the row, and a piece of what follows."""
+        """As `stream` for several texts at once: pairs of a row's number and a piece.
+
+        `options` are those of a call.
+        """
         return pieces_of(
             self._run(lambda: self._encoded(texts), options, streamed_search_of), self.tokenizer
         )
 
     def stream_chat(self, conversation: Sequence[Message], **options: Any) -> Iterator[str]:
-        """The next message of a conversation, in pieces that are there as soon as they are certain.
+        """The next message of `conversation`, in pieces as of `stream`.
+
+        `options` are those of a call.
 
         Raises:
             InputError: for a tokenizer without a chat template.
@@ -140,7 +152,7 @@ class TextGenerator:
         encode: Callable[[], Rows],
         options: Mapping[str, Any],
         make: Callable[[DecodeTask], Kind],
-    ) -> Run[Kind]:
+    ) -> GenerationRun[Kind]:
         def ask() -> tuple[PromptBatch, GenerationConfig]:
             config = self.with_defaults(GenerationConfig.of(self.config, **options))
             ids, mask = padded(encode(), config.pad, self.model.PADDING_SIDE)
@@ -151,10 +163,10 @@ class TextGenerator:
                 tokenizer=self.tokenizer,
             ), config
 
-        return Run(self.model, ask, make, self.session)
+        return GenerationRun(self.model, ask, make, self.session)
 
 
-def texts_of(run: Run[Search], tokenizer: Any) -> list[str]:
+def texts_of(run: GenerationRun[Search], tokenizer: Any) -> list[str]:
     """The text of each row, after all steps."""
     rows = run.completed().rows()
     return [
@@ -163,7 +175,7 @@ def texts_of(run: Run[Search], tokenizer: Any) -> list[str]:
     ]
 
 
-def pieces_of(run: Run[StreamedSearch], tokenizer: Any) -> Iterator[tuple[int, str]]:
+def pieces_of(run: GenerationRun[StreamedSearch], tokenizer: Any) -> Iterator[tuple[int, str]]:
     """(row, piece of its text) as soon as it is certain."""
     readers = detokenizers(run, tokenizer)
     for search in run.steps():
@@ -177,7 +189,7 @@ def pieces_of(run: Run[StreamedSearch], tokenizer: Any) -> Iterator[tuple[int, s
             yield row, piece
 
 
-def detokenizers(run: Run[Kind], tokenizer: Any) -> list[Detokenizer]:
+def detokenizers(run: GenerationRun[Kind], tokenizer: Any) -> list[Detokenizer]:
     """One for each row of the results."""
     task, mask = run.task, run.task.mask
     valid = torch.ones_like(task.prefix, dtype=torch.bool) if mask is None else mask

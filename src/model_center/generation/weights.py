@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from model_center.generation.resident import Resident
+from model_center.generation.resident import ResidentWeights
 
 
 class Weights(Protocol):
@@ -66,7 +66,7 @@ class OwnWeights:
 
 def weights_of(model: torch.nn.Module, *, is_sharded: bool) -> Weights | None:
     """The weights of a model; None if they cannot be whole on a rank."""
-    return Resident.of(model) if is_sharded else OwnWeights(model)
+    return ResidentWeights.of(model) if is_sharded else OwnWeights(model)
 
 
 @contextlib.contextmanager

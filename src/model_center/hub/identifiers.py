@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import pathlib
 import re
 
 from model_center.errors import IdentifierError
@@ -56,6 +57,8 @@ def repository_of(name: str) -> str:
             f"{name!r} is not on a hub: give a folder with its config.json and pytorch_model.pt, "
             f"or put them into ~/.cache/model_center/{name}/."
         )
+    if pathlib.Path(name).is_file():  # a vocabulary's, as very old programs give it
+        raise IdentifierError(f"{name!r} is a file: give the folder that it is in.")
     if _REPOSITORY.fullmatch(name):
         return name
     near = difflib.get_close_matches(name, [*REPOSITORIES, *LOCAL_ONLY], n=3)

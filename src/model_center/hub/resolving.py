@@ -159,7 +159,8 @@ def _fetched(name: str, kind: str, client: Client, local_only: bool) -> str:
             reason = str(error).strip().partition("\n")[0]
             raise IdentifierError(
                 f"{name!r} is not a folder here, and {repository} could not be fetched from the "
-                f"Hugging Face hub: {type(error).__name__}: {reason}"
+                f"Hugging Face hub: {type(error).__name__}: {reason}. Name a folder with its "
+                "files, set HF_ENDPOINT to a mirror, or, for a gated repository, set HF_TOKEN."
             ) from error
         if _holds(pathlib.Path(folder), patterns):
             return folder

@@ -281,7 +281,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 @kernel
-def _turned(
+def _rotated(
     at: tl.tensor,
     dims: tl.tensor,
     there: tl.tensor,
@@ -458,7 +458,7 @@ def cached_attention_kernel(  # noqa: PLR0913 (a kernel has no objects to group 
         cos += far_row * table_row
         sin += far_row * table_row
     at = query + far_row * query_row + (far_head * GROUP + members)[:, None] * query_head
-    q = _turned(at, dims[None, :], there, cos, sin, PAIRS, INTERLEAVED)
+    q = _rotated(at, dims[None, :], there, cos, sin, PAIRS, INTERLEAVED)
     keys += far_row * key_row + far_head * key_head
     values += far_row * value_row + far_head * value_head
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
@@ -469,7 +469,7 @@ def cached_attention_kernel(  # noqa: PLR0913 (a kernel has no objects to group 
         fresh = tl.load(place).to(tl.int32)
         new_key += far_row * new_key_row + far_head * new_key_head
         new_value += far_row * new_value_row + far_head * new_value_head
-        token_key = _turned(new_key, dims, dims < DIM, cos, sin, PAIRS, INTERLEAVED)
+        token_key = _rotated(new_key, dims, dims < DIM, cos, sin, PAIRS, INTERLEAVED)
         token_value = tl.load(new_value + dims, dims < DIM, other=0.0)
         if part == 0:
             _store(keys, token_key, fresh, capacity, key_place, DIM, BLOCK_DIM)

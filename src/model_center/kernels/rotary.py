@@ -33,10 +33,10 @@ def rotate_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rotate` by the formula."""
     tables = [table if table.dim() == 2 else table[:, None] for table in (cos, sin)]
-    return _turned(query, tables, interleaved), _turned(key, tables, interleaved)
+    return _rotated(query, tables, interleaved), _rotated(key, tables, interleaved)
 
 
-def _turned(x: torch.Tensor, tables: list[torch.Tensor], interleaved: bool) -> torch.Tensor:
+def _rotated(x: torch.Tensor, tables: list[torch.Tensor], interleaved: bool) -> torch.Tensor:
     (cos, sin), out = tables, torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pairs = cos.shape[-1]
     one, other = (

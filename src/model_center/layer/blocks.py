@@ -30,13 +30,14 @@ Past = LayerCache | KeyValues | None
 
 
 class SelfAttentionBlock(torch.nn.Module):
-    """`h + dropout(attention(norm(h)))`; with `post_layer_norm`, `norm(h) +
-    dropout(attention(norm(h)))`.
+    """Self-attention with its norm and residual: `h + dropout(attention(norm(h)))`.
+
+    With `post_layer_norm` it is `norm(h) + dropout(attention(norm(h)))`.
 
     A network whose norms follow each part is written with each norm moved to the start of the next
     part, so that its last norm is the `output_layernorm` of the stack.
 
-    Args: see `LayerOptions`.
+    The arguments are those of `LayerOptions`.
     """
 
     @takes(
@@ -74,7 +75,19 @@ class SelfAttentionBlock(torch.nn.Module):
         output_attentions: bool = False,
         output_normed: bool = False,
     ) -> Any:
-        """(batch, seq, dim_model) to the same, then cache, probabilities, normed input if asked."""
+        """`hidden_states` (batch, seq, dim_model) to the same.
+
+        Args:
+            hidden_states: (batch, seq, dim_model).
+            attention_mask, position_bias: as in `Attention`.
+            use_cache: whether to return the keys and values.
+            past_key_value: as they were returned.
+            output_attentions: whether to return the probabilities.
+            output_normed: whether to return the normalised input.
+
+        Returns the hidden states, followed by cache, probabilities and normalised input where asked
+        for.
+        """
         is_asked_more = output_attentions or output_normed
         if is_row(hidden_states) and isinstance(past_key_value, LayerCache) and not is_asked_more:
             row = self._of_row(hidden_states, attention_mask, position_bias, past_key_value)
@@ -112,10 +125,14 @@ class SelfAttentionBlock(torch.nn.Module):
 
 
 class CrossAttentionBlock(torch.nn.Module):
-    """`h + dropout(attention(norm(h), key_value_states))`; with `post_layer_norm`, `norm(h) +
-    dropout(attention(norm(h), key_value_states))`.
+    """Cross-attention with its norm: `h + dropout(attention(norm(h), key_value_states))`.
 
-    Args: see `LayerOptions`; `sparse_attention` is refused, as there is none over other states.
+    With `post_layer_norm` it is `norm(h) + dropout(attention(norm(h), key_value_states))`.
+
+    The arguments are those of `LayerOptions`.
+
+    Raises:
+        ConfigError: for `sparse_attention`, which exists as self-attention only.
     """
 
     @takes(
@@ -141,11 +158,18 @@ class CrossAttentionBlock(torch.nn.Module):
         past_key_value: Past = None,
         output_attentions: bool = False,
     ) -> Any:
-        """(batch, seq, dim_model) to the same, over states (batch, keys, dim_model) of an encoder,
-        which are not normalised.
+        """`hidden_states` (batch, seq, dim_model) to the same, with what they read of an encoder.
 
-        A `past_key_value` with content holds the keys of all of them, and `key_value_states` is not
-        looked at.
+        Args:
+            hidden_states: (batch, seq, dim_model).
+            key_value_states: (batch, keys, dim_model), not normalised; ignored if `past_key_value`
+                has content, which is then the keys and values of all of them.
+            attention_mask, position_bias: as in `Attention`.
+            use_cache: whether to return the keys and values.
+            past_key_value: as they were returned.
+            output_attentions: whether to return the probabilities.
+
+        Returns the hidden states, followed by cache and probabilities where asked for.
         """
         is_known = past_key_value is not None and not (
             isinstance(past_key_value, LayerCache) and past_key_value.length == 0
@@ -166,9 +190,11 @@ class CrossAttentionBlock(torch.nn.Module):
 
 
 class FFNBlock(torch.nn.Module):
-    """`h + dropout(ffn(norm(h)))`; with `post_layer_norm`, `norm(h) + dropout(ffn(norm(h)))`.
+    """A feed-forward network with its norm and residual: `h + dropout(ffn(norm(h)))`.
 
-    Args: see `LayerOptions`.
+    With `post_layer_norm` it is `norm(h) + dropout(ffn(norm(h)))`.
+
+    The arguments are those of `LayerOptions`.
     """
 
     @takes("dim_model dim_ff", DTYPE, NORM, FFN, "post_layer_norm length_scale dropout_p")
@@ -190,7 +216,7 @@ class FFNBlock(torch.nn.Module):
         self.dropout = torch.nn.Dropout(options.dropout_p)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(batch, seq, dim_model) to the same."""
+        """`hidden_states` (batch, seq, dim_model) to the same."""
         if is_row(hidden_states):
             row = self._of_row(hidden_states)
             if row is not None:
@@ -214,7 +240,7 @@ class FFNBlock(torch.nn.Module):
 class TransformerBlock(torch.nn.Module):
     """Self-attention, in decoders cross-attention, and a feed-forward network, with their norms.
 
-    Args: see `LayerOptions`.
+    The arguments are those of `LayerOptions`.
     """
 
     self_att: SelfAttentionBlock | None

@@ -282,7 +282,7 @@ class KeyValueCache(Sequence[LayerCache]):
             layer.advance()
 
     @property
-    def place(self) -> int | torch.Tensor:
+    def next_position(self) -> int | torch.Tensor:
         """Where the next token goes: `length`, or once it is fixed the tensor that says it."""
         return self.length if self._place is None else self._place
 

@@ -31,13 +31,17 @@ class Conv2d(bmt.DistributedModule):
     """Convolution of images (batch, in_channels, height, width) as torch.nn.Conv2d computes it.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, dilation, groups: as in
-        torch.nn.Conv2d.
+        in_channels, out_channels, kernel_size: as in torch.nn.Conv2d.
+        stride, padding, dilation, groups: as in torch.nn.Conv2d.
         dtype: of the parameters.
         int8: accepted; it does nothing, as in ModelCenter.
-        init_mean, init_std: of the first weights; the bias starts at 0.
+        init_mean: mean of the first weights; the bias starts at 0.
+        init_std: their standard deviation.
         bias: whether to add one.
         padding_mode: "zeros" only.
+
+    Raises:
+        ConfigError: for another `padding_mode`.
     """
 
     def __init__(  # noqa: PLR0913 (ModelCenter's signature)
@@ -70,7 +74,7 @@ class Conv2d(bmt.DistributedModule):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, in_channels, height, width) to (batch, out_channels, height', width')."""
+        """`x` (batch, in_channels, height, width) to (batch, out_channels, height', width')."""
         return F.conv2d(
             x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
         )

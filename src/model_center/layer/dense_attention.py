@@ -23,7 +23,7 @@ POSITION_BIASES = ("none", "relative", "rotary")
 class Attention(torch.nn.Module):
     """Attention of queries (batch, queries, dim_in) over keys (batch, keys, dim_in).
 
-    Args: see `AttentionOptions`.
+    The arguments are those of `AttentionOptions`.
 
     Source: Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023).
     """

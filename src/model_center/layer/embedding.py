@@ -19,11 +19,13 @@ class Embedding(bmt.DistributedModule):
     """A table of `vocab_size` rows of `embedding_size` numbers.
 
     Args:
-        vocab_size, embedding_size: shape of `weight`.
+        vocab_size: rows of `weight`.
+        embedding_size: its columns.
         length_scale: divide rows looked up, and inputs of `projection`, by sqrt(embedding_size).
         dtype: of the table.
         int8: accepted; it does nothing, as in ModelCenter.
-        init_mean, init_std: of the first values.
+        init_mean: mean of the first values.
+        init_std: their standard deviation.
         padding_idx: a row that starts at 0 and gets no gradient from lookups; negative ones count
             from the end.
     """
@@ -65,7 +67,7 @@ class Embedding(bmt.DistributedModule):
         return rows / math.sqrt(self.dim_model) if self.length_scale else rows
 
     def projection(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores (..., vocab_size) of hidden states (..., embedding_size): a tied head."""
+        """Scores (..., vocab_size) of hidden states `x` (..., embedding_size): a tied head."""
         if self.length_scale:
             x = x / math.sqrt(self.dim_model)
         row = product(x, self.weight)

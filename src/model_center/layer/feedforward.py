@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from model_center.config.rules import check_values
+from model_center.config.rules import GATED, check_values
 from model_center.errors import ConfigError
 from model_center.kernels.gated import gated
 from model_center.layer.decode_row import fused_row_linear, is_inactive_dropout, is_unmodified
@@ -15,8 +15,6 @@ from model_center.layer.fusion import is_fused
 from model_center.layer.linear import Linear
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-
-GATED = "gated_"
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +152,7 @@ class FeedForward(torch.nn.Module):
         self.w_out = Linear(dim_ff, width, length_scale, True, *maps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., dim_in) to (..., dim_out)."""
+        """`x` (..., dim_in) to (..., dim_out)."""
         return self.w_out(self.dropout(self.w_in(x)))
 
     def of_row(self, x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor | None:

@@ -31,6 +31,9 @@ class LayerNorm(bmt.DistributedModule):
         bias: layer norm with weight and bias, or RMS norm with a weight alone.
         eps: added to the variance or mean square.
         init_var: first value of the weight.
+
+    Sources: Ba, Kiros and Hinton, "Layer Normalization" (2016); Zhang and Sennrich, "Root Mean
+    Square Layer Normalization" (2019).
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class LayerNorm(bmt.DistributedModule):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
+        """Normalise the last dimension of `x`."""
         bias = self.bias
         if self.dim_norm <= MOST_COLUMNS and is_fused(x, self.weight, bias):
             return norm_by_triton(Norm([x], self.weight, bias, self.eps, bias is not None))[0]

@@ -18,12 +18,14 @@ class Linear(bmt.DistributedModule, torch.nn.Linear):
     It is a torch.nn.Linear to tools that look for one, LoRA for example.
 
     Args:
-        dim_in, dim_out: sizes of the last dimension.
+        dim_in: size of the last dimension of the input.
+        dim_out: size of the last dimension of the output.
         length_scale: divide the product by sqrt(dim_in); the bias is not scaled.
         length_scale_before: with `length_scale`, divide the input instead, which is safer in fp16.
         dtype: of the parameters and the computation.
         int8: accepted; it does nothing, as in ModelCenter.
-        init_mean, init_std: of the first weights, drawn from a normal distribution.
+        init_mean: mean of the first weights, drawn from a normal distribution.
+        init_std: their standard deviation.
         bias: whether to add one; it starts at 0.
     """
 
@@ -53,7 +55,7 @@ class Linear(bmt.DistributedModule, torch.nn.Linear):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., dim_in) to (..., dim_out)."""
+        """`x` (..., dim_in) to (..., dim_out)."""
         if not self.length_scale:
             return self.product(x, self.bias)
         scale = math.sqrt(self.dim_in)

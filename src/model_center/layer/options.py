@@ -30,24 +30,30 @@ SPARSE = "sparse_attention attention_window"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Arguments of an attention.
+    """Arguments of `Attention`.
 
     Attributes:
-        dim_in, dim_out: widths in and out; `dim_out` is `dim_in` if None.
-        dim_head, num_heads: of queries.
+        dim_in: width of the input.
+        dim_head: width of each head.
+        num_heads: heads of queries.
+        dim_out: width of the output; None for `dim_in`.
         dtype: of parameters and computation.
         int8: accepted; it does nothing, as in ModelCenter.
-        init_mean, init_std: of the first weights.
+        init_mean: mean of the first weights.
+        init_std: their standard deviation.
         bias: whether the linear maps have one.
         mask_value: accepted; hidden keys always have the weight 0.
         pos_bias_type: "none", "relative" (a bias added to scores) or "rotary".
         length_scale: divide products by the square root of their length, as in `Linear`.
         attn_scale: divide scores by sqrt(dim_head).
-        dropout_p: of the attention probabilities.
+        dropout_p: probability of dropout of the attention probabilities.
         num_heads_kv: heads of keys and values, each shared by num_heads / num_heads_kv query heads;
             -1 for num_heads.
-        variant: what no argument of ModelCenter says.
-        attention_window: of a SparseSelfAttention.
+        variant: settings of newer models, which ModelCenter does not have.
+        attention_window: tokens that each token sees around it, in Longformer's attention.
+
+    Raises:
+        ConfigError: naming the value.
     """
 
     dim_in: int
@@ -88,26 +94,44 @@ class AttentionOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """Arguments of a TransformerBlock and its parts, each of which reads those that it takes.
+    """Arguments of a TransformerBlock and its parts, each of which takes those that it needs.
 
     Attributes:
-        dim_model, dim_ff, num_heads, dim_head: sizes.
+        dim_model: width of the hidden states.
+        dim_ff: inner width of the feed-forward network.
+        num_heads: heads of each attention.
+        dim_head: width of each head.
         is_decoder: whether there is a cross-attention.
         dtype: of parameters and computation.
         int8: accepted; it does nothing, as in ModelCenter.
-        norm_init_var, norm_bias, norm_eps: of every LayerNorm.
-        att_init_mean, att_init_std, att_bias, att_mask_value, pos_bias_type, attn_scale: of every
-            Attention.
-        ffn_init_mean, ffn_init_std, ffn_bias, ffn_activate_fn: of the FeedForward.
+        norm_init_var: `init_var` of every LayerNorm.
+        norm_bias: `bias` of every LayerNorm.
+        norm_eps: `eps` of every LayerNorm.
+        att_init_mean: `init_mean` of every Attention.
+        att_init_std: `init_std` of every Attention.
+        att_bias: `bias` of every Attention.
+        att_mask_value: accepted; hidden keys always have the weight 0.
+        ffn_init_mean: `init_mean` of the FeedForward.
+        ffn_init_std: `init_std` of the FeedForward.
+        ffn_bias: `bias` of the FeedForward.
+        ffn_activate_fn: `activate_fn` of the FeedForward.
+        pos_bias_type: of every Attention.
         post_layer_norm: whether the residual is the normalised input; not in the cross-attention.
         parallel_ffn: whether the feed-forward network reads the input of the layer, not what
             attention made of it (GPT-J).
         length_scale: divide products by the square root of their length, as in `Linear`.
+        attn_scale: of every Attention.
         dropout_p: of the output of each part, and of the probabilities of attention.
-        sparse_attention, attention_window: Longformer's attention, see `SparseSelfAttention`.
-        mask_att, mask_cross, mask_ffn: leave this part out.
-        num_heads_kv: of the self-attention, see `Attention`.
-        variant: what no argument of ModelCenter says.
+        sparse_attention: whether self-attention is Longformer's.
+        attention_window: tokens that each token sees around it then; even.
+        mask_att: leave the self-attention out.
+        mask_cross: leave the cross-attention out.
+        mask_ffn: leave the feed-forward network out.
+        num_heads_kv: of the self-attention, as in `AttentionOptions`.
+        variant: settings of newer models, which ModelCenter does not have.
+
+    Raises:
+        ConfigError: naming the value.
     """
 
     dim_model: int = 0
@@ -183,7 +207,8 @@ class StackOptions(LayerOptions):
         mask_modules: for each layer which parts to leave out: (attention, feed-forward network), in
             a Decoder (attention, cross-attention, feed-forward network).
         sharding: how the layers are sharded in a process group.
-        Others: of each layer.
+
+    The others are those of each layer, as in `LayerOptions`.
     """
 
     num_layers: int = 0
@@ -238,7 +263,7 @@ def takes(
             try:
                 values = own.bind(*args, **given).arguments
             except TypeError as error:
-                raise TypeError(f"{type(self).__name__}: {error}") from None
+                raise ArgumentError(f"{type(self).__name__}: {error}") from None
             return init(self, kind(**values))
 
         of_self = inspect.Parameter("self", anyhow)

@@ -34,7 +34,7 @@ Past = KeyValueCache | Sequence[LayerCache | KeyValues | None] | None
 class Encoder(torch.nn.Module):
     """`num_layers` layers without cross-attention, and `output_layernorm`.
 
-    Args: see `StackOptions`.
+    The arguments are those of `StackOptions` and `LayerOptions`.
     """
 
     @takes(
@@ -72,8 +72,10 @@ class Encoder(torch.nn.Module):
         Args:
             hidden_states: (batch, seq, dim_model).
             attention_mask, position_bias: as in `Attention`.
-            use_cache, past_key_values: the cache to return, and of earlier tokens.
-            output_attentions, output_hidden_states: what a StackOutput holds beside.
+            use_cache: whether to return the keys and values of all layers.
+            past_key_values: as they were returned.
+            output_attentions: whether a StackOutput has the probabilities.
+            output_hidden_states: whether it has the inputs of all layers.
             return_dict: return a StackOutput; else the hidden states, with the cache as a pair if
                 `use_cache`.
         """
@@ -90,7 +92,7 @@ class Encoder(torch.nn.Module):
 class Decoder(torch.nn.Module):
     """`num_layers` layers with cross-attention, and `output_layernorm`.
 
-    Args: see `StackOptions`.
+    The arguments are those of `StackOptions` and `LayerOptions`.
     """
 
     @takes(
@@ -125,7 +127,16 @@ class Decoder(torch.nn.Module):
         output_hidden_states: bool = False,
         return_dict: bool = False,
     ) -> Any:
-        """As in `Encoder`, over encoder states (batch, keys, dim_model)."""
+        """`hidden_states` (batch, seq, dim_model) to the same.
+
+        Args:
+            hidden_states: (batch, seq, dim_model).
+            attention_mask, position_bias: as in `Attention`.
+            cross_hidden_states: of the encoder, (batch, keys, dim_model).
+            cross_attention_mask, cross_position_bias: as in `Attention`, for those.
+            use_cache, past_key_values: as in `Encoder`.
+            output_attentions, output_hidden_states, return_dict: as in `Encoder`.
+        """
         wanted = requested_outputs(
             len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states
         )

@@ -25,7 +25,7 @@ class AnswerScore:
         self._own = torch.zeros(3, dtype=torch.float64)
 
     def update(self, predictions: Sequence[str], answers: Sequence[Iterable[str]]) -> None:
-        """Add questions: the predicted text and the right ones of each.
+        """Add questions: `predictions`, a text for each, and `answers`, the right ones of each.
 
         Raises:
             DataError: for different numbers of them, and for a question without an answer.
@@ -59,17 +59,17 @@ class AnswerScore:
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation and articles, single blanks between words."""
+    """`text` in lower case, without punctuation and articles, single blanks between words."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(WITHOUT_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answer: str) -> bool:
-    """Whether both texts are the same when normalised."""
+    """Whether `prediction` and `answer` are the same when normalised."""
     return normalized(prediction) == normalized(answer)
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """The harmonic mean of precision and recall of the normalised words, with repetitions."""
+    """F1 of the normalised words of `prediction` and `answer`, with repetitions, in [0, 1]."""
     predicted, right = normalized(prediction).split(), normalized(answer).split()
     if not predicted or not right:
         return float(predicted == right)

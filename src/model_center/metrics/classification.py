@@ -24,7 +24,11 @@ class Confusion:
         self._own = torch.zeros(num_classes, num_classes, dtype=torch.int64)
 
     def update(self, predictions: Classes, labels: Classes) -> None:
-        """Count rows: predicted and true class of each.
+        """Count rows.
+
+        Args:
+            predictions: (rows,), the predicted classes, integers.
+            labels: (rows,), the true ones.
 
         Raises:
             DataError: for different numbers of them, and for classes that there are not.
@@ -56,7 +60,7 @@ class Confusion:
 
 
 class Accuracy(Confusion):
-    """The fraction of rows whose class was predicted."""
+    """The fraction of rows whose class was predicted, of classes 0 to `num_classes` - 1."""
 
     def compute(self) -> float:
         """In [0, 1], over the rows of all ranks. Collective."""
@@ -67,7 +71,7 @@ class Accuracy(Confusion):
 class MacroF1(Confusion):
     """The mean over classes of F1, the harmonic mean of precision and recall.
 
-    Classes that never occur do not count.
+    Of classes 0 to `num_classes` - 1, those that never occur do not count.
     """
 
     def compute(self) -> float:

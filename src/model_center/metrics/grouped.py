@@ -17,7 +17,12 @@ class GroupExactMatch:
         self._rows: list[torch.Tensor] = []
 
     def update(self, groups: Classes, predictions: Classes, labels: Classes) -> None:
-        """Add rows: the group, predicted and true class of each.
+        """Add rows.
+
+        Args:
+            groups: (rows,), the number of each row's question.
+            predictions: (rows,), the predicted classes, integers.
+            labels: (rows,), the true ones.
 
         Raises:
             DataError: for different numbers of them.
@@ -55,7 +60,12 @@ class BestOfGroup:
         self._scores: list[torch.Tensor] = []
 
     def update(self, groups: Classes, rows: Classes, scores: torch.Tensor) -> None:
-        """Add rows: the group, number (an item's `idx`) and score of each.
+        """Add rows.
+
+        Args:
+            groups: (rows,), the number of each row's question.
+            rows: (rows,), the number of each row, an item's `idx`.
+            scores: (rows,), of any floating dtype.
 
         Raises:
             DataError: for different numbers of them.

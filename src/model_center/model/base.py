@@ -50,6 +50,22 @@ class BaseModel(bmt.DistributedModule):
         self.config: Any = config
         self.origin = NOTHING  # what its folder holds beside, on the rank that writes
 
+    def __call__(self, *args: Any, return_logits: bool = False, **kwargs: Any) -> Any:
+        """What `forward` returns; with `return_logits` the scores alone, as in ModelCenter 0.1.
+
+        Raises:
+            InputError: for outputs beside those of `return_logits`.
+        """
+        if return_logits:
+            if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
+                raise InputError(
+                    "return_logits returns the scores alone: give output_logits=True for the rest "
+                    "too."
+                )
+            kwargs |= {"output_logits": True, "return_dict": True}
+        out = super().__call__(*args, **kwargs)
+        return out.logits if return_logits else out
+
     @classmethod
     def key_map(cls, config: Any) -> KeyMap:
         """Where each of the model's tensors is in a Hugging Face checkpoint."""
@@ -70,7 +86,7 @@ class BaseModel(bmt.DistributedModule):
             pretrained_model_name_or_path: a folder of ModelCenter (config.json, pytorch_model.pt)
                 or Hugging Face (config.json, safetensors or .bin files), a name the project knows,
                 or a Hugging Face repository.
-            config: used in place of that of the folder.
+            config: used instead of the folder's.
             strict: whether tensors that the files lack are an error, but for new heads; else they
                 get their first values, and are named in a warning.
             kwargs: values that replace those of the folder's configuration, `dtype=torch.bfloat16`
@@ -95,10 +111,14 @@ class BaseModel(bmt.DistributedModule):
         return model
 
     def load_folder(self, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
-        """Take the weights of a folder, or file, and keep what else an export needs. Collective.
+        """Load the weights of a folder or file, and keep what else an export needs. Collective.
+
+        Args:
+            folder: as of `from_pretrained`, or one file of weights.
+            strict: whether tensors that the files lack are an error, but for new heads.
 
         Raises:
-            WeightsError: as `from_pretrained`.
+            WeightsError: for files that are missing or do not match the model.
         """
         load_weights(self, folder, self._map_of(self.config), strict=strict)
         self.origin = attempt(
@@ -128,7 +148,11 @@ class BaseModel(bmt.DistributedModule):
 
     @classmethod
     def from_json_file(cls: type[Model], json_file: str | os.PathLike[str], **kwargs: Any) -> Model:
-        """A model with first values, of the configuration in a file and `kwargs`. Collective."""
+        """A model with initial values, of the configuration in a file and `kwargs`. Collective.
+
+        Raises:
+            ConfigError: on every rank, for a file that is missing or has unknown keys.
+        """
         model = cls(
             attempt(
                 lambda: cls._CONFIG_TYPE.from_json_file(json_file, **kwargs),
@@ -183,7 +207,7 @@ class BaseModel(bmt.DistributedModule):
 
     @property
     def num_positions(self) -> int | None:
-        """The longest sequence that there are positions for; None for any."""
+        """The longest sequence for which the model has positions; None for any."""
         return None
 
     @property

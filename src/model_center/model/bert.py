@@ -78,16 +78,33 @@ class Bert(MaskedModel):
         output_hidden_states: bool = False,
         return_dict: bool = True,
     ) -> Any:
-        """Encode sequences.
-
-        As in `TokenModel`, but all valid tokens see each other.
+        """Encode sequences; all valid tokens see each other.
 
         Args:
-            token_type_ids, position_ids: (batch, seq); zeros, and the places of the tokens, if
-                None.
+            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
+            length: (batch,), integers, the number of valid tokens at the start of each row; an
+                alternative to the mask.
+            attention_mask: (batch, seq), nonzero where a token is valid, any dtype, or (batch, seq,
+                seq). It counts if `length` is given too.
+            token_type_ids: (batch, seq); zeros if None.
+            position_ids: (batch, seq); counted from 0 if None.
+            head_mask: accepted and ignored, as in ModelCenter.
+            inputs_embeds: instead of `input_ids`.
+            use_cache: whether to return the keys and values.
+            past_key_values: keys and values of earlier tokens, as they were returned.
             output_logits: scores of the language model's head, or with `cls_head` of the classes,
                 at every position.
             output_pooler_output: whether to return what the pooler makes of the first token.
+            output_attentions: whether to return the attention probabilities.
+            output_hidden_states: whether to return the inputs of all layers.
+            return_dict: False for a tuple of all fields.
+
+        Returns:
+            A BaseModelOutputWithPooling: `last_hidden_state` (batch, seq, dim_model), `logits`
+            (batch, seq, vocab_size), or (batch, seq, cls_head).
+
+        Raises:
+            InputError: for shapes that do not match, and on the CPU for ids out of range.
         """
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_length(past_key_values)

@@ -30,7 +30,7 @@ from model_center.model.decoding import (
     check_inputs,
     select_rows,
 )
-from model_center.model.inputs import Offset, attention_mask_of, embedded, past_place
+from model_center.model.inputs import Offset, attention_mask_of, embedded, past_position
 from model_center.model.outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -216,18 +216,31 @@ class TokenModel(CausalModel):
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
-            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
-                as it is, not causal.
-            token_type_ids: accepted, and not looked at, as in ModelCenter.
+            length: (batch,), integers, the number of valid tokens at the start of each row; an
+                alternative to the mask.
+            attention_mask: (batch, keys), nonzero where a token is valid, any dtype; keys are those
+                of the cache and the new ones. A mask (batch, queries, keys) is used as it is, not
+                causal. It counts if `length` is given too.
+            token_type_ids: accepted and ignored, as in ModelCenter.
             position_ids: (batch, seq); counted from the cached tokens on if None.
-            head_mask: accepted, and not looked at, as in ModelCenter.
-            use_cache, past_key_values: the cache to return, and of earlier tokens.
-            output_logits, output_attentions, output_hidden_states: what to return beside the last
-                hidden states.
+            head_mask: accepted and ignored, as in ModelCenter.
+            inputs_embeds: (batch, seq, dim_model), instead of `input_ids`.
+            use_cache: whether to return the keys and values, for the next call.
+            past_key_values: the keys and values of earlier tokens, as they were returned.
+            output_logits: whether to return the scores.
+            output_attentions: whether to return the attention probabilities.
+            output_hidden_states: whether to return the inputs of all layers.
             return_dict: False for a tuple of all fields.
+
+        Returns:
+            A BaseModelOutput: `logits` (batch, seq, vocab_size), or (batch, seq, cls_head), in the
+            configuration's dtype.
+
+        Raises:
+            InputError: for shapes that do not match, and on the CPU for ids out of range.
         """
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
-        start = past_place(past_key_values)
+        start = past_position(past_key_values)
         mask = attention_mask_of(attention_mask, length, hidden, start, causal=True)
         hidden, bias = self.enter(hidden, mask, position_ids, start)
         asked = ForwardOptions(
@@ -393,7 +406,7 @@ class CausalDecoding(Decoding):
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         length = self.cache.length + ids.shape[1]
         if self._mask is not None:
-            self._mask = lengthened(self._mask, length, 1)
+            self._mask = extended(self._mask, length, 1)
         self._inputs = {
             name: self._extended(name, value, length) for name, value in self._inputs.items()
         }
@@ -402,7 +415,7 @@ class CausalDecoding(Decoding):
 
     def _extended(self, name: str, value: torch.Tensor, length: int) -> torch.Tensor:
         """An input beside tokens and cache, (rows, tokens), for `length` tokens."""
-        return lengthened(value, length, self._model.PER_TOKEN[name])
+        return extended(value, length, self._model.PER_TOKEN[name])
 
 
 def scores_of(
@@ -424,7 +437,7 @@ def scores_of(
     return model.logits(out.last_hidden_state[:, -1:])[:, 0]
 
 
-def lengthened(values: torch.Tensor, length: int, fill: int | None) -> torch.Tensor:
+def extended(values: torch.Tensor, length: int, fill: int | None) -> torch.Tensor:
     """(rows, tokens) cut or filled up to (rows, length), by a number, or None for the last one."""
     missing = length - values.shape[1]
     if missing <= 0:

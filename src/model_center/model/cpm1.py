@@ -80,9 +80,10 @@ class CPM1(CausalModel):
     ) -> Any:
         """Score the next token at every position.
 
-        Args: as in `TokenModel`, and `token_type_ids`, `position_ids`, `context` and `span` are
-        (batch, tokens), those of a cache included.
+        `token_type_ids`, `position_ids`, `context` and `span` are (batch, tokens), those of a cache
+        included; the other arguments are those of GPT2.
 
+        Args:
             token_type_ids: what segment each token is in, for CPM-3; else not looked at.
             context: nonzero for tokens that all see, and that see each other but nothing else; all
                 others see what is before them, too. None for no context.

@@ -22,7 +22,7 @@ from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask, causal_pairs
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import policy_of
-from model_center.model.causal import CausalDecoding, CausalModel, ForwardOptions, lengthened
+from model_center.model.causal import CausalDecoding, CausalModel, ForwardOptions, extended
 from model_center.model.cpm1 import prefix_mask
 from model_center.model.decoding import check_inputs
 from model_center.model.inputs import (
@@ -158,10 +158,12 @@ class GLM(CausalModel):
             sep: (batch,), the number of tokens of the context, padding before them included: the
                 place of the first start token if None. With a cache None means that it holds all of
                 the context.
-            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
-                as it is.
+            length: (batch,), integers, the number of valid tokens at the start of each row.
+            attention_mask: (batch, keys), nonzero where a token is valid, any dtype. A mask (batch,
+                queries, keys) is used as it is. It counts if `length` is given too.
             past_key_values: of earlier tokens, the whole context at least.
-            return_dict: return a BaseModelOutput, with what the others ask for, see `TokenModel`.
+            return_dict: return a BaseModelOutput, with what the other arguments ask for, as in
+                GPT2.
 
         Raises:
             InputError: for positions that cannot be found: without ids, or with a cache; for
@@ -317,7 +319,7 @@ class GLMDecoding(CausalDecoding):
         """Inside a span the outer position and `sep` stay, and the inner position grows."""
         if name == "sep":
             return value
-        longer = lengthened(value, length, None)
+        longer = extended(value, length, None)
         if name == "block_position_ids" and length > value.shape[1]:
             longer[:, value.shape[1] :] += torch.arange(
                 1, length - value.shape[1] + 1, device=value.device

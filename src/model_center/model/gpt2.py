@@ -12,7 +12,6 @@ from model_center.config.base import TransformerConfig
 from model_center.errors import ConfigError
 from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
-from model_center.layer.feedforward import GATED
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder
 from model_center.model.base import policy_of
@@ -43,7 +42,7 @@ class GPT2Config(TransformerConfig):
 
     model_type: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "dim_model": "n_embd",
         "num_heads": "n_head",
@@ -75,14 +74,7 @@ class GPT2Config(TransformerConfig):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
-        self.refuse_unless(
-            dim_model=self.num_heads * self.dim_head,
-            norm_bias=True,
-            att_bias=True,
-            ffn_bias=True,
-            length_scale=False,
-            ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
-        )
+        self.refuse_unless_classic_layers(att_bias=True, ffn_bias=True)
         if not self.tied:
             self.refuse_unless(proj_bias=False)
         return super().to_hugging_face() | {

@@ -14,7 +14,6 @@ from model_center.config.base import TransformerConfig
 from model_center.errors import ConfigError
 from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
-from model_center.layer.feedforward import GATED
 from model_center.layer.mask import AttentionMask
 from model_center.layer.position_embedding.rotary import RotaryEmbedding
 from model_center.layer.transformer import Encoder
@@ -48,7 +47,7 @@ class GPTjConfig(TransformerConfig):
 
     model_type: ClassVar[str] = "gptj"
     architecture: ClassVar[str] = "GPTJForCausalLM"
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "dim_model": "n_embd",
         "num_heads": "n_head",
@@ -94,16 +93,8 @@ class GPTjConfig(TransformerConfig):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
-        self.refuse_unless(
-            dim_model=self.num_heads * self.dim_head,
-            norm_bias=True,
-            att_bias=False,
-            ffn_bias=True,
-            proj_bias=True,
-            tied=False,
-            attn_scale=True,
-            length_scale=False,
-            ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
+        self.refuse_unless_classic_layers(
+            att_bias=False, ffn_bias=True, proj_bias=True, tied=False, attn_scale=True
         )
         return super().to_hugging_face() | {
             "n_inner": self.dim_ff,

@@ -60,10 +60,10 @@ def past_length(past_key_values: Past) -> int:
     return KeyValueCache.of(past_key_values, len(past_key_values)).length
 
 
-def past_place(past_key_values: Past) -> Offset:
+def past_position(past_key_values: Past) -> Offset:
     """The same, or of a cache that is fixed the tensor that says it."""
     if isinstance(past_key_values, KeyValueCache):
-        return past_key_values.place
+        return past_key_values.next_position
     return past_length(past_key_values)
 
 

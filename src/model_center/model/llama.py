@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 import torch
 
 from model_center.config.base import TransformerConfig
+from model_center.config.rules import GATED
 from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
-from model_center.layer.feedforward import GATED
 from model_center.layer.mask import AttentionMask
 from model_center.layer.position_embedding.rotary import RotaryEmbeddingESM
 from model_center.layer.transformer import Encoder, Past
 from model_center.layer.variant import PLAIN, LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import CausalModel, ForwardOptions
-from model_center.model.inputs import attention_mask_of, embedded, past_place, positions_from
+from model_center.model.inputs import attention_mask_of, embedded, past_position, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -40,7 +40,9 @@ class LlamaConfig(TransformerConfig):
     Attributes:
         num_layers: number of layers.
         num_heads_kv: heads of keys and values; -1 for num_heads.
-        rope_base, rope_scaling: of the rotary positions, see `Rotary`.
+        rope_base: base of the rotary positions' wavelengths.
+        rope_scaling: how their frequencies are changed for longer sequences, as `rope_scaling` in
+            Hugging Face configurations; None for not at all.
         position_size: longest sequence of pre-training; longer ones are computed all the same.
         sliding_window: number of last tokens that each token sees; None for all.
     """
@@ -48,7 +50,7 @@ class LlamaConfig(TransformerConfig):
     model_type: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     has_window: ClassVar[bool] = False  # whether Hugging Face's model knows `sliding_window`
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "dim_model": "hidden_size",
         "num_heads": "num_attention_heads",
@@ -177,9 +179,32 @@ class Llama(CausalModel):
         *,
         position_ids: torch.Tensor | None = None,
     ) -> Any:
-        """Score the next token at every position; arguments as in `GPT2`."""
+        """Score the next token at every position.
+
+        Args:
+            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
+            length: (batch,), integers, the number of valid tokens at the start of each row. It
+                counts if `attention_mask` is given too, as in ModelCenter.
+            attention_mask: (batch, keys), nonzero where a token is valid, any dtype; keys are those
+                of the cache and the new ones. A mask (batch, queries, keys) is used as it is.
+            inputs_embeds: instead of `input_ids`.
+            use_cache: whether to return the keys and values, for the next call.
+            past_key_values: the keys and values of earlier tokens, as they were returned.
+            output_logits: whether to return the scores.
+            output_attentions: whether to return the attention probabilities.
+            output_hidden_states: whether to return the inputs of all layers.
+            return_dict: False for a tuple of all fields.
+            position_ids: (batch, seq); counted from the cached tokens on if None.
+
+        Returns:
+            A BaseModelOutput: `logits` (batch, seq, vocab_size), or (batch, seq, cls_head), in the
+            configuration's dtype.
+
+        Raises:
+            InputError: for shapes that do not match, and on the CPU for ids out of range.
+        """
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
-        start = past_place(past_key_values)
+        start = past_position(past_key_values)
         mask = attention_mask_of(
             attention_mask, length, hidden, start, causal=True, length_counts=True
         )

@@ -113,24 +113,28 @@ class Longformer(MaskedModel):
     ) -> Any:
         """Encode sequences.
 
-        Args: as in `Bert`, but masks are (batch, seq), and there is no cache.
-
+        Args:
+            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
+            length: (batch,), integers, the number of valid tokens at the start of each row; an
+                alternative to the mask.
+            attention_mask: (batch, seq), nonzero where a token is valid, any dtype.
             global_attention_mask: (batch, seq), nonzero where a valid token sees all and is seen by
                 all; None for none.
-            token_type_ids, position_ids: (batch, seq); zeros, and the number of tokens so far, if
-                None.
+            token_type_ids: (batch, seq); zeros if None.
+            position_ids: (batch, seq); the number of tokens so far if None.
+            inputs_embeds: instead of `input_ids`.
+            return_dict: False for a tuple of all fields.
             return_logits: return nothing but the scores, (batch, seq, vocab_size), or with
                 `cls_head` (batch, seq, cls_head).
+            output_logits: whether to return the scores beside the hidden states.
+            output_pooler_output: whether to return what the pooler makes of the first token.
             output_attentions: probabilities (batch, heads, seq, seq), for which memory grows
                 quadratically with seq.
+            output_hidden_states: whether to return the inputs of all layers.
 
         Raises:
-            InputError: for masks of another shape, or outputs beside those of `return_logits`.
+            InputError: for masks of another shape.
         """
-        if return_logits and (output_attentions or output_hidden_states):
-            raise InputError(
-                "return_logits returns the scores alone: give output_logits=True for the rest too."
-            )
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         mask = _mask(attention_mask, length, global_attention_mask, hidden)
         if position_ids is None:

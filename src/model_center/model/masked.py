@@ -13,7 +13,6 @@ from model_center.config.base import TransformerConfig
 from model_center.errors import ConfigError
 from model_center.layer.blocks import Mask
 from model_center.layer.embedding import Embedding
-from model_center.layer.feedforward import GATED
 from model_center.layer.linear import Linear
 from model_center.layer.transformer import Encoder
 from model_center.model.base import BaseModel, policy_of
@@ -44,7 +43,7 @@ class MaskedConfig(TransformerConfig):
         pad_token_id: the token whose embedding is not learned from lookups; None for none.
     """
 
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "type_size": ("type_vocab_size", 2),
         "dim_model": "hidden_size",
@@ -96,15 +95,8 @@ class MaskedConfig(TransformerConfig):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """As in Config."""
-        self.refuse_unless(
-            dim_model=self.num_heads * self.dim_head,
-            norm_bias=True,
-            att_bias=True,
-            ffn_bias=True,
-            length_scale=False,
-            attn_scale=True,
-            post_layer_norm=True,
-            ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
+        self.refuse_unless_classic_layers(
+            att_bias=True, ffn_bias=True, attn_scale=True, post_layer_norm=True
         )
         return super().to_hugging_face() | {
             "attention_probs_dropout_prob": self.dropout_p,

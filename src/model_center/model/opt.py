@@ -12,7 +12,6 @@ from model_center.config.base import TransformerConfig
 from model_center.errors import ConfigError
 from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
-from model_center.layer.feedforward import GATED
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder
@@ -54,7 +53,7 @@ class OPTConfig(TransformerConfig):
 
     model_type: ClassVar[str] = "opt"
     architecture: ClassVar[str] = "OPTForCausalLM"
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "dim_model": "hidden_size",
         "num_heads": "num_attention_heads",
@@ -115,15 +114,7 @@ class OPTConfig(TransformerConfig):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
-        self.refuse_unless(
-            dim_model=self.num_heads * self.dim_head,
-            norm_bias=True,
-            norm_eps=1e-5,
-            ffn_bias=self.att_bias,
-            attn_scale=True,
-            length_scale=False,
-            ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
-        )
+        self.refuse_unless_classic_layers(norm_eps=1e-5, ffn_bias=self.att_bias, attn_scale=True)
         return super().to_hugging_face() | {
             "attention_dropout": self.dropout_p,
             "tie_word_embeddings": True,

@@ -15,7 +15,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclasses.dataclass
 class ModelOutput:
-    """Fields, read as `output.name` or `output["name"]`; positions and slices skip None."""
+    """Fields of an output: `output.name` or `output["name"]`; positions and slices skip None."""
 
     def __getattr__(self, name: str) -> Any:
         """What is asked of an output as if it were the logits, as before ModelCenter 1.0.
@@ -81,7 +81,11 @@ class BaseModelOutput(ModelOutput):
 
 @dataclasses.dataclass
 class BaseModelOutputWithPooling(ModelOutput):
-    """As BaseModelOutput, and `pooler_output` (batch, dim_model), of the first token."""
+    """Output of an encoder with a pooler: the fields of BaseModelOutput, and one more.
+
+    Attributes:
+        pooler_output: (batch, dim_model), of the first token.
+    """
 
     last_hidden_state: torch.Tensor | None = None
     pooler_output: torch.Tensor | None = None
@@ -117,7 +121,19 @@ class PooledWhenRead(BaseModelOutputWithPooling):
 
 @dataclasses.dataclass
 class Seq2SeqModelOutput(ModelOutput):
-    """Output of an encoder-decoder: as BaseModelOutput, the decoder's and the encoder's."""
+    """Output of an encoder-decoder.
+
+    Attributes:
+        last_hidden_state: (batch, decoder tokens, dim_model), after the decoder's last norm.
+        encoder_last_hidden_state: (batch, encoder tokens, dim_model).
+        past_key_values: the decoder's cache, with `use_cache`.
+        logits: (batch, decoder tokens, vocab_size), or (batch, decoder tokens, cls_head).
+        decoder_hidden_states: the inputs of the decoder's layers and its last hidden state.
+        decoder_attentions: of each layer (batch, heads, queries, keys).
+        cross_attentions: of each layer (batch, heads, decoder tokens, encoder tokens).
+        encoder_hidden_states: the inputs of the encoder's layers and its last hidden state.
+        encoder_attentions: of each layer (batch, heads, encoder tokens, encoder tokens).
+    """
 
     last_hidden_state: torch.Tensor | None = None
     encoder_last_hidden_state: torch.Tensor | None = None

@@ -85,11 +85,13 @@ class Seq2SeqModel(BaseModel):
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model); or
                 `encoder_outputs`.
-            length, attention_mask: see `attention_mask_of`, for the encoder's tokens; of pairs only
-                with `encoder_outputs`.
+            length: (batch,), integers, the number of valid tokens of the encoder at the start of
+                each row; an alternative to the mask.
+            attention_mask: (batch, seq), nonzero where a token of the encoder is valid; (batch,
+                queries, keys) only with `encoder_outputs`.
             decoder_input_ids, decoder_inputs_embeds, decoder_length, decoder_attention_mask: the
             same for the decoder.
-            head_mask, decoder_head_mask, cross_attn_head_mask: accepted, and not looked at, as in
+            head_mask, decoder_head_mask, cross_attn_head_mask: accepted and ignored, as in
                 ModelCenter.
             encoder_outputs: last hidden states (batch, seq, dim_model) of the encoder, or a tuple
                 that begins with them.

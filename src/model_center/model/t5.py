@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from model_center.config.base import RELATIVE
+from model_center.config.rules import GATED
 from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
-from model_center.layer.feedforward import GATED
 from model_center.model.seq2seq import Seq2SeqConfig, Seq2SeqModel
 from model_center.weights.keymap import FFN_IN, FFN_NORM, FFN_OUT, KeyMap, TensorPart, renamed
 
@@ -34,7 +34,7 @@ class T5Config(Seq2SeqConfig):
     model_type: ClassVar[str] = "t5"
     other_types: ClassVar[tuple[str, ...]] = ("mt5",)
     architecture: ClassVar[str] = "T5ForConditionalGeneration"
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "dim_model": "d_model",
         "num_heads": "num_heads",

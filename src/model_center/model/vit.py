@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 
 from model_center.config.base import Config
+from model_center.config.rules import GATED
 from model_center.errors import ConfigError, InputError
 from model_center.layer.embedding import PatchEmbedding
-from model_center.layer.feedforward import GATED
 from model_center.layer.linear import Linear
 from model_center.layer.mask import mask_from
 from model_center.layer.transformer import Encoder
@@ -55,7 +55,7 @@ class VitConfig(Config):
 
     model_type: ClassVar[str] = "vit"
     architecture: ClassVar[str] = "ViTForImageClassification"
-    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+    HUGGING_FACE_NAMES: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "img_size": ("image_size", 224),
         "patch_size": ("patch_size", 16),
         "channels_in": ("num_channels", 3),

@@ -27,7 +27,14 @@ class _TooLong(Exception):
     pass
 
 
-def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+def rendered(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    seconds: float = SECONDS,
+    num_bytes: int = NUM_BYTES,
+    **options: Any,
+) -> str:
     """A conversation as one text: `apply_chat_template` of a tokenizer of transformers.
 
     A template is code of the publisher of the model. Transformers runs it in a sandbox, from which
@@ -37,11 +44,11 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
     Args:
         tokenizer: with a chat template, unless it is in `options`.
         messages: the conversation.
+        seconds, num_bytes: processor time and memory that the template may take.
         options: of `apply_chat_template`.
 
     Raises:
-        InputError: for a conversation that the template refuses, and a template that takes more
-            than SECONDS or NUM_BYTES.
+        InputError: for a conversation that the template refuses, and a template that takes more.
     """
     template = options.get("chat_template") or tokenizer.chat_template
     texts = template.values() if isinstance(template, Mapping) else [template]
@@ -49,15 +56,15 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
         # the one operation that takes hours in a call of C, where nothing can end it
         if any("**" in text and _has_power(text) for text in texts):
             raise InputError("it has a power (**), which is not computed here")
-        with _limits():
+        with _limits(seconds, num_bytes):
             text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
             return text
     except Exception as error:
         reason: object = error
         if isinstance(error, MemoryError):
-            reason = f"it takes more than {NUM_BYTES >> 20} MiB of memory"
+            reason = f"it takes more than {num_bytes >> 20} MiB of memory"
         elif isinstance(error, _TooLong):
-            reason = f"it takes more than {SECONDS:g} s"
+            reason = f"it takes more than {seconds:g} s"
         raise InputError(
             f"the chat template of {type(tokenizer).__name__} refuses a conversation: {reason}."
         ) from error
@@ -69,9 +76,9 @@ def _has_power(template: str) -> bool:
 
 
 @contextlib.contextmanager
-def _limits() -> Iterator[None]:
-    """Inside, this thread has SECONDS, and the process takes NUM_BYTES more at most."""
-    events, end = itertools.count(1), time.thread_time() + SECONDS
+def _limits(seconds: float, num_bytes: int) -> Iterator[None]:
+    """Inside, this thread has `seconds`, and the process takes `num_bytes` more at most."""
+    events, end = itertools.count(1), time.thread_time() + seconds
 
     def at_line(frame: FrameType, event: str, argument: object) -> Any:
         if next(events) % _EVENTS == 0 and time.thread_time() > end:
@@ -91,7 +98,7 @@ def _limits() -> Iterator[None]:
             if sys.platform == "linux":
                 with open("/proc/self/statm") as file:
                     pages = int(file.read().split()[5])  # of what this process may write
-                most = pages * resource.getpagesize() + NUM_BYTES
+                most = pages * resource.getpagesize() + num_bytes
                 limits = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
                 resource.setrlimit(resource.RLIMIT_DATA, (min([most, *limits]), hard))
             sys.settrace(at_call)

@@ -43,9 +43,13 @@ class CPM1Tokenizer(ByIdentifier, PreTrainedTokenizer):
         """A tokenizer over `vocab_file`.
 
         Args:
+            vocab_file: `vocab.txt`, a token on each line.
             max_len: the most ids that the model takes, for `truncation=True`.
             q2b: fold full-width characters to half-width ones.
-            line_token, space_token: the vocabulary's tokens for the end of a line and for a space.
+            eod_token, pad_token, unk_token: the vocabulary's tokens for the end of a document, for
+                padding and for what it lacks.
+            line_token: its token for the end of a line.
+            space_token: its token for a space.
             kwargs: those of transformers' tokenizers.
 
         Raises:

@@ -11,7 +11,7 @@ Found = TypeVar("Found", bound="CPM2Tokenizer")
 
 
 class CPM2Tokenizer(CPM1Tokenizer):
-    """As `CPM1Tokenizer`; the vocabulary also has the sentinels `<s_0>`, `<s_1>`, ... and `<s>`."""
+    """CPM1Tokenizer with sentinels `<s_0>`, `<s_1>`, ... and `<s>` in its vocabulary."""
 
     def __init__(  # noqa: PLR0913 (ModelCenter's arguments)
         self,
@@ -27,7 +27,18 @@ class CPM2Tokenizer(CPM1Tokenizer):
         space_token: str = "</_>",
         **kwargs: Any,
     ) -> None:
-        """A tokenizer over `vocab_file` with `max_sentinels` sentinels; see CPM1Tokenizer."""
+        """A tokenizer over `vocab_file`.
+
+        Args:
+            vocab_file: `vocab.txt`, a token on each line.
+            max_sentinels: number of sentinels.
+            sod_token: the token that starts a document.
+            max_len, q2b, eod_token, pad_token, unk_token: as of CPM1Tokenizer.
+            line_token, space_token, kwargs: as of CPM1Tokenizer.
+
+        Raises:
+            DataError: for a vocabulary that is missing or lacks one of the named tokens.
+        """
         super().__init__(
             vocab_file,
             max_len,

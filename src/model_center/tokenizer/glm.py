@@ -36,7 +36,12 @@ class GLMTokenizer(ByIdentifier, PreTrainedTokenizer):
         first_special_id: int = FIRST_SPECIAL,
         **kwargs: Any,
     ) -> None:
-        """A tokenizer over `vocab_file`; special tokens have ids from `first_special_id` on.
+        """A tokenizer over `vocab_file`.
+
+        Args:
+            vocab_file: a SentencePiece model.
+            first_special_id: special tokens have ids from it on.
+            kwargs: those of transformers' tokenizers.
 
         Raises:
             DataError: for a model that is missing or has more pieces than ids below

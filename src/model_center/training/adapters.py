@@ -15,6 +15,7 @@ import bmtrain as bmt
 from bmtrain.checkpoint.files import check_file
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
+from bmtrain.runtime import log
 from model_center.errors import ConfigError, WeightsError, with_nearest
 from model_center.layer.linear import Linear
 from model_center.model.base import BaseModel
@@ -28,7 +29,8 @@ from model_center.weights.tokenizers import save_tokenizer
 ATTENTION = ("project_q", "project_k", "project_v", "attention_out")
 ALL = "all-linear"
 OURS, THEIRS = ".weight", "base_model.model."
-FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FILE, OTHER = "adapter_model.safetensors", "adapter_model.bin"
+CONFIG = "adapter_config.json"
 SHOWN = 5  # names in a message
 
 
@@ -60,7 +62,7 @@ class Lora:
         self._model = model
         pieces = _pieces(model)
         modules = _chosen(model, targets, pieces)
-        self._names = {name: _their_name(name, pieces.get(name + OURS)) for name in modules}
+        self._names = {name: _hugging_face_name(name, pieces.get(name + OURS)) for name in modules}
         self._config = self._peft.LoraConfig(
             r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, bias="none"
         )
@@ -158,6 +160,8 @@ def _read(peft: Any, folder: pathlib.Path) -> tuple[Any, dict[str, torch.Tensor]
         check_file(folder / CONFIG)
         check_file(folder / FILE)
         config = peft.LoraConfig.from_pretrained(str(folder))
+        if (folder / OTHER).exists() and bmt.rank() == 0:
+            log.warn(f"{folder}: {FILE} is read, as peft does, and not {OTHER}.")
         return config, safetensors.torch.load_file(folder / FILE)
     except (CheckpointError, OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(f"{folder} holds no LoRA adapters of peft: {error}") from error
@@ -216,7 +220,7 @@ def _layer_of(piece: TensorPart | None) -> str:
     return "" if piece is None else piece.name.removesuffix(OURS).rpartition(".")[2]
 
 
-def _their_name(name: str, piece: TensorPart | None) -> str:
+def _hugging_face_name(name: str, piece: TensorPart | None) -> str:
     """`encoder...project_q` as `model...q_proj`."""
     found = _layer_name(piece)
     if found is None:

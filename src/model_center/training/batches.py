@@ -16,7 +16,17 @@ from model_center.dataset.loader import DistributedDataLoader
 def make_loader(
     dataset: Dataset[Any], args: argparse.Namespace, *, shuffle: bool
 ) -> DistributedDataLoader:
-    """The loader of a data set by the flags `batch_size`, `seed` and `num_workers`."""
+    """The loader of a data set.
+
+    Args:
+        dataset: rows by number, with a length; the same one on every rank.
+        args: from `model_center.get_args`, of which `batch_size`, `seed` and `num_workers` are
+            read.
+        shuffle: a new random order in every epoch, the same on all ranks.
+
+    Raises:
+        DataError: when the dataset is empty or has fewer rows than ranks.
+    """
     return DistributedDataLoader(
         dataset,
         shuffle=shuffle,
@@ -49,7 +59,7 @@ def num_tokens(batch: Any) -> int:
 
 
 def tokens_counted(batches: Sequence[Any]) -> torch.Tensor | None:
-    """Tokens without padding, and those of them that are learnt, fp64 (2,) on the batches' device;
+    """Tokens without padding, and those of them in the loss, fp64 (2,) on the batches' device;
     None for batches without `input_length` and `targets`.
     """
     counts = [

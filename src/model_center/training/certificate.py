@@ -1,7 +1,7 @@
 """What a run learns, beside what it should learn.
 
 Steps are computed as the run computes them, and then each conversation alone. The gradient of a
-step's loss by a token's last hidden state tells its weight and what it is taught to be followed by;
+step's loss by a token's last hidden state tells its weight and what it is trained to predict;
 the hidden state itself its position and what it has seen; and what it may not see is found by
 changing that.
 """
@@ -25,12 +25,12 @@ from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.mixture import Mixture
 from model_center.dataset.packing import PackedSamples
 from model_center.dataset.padding import Item
-from model_center.dataset.preferences import Pairs
+from model_center.dataset.preferences import PreferencePairs
 from model_center.dataset.rows import kind_of
 from model_center.errors import DataError
 from model_center.training.batches import grouped, make_loader
 from model_center.training.objectives import Goal
-from model_center.training.subject import Batch
+from model_center.training.trained_model import Batch
 
 ROUNDING = 2e-3  # of fp32 through a model, of a hidden state's or gradient's size
 # Files that are read as a whole: a short look leaves large ones alone.
@@ -40,7 +40,7 @@ WHOLE, LARGE = (".json", ".txt", ".md"), 2**26
 class Finding(NamedTuple):
     """What is not as it should be: where, and what of it."""
 
-    place: str
+    location: str
     text: str
 
 
@@ -49,7 +49,7 @@ class Certificate:
     """What was compared, of all ranks.
 
     Attributes:
-        steps, conversations, tokens, learnt: how many.
+        steps, conversations, tokens, loss_tokens: how many.
         findings: what differs, the first of each conversation.
         unknown: rows of which nothing could be said: their template writes no other contents.
         deviation: the largest of a weight that was taken for right, relative to it.
@@ -58,7 +58,7 @@ class Certificate:
     steps: int = 0
     conversations: int = 0
     tokens: int = 0
-    learnt: int = 0
+    loss_tokens: int = 0
     findings: list[Finding] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     deviation: float = 0.0
@@ -72,7 +72,7 @@ class Certificate:
         self.deviation = max(self.deviation, other.deviation)
 
 
-class _Piece(NamedTuple):
+class _PackedSample(NamedTuple):
     """A sample in a micro-batch.
 
     Attributes:
@@ -81,10 +81,10 @@ class _Piece(NamedTuple):
         columns: of the row that hold it.
         expected: of its row in the data; None where nothing can be said.
         start: of its first token in that.
-        is_text: whether its last token is learnt, too.
+        is_text: whether its last token is in the loss, too.
     """
 
-    place: str
+    location: str
     batch: int
     row: int
     columns: slice
@@ -96,12 +96,12 @@ class _Piece(NamedTuple):
         return batches[self.batch][name][self.row, self.columns]
 
 
-def _sides(packed: PackedSamples | Pairs) -> int:
+def _sides(packed: PackedSamples | PreferencePairs) -> int:
     """Samples that have one loss."""
-    return 2 if isinstance(packed, Pairs) else 1
+    return 2 if isinstance(packed, PreferencePairs) else 1
 
 
-class _Numbered(torch.utils.data.Dataset[Item]):
+class _NumberedRows(torch.utils.data.Dataset[Item]):
     """Packed rows that know their numbers."""
 
     def __init__(self, packed: PackedSamples) -> None:
@@ -115,12 +115,12 @@ class _Numbered(torch.utils.data.Dataset[Item]):
 
 
 def certify(
-    goal: Goal, packed: PackedSamples | Pairs, args: argparse.Namespace, num_steps: int
+    goal: Goal, packed: PackedSamples | PreferencePairs, args: argparse.Namespace, num_steps: int
 ) -> Certificate:
     """Compare the first steps of a run with what they should be. Collective.
 
     Args:
-        goal: of the run, with a subject in fp32.
+        goal: of the run, with a trained_model in fp32.
         packed: the rows that the run learns from, or pairs.
         args: of the run, whose batches are taken.
         num_steps: at most.
@@ -128,17 +128,17 @@ def certify(
     Raises:
         DataError: for data that cannot be read.
     """
-    rows_of_run = packed if isinstance(packed, Pairs) else _Numbered(packed)
+    rows_of_run = packed if isinstance(packed, PreferencePairs) else _NumberedRows(packed)
     loader = make_loader(rows_of_run, args, shuffle=True)
     steps = list(itertools.islice(grouped(loader, args.gradient_accumulation), num_steps))
     rows = attempt(lambda: _rows_of(steps, packed), everyone(), DataError)
     found = Certificate(steps=len(steps))
-    subject = goal.subject
-    was_training = subject.model.training
-    subject.model.eval()  # dropout would differ from token to token
+    trained_model = goal.trained_model
+    was_training = trained_model.model.training
+    trained_model.model.eval()  # dropout would differ from token to token
     for number, batches in enumerate(steps, start=1):
         _step(goal, batches, _pieces(batches, packed, rows), number, found, _sides(packed))
-    subject.model.train(was_training)
+    trained_model.model.train(was_training)
     axis = everyone()
     if axis is not None:
         first, *others = gather_objects(found, axis, "certificates")
@@ -167,7 +167,7 @@ def first_rows(parts: Iterable[InstructionDataset], num_rows: int) -> tuple[int,
             for index in samples.samples_of(number):
                 side = expected[samples.row_and_start(index)[0] % samples.num_sides]
                 words += _difference(samples[index], side, samples, index)
-            findings += [Finding(row.place, word) for word in words[:1]]
+            findings += [Finding(row.location, word) for word in words[:1]]
     return looked, findings
 
 
@@ -175,14 +175,14 @@ def _difference(
     item: Item, expected: Expected, samples: InstructionDataset, index: int
 ) -> list[str]:
     start, is_text = samples.row_and_start(index)[1], samples.is_text(index)
-    found = difference(item, expected, start, goes_on=is_text, tokenizer=samples.tokenizer)
+    found = difference(item, expected, start, continues=is_text, tokenizer=samples.tokenizer)
     return [] if found is None else [found]
 
 
 Rows = dict[tuple[int, int], tuple[str, Expected | None]]  # place, and what is expected
 
 
-def _rows_of(steps: Sequence[Sequence[Batch]], packed: PackedSamples | Pairs) -> Rows:
+def _rows_of(steps: Sequence[Sequence[Batch]], packed: PackedSamples | PreferencePairs) -> Rows:
     """What is expected of each row of the data that is in the steps, by data set and number."""
     wanted: dict[int, tuple[InstructionDataset, set[int]]] = {}
     for batch in itertools.chain.from_iterable(steps):
@@ -205,16 +205,18 @@ def _rows_of(steps: Sequence[Sequence[Batch]], packed: PackedSamples | Pairs) ->
             except DataError:
                 expected = [None] * size
             for place, one, side in zip(own, expected, ("chosen", "rejected"), strict=False):
-                found[key, place] = f"{row.place}, {side}" if size == 2 else row.place, one
+                found[key, place] = f"{row.location}, {side}" if size == 2 else row.location, one
     return found
 
 
-def _origin(packed: PackedSamples | Pairs, sample: int) -> tuple[InstructionDataset, int]:
+def _origin(packed: PackedSamples | PreferencePairs, sample: int) -> tuple[InstructionDataset, int]:
     samples = packed.samples
     return samples.origin(sample) if isinstance(samples, Mixture) else (samples, sample)
 
 
-def _pieces(batches: Sequence[Batch], packed: PackedSamples | Pairs, rows: Rows) -> list[_Piece]:
+def _pieces(
+    batches: Sequence[Batch], packed: PackedSamples | PreferencePairs, rows: Rows
+) -> list[_PackedSample]:
     """The samples of batches; the two of a pair one after the other."""
     found = []
     for place, batch in enumerate(batches):
@@ -228,9 +230,9 @@ def _pieces(batches: Sequence[Batch], packed: PackedSamples | Pairs, rows: Rows)
                 stop = column + int(samples.lengths[index])
                 columns, is_text = slice(column, stop), samples.is_text(index)
                 at = row
-                if isinstance(packed, Pairs):  # the better answers of a batch come first
+                if isinstance(packed, PreferencePairs):  # the better answers of a batch come first
                     at, columns = row + side * len(numbers), slice(0, stop - column)
-                found.append(_Piece(where, place, at, columns, expected, start, is_text))
+                found.append(_PackedSample(where, place, at, columns, expected, start, is_text))
                 column = stop
     return found
 
@@ -238,7 +240,7 @@ def _pieces(batches: Sequence[Batch], packed: PackedSamples | Pairs, rows: Rows)
 def _step(
     goal: Goal,
     batches: Sequence[Batch],
-    pieces: Sequence[_Piece],
+    pieces: Sequence[_PackedSample],
     number: int,
     found: Certificate,
     sides: int,
@@ -248,15 +250,15 @@ def _step(
     Args:
         sides: how many pieces, one after the other, have one loss.
     """
-    subject = goal.subject
+    trained_model = goal.trained_model
     states, gradients = _of_run(goal, batches)
-    beside, behind = _seen(goal, batches, pieces, states)
+    beside, behind = _attended_tokens(goal, batches, pieces, states)
     wanted = [_targets(piece, batches) for piece in pieces]
     counts = [sum(int((one != -100).sum()) for one in wanted), len(pieces) // sides]
     sums = bmt.sum_loss(torch.tensor(counts, dtype=torch.float64, device=bmt.device()))
-    learnt, pairs = (max(round(one * bmt.world_size()), 1) for one in sums.tolist())
-    total = learnt if sides == 1 else pairs
-    found.learnt += learnt
+    loss_tokens, pairs = (max(round(one * bmt.world_size()), 1) for one in sums.tolist())
+    total = loss_tokens if sides == 1 else pairs
+    found.loss_tokens += loss_tokens
     found.conversations += len(pieces)
     axis = everyone()
     most = int(largest([len(pieces)], axis, "conversations of a step")[0]) if axis else len(pieces)
@@ -264,31 +266,31 @@ def _step(
         # a rank with fewer goes on with its first: all gather weights together
         at = place if place < len(pieces) else 0
         group, targets = pieces[at : at + sides], wanted[at : at + sides]
-        alone = _alone(goal, group, targets, batches, total)
+        alone = _computed_alone(goal, group, targets, batches, total)
         if place >= len(pieces):
             continue
         for piece, own, (state, gradient) in zip(group, targets, alone, strict=True):
             found.tokens += len(own)
-            text = _row(piece, batches, subject.tokenizer)
+            text = _row(piece, batches, trained_model.tokenizer)
             spot = piece.batch, (piece.row, piece.columns)
             marks = beside[spot[0]][spot[1]], behind[spot[0]][spot[1]]
             run = states[spot[0]][spot[1]], gradients[spot[0]][spot[1]]
-            words = _Words(piece, batches, subject.tokenizer)
+            words = _TokenNames(piece, batches, trained_model.tokenizer)
             other, deviation = _computed(
                 run, (state, gradient), marks, total if sides == 1 else None, words
             )
             found.deviation = max(found.deviation, deviation)
             if piece.expected is None:
-                found.unknown.append(piece.place)
+                found.unknown.append(piece.location)
             lost = piece.expected.lost[:1] if piece.expected else []
             for said in [*lost, *filter(None, [text or other])]:
-                found.findings.append(Finding(f"step {number}, {piece.place}", said))
+                found.findings.append(Finding(f"step {number}, {piece.location}", said))
 
 
-class _Words(NamedTuple):
+class _TokenNames(NamedTuple):
     """Names of the tokens of a piece."""
 
-    piece: _Piece
+    piece: _PackedSample
     batches: Sequence[Batch]
     tokenizer: Any
 
@@ -300,7 +302,7 @@ class _Words(NamedTuple):
         return f"token {self.piece.start + place}, {token}"
 
 
-def _ids(piece: _Piece, batches: Sequence[Batch]) -> torch.Tensor:
+def _ids(piece: _PackedSample, batches: Sequence[Batch]) -> torch.Tensor:
     """The ids of its text."""
     own = piece.of(batches, "input_ids")
     if piece.expected is None:
@@ -309,9 +311,9 @@ def _ids(piece: _Piece, batches: Sequence[Batch]) -> torch.Tensor:
     return torch.tensor(ids, device=own.device)
 
 
-def _targets(piece: _Piece, batches: Sequence[Batch]) -> torch.Tensor:
-    """What should follow each token, -100 where that is not learnt; where both are right, as the
-    run has it.
+def _targets(piece: _PackedSample, batches: Sequence[Batch]) -> torch.Tensor:
+    """What should follow each token, -100 where that is not in the loss; where both are right, as
+    the run has it.
     """
     own = piece.of(batches, "targets")
     if piece.expected is None:
@@ -320,25 +322,27 @@ def _targets(piece: _Piece, batches: Sequence[Batch]) -> torch.Tensor:
     for place, target in enumerate(own.tolist()):
         following = piece.start + place + 1
         is_seen = following < len(piece.expected.ids) and (piece.is_text or place + 1 < len(own))
-        learnt = piece.expected.learnt[following] if is_seen else False
-        learnt = target != -100 if learnt is None else learnt
-        found.append(piece.expected.ids[following] if learnt else -100)
+        in_loss = piece.expected.in_loss[following] if is_seen else False
+        in_loss = target != -100 if in_loss is None else in_loss
+        found.append(piece.expected.ids[following] if in_loss else -100)
     return torch.tensor(found, device=own.device)
 
 
-def _row(piece: _Piece, batches: Sequence[Batch], tokenizer: Any) -> str | None:
+def _row(piece: _PackedSample, batches: Sequence[Batch], tokenizer: Any) -> str | None:
     """What differs in the row itself, in words."""
     if piece.expected is None:
         return None
     item = {name: piece.of(batches, name) for name in ("input_ids", "targets")}
-    text = difference(item, piece.expected, piece.start, goes_on=piece.is_text, tokenizer=tokenizer)
+    text = difference(
+        item, piece.expected, piece.start, continues=piece.is_text, tokenizer=tokenizer
+    )
     if text is not None:
         return text
     positions = piece.of(batches, "position_ids").tolist()
     wrong = next((n for n, position in enumerate(positions) if position != n), None)
     if wrong is None:
         return None
-    word = _Words(piece, batches, tokenizer).of(wrong)
+    word = _TokenNames(piece, batches, tokenizer).of(wrong)
     return f"{word}, has the position {positions[wrong]}, and is at {wrong}"
 
 
@@ -359,7 +363,7 @@ Tensors = list[torch.Tensor]
 def _of_run(goal: Goal, batches: Sequence[Batch]) -> tuple[Tensors, Tensors]:
     """The hidden states of each micro-batch, and the gradient of the step's loss by them."""
     states, gradients = [], []
-    with _captured(goal.subject.trunk) as seen:
+    with _captured(goal.trained_model.trunk) as seen:
         for loss in goal.losses(batches):
             (gradient,) = torch.autograd.grad(loss, seen[-1])
             states.append(seen[-1].detach())
@@ -367,9 +371,9 @@ def _of_run(goal: Goal, batches: Sequence[Batch]) -> tuple[Tensors, Tensors]:
     return states, gradients
 
 
-def _alone(
+def _computed_alone(
     goal: Goal,
-    group: Sequence[_Piece],
+    group: Sequence[_PackedSample],
     targets: Sequence[torch.Tensor],
     batches: Sequence[Batch],
     total: int,
@@ -380,7 +384,7 @@ def _alone(
     first = group[0]
     samples = [(_ids(piece, batches), own) for piece, own in zip(group, targets, strict=True)]
     references = batches[first.batch].get("reference")
-    with _captured(goal.subject.trunk) as seen:
+    with _captured(goal.trained_model.trunk) as seen:
         loss = goal.loss_alone(samples, None if references is None else references[first.row])
     own = seen[-len(group) :]
     gradients = torch.autograd.grad(loss / total, own)
@@ -388,8 +392,8 @@ def _alone(
 
 
 @torch.no_grad()
-def _seen(
-    goal: Goal, batches: Sequence[Batch], pieces: Sequence[_Piece], states: Tensors
+def _attended_tokens(
+    goal: Goal, batches: Sequence[Batch], pieces: Sequence[_PackedSample], states: Tensors
 ) -> tuple[Tensors, Tensors]:
     """Which tokens (batch, length) change with those of other samples of their row, and with those
     that follow. Collective.
@@ -417,8 +421,8 @@ def _seen(
 def _moved(goal: Goal, batch: Batch, changed: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Which of the other tokens are computed otherwise when these are exchanged."""
     ids = batch["input_ids"]
-    others = torch.where(changed, (ids * 7 + 13) % goal.subject.vocab_size, ids)
-    with _captured(goal.subject.trunk) as seen:
+    others = torch.where(changed, (ids * 7 + 13) % goal.trained_model.vocab_size, ids)
+    with _captured(goal.trained_model.trunk) as seen:
         goal.loss_sum({**batch, "input_ids": others})
     return ~changed & ~_same(seen[-1], states, ROUNDING / 10)
 
@@ -434,7 +438,7 @@ def _computed(
     alone: Sequence[torch.Tensor],
     seen: Sequence[torch.Tensor],
     total: int | None,
-    words: _Words,
+    words: _TokenNames,
 ) -> tuple[str | None, float]:
     """The first token that the run computes or learns otherwise, in words; the largest deviation of
     a weight before it.
@@ -445,12 +449,12 @@ def _computed(
     # (length,): the run's weight of each token as a multiple of what it should be
     ratio = (run[1] * gradient).sum(-1) / (size * size).clamp(min=1e-30)
     along = (run[1] - ratio[:, None] * gradient).norm(dim=-1) <= 10 * ROUNDING * other_size + noise
-    is_learnt, weighs = size > noise, other_size > noise
+    is_in_loss, weighs = size > noise, other_size > noise
     is_same = _same(run[0], own, ROUNDING)
-    is_right = torch.where(is_learnt, along & ((ratio - 1).abs() <= 10 * ROUNDING), ~weighs)
+    is_right = torch.where(is_in_loss, along & ((ratio - 1).abs() <= 10 * ROUNDING), ~weighs)
     wrong = seen[0] | seen[1] | ~is_same | ~is_right
     place = int(wrong.int().argmax()) if bool(wrong.any()) else len(wrong)
-    good = is_learnt[:place]
+    good = is_in_loss[:place]
     deviation = float((ratio[:place][good] - 1).abs().max()) if bool(good.any()) else 0.0
     if place == len(wrong):
         return None, deviation
@@ -460,8 +464,8 @@ def _computed(
         f"{here}, sees what follows it": seen[1][place],
         f"{here}, is computed otherwise than alone: its position, or what it sees of its own "
         "sample, differs": not is_same[place],
-        f"{following}, weighs in the loss, and is not to be learnt": not is_learnt[place],
-        f"{following}, is not what {here}, is taught to be followed by": not along[place],
+        f"{following}, weighs in the loss, but should not be in it": not is_in_loss[place],
+        f"{here}, is not trained to predict {following}": not along[place],
         f"{following}, weighs {_weights(float(ratio[place]), total)}": True,
     }
     return next(reason for reason, holds in reasons.items() if holds), deviation

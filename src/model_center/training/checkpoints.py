@@ -25,7 +25,12 @@ class Checkpoints:
 
     Args:
         folder: made if it is not there.
-        keep, keep_every, background: as of `bmt.CheckpointManager`.
+        keep: how many to keep.
+        keep_every: also keep those whose step is a multiple of this.
+        background: whether `save` returns before the files are written.
+
+    Raises:
+        CheckpointError: on every rank, if another run owns the folder, or it cannot be used.
     """
 
     def __init__(
@@ -44,7 +49,7 @@ class Checkpoints:
         """The newest checkpoint that is whole; None where there is none. Collective.
 
         Args:
-            before: of those that are of an earlier step than this.
+            before: only those of an earlier step than this count.
         """
         found = self._manager.latest(before)
         old = attempt(lambda: old_checkpoints.latest(self.folder, before), everyone())

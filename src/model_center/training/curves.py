@@ -85,7 +85,7 @@ class Wandb:
         self._run.finish()
 
 
-def asked_curves(args: argparse.Namespace) -> tuple[str, ...]:
+def requested_curves(args: argparse.Namespace) -> tuple[str, ...]:
     """What `--curves` and its other names, `--tensorboard` and `--wandb`, ask for."""
     by_name = ("tensorboard",) if args.tensorboard else ()
     project = (f"wandb:{args.wandb}",) if args.wandb else ()

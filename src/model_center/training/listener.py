@@ -21,17 +21,17 @@ class Listener:
 
     def __init__(self, call: OnStep | None = None) -> None:
         self._call = call
-        self._has_told = False
+        self._has_warned = False
 
-    def hear(self, values: Mapping[str, Any]) -> None:
+    def receive(self, values: Mapping[str, Any]) -> None:
         """Hand them on, without those that are None. The first error is told as a warning."""
         if self._call is None:
             return
         try:
             self._call({name: value for name, value in values.items() if value is not None})
         except Exception as error:  # whose program it is, training is not its victim
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 warnings.warn(
                     f"{self._call!r}, which is told of each step, has raised {error!r}. The run "
                     "continues; its later errors are not reported.",

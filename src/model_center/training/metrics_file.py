@@ -27,7 +27,7 @@ FIELDS = {
     "tokens_per_second": ("tokens/s", "of all ranks together, padding included"),
     "unpadded_tokens_per_second": ("tokens/s", "of all ranks together, without padding"),
     "tokens": ("tokens", "up to this step, of all ranks, without padding"),
-    "tokens_learnt": ("tokens", "those of them that the loss is of"),
+    "loss_tokens": ("tokens", "those of them that the loss is of"),
     "memory": ("bytes", "peak so far of rank 0's GPU; on a CPU of its process"),
     "seconds": ("s", "from the beginning of the step to its end"),
     "mfu": ("1", "share of the devices' peak FLOP/s that the model's products take, 0 to 1"),

@@ -27,11 +27,11 @@ from bmtrain.checkpoint.entries import Entry
 from bmtrain.checkpoint.saving import visit
 from bmtrain.distributed.agreement import attempt, everyone
 from model_center.dataset.loader import DistributedDataLoader
-from model_center.dataset.preferences import Pairs
+from model_center.dataset.preferences import PreferencePairs
 from model_center.errors import ConfigError, DataError
 from model_center.optional import package
 from model_center.training.base_weights import checksum
-from model_center.training.subject import Batch, RewardSubject, Subject
+from model_center.training.trained_model import Batch, RewardModel, TrainedModel
 
 HALF = -math.log(2.0)
 Sample = tuple[torch.Tensor, torch.Tensor]  # ids and targets, int64 (length,)
@@ -84,16 +84,16 @@ class Goal(abc.ABC):
     """The loss of batches.
 
     Args:
-        subject: what learns.
+        trained_model: what learns.
         args: the flags.
     """
 
-    def __init__(self, subject: Subject, args: argparse.Namespace) -> None:
-        self.subject, self.args = subject, args
+    def __init__(self, trained_model: TrainedModel, args: argparse.Namespace) -> None:
+        self.trained_model, self.args = trained_model, args
 
     def begin(self) -> None:
         """Put the model into the state in which it learns."""
-        self.subject.model.train()
+        self.trained_model.model.train()
 
     @abc.abstractmethod
     def counted(self, batch: Batch) -> torch.Tensor:
@@ -127,7 +127,7 @@ class Goal(abc.ABC):
 
 
 class NextToken(Goal):
-    """Cross-entropy, over all tokens that are learnt."""
+    """Cross-entropy, over all tokens in the loss."""
 
     def counted(self, batch: Batch) -> torch.Tensor:
         """As in Goal."""
@@ -135,12 +135,12 @@ class NextToken(Goal):
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """As in Goal."""
-        return self.subject.loss_sum(batch)
+        return self.trained_model.loss_sum(batch)
 
     def loss_alone(self, samples: Sequence[Sample], reference: torch.Tensor | None) -> torch.Tensor:
         """As in Goal."""
         ((ids, targets),) = samples
-        logits = self.subject.logits(ids[None])[0].float()
+        logits = self.trained_model.logits(ids[None])[0].float()
         return F.cross_entropy(logits, targets, reduction="sum")
 
     def sums(self, batch: Batch) -> torch.Tensor:
@@ -160,15 +160,15 @@ class Preference(Goal):
     it, else its log-probabilities are in the batches (`add_reference`).
     """
 
-    def __init__(self, subject: Subject, args: argparse.Namespace) -> None:
-        super().__init__(subject, args)
+    def __init__(self, trained_model: TrainedModel, args: argparse.Namespace) -> None:
+        super().__init__(trained_model, args)
         self._kind: Objective = args.objective
         self._beta = self._kind.beta if args.beta is None else args.beta
-        self._adapters = _adapters(subject.model) if args.lora_rank else []
+        self._adapters = _adapters(trained_model.model) if args.lora_rank else []
 
     def begin(self) -> None:
         """As in Goal."""
-        self.subject.model.eval()
+        self.trained_model.model.eval()
         for module in self._adapters:
             module.lora_dropout.train()
 
@@ -192,8 +192,8 @@ class Preference(Goal):
     def _losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of pairs: losses, and rewards of both answers."""
         lengths = (batch["targets"] != -100).sum(1)
-        if isinstance(self.subject, RewardSubject):
-            return self._of_scores(self.subject.rewards(batch), lengths, None)
+        if isinstance(self.trained_model, RewardModel):
+            return self._of_scores(self.trained_model.rewards(batch), lengths, None)
         # The reference first: its pass must not come between the policy's two.
         reference = self._reference(batch) if self._kind is Objective.DPO else None
         return self._of_scores(self._sums(batch), lengths, reference)
@@ -227,14 +227,14 @@ class Preference(Goal):
         return self._of_scores(scores, lengths, reference)[0].sum()
 
     def _score_alone(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self.subject.logits(ids[None])[0].float()
+        logits = self.trained_model.logits(ids[None])[0].float()
         if self._kind is Objective.REWARD:
             return logits[0]
         return -F.cross_entropy(logits, targets, reduction="sum")
 
     def _sums(self, batch: Batch) -> torch.Tensor:
         """Log-probabilities of the answers of rows, (rows,)."""
-        found = self.subject.log_probs(batch)
+        found = self.trained_model.log_probs(batch)
         # not index_add, which adds in another order each time on GPUs
         of_tokens = found.new_zeros(batch["targets"].shape)
         return of_tokens.masked_scatter(batch["targets"] != -100, found).sum(1)
@@ -261,7 +261,7 @@ class Preference(Goal):
                 module.lora_dropout.train(is_training)
 
     @torch.no_grad()
-    def add_reference(self, pairs: Pairs, name: str) -> None:
+    def add_reference(self, pairs: PreferencePairs, name: str) -> None:
         """Put the log-probabilities of the model as it is into pairs. Collective.
 
         They are kept in `--cache` or with the tokens in `--save`, by data, model and dtype.
@@ -275,7 +275,7 @@ class Preference(Goal):
         folder = self.args.cache or (self.args.save and pathlib.Path(self.args.save, "tokens"))
         file = None
         if folder:
-            facts = [name, self.args.dtype, str(len(pairs)), *_weights(self.subject.model)]
+            facts = [name, self.args.dtype, str(len(pairs)), *_weights(self.trained_model.model)]
             key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:24]
             file = pathlib.Path(folder, f"reference-{key}.npy")
         known = attempt(lambda: _read(file, len(pairs)), everyone(), DataError)
@@ -284,7 +284,7 @@ class Preference(Goal):
             pairs.reference = known
             return
         found = torch.zeros(len(pairs), 2, device=bmt.device())
-        self.subject.model.eval()
+        self.trained_model.model.eval()
         for batch in DistributedDataLoader(pairs, batch_size=self.args.batch_size):
             found[batch["number"]] = self._sums(batch).view(2, -1).t()
         pairs.reference = bmt.distributed.all_reduce(found, "sum").cpu()
@@ -292,7 +292,7 @@ class Preference(Goal):
             attempt(lambda: _write(file, pairs.reference), everyone(), DataError)
 
 
-def goal_of(subject: Subject, args: argparse.Namespace) -> Goal:
+def goal_of(trained_model: TrainedModel, args: argparse.Namespace) -> Goal:
     """The goal that the flags name.
 
     Raises:
@@ -301,7 +301,7 @@ def goal_of(subject: Subject, args: argparse.Namespace) -> Goal:
     kind: Objective = args.objective
     if args.samples and kind is Objective.REWARD:
         raise ConfigError("--samples: a reward model answers nothing.")
-    return (Preference if kind.takes_pairs else NextToken)(subject, args)
+    return (Preference if kind.takes_pairs else NextToken)(trained_model, args)
 
 
 def _adapters(model: torch.nn.Module) -> list[Any]:

@@ -54,7 +54,7 @@ def read_facts(checkpoint: pathlib.Path) -> dict[str, Any]:
 
 def load_state(checkpoint: pathlib.Path, optim_manager: bmt.optim.OptimManager) -> dict[str, Any]:
     """Put back optimizers, schedules, scale and random states; returns the progress. Collective."""
-    # Mapped, not read: the ranks of one machine share the pages.
+    # MappedSource, not read: the ranks of one machine share the pages.
     state = attempt(lambda: _read(checkpoint / "optimizer.pt", mmap=True), everyone())
     optim_manager.load_state_dict(state)
     own = checkpoint / f"random-{bmt.rank()}-of-{bmt.world_size()}.pt"

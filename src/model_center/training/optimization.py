@@ -90,7 +90,14 @@ def make_manager(
     scheduler: bmt.lr_scheduler.WarmupLRScheduler,
     args: argparse.Namespace,
 ) -> bmt.optim.OptimManager:
-    """What drives both; the loss is scaled for fp16, whose small gradients would vanish."""
+    """The OptimManager of an optimizer and its schedule.
+
+    Args:
+        optimizer: of this library or of torch.
+        scheduler: its schedule.
+        args: from `model_center.get_args`: with `dtype` fp16 the loss is scaled, from `loss_scale`
+            on, as small gradients would vanish.
+    """
     scale = args.loss_scale if args.dtype == "fp16" and args.loss_scale > 0 else None
     # A Run has a limit of its own, and says more than the manager could.
     manager = bmt.optim.OptimManager(loss_scale=scale, max_skipped_steps=None)

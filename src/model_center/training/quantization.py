@@ -32,7 +32,7 @@ def quantize(model: torch.nn.Module, head: torch.nn.Module | None = None) -> Non
         is_layer = isinstance(module, Linear) and not path.endswith("_projection")
         if is_layer or (type(module) is torch.nn.Linear and module is not head):
             parent, _, name = path.rpartition(".")
-            made[module] = made.get(module) or QuantizedLinear(_as_ours(module))
+            made[module] = made.get(module) or QuantizedLinear(_linear_attributes(module))
             model.get_submodule(parent).add_module(name, made[module])
     # What is left of a block shares its memory with the weights that are gone.
     fresh: dict[torch.Tensor, torch.nn.Parameter] = {}
@@ -46,7 +46,7 @@ def quantize(model: torch.nn.Module, head: torch.nn.Module | None = None) -> Non
         bmt.BMTrainModelWrapper(model)
 
 
-def _as_ours(layer: torch.nn.Module) -> Any:
+def _linear_attributes(layer: torch.nn.Module) -> Any:
     """A linear layer of torch with what QuantizedLinear reads of one of this package."""
     if isinstance(layer, Linear):
         return layer

@@ -21,7 +21,7 @@ SHOWN = 3  # names in a line
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """What a rank computed in a step.
 
     Attributes:
@@ -55,16 +55,16 @@ class Replay:
         self._log: dict[int, Record] = {
             record["step"]: record for record in records if "loss" in record
         }
-        self._first: Measured | None = None
-        self._parted: int | None = None  # the first step before it that is not as in the log
+        self._first: MeasuredStep | None = None
+        self._diverged_at: int | None = None  # the first step before it that is not as in the log
 
-    def see(self, step: int, loss: float) -> None:
+    def check(self, step: int, loss: float) -> None:
         """Compare the loss of a step on the way there with the log."""
         known = self._log.get(step)
-        if self._parted is None and known is not None and not _equal(known["loss"], loss):
-            self._parted = step
+        if self._diverged_at is None and known is not None and not _equal(known["loss"], loss):
+            self._diverged_at = step
 
-    def compare(self, first: Measured, second: Measured) -> list[str]:
+    def compare(self, first: MeasuredStep, second: MeasuredStep) -> list[str]:
         """What was found, line by line. Collective; what rank 0 returns is of all ranks."""
         losses = not _same(first.losses, second.losses)
         names = [
@@ -73,30 +73,30 @@ class Replay:
         axis = everyone()
         own = (losses, names, platform.node())
         found = [own] if axis is None else collectives.gather_objects(own, axis, "a replay")
-        lines = [self._way(), f"  {_figures('first time', first)}{self._as_logged(first)}"]
+        lines = [self._headline(), f"  {_figures('first time', first)}{self._as_logged(first)}"]
         lines.append(f"  {_figures('second time', second)}")
         differing = [rank for rank, (loss, grads, _) in enumerate(found) if loss or grads]
         if not differing:
             lines.append(f"  both times the same bits: losses, {len(first.gradients)} gradients")
-            lines.append(self._verdict(first))
+            lines.append(self._conclusion(first))
             return lines
         for rank in differing:
             loss, grads, host = found[rank]
             what = ["its loss"] if loss else []
             what += [f"{len(grads)} gradients ({_listed(grads)})"] if grads else []
             lines.append(f"  the two times differ on rank {rank} ({host}): {', '.join(what)}")
-        lines.append(_unrepeated([rank for rank, (loss, _, _) in enumerate(found) if loss]))
+        lines.append(_not_repeatable([rank for rank, (loss, _, _) in enumerate(found) if loss]))
         return lines
 
-    def _way(self) -> str:
-        if self._parted is None:
+    def _headline(self) -> str:
+        if self._diverged_at is None:
             return f"replay of step {self.step}:"
         return (
-            f"replay of step {self.step}: from step {self._parted} on, losses are not those of the "
-            "log"
+            f"replay of step {self.step}: from step {self._diverged_at} on, losses are not those "
+            "of the log"
         )
 
-    def _as_logged(self, found: Measured) -> str:
+    def _as_logged(self, found: MeasuredStep) -> str:
         known = self._log.get(self.step)
         if known is None:
             return "; the log does not have this step"
@@ -104,7 +104,7 @@ class Replay:
             return "; the log has the same"
         return f"; the log has loss {known['loss']!r}, gradient norm {known['grad_norm']!r}"
 
-    def _verdict(self, found: Measured) -> str:
+    def _conclusion(self, found: MeasuredStep) -> str:
         known = self._log.get(self.step)
         if known is None or _is_logged(known, found):
             cause = "it repeats: the cause is its batch or the weights, not "
@@ -124,11 +124,11 @@ def gradient_checksums(model: torch.nn.Module) -> dict[str, int]:
     }
 
 
-def _figures(which: str, found: Measured) -> str:
+def _figures(which: str, found: MeasuredStep) -> str:
     return f"{which}: loss {found.loss!r}, gradient norm {found.grad_norm!r}"
 
 
-def _unrepeated(ranks: Sequence[int]) -> str:
+def _not_repeatable(ranks: Sequence[int]) -> str:
     who = f"look at the device of rank {ranks[0]}" if ranks else "one of the devices (it shows in "
     who += "" if ranks else "sums of gradients alone, which do not tell whose)"
     return (
@@ -137,7 +137,7 @@ def _unrepeated(ranks: Sequence[int]) -> str:
     )
 
 
-def _is_logged(known: Record, found: Measured) -> bool:
+def _is_logged(known: Record, found: MeasuredStep) -> bool:
     return _equal(known["loss"], found.loss) and _equal(known["grad_norm"], found.grad_norm)
 
 

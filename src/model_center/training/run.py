@@ -23,14 +23,14 @@ from model_center.errors import ConfigError, DivergenceError, ResumeError
 from model_center.training.base_weights import BaseWeights
 from model_center.training.batches import num_tokens, tokens_counted
 from model_center.training.checkpoints import Checkpoints
-from model_center.training.curves import asked_curves
+from model_center.training.curves import requested_curves
 from model_center.training.flops import FlopsMeter, peak_flops
 from model_center.training.listener import OnStep
+from model_center.training.non_finite_cause import cause_lines, find_cause, non_finite_error
 from model_center.training.optimization import make_manager, make_optimizer, make_scheduler
-from model_center.training.replay import Measured, Replay, gradient_checksums
+from model_center.training.replay import MeasuredStep, Replay, gradient_checksums
 from model_center.training.resuming import check_same_run, load_state, read_facts
 from model_center.training.run_log import METRICS, RunLog, StepReport
-from model_center.training.second_look import error_of, look, sentences
 from model_center.training.spikes import Spikes
 from model_center.training.step_replay import Losses, StepReplayBuffer
 from model_center.training.stop import StopRequest
@@ -48,8 +48,8 @@ class Replayed(Stopped):
 class Figures:
     """What all ranks say of a step: means of losses and of tokens, the norm of the gradients.
 
-    `wish` is above 0 if a rank was asked to stop; `seen` are tokens without padding, `learnt` those
-    that the loss is of.
+    `wish` is above 0 if a rank was asked to stop; `seen` are tokens without padding,
+    `loss_tokens` those in the loss.
     """
 
     loss: float
@@ -57,7 +57,7 @@ class Figures:
     tokens: float
     wish: float
     seen: float
-    learnt: float
+    loss_tokens: float
 
 
 class Run:
@@ -76,14 +76,13 @@ class Run:
     With `--save` there is a checkpoint every `--save-iters` steps, at the end, and when the program
     is asked to stop by Ctrl-C, SIGTERM or `request_stop`, which ends the `with` block after the
     step at hand. SIGUSR1 ends the program there, with an exit code for schedulers: 75. With
-    `--resume` the run goes on from the newest one, as if it had not stopped, also on another number
-    of ranks, where steps are of another size.
+    `--resume` the run continues from the newest one as if it had not stopped, also on another
+    number of ranks, where steps are of another size.
 
     A step whose loss or gradients are not finite on any rank is skipped; after `--max-bad-steps` in
     a row the program is handed the batches of the last one once more, and the run ends with a
-    NonFiniteError that names module, rank and rows. `--on-spike` says what becomes of losses far
-    above the last ones, `--replay-step` computes one step twice. See
-    docs/site/en/reference/model_center.md.
+    NonFiniteError that names module, rank and rows. `--on-spike` sets what happens to losses far
+    above the last ones, `--replay-step` computes one step twice.
 
     Args:
         model: with its parameters sharded and their first values.
@@ -91,12 +90,12 @@ class Run:
         args: from `model_center.get_args`.
         flops_per_token: of a step, for the model FLOPs utilisation in the log; None for what a
             `flops.FlopsMeter` counts in the model.
-        on_step: is handed the figures of each step, and what `record` gets, on every rank; see
-            `Listener`. What it raises is told once, and does not end the run.
+        on_step: called with a dict of the figures of each step, and of what `record` gets, on every
+            rank. An error that it raises is reported once and does not end the run.
 
     Attributes:
         step: the number of steps done, skipped ones too.
-        optimizer, scheduler, manager, log: what does it.
+        optimizer, scheduler, manager, log: of the run.
         is_recorded: whether something was recorded after the last step; of a resumed run, before
             its checkpoint: if not, what is due at that step is still to be measured.
         total_steps: the last step, as far as can be said now: `--epochs` passes, but at most
@@ -154,11 +153,11 @@ class Run:
         self._counts: torch.Tensor | None = None  # of the step at hand, see `tokens_counted`
         self._epoch = 0  # the pass at hand
         self._open: int | None = None  # the pass whose end the program has not dealt with
-        self._seen = [0, 0]  # tokens up to this step, and those learnt, of all ranks
+        self._seen = [0, 0]  # tokens up to this step, and those in the loss, of all ranks
         newest = self._latest()
-        checkpoint = attempt(lambda: self._to_go_on_from(newest), everyone(), ResumeError)
+        checkpoint = attempt(lambda: self._checkpoint_to_resume(newest), everyone(), ResumeError)
         if checkpoint is not None:
-            self._go_to(checkpoint)
+            self._load_checkpoint(checkpoint)
         # the step of the last checkpoint
         self._saved = self.step if checkpoint is not None else None
         self.total_steps: int = min(
@@ -178,8 +177,8 @@ class Run:
             self._restore(checkpoint)
         # rank 0 alone writes: the others would go on without it
         self.log = attempt(self._open_log, everyone(), ConfigError)
-        self.log.heard_by(self._on_step)
-        self.log.say(self._greeting(checkpoint))
+        self.log.with_listener(self._on_step)
+        self.log.message(self._opening_line(checkpoint))
         self._stop = StopRequest(args.stop_patience or "auto")
 
     def __enter__(self) -> Run:
@@ -197,16 +196,16 @@ class Run:
                 self.checkpoints.abandon()
         is_requeue = isinstance(error, Stopped) and self._stop.is_requeue()
         if isinstance(error, Exception) and not isinstance(error, Stopped):
-            self._say_what_is_left()
+            self._log_resume_point()
         self.log.__exit__(*raised)
         if isinstance(error, Replayed):
             self._stop.restore()
             return True
         if isinstance(error, Stopped):
             left = self._resuming(self.step) if self.checkpoints else "nothing was kept."
-            self.log.say(f"stopped after step {self.step}: {left}")
+            self.log.message(f"stopped after step {self.step}: {left}")
         if error is None:
-            self.log.say(f"finished after step {self.step}.")
+            self.log.message(f"finished after step {self.step}.")
         # last, because a rank without its launcher ends here
         self._stop.restore()
         if is_requeue:
@@ -218,7 +217,7 @@ class Run:
         again = "" if self.args.resume else " with --resume"
         return f"run the same command{again} to resume from step {step}."
 
-    def _say_what_is_left(self) -> None:
+    def _log_resume_point(self) -> None:
         """From where a run that an error ends can be resumed, as this rank alone sees it."""
         try:
             left = self.checkpoints.usable() if self.checkpoints is not None else []
@@ -228,7 +227,7 @@ class Run:
             step = str(left[-1])
             if self._saved is not None and self._saved > left[-1]:
                 step += f", or {self._saved} if its checkpoint was still written"
-            self.log.say(f"failed after step {self.step}: {self._resuming(step)}")
+            self.log.message(f"failed after step {self.step}: {self._resuming(step)}")
 
     def epochs(self) -> Iterator[int]:
         """Numbers of the passes that are left, from 0 on, the one at hand first.
@@ -253,11 +252,13 @@ class Run:
             self._tokens = sum(map(num_tokens, batches))
             self._counts = tokens_counted(batches)
             yield batches
-            if self.step >= self.args.train_iters and not self._replay_buffer.is_asked_for:
+            if self.step >= self.args.train_iters and not self._replay_buffer.is_recomputed:
                 return
 
     def update(self, losses: Iterable[torch.Tensor]) -> float:
-        """One step on the sum of the losses, unless it is skipped; their mean over ranks.
+        """One step on the sum of `losses`, scalars with a graph; returns its mean over ranks.
+
+        A step whose loss or gradients are not finite is skipped.
 
         Raises:
             NonFiniteError, DivergenceError: on all ranks, when `--max-bad-steps` steps in a row
@@ -265,7 +266,7 @@ class Run:
             CheckpointError: on all ranks, for a checkpoint that cannot be written or would hold
                 what is not finite.
         """
-        again = self._replay_buffer.take_look()
+        again = self._replay_buffer.take_recomputation()
         if again is not None:
             return again(losses)
         if self._replay is not None and self.step + 1 == self._replay.step:
@@ -275,7 +276,7 @@ class Run:
         self.step += 1
         # before the optimizer's step, which may use gradients up
         if self.step % self.args.inspect_iters == 0:
-            self.log.say(bmt.inspect.format_summary(bmt.inspect.inspect_model(self.model, "*")))
+            self.log.message(bmt.inspect.format_summary(bmt.inspect.inspect_model(self.model, "*")))
         skipped = self.manager.skipped_steps
         # A spike that is only told need not be known before the step: the device goes on meanwhile.
         is_left_out = False
@@ -286,19 +287,19 @@ class Run:
             figures = self._figures(total, grad_norm)
             is_left_out = self.spikes.is_spike(figures.loss)
             if is_left_out:
-                self._leave_out(figures.loss)
+                self._skip_spike(figures.loss)
             else:
                 self.manager.step()
         self.is_recorded = False
         bad = is_left_out or self.manager.skipped_steps > skipped
         self._report(figures, lr, loss_scale, bad)
         if not is_left_out:
-            self._look_at(figures.loss)
+            self._check_spike(figures.loss)
         if figures.wish > 0 or self.step % self.args.save_iters == 0:
             self._save()
         if figures.wish > 0:
             raise Stopped
-        self._end_if_lost()
+        self._end_after_bad_steps()
         return figures.loss
 
     def _backward(self, losses: Losses, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,28 +311,28 @@ class Run:
             total += loss.detach().float()
         return total, self.manager.clip_grad_norm(self.optimizer.param_groups, max_norm=max_norm)
 
-    def _look_at(self, loss: float) -> None:
+    def _check_spike(self, loss: float) -> None:
         """Tell of a spike; remember the loss."""
         limit = self.spikes.limit()
         if self.args.on_spike == "warn" and self.spikes.is_spike(loss):
-            self.log.say(f"step {self.step}: loss {loss:.4f} is above {limit:.4f}, a spike.")
+            self.log.message(f"step {self.step}: loss {loss:.4f} is above {limit:.4f}, a spike.")
         self.spikes.keep(loss)
 
-    def _leave_out(self, loss: float) -> None:
+    def _skip_spike(self, loss: float) -> None:
         """Skip the step of a spike; with `--on-spike back`, after the last checkpoint."""
         self.manager.zero_grad()
         limit = self.spikes.limit()
         text = f"step {self.step}: loss {loss:.4f} is above {limit:.4f}, a spike: the step is "
-        before = self._go_back() if self.args.on_spike == "back" else None
+        before = self._roll_back() if self.args.on_spike == "back" else None
         if before is None:
-            self.log.say(f"{text}skipped.")
+            self.log.message(f"{text}skipped.")
         else:
-            self.log.say(
+            self.log.message(
                 f"{text}skipped, weights and optimizer are those of step {before} again, and the "
                 f"batches of steps {before + 1} to {self.step} are left out."
             )
 
-    def _go_back(self) -> int | None:
+    def _roll_back(self) -> int | None:
         """Weights, optimizer and schedule of the last checkpoint, from the next batch on.
 
         Returns its step; None where there is none.
@@ -345,14 +346,14 @@ class Run:
         done, origin, recorded, seen = self.step, self._origin, self.is_recorded, self._seen
         at_hand = self._open
         place, spikes = self.loader.state_dict(), self.spikes.state_dict()
-        self._go_to(checkpoint)
+        self._load_checkpoint(checkpoint)
         before = self.step
         self._restore(checkpoint)
         self.step, self._origin, self.is_recorded, self._seen = done, origin, recorded, seen
         self._open = at_hand
         self.loader.load_state_dict(place)
         self.spikes.load_state_dict(spikes)
-        self._replay_buffer.moved()
+        self._replay_buffer.loader_moved()
         return before
 
     def _latest(self) -> pathlib.Path | None:
@@ -360,12 +361,12 @@ class Run:
         before = self._replay.step if self._replay is not None else None
         return self.checkpoints.latest(before) if self.checkpoints else None
 
-    def _end_if_lost(self) -> None:
+    def _end_after_bad_steps(self) -> None:
         """Look at the step again, or raise, after too many that were skipped."""
         if self.manager.skipped_in_a_row >= self.args.max_bad_steps:
-            if not self._replay_buffer.is_kept:
-                raise error_of(self.step, self.manager.skipped_in_a_row, [])
-            self._replay_buffer.look_again(self._name_cause)
+            if not self._replay_buffer.has_batches:
+                raise non_finite_error(self.step, self.manager.skipped_in_a_row, [])
+            self._replay_buffer.recompute(self._raise_non_finite)
         elif self.spikes.in_a_row >= self.args.max_bad_steps:
             raise DivergenceError(
                 f"the losses of {self.spikes.in_a_row} steps in a row, up to step {self.step}, are "
@@ -374,41 +375,43 @@ class Run:
                 "if the data have changed."
             )
 
-    def _name_cause(self, losses: Losses) -> float:
-        found = look(self.model, self.manager, losses, self._replay_buffer.rows())
-        raise error_of(self.step, self.manager.skipped_in_a_row, sentences(found))
+    def _raise_non_finite(self, losses: Losses) -> float:
+        found = find_cause(self.model, self.manager, losses, self._replay_buffer.rows())
+        raise non_finite_error(self.step, self.manager.skipped_in_a_row, cause_lines(found))
 
     def _begin_replay(self, losses: Losses) -> float:
-        if not self._replay_buffer.is_kept:
+        if not self._replay_buffer.has_batches:
             raise ResumeError("--replay-step needs a program that takes batches from Run.steps.")
         first = self._measure(losses)
 
         def compare(losses: Losses) -> float:
             second = self._measure(losses)
             for line in self._compared(first, second):
-                self.log.say(line)
+                self.log.message(line)
             if first.is_finite and second.is_finite:
                 raise Replayed
-            self._replay_buffer.look_again(self._say_cause)
+            self._replay_buffer.recompute(self._log_non_finite)
             return second.loss
 
-        self._replay_buffer.look_again(compare)
+        self._replay_buffer.recompute(compare)
         return first.loss
 
-    def _compared(self, first: Measured, second: Measured) -> list[str]:
+    def _compared(self, first: MeasuredStep, second: MeasuredStep) -> list[str]:
         return [] if self._replay is None else self._replay.compare(first, second)
 
-    def _say_cause(self, losses: Losses) -> float:
-        for line in sentences(look(self.model, self.manager, losses, self._replay_buffer.rows())):
-            self.log.say(f"  {line}")
+    def _log_non_finite(self, losses: Losses) -> float:
+        for line in cause_lines(
+            find_cause(self.model, self.manager, losses, self._replay_buffer.rows())
+        ):
+            self.log.message(f"  {line}")
         raise Replayed
 
-    def _measure(self, losses: Losses) -> Measured:
+    def _measure(self, losses: Losses) -> MeasuredStep:
         seen: list[float] = []
-        total, grad_norm = self._backward(_noted(losses, seen), math.inf)
+        total, grad_norm = self._backward(_collected(losses, seen), math.inf)
         figures = self._figures(total, grad_norm)
         gradients = gradient_checksums(self.model)
-        return Measured(seen, figures.loss, figures.grad_norm, gradients)
+        return MeasuredStep(seen, figures.loss, figures.grad_norm, gradients)
 
     def request_stop(self, *, requeue: bool = False) -> None:
         """End the `with` block on all ranks after the step at hand, as a signal does.
@@ -418,7 +421,7 @@ class Run:
         self._stop.request_stop(requeue=requeue)
 
     def record(self, **values: Any) -> None:
-        """Show and log what was found out about the model as it is after this step.
+        """Show and log `values`, numbers measured on the model as it is after this step.
 
         What a resumed run measures once more takes the place of the first record.
         """
@@ -441,7 +444,7 @@ class Run:
         seconds = now - self._clock
         rate = figures.tokens / seconds
         is_counted = self._counts is not None
-        own = [round(count * bmt.world_size()) for count in (figures.seen, figures.learnt)]
+        own = [round(count * bmt.world_size()) for count in (figures.seen, figures.loss_tokens)]
         self._seen = [before + count for before, count in zip(self._seen, own, strict=True)]
         report = StepReport(
             step=self.step,
@@ -457,12 +460,12 @@ class Run:
             epoch=self._epoch,
             unpadded_tokens_per_second=own[0] / seconds if is_counted else None,
             tokens=self._seen[0] if is_counted else None,
-            tokens_learnt=self._seen[1] if is_counted else None,
+            loss_tokens=self._seen[1] if is_counted else None,
         )
         self._clock = now
         self.log.step(report)
         if self._replay is not None:
-            self._replay.see(self.step, figures.loss)
+            self._replay.check(self.step, figures.loss)
 
     def _mfu(self, rate: float, tokens: float) -> float | None:
         """Of a step with so many tokens, and tokens a second, on this rank; None if not known."""
@@ -473,7 +476,7 @@ class Run:
         counted = self._meter.take() if self._meter else 0.0
         return rate * counted / tokens / self._peak if counted and tokens else None
 
-    def _to_go_on_from(self, checkpoint: pathlib.Path | None) -> pathlib.Path | None:
+    def _checkpoint_to_resume(self, checkpoint: pathlib.Path | None) -> pathlib.Path | None:
         """The checkpoint to resume; ResumeError if that was not asked for, or for another run's."""
         if checkpoint is None:
             return None
@@ -496,7 +499,7 @@ class Run:
         before = read_facts(checkpoint)["made_with"].get("dataset")
         return bool(before != self.made_with["dataset"])
 
-    def _go_to(self, checkpoint: pathlib.Path) -> None:
+    def _load_checkpoint(self, checkpoint: pathlib.Path) -> None:
         """The model, and the place in the data: of other data their beginning."""
         if self.base is not None:
             self.base.load(checkpoint)
@@ -540,7 +543,7 @@ class Run:
                 first_step=self.step,
                 num_steps=self.total_steps,
                 log_every=self.args.log_iters,
-                curves=asked_curves(self.args),
+                curves=requested_curves(self.args),
             )
         except OSError as error:
             raise ConfigError(
@@ -548,7 +551,7 @@ class Run:
                 f"{error.strerror or error}. Make room there, or give another --log-dir."
             ) from error
 
-    def _greeting(self, checkpoint: pathlib.Path | None) -> str:
+    def _opening_line(self, checkpoint: pathlib.Path | None) -> str:
         where = f"{bmt.world_size()} process(es) on {bmt.device().type}"
         rows = self.args.batch_size * self.args.gradient_accumulation * bmt.world_size()
         begin = f"resuming from {checkpoint}" if checkpoint is not None else "starting from scratch"
@@ -589,7 +592,7 @@ def _checkpoints(args: argparse.Namespace) -> Checkpoints | None:
     )
 
 
-def _noted(losses: Losses, seen: list[float]) -> Iterator[torch.Tensor]:
+def _collected(losses: Losses, seen: list[float]) -> Iterator[torch.Tensor]:
     """The losses, each written down."""
     for loss in losses:
         seen.append(loss.item())

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import bmtrain as bmt
-from bmtrain.runtime.log import printable
+from bmtrain.errors import printable
 from bmtrain.runtime.process import say
 from model_center.training.curves import Curves, open_curves
 from model_center.training.listener import Listener, OnStep
@@ -60,7 +60,7 @@ class StepReport:
         skipped: True for a step that was skipped, else None.
         epoch: the pass over the data, from 0 on.
         unpadded_tokens_per_second: as `tokens_per_second`, of tokens that are no padding.
-        tokens, tokens_learnt: up to this step without padding, and those that the loss is of; None
+        tokens, loss_tokens: up to this step without padding, and those that the loss is of; None
             for batches that do not say.
     """
 
@@ -77,7 +77,7 @@ class StepReport:
     epoch: int | None = None
     unpadded_tokens_per_second: float | None = None
     tokens: int | None = None
-    tokens_learnt: int | None = None
+    loss_tokens: int | None = None
 
 
 class RunLog:
@@ -128,32 +128,32 @@ class RunLog:
         self._task = self._bar.add_task("", total=num_steps, completed=first_step)
 
     def __enter__(self) -> RunLog:
-        self.tell(OUTPUT, self._bar.start)
+        self.write_or_warn(OUTPUT, self._bar.start)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self.tell(OUTPUT, self._bar.stop)
+        self.write_or_warn(OUTPUT, self._bar.stop)
         for curves in self.curves:
-            self.tell(type(curves).__name__, curves.close)
+            self.write_or_warn(type(curves).__name__, curves.close)
         try:
             self.console.file.flush()
         except (OSError, ValueError):
             self.console.write_into_nothing()
 
-    def heard_by(self, call: OnStep | None) -> RunLog:
+    def with_listener(self, call: OnStep | None) -> RunLog:
         """Hand steps and records to a callable too, on every rank; see `Listener`. Returns self."""
         self._listener = Listener(call)
         return self
 
     def step(self, report: StepReport) -> None:
-        """Show and record one step."""
-        self._listener.hear(dataclasses.asdict(report))
+        """Show and record one step, the figures of `report`."""
+        self._listener.receive(dataclasses.asdict(report))
         if not self.enabled:
             return
         if not self._is_explained:
             self._is_explained = True
             mfu = "" if report.mfu is None else "share of the device's peak (MFU), "
-            self.say(COLUMNS.format(mfu=mfu))
+            self.message(COLUMNS.format(mfu=mfu))
         values = dataclasses.asdict(report)
         self._keep({name: value for name, value in values.items() if value is not None})
         words = "  ".join(
@@ -168,8 +168,8 @@ class RunLog:
             self._line(report.step, words)
 
     def record(self, step: int, **values: Any) -> None:
-        """Show and record what was found out after a step."""
-        self._listener.hear({"step": step, **values})
+        """Show and record `values`, numbers measured after a step."""
+        self._listener.receive({"step": step, **values})
         if self.enabled:
             self._keep({"step": step, **values})
             words = "  ".join(f"{_words(name)} {_number(value)}" for name, value in values.items())
@@ -178,16 +178,16 @@ class RunLog:
     def to_disk(self) -> None:
         """Wait until the record is on the disk."""
         if self.metrics is not None:
-            self.tell(str(self.metrics.path), self.metrics.to_disk)
+            self.write_or_warn(str(self.metrics.path), self.metrics.to_disk)
 
-    def say(self, text: str) -> None:
-        """A line for the user; letters that the terminal lacks, or would obey, are written out."""
+    def message(self, text: str) -> None:
+        """Print `text` on rank 0; letters that the terminal lacks, or would obey, are escaped."""
         if self.enabled:
             name = self.console.encoding
             text = printable(text).encode(name, "backslashreplace").decode(name)
-            self.tell(OUTPUT, lambda: self.console.print(text, markup=False))
+            self.write_or_warn(OUTPUT, lambda: self.console.print(text, markup=False))
 
-    def tell(self, what: str, deed: Callable[[], object]) -> None:
+    def write_or_warn(self, what: str, deed: Callable[[], object]) -> None:
         """Do what tells others of the run: an error of it is told once, and ends nothing."""
         try:
             deed()
@@ -198,21 +198,21 @@ class RunLog:
                     f"{what} cannot be written ({type(error).__name__}: {error}): the run "
                     "continues."
                 )
-                say(f"{text}\n") if what == OUTPUT else self.say(text)
+                say(f"{text}\n") if what == OUTPUT else self.message(text)
 
     def _line(self, step: int, words: str) -> None:
         now = datetime.datetime.now().strftime("%H:%M:%S")
-        self.say(f"{now}  step {step:>5}/{self.num_steps}  {words}")
+        self.message(f"{now}  step {step:>5}/{self.num_steps}  {words}")
 
     def _keep(self, record: Record) -> None:
         metrics = self.metrics
         if metrics is not None:
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-            self.tell(str(metrics.path), lambda: metrics.add({**record, "time": now}))
+            self.write_or_warn(str(metrics.path), lambda: metrics.add({**record, "time": now}))
         values = {name: value for name, value in record.items() if name != "step"}
         for curves in self.curves:
             point = functools.partial(curves.add, record["step"], values)
-            self.tell(type(curves).__name__, point)
+            self.write_or_warn(type(curves).__name__, point)
 
     def _time_left(self, step: int) -> str:
         seconds = int(

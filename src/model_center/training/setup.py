@@ -21,7 +21,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def setup(args: argparse.Namespace) -> None:
-    """Join the run and seed it: `bmtrain.init_distributed` by the flags of these names."""
+    """Join the run and seed it: `bmtrain.init_distributed` with the values of these flags.
+
+    Args:
+        args: from `model_center.get_args`, of which `seed`, `zero_level`, `timeout` and `watchdog`
+            are read.
+    """
     bmt.init_distributed(
         seed=args.seed, zero_level=args.zero_level, timeout=args.timeout, watchdog=args.watchdog
     )
@@ -37,7 +42,7 @@ def default_dtype() -> str:
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say about how a model is computed, as values of its configuration."""
+    """Configuration values by the flags `dtype`, `use_checkpoint` and `zero_level` of `args`."""
     return {
         "dtype": DTYPES[args.dtype],
         "use_checkpoint": args.use_checkpoint,
@@ -46,7 +51,11 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def class_of(name: str, default: type[Model]) -> type[Model]:
-    """The class of the model in a folder or of a known name; `default` if none is named.
+    """The class of the model in a folder or of a known name.
+
+    Args:
+        name: a folder, a name the project knows, or a Hugging Face repository.
+        default: the class where config.json names none; the model must be one of it.
 
     Raises:
         ConfigError: for a model that is not known, or none of the kind of `default`.
@@ -66,8 +75,8 @@ def pretrained(kind: type[Model], args: argparse.Namespace, **overrides: Any) ->
 
     Args:
         kind: its class.
-        args: the flags.
-        overrides: values of the configuration.
+        args: from `model_center.get_args`.
+        overrides: values that replace the configuration's.
 
     Raises:
         ConfigError, IdentifierError, WeightsError: as `from_pretrained`.
@@ -81,7 +90,16 @@ def pretrained(kind: type[Model], args: argparse.Namespace, **overrides: Any) ->
 
 
 def untrained(kind: type[Model], args: argparse.Namespace, **overrides: Any) -> Model:
-    """The model of `--model-config`, with first values or the weights of `--load`. Collective."""
+    """The model of `--model-config`, with initial values or the weights of `--load`. Collective.
+
+    Args:
+        kind: its class.
+        args: from `model_center.get_args`.
+        overrides: values that replace the configuration's.
+
+    Raises:
+        ConfigError, IdentifierError, WeightsError: as `from_pretrained`.
+    """
     config = kind._CONFIG_TYPE.from_pretrained(
         args.model_config, **model_options(args), **overrides
     )
@@ -102,8 +120,15 @@ def save_model(
 ) -> pathlib.Path | None:
     """Write model and tokenizer to the folder `--save-name` in `--save`. Collective.
 
-    Hugging Face's format where it has the model, else ModelCenter's. Returns the folder; None
-    without --save.
+    Args:
+        model: written in Hugging Face's format where it has the model, else in ModelCenter's.
+        args: from `model_center.get_args`, of which `save` and `save_name` are read.
+        tokenizer: written beside, if given.
+
+    Returns the folder; None without --save.
+
+    Raises:
+        WeightsError: on every rank, if the files cannot be written.
     """
     if args.save is None:
         return None

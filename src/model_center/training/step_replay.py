@@ -14,11 +14,11 @@ from model_center.dataset.loader import DistributedDataLoader
 from model_center.training.batches import grouped
 
 Losses = Iterable[torch.Tensor]
-Look = Callable[[Losses], float]
+Recomputation = Callable[[Losses], float]
 
 
 class StepReplayBuffer:
-    """Yields the micro-batches of each step, and the same ones again after `look_again`.
+    """Yields the micro-batches of each step, and the same ones again after `recompute`.
 
     The program's loop then repeats the step with equal batches and random states, so that losses,
     gradients and modules can be inspected.
@@ -31,19 +31,19 @@ class StepReplayBuffer:
     def __init__(self, loader: DistributedDataLoader, size: int) -> None:
         self._loader, self._size = loader, size
         self._batches: list[Any] | None = None
-        self._look: Look | None = None
-        self._is_moved = False
-        self._place: tuple[int, int] | None = None
+        self._recomputation: Recomputation | None = None
+        self._is_moved, self._epoch = False, 0
+        self._position: tuple[int, int] | None = None
 
     @property
-    def is_kept(self) -> bool:
+    def has_batches(self) -> bool:
         """Whether the program took its batches from here, so that they can be handed out again."""
         return self._batches is not None
 
     @property
-    def is_asked_for(self) -> bool:
+    def is_recomputed(self) -> bool:
         """Whether the step will be handed out again."""
-        return self._look is not None
+        return self._recomputation is not None
 
     def steps(self) -> Iterator[list[Any]]:
         """The micro-batches of each step that is left of a pass."""
@@ -55,45 +55,46 @@ class StepReplayBuffer:
 
     def _pass(self) -> Iterator[list[Any]]:
         batches = iter(self._loader)
+        self._epoch = self._loader.epoch
         for group in grouped(self._placed(batches), self._size):
             states = random_states(bmt.device())
             self._batches = _copies(group)
             yield group
-            while self._look is not None:
-                look = self._look
+            while self._recomputation is not None:
+                recomputation = self._recomputation
                 set_random_states(states, bmt.device())
                 yield _copies(self._batches)
-                if self._look is look:  # the program did not want to compute it again
-                    self._look = None
-            self._place = self._batches = None
+                if self._recomputation is recomputation:  # the program did not compute it again
+                    self._recomputation = None
+            self._position = self._batches = None
             if self._is_moved:
                 return
 
     def _placed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches; remembers where the loader was before the first of a step."""
         while True:
-            self._place = self._place or self._loader.place
+            self._position = self._position or self._loader.position
             try:
                 yield next(batches)
             except StopIteration:
                 return
 
-    def look_again(self, look: Look) -> None:
-        """Hand out the step once more; its losses go to `look`."""
-        self._look = look
+    def recompute(self, recomputation: Recomputation) -> None:
+        """Hand out the step once more; its losses go to `recomputation`."""
+        self._recomputation = recomputation
 
-    def take_look(self) -> Look | None:
+    def take_recomputation(self) -> Recomputation | None:
         """What the losses of a step that is handed out again are for; None for a new step."""
-        look, self._look = self._look, None
-        return look
+        recomputation, self._recomputation = self._recomputation, None
+        return recomputation
 
-    def moved(self) -> None:
-        """Go on from where the loader is now."""
-        self._is_moved = True
+    def loader_moved(self) -> None:
+        """Go on with this pass from where the loader is now, unless it is over."""
+        self._is_moved = self._loader.epoch == self._epoch
 
     def rows(self) -> list[list[int]] | None:
         """The row numbers of this rank's micro-batches in the data set; None if nobody knows."""
-        return None if self._place is None else self._loader.rows_since(self._place)
+        return None if self._position is None else self._loader.rows_since(self._position)
 
 
 def _copies(batches: list[Any]) -> list[Any]:

@@ -31,18 +31,18 @@ class StopRequest:
     the next run does.
 
     Made on the main thread it takes the signals, until `restore`; a second Ctrl-C ends the process
-    at once. Elsewhere Python cannot take signals, and in a process that is somebody else's (see
-    `bmtrain.runtime.world.World.is_guest`) they are not taken: they do what they did, and the
-    process is not ended. `request_stop` asks for the same from any thread, of any rank.
+    at once. Elsewhere Python cannot take signals, and in a process that another framework has
+    started, Ray Train for example, they are not taken: they do what they did, and the process is
+    not ended. `request_stop` asks for the same from any thread, of any rank.
 
     Attributes:
         earlier: the handlers of the signals that were taken, by signal; `restore` puts them back.
 
     Args:
-        patience: seconds within which the step at hand and the checkpoint must end after a signal
-            or `request_stop`; then the process says so and ends with Exit.OUT_OF_PATIENCE, and the
-            checkpoint before stays. None: as long as it takes. "auto": LAUNCHER_PATIENCE for
-            SIGTERM, SIGINT and torchrun's end in a process that torchrun has started, or else None.
+        patience: seconds within which the current step and the checkpoint must end after a signal
+            or `request_stop`; then the process says so and ends with exit code 84, and the
+            checkpoint before stays. None: as long as it takes. "auto": 25 s for SIGTERM,
+            SIGINT and torchrun's end in a process that torchrun has started, or else None.
 
     Raises:
         ConfigError: for a patience that is no positive number.
@@ -141,9 +141,9 @@ class StopRequest:
                 if earlier_fd >= 0:
                     os.write(earlier_fd, found)
                 if found[0] in self.earlier:
-                    self._arrived(signal.Signals(found[0]))
+                    self._on_signal(signal.Signals(found[0]))
 
-    def _arrived(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._launcher is not None:

@@ -20,7 +20,13 @@ from bmtrain.runtime import log
 from model_center.errors import WeightsError
 from model_center.layer.parameter import PlainParameter
 from model_center.weights.keymap import KeyMap, TensorPart
-from model_center.weights.matching import Mapped, Match, check_coverage, match, under_any_prefix
+from model_center.weights.matching import (
+    MappedSource,
+    Match,
+    check_coverage,
+    match,
+    under_any_prefix,
+)
 
 SHOWN = 8  # names listed in a message
 SAMPLE = 4096  # elements compared of tensors that should be the same
@@ -42,10 +48,10 @@ class LoadReport(NamedTuple):
     newly_initialised: list[str]
 
 
-class Opened(NamedTuple):
+class OpenCheckpoint(NamedTuple):
     """A checkpoint under our names."""
 
-    source: Mapped
+    source: MappedSource
     unexpected: list[str]
     notes: list[str]  # what the user should know of how it is read
 
@@ -89,7 +95,7 @@ def load_weights(
 
 def open_weights(
     folder: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]], key_map: KeyMap | None
-) -> Opened:
+) -> OpenCheckpoint:
     """Open a folder under our names.
 
     Args:
@@ -105,17 +111,19 @@ def open_weights(
     plain = without_prefix(source, shapes.keys())
     direct = match(KeyMap({}), shapes, plain.headers)
     if key_map is None:
-        return _as_ours(plain, direct, shapes)
+        return _under_own_names(plain, direct, shapes)
     theirs = under_any_prefix(source, key_map)
     found = match(key_map, shapes, theirs.headers)
     if len(direct.pieces) > len(found.pieces):
-        return _as_ours(plain, direct, shapes)
+        return _under_own_names(plain, direct, shapes)
     check_coverage(theirs, found.pieces)
     _check_copies(theirs, found)
-    return Opened(Mapped(theirs, found.pieces), found.unexpected, [])
+    return OpenCheckpoint(MappedSource(theirs, found.pieces), found.unexpected, [])
 
 
-def _as_ours(source: Source, found: Match, shapes: Mapping[str, tuple[int, ...]]) -> Opened:
+def _under_own_names(
+    source: Source, found: Match, shapes: Mapping[str, tuple[int, ...]]
+) -> OpenCheckpoint:
     """A file in ModelCenter's names.
 
     Its GPT-2 embeddings have a row of zeros more than the vocabulary, which is left out.
@@ -130,7 +138,7 @@ def _as_ours(source: Source, found: Match, shapes: Mapping[str, tuple[int, ...]]
                 f"{source.path}: {name!r} has {rows + 1} rows, the model {rows}; the last, "
                 "for padding, was left out."
             )
-    return Opened(Mapped(source, pieces), found.unexpected, notes)
+    return OpenCheckpoint(MappedSource(source, pieces), found.unexpected, notes)
 
 
 def _check_copies(source: Source, found: Match) -> None:
@@ -143,7 +151,7 @@ def _check_copies(source: Source, found: Match) -> None:
             )
 
 
-def _check_ties(source: Mapped, ties: Sequence[Sequence[str]]) -> None:
+def _check_ties(source: MappedSource, ties: Sequence[Sequence[str]]) -> None:
     """Tensors that are always one in the model must not differ in the file."""
     for names in ties:
         first, *others = [name for name in names if name in source.headers] or [""]
@@ -170,7 +178,7 @@ def _are_equal(source: Source, one: str, other: str) -> bool:
 def check(
     shapes: Mapping[str, tuple[int, ...]],
     ties: Sequence[Sequence[str]],
-    opened: Opened,
+    opened: OpenCheckpoint,
     key_map: KeyMap | None,
     strict: bool = True,
 ) -> list[str]:
@@ -210,7 +218,7 @@ def check(
     return missing
 
 
-def _mismatch(name: str, shape: tuple[int, ...], source: Mapped) -> str:
+def _mismatch(name: str, shape: tuple[int, ...], source: MappedSource) -> str:
     """Why this tensor cannot take what the file has under its name; empty if it can."""
     if name not in source.headers or source.headers[name].shape == shape:
         return ""
@@ -229,7 +237,7 @@ def _mismatch(name: str, shape: tuple[int, ...], source: Mapped) -> str:
     )
 
 
-def _expected(name: str, source: Mapped, key_map: KeyMap) -> str:
+def _expected(name: str, source: MappedSource, key_map: KeyMap) -> str:
     piece = key_map.pieces.get(name)
     near = difflib.get_close_matches(name, source.headers, n=1)
     theirs = f", in their names {piece.name!r}" if piece is not None else ""
@@ -252,7 +260,7 @@ def _initialise(model: torch.nn.Module, names: Sequence[str]) -> None:
             param.init_method(param.detach())
 
 
-def _tell(report: LoadReport, opened: Opened) -> None:
+def _tell(report: LoadReport, opened: OpenCheckpoint) -> None:
     for note in opened.notes:
         log.warn(note)
     if report.newly_initialised:

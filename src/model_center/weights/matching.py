@@ -65,7 +65,7 @@ def under_any_prefix(source: Source, key_map: KeyMap) -> Source:
     )
 
 
-class Mapped(Source):
+class MappedSource(Source):
     """A file of theirs under our names: pieces are cut out and turned while they are read."""
 
     def __init__(self, source: Source, pieces: Mapping[str, TensorPart]) -> None:

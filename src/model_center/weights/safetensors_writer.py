@@ -15,11 +15,16 @@ from collections.abc import Mapping
 
 import torch
 
+from bmtrain.checkpoint.shards import DTYPES
 from bmtrain.checkpoint.source import Header
-from bmtrain.checkpoint.sources import SAFETENSORS_DTYPES
 from model_center.errors import WeightsError
 
-NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+# The format's names of dtypes, before torch's.
+_TYPES = """F64 float64 F32 float32 F16 float16 BF16 bfloat16
+I64 int64 I32 int32 I16 int16 I8 int8 U8 uint8 BOOL bool"""
+NAMES = {
+    DTYPES[ours]: name for name, ours in zip(_TYPES.split()[::2], _TYPES.split()[1::2], strict=True)
+}
 UNITS = {
     "": 1,
     "B": 1,

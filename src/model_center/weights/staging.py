@@ -55,13 +55,13 @@ class Staging:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             # of a program that was killed
-            for left in (self._place / INCOMING, self._beside):
+            for left in (self._place / INCOMING, self._sibling_folder):
                 shutil.rmtree(left, ignore_errors=True)
-            self._incoming = self._beside if self._is_movable() else self._place / INCOMING
+            self._incoming = self._sibling_folder if self._is_movable() else self._place / INCOMING
             self._incoming.mkdir()
 
     @property
-    def _beside(self) -> pathlib.Path:
+    def _sibling_folder(self) -> pathlib.Path:
         return self._place.with_name(f".{self._place.name}{INCOMING}")
 
     def _is_movable(self) -> bool:
@@ -91,7 +91,7 @@ class Staging:
         """Put everything into place."""
         for name in os.listdir(self._incoming):
             _flush(self._incoming / name)
-        if self._incoming == self._beside:
+        if self._incoming == self._sibling_folder:
             try:
                 self._exchange()
             except OSError:  # this file system cannot

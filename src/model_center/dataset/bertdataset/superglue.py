@@ -39,7 +39,15 @@ class SuperGLUE(TaskDataset):
         tokenizer: Tokenizer,
         max_encoder_length: int,
     ) -> None:
-        """Rows of `max_encoder_length` ids; `rank` and `world_size` have no effect.
+        """Rows of `max_encoder_length` ids, padded.
+
+        Args:
+            path: the folder that holds a folder for each task, or the task's own.
+            split: "train", "dev" or "test".
+            rank: accepted, and of no effect: DistributedDataLoader divides the rows.
+            world_size: as `rank`.
+            tokenizer: of the model.
+            max_encoder_length: of a row, at least 8.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the task's format.
@@ -50,7 +58,7 @@ class SuperGLUE(TaskDataset):
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
-        """The ids of the words that stand for the classes, in the order of the labels."""
+        """The ids in `tokenizer` of the words for the classes, in the order of the labels."""
         return verbalizer.word_ids(tokenizer, prompts.WORDS[cls.task])
 
     def written(self, *texts: str) -> Item:

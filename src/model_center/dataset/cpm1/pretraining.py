@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from model_center.dataset.order import draw
-from model_center.dataset.pairs import PairRows, Pairs, Tokens, padded
+from model_center.dataset.pairs import PairRows, SequencePairs, TokenSequences, padded
 from model_center.dataset.protocols import Epoch, shards_of
 
 IGNORED = -100
@@ -27,14 +27,19 @@ class CPM1_Dataset(PairRows):
     A row is `ctx` int64 (max_length,), padded with 0; `tgt` the same, padded with -100; `len_ctx`,
     the ids in ctx. Where one of a pair is longer than `max_length`, all three are None.
 
+    Args:
+        ctx: sequences of ids, an MMapIndexedDataset for example.
+        tgt: as many, the targets of each.
+        max_length: of a row.
+
     Raises:
         DataError: when the files do not belong together.
     """
 
     LONG = {"ctx": None, "tgt": None, "len_ctx": None}  # noqa: RUF012
 
-    def __init__(self, ctx: Tokens, tgt: Tokens, max_length: int = 1024) -> None:
-        self._pairs, self._length = Pairs(ctx, tgt, max_length, max_length), max_length
+    def __init__(self, ctx: TokenSequences, tgt: TokenSequences, max_length: int = 1024) -> None:
+        self._pairs, self._length = SequencePairs(ctx, tgt, max_length, max_length), max_length
 
     def row(self, ctx: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> dict[str, Any]:
         """The ids, padded."""
@@ -62,9 +67,14 @@ class CPM1_Dataset_Merge(Dataset[MergedRow]):
     So each id of the span is predicted from the context and the ids of the span before it.
     Sequences of fewer than two ids, which have nothing to predict, and of more than `max_length`
     are left out: `len` counts the others, `num_skipped` them, and `sizes` are the lengths of rows.
+
+    Args:
+        ctx: sequences of ids, an MMapIndexedDataset for example.
+        max_length: of a row.
+        seed: of the spans.
     """
 
-    def __init__(self, ctx: Tokens, max_length: int = 1024, seed: int = 0) -> None:
+    def __init__(self, ctx: TokenSequences, max_length: int = 1024, seed: int = 0) -> None:
         self._ctx, self._seed = ctx, seed
         self._rows = np.flatnonzero((ctx.sizes >= 2) & (ctx.sizes <= max_length))
         self.sizes = ctx.sizes[self._rows]
@@ -101,9 +111,10 @@ class CPM1_Dataset_Merge(Dataset[MergedRow]):
         return left, count if ids[-1] == END_OF_LINE else right
 
     def collate(self, rows: Sequence[MergedRow]) -> dict[str, torch.Tensor]:
-        """A batch as CPM1 takes it, padded to its longest row, S: `input_tokens`, `input_span` (all
-        0: one sample a row) and `targets` int64 (B, S), `input_length` int64 (B,), `input_context`
-        bool (B, S).
+        """A batch as CPM1 takes it, of B `rows` padded to the longest, S.
+
+        `input_tokens`, `input_span` (all 0: one sample a row) and `targets` are int64 (B, S),
+        `input_length` is int64 (B,), `input_context` bool (B, S).
         """
         ids, targets, lengths, is_context = zip(*rows, strict=True)
         tokens = _stacked([row.astype(np.int64) for row in ids], 0)

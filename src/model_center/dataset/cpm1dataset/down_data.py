@@ -39,7 +39,15 @@ class LCQMC_Dataset(lcqmc.PairTask):
         tokenizer: Tokenizer,
         max_length: int,
     ) -> None:
-        """Pairs of at most `max_length` ids; `rank` and `world_size` have no effect.
+        """Pairs of at most `max_length` ids.
+
+        Args:
+            path: the folder that holds a folder for each task, or the task's own.
+            split: "train", "dev" or "test".
+            rank: accepted, and of no effect: DistributedDataLoader divides the rows.
+            world_size: as `rank`.
+            tokenizer: of the model.
+            max_length: of a row.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the format.
@@ -47,12 +55,12 @@ class LCQMC_Dataset(lcqmc.PairTask):
         super().__init__(lcqmc.examples(path, split), tokenizer)
         self.right = tokenizer.encode("。", add_special_tokens=False)
         self.max_length = max_length
-        at_least(max_length, len(self._left("", "")) + 1 + len(self.right), "max_length")
+        at_least(max_length, len(self._prompt("", "")) + 1 + len(self.right), "max_length")
 
     def encode(self, example: Example) -> Item:
         """The prompt of a pair, with its blank."""
         room = self.max_length - 1 - len(self.right)
-        left = lcqmc.fitted(self._left, example.fields["a"], example.fields["b"], room)
+        left = lcqmc.truncated(self._prompt, example.fields["a"], example.fields["b"], room)
         ids = [*left, BLANK, *self.right]
         return {
             "input_tokens": padded(ids, self.max_length),
@@ -62,7 +70,7 @@ class LCQMC_Dataset(lcqmc.PairTask):
             "index": one_hot(len(left) - 1, self.max_length),
         }
 
-    def _left(self, a: str, b: str) -> list[int]:
+    def _prompt(self, a: str, b: str) -> list[int]:
         return [START, *self.tokenizer.encode(f'"{a}"与"{b}"的关系是:', add_special_tokens=False)]
 
 

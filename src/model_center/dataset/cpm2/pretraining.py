@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from model_center.dataset.pairs import PairRows, Pairs, Tokens, padded
+from model_center.dataset.pairs import PairRows, SequencePairs, TokenSequences, padded
 
 IGNORED = -100
 # The data were made with 190 more ids before these than the published vocabulary has.
@@ -22,15 +22,25 @@ class CPM2_Dataset(PairRows):
     `len_ctx`, the ids in ctx, and `len_tgt`, those that the decoder reads, max_target_length at
     most. Ids from 26240 on are lowered by 190. A pair of which one is too long is None.
 
+    Args:
+        ctx: sequences of ids, an MMapIndexedDataset for example.
+        tgt: as many, those of the decoder.
+        max_source_length: of the encoder's ids.
+        max_target_length: of the decoder's ids.
+
     Raises:
         DataError: when the files do not belong together.
     """
 
     def __init__(
-        self, ctx: Tokens, tgt: Tokens, max_source_length: int = 512, max_target_length: int = 256
+        self,
+        ctx: TokenSequences,
+        tgt: TokenSequences,
+        max_source_length: int = 512,
+        max_target_length: int = 256,
     ) -> None:
         self._source_length, self._target_length = max_source_length, max_target_length + 1
-        self._pairs = Pairs(ctx, tgt, self._source_length, self._target_length)
+        self._pairs = SequencePairs(ctx, tgt, self._source_length, self._target_length)
 
     def row(self, ctx: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> dict[str, Any]:
         """The ids in the published vocabulary, padded."""

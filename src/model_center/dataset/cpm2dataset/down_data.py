@@ -46,7 +46,16 @@ class LCQMC_Dataset(lcqmc.PairTask):
         max_encoder_length: int,
         max_decoder_length: int,
     ) -> None:
-        """Pairs of at most `max_encoder_length` ids; `rank` and `world_size` have no effect.
+        """Pairs of at most `max_encoder_length` ids.
+
+        Args:
+            path: the folder that holds a folder for each task, or the task's own.
+            split: "train", "dev" or "test".
+            rank: accepted, and of no effect: DistributedDataLoader divides the rows.
+            world_size: as `rank`.
+            tokenizer: of the model.
+            max_encoder_length: of the encoder's ids.
+            max_decoder_length: of the decoder's ids.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the format.
@@ -59,7 +68,9 @@ class LCQMC_Dataset(lcqmc.PairTask):
 
     def encode(self, example: Example) -> Item:
         """The prompt of a pair, and the start of its answer."""
-        ids = lcqmc.fitted(self._prompt, example.fields["a"], example.fields["b"], self.max_length)
+        ids = lcqmc.truncated(
+            self._prompt, example.fields["a"], example.fields["b"], self.max_length
+        )
         return {
             "enc_input": padded(ids, self.max_length),
             "enc_length": count(len(ids)),

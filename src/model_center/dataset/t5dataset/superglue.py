@@ -44,7 +44,16 @@ class SuperGLUE(TaskDataset):
         max_encoder_length: int,
         max_decoder_length: int,
     ) -> None:
-        """Rows of at most `max_encoder_length` ids; `rank` and `world_size` have no effect.
+        """Rows of at most `max_encoder_length` ids.
+
+        Args:
+            path: the folder that holds a folder for each task, or the task's own.
+            split: "train", "dev" or "test".
+            rank: accepted, and of no effect: DistributedDataLoader divides the rows.
+            world_size: as `rank`.
+            tokenizer: of the model.
+            max_encoder_length: of a prompt, at least 4.
+            max_decoder_length: of the decoder's ids, at least 2.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the task's format;
@@ -57,7 +66,7 @@ class SuperGLUE(TaskDataset):
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
-        """The ids of the words that stand for the classes, in the order of the labels."""
+        """The ids in `tokenizer` of the words for the classes, in the order of the labels."""
         return verbalizer.word_ids(tokenizer, WORDS[cls.task])
 
     @functools.cached_property

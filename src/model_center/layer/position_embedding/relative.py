@@ -50,8 +50,11 @@ class RelativePositionEmbedding(bmt.DistributedModule):
     """Bias of the scores for pairs of positions.
 
     Args:
-        num_heads: a number for each.
-        num_buckets, max_distance, bidirectional: see `bucket_of`.
+        num_heads: heads of the attention, each with numbers of its own.
+        num_buckets: rows of the table. Half of them are for one distance each, the others for
+            logarithmically growing ranges.
+        max_distance: from which on distances share the last bucket.
+        bidirectional: whether keys after the query have half of the buckets; else they share one.
         dtype: of the table.
         init_mean, init_std: of the first values.
     """

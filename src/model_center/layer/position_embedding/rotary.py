@@ -115,7 +115,7 @@ class Rotary(torch.nn.Module):
             torch.cuda.current_stream(device).synchronize()
         return self._kept[key]
 
-    def turned(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotated(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn both, (..., length, dim_head): keys from 0 on; queries are at the last keys."""
         tables = self.tables(torch.arange(key.shape[-2], device=key.device))
         last = tables._replace(
@@ -131,14 +131,25 @@ class RotaryEmbedding(Rotary):
         super().__init__(rotary_dim, 10000.0, interleaved=True)
 
     def forward(self, h_q: torch.Tensor, h_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `turned`."""
-        return self.turned(h_q, h_k)
+        """Turn queries and keys (..., length, dim_head) by their positions; returns both.
+
+        Keys are at positions 0 on, queries at the last of these.
+        """
+        return self.rotated(h_q, h_k)
 
 
 class RotaryEmbeddingESM(Rotary):
-    """LLaMA's layout, each channel paired with the one half of them further.
+    """LLaMA's layout: channel i is paired with channel i + dim / 2.
 
-    `dtype` is accepted: angles are always fp32.
+    Args:
+        dim: number of channels that are turned.
+        base: ratio of the last pair's wavelength to the first one's.
+        distance_scale: positions are multiplied by it.
+        dtype: accepted; angles are always fp32.
+        scaling: how frequencies are changed for longer sequences, as `rope_scaling` in Hugging Face
+            configurations; None for not at all.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
 
     def __init__(
@@ -156,14 +167,16 @@ class RotaryEmbeddingESM(Rotary):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, seq_dim: int = -2
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `turned`.
+        """Turn `q` and `k` (..., length, dim_head) by their positions; returns both.
+
+        Keys are at positions 0 on, queries at the last of these.
 
         Raises:
             InputError: for another `seq_dim` than that of the last but one dimension.
         """
         if seq_dim not in {-2, q.dim() - 2}:
             raise InputError(f"seq_dim is {seq_dim}: positions go along the last but one, -2.")
-        return self.turned(q, k)
+        return self.rotated(q, k)
 
 
 def inverse_frequencies(dim: int, base: float, device: torch.device) -> torch.Tensor:

@@ -19,9 +19,9 @@ class SegmentPositionEmbedding(bmt.DistributedModule):
     is for a query in segment q and a key in segment k.
 
     Args:
-        num_heads: a number for each.
+        num_heads: heads of the attention, each with numbers of its own.
         num_segments: how many segments there are.
-        num_buckets, max_distance, bidirectional: see `bucket_of`.
+        num_buckets, max_distance, bidirectional: as in `RelativePositionEmbedding`.
         dtype: of the table.
         absolute_inner_segment: whether pairs of one segment take the row of their distance.
         init_mean, init_std: of the first values.

@@ -16,7 +16,7 @@ SHOWN = 16  # rows of a batch in a message
 Found = tuple[bmt.inspect.NonFinite, list[int] | None]
 
 
-def look(
+def find_cause(
     model: torch.nn.Module,
     manager: bmt.optim.OptimManager,
     losses: Losses,
@@ -37,7 +37,7 @@ def look(
     return list(zip(found, all_rows, strict=True))
 
 
-def sentences(found: Sequence[Found]) -> list[str]:
+def cause_lines(found: Sequence[Found]) -> list[str]:
     """What a user needs to know, a line for each rank that is a cause."""
     weights = [one for one, _ in found if one.weight is not None]
     if weights:  # these are why all the rest is not finite
@@ -53,7 +53,7 @@ def sentences(found: Sequence[Found]) -> list[str]:
     return [f"rank {one.rank}: {one.text()}{_of_rows(rows)}" for one, rows in causes]
 
 
-def error_of(step: int, in_a_row: int, lines: Sequence[str]) -> NonFiniteError:
+def non_finite_error(step: int, in_a_row: int, lines: Sequence[str]) -> NonFiniteError:
     """The error that ends a run."""
     found = "; ".join(lines) or (
         "its batches did not come from Run.steps, so they could not be looked at again"

@@ -59,7 +59,7 @@ TOKENIZERS: dict[str, Any] = {
     "Qwen3": Qwen2Tokenizer,
 }
 # What transformers' models call the projections of attention.
-THEIR_ATTENTION = (
+TRANSFORMERS_ATTENTION = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "dense"),
     *("query_key_value", "c_attn", "Wqkv", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
     "kv_b_proj",
@@ -147,7 +147,7 @@ class Vocabulary(NamedTuple):
         }
 
 
-class Subject(abc.ABC):
+class TrainedModel(abc.ABC):
     """A model and its tokenizer.
 
     Attributes:
@@ -172,7 +172,7 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (learnt, vocabulary) where rows have targets, and these (learnt,)."""
+        """Logits (loss tokens, vocabulary) where rows have targets, and these (loss tokens,)."""
 
     @abc.abstractmethod
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probabilities (learnt,) of the targets of rows, row by row."""
+        """Log-probabilities (loss tokens,) of the targets of rows, row by row."""
 
     @abc.abstractmethod
     def adapt(self, args: argparse.Namespace) -> None:
@@ -211,7 +211,7 @@ class Subject(abc.ABC):
         return bmt.loss.FusedCrossEntropy(reduction="sum")(*self.scores(batch))
 
 
-class OwnSubject(Subject):
+class NativeModel(TrainedModel):
     """A decoder of this package."""
 
     model: CausalModel
@@ -237,21 +237,21 @@ class OwnSubject(Subject):
             }
 
     def load(self, args: argparse.Namespace) -> None:
-        """As in Subject."""
+        """As in TrainedModel."""
         make = untrained if args.from_scratch else pretrained
         self.model = make(self._kind, args, **self._changes)
         self.trunk = self.model
         self.num_positions = self.model.num_positions
 
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in Subject."""
-        learnt = batch["targets"] != -100
-        return self.model.logits(self._hidden(batch)[learnt]), batch["targets"][learnt]
+        """As in TrainedModel."""
+        in_loss = batch["targets"] != -100
+        return self.model.logits(self._hidden(batch)[in_loss]), batch["targets"][in_loss]
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """As in Subject; without all scores in memory."""
-        learnt = batch["targets"] != -100
-        return self.model.log_probs(self._hidden(batch)[learnt], batch["targets"][learnt])
+        """As in TrainedModel; without all scores in memory."""
+        in_loss = batch["targets"] != -100
+        return self.model.log_probs(self._hidden(batch)[in_loss], batch["targets"][in_loss])
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         apart = {}
@@ -263,12 +263,12 @@ class OwnSubject(Subject):
         return hidden
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """As in Subject."""
+        """As in TrainedModel."""
         found: torch.Tensor = self.model(ids).logits
         return found
 
     def adapt(self, args: argparse.Namespace) -> None:
-        """As in Subject."""
+        """As in TrainedModel."""
         if args.load_in_4bit:
             quantize(self.model)
         if args.lora_rank:
@@ -277,14 +277,14 @@ class OwnSubject(Subject):
             self._lora = Lora(self.model, *how, targets, args.model_config)
 
     def save(self, args: argparse.Namespace) -> None:
-        """As in Subject."""
+        """As in TrainedModel."""
         if self._lora is None:
             save_model(self.model, args, self.tokenizer)
         elif args.save is not None:
             self._lora.save(pathlib.Path(args.save, args.save_name or "adapter"), self.tokenizer)
 
     def answer(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> list[int]:
-        """As in Subject."""
+        """As in TrainedModel."""
         end = self.tokenizer.eos_token_id
         found = generate(
             self.model, ids, eos_token_id=end, max_new_tokens=max_new_tokens, **options
@@ -292,11 +292,11 @@ class OwnSubject(Subject):
         return list(found.rows()[0])
 
     def flops(self, length: int) -> float | None:
-        """As in Subject."""
+        """As in TrainedModel."""
         return flops_per_token(self.model, length)
 
 
-class TheirSubject(Subject):
+class TransformersModel(TrainedModel):
     """Any causal language model of transformers, of which this package has no class."""
 
     model: Any
@@ -343,7 +343,7 @@ class TheirSubject(Subject):
         return config
 
     def load(self, args: argparse.Namespace) -> None:
-        """As in Subject; weights are read slice by slice, and first values are transformers'."""
+        """Weights are read slice by slice; first values are those of transformers."""
         accelerate = package("accelerate", "a model of transformers", ConfigError)
         dtype, auto = DTYPES[args.dtype], getattr(self._auto, self._AUTO)
         torch.manual_seed(args.seed)
@@ -354,27 +354,27 @@ class TheirSubject(Subject):
             with accelerate.init_empty_weights(include_buffers=False):
                 model = auto.from_config(self.config, dtype=dtype)
             model.tie_weights()
-        self._keep_exact(model)
+        self._keep_in_fp32(model)
         self._prepare(model)
         self.trunk = model.base_model
         model = bmt.BMTrainModelWrapper(model, use_checkpoint=args.use_checkpoint)
         if not args.from_scratch or args.load:
-            self._fill(model, args.load or resolve(args.model_config, "model"))
+            self._load_weights(model, args.load or resolve(args.model_config, "model"))
         self.model = model.train()
         self._takes = {*inspect.signature(model.forward).parameters}
         scores = args.batch_size * args.max_length * self.vocab_size * dtype.itemsize
         self._are_scores_large = scores > LARGE
-        self._look_at(args)
+        self._probe_packing(args)
 
     def _prepare(self, model: Any) -> None:
         """Give values to what no file has."""
 
-    def _fill(self, model: Any, path: str) -> None:
+    def _load_weights(self, model: Any, path: str) -> None:
         """Read the weights."""
         bmt.load(model, path)
 
     @staticmethod
-    def _keep_exact(model: Any) -> None:
+    def _keep_in_fp32(model: Any) -> None:
         """What transformers keeps in fp32 whatever the model's dtype is."""
         names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
         for name, param in model.named_parameters():
@@ -382,7 +382,7 @@ class TheirSubject(Subject):
                 param.data = param.data.float()
 
     @torch.no_grad()
-    def _look_at(self, args: argparse.Namespace) -> None:
+    def _probe_packing(self, args: argparse.Namespace) -> None:
         """Find out what the model does with the tokens of a row. Collective.
 
         A token must be computed as if nothing followed. The first token of a second sample should
@@ -491,7 +491,7 @@ class TheirSubject(Subject):
         return inputs
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """As in Subject."""
+        """As in TrainedModel."""
         return self._logits({"input_ids": ids})
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -505,58 +505,58 @@ class TheirSubject(Subject):
         return inputs
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """As in Subject; without all scores in memory where they would be large."""
+        """As in TrainedModel; without all scores in memory where they would be large."""
         if self._head is None or not self._are_scores_large:
             return super().loss_sum(batch)
         return self._head.losses(*self._head_inputs(batch), reduction="sum")
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """As in Subject; without all scores in memory where it is known how they are made."""
+        """As in TrainedModel; without all scores in memory where it is known how they are made."""
         if self._head is None:
             return -bmt.loss.FusedCrossEntropy(reduction="none")(*self.scores(batch))
         return -self._head.losses(*self._head_inputs(batch), reduction="none")
 
     def _head_inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
-        learnt = batch["targets"] != -100
-        hidden = self._hidden(self._inputs(batch))[learnt]
-        return hidden, self.model.get_output_embeddings(), batch["targets"][learnt]
+        in_loss = batch["targets"] != -100
+        hidden = self._hidden(self._inputs(batch))[in_loss]
+        return hidden, self.model.get_output_embeddings(), batch["targets"][in_loss]
 
     def notes(self) -> list[str]:
-        """As in Subject."""
+        """As in TrainedModel."""
         if not vars(self.config.get_text_config()).get("output_router_logits"):
             return []
         return ["the loss that balances experts (output_router_logits) is not computed"]
 
     def scores(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in Subject."""
+        """As in TrainedModel."""
         inputs = self._inputs(batch)
-        learnt = batch["targets"] != -100
+        in_loss = batch["targets"] != -100
         # Columns that some row learns: scores take the most memory of all.
         if "logits_to_keep" in self._takes:
-            columns = learnt.any(0).nonzero()[:, 0]
+            columns = in_loss.any(0).nonzero()[:, 0]
             inputs["logits_to_keep"] = columns
-            learnt = learnt[:, columns]
+            in_loss = in_loss[:, columns]
             targets = batch["targets"][:, columns]
         else:
             targets = batch["targets"]
-        return self._logits(inputs)[learnt], targets[learnt]
+        return self._logits(inputs)[in_loss], targets[in_loss]
 
     def adapt(self, args: argparse.Namespace) -> None:
-        """As in Subject."""
+        """As in TrainedModel."""
         if args.load_in_4bit:
             self.quantize()
         if not args.lora_rank:
             return
         peft = package("peft", "LoRA", ConfigError, instead="use all weights, without adapters")
         names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
-        targets = args.lora_targets or [name for name in THEIR_ATTENTION if name in names]
+        targets = args.lora_targets or [name for name in TRANSFORMERS_ATTENTION if name in names]
         config = peft.LoraConfig(
             r=args.lora_rank,
             lora_alpha=args.lora_alpha,
             lora_dropout=args.lora_dropout,
             target_modules=ALL if list(targets) in ([ALL], []) else list(targets),
             task_type=self._TASK,
-            modules_to_save=self._heads_to_learn() or None,
+            modules_to_save=self._trained_heads() or None,
         )
         try:
             model = _quietly(lambda: peft.get_peft_model(self.model, config))
@@ -566,12 +566,12 @@ class TheirSubject(Subject):
         self.model = bmt.BMTrainModelWrapper(model, use_checkpoint=args.use_checkpoint)
         self._is_adapted = True
 
-    def _heads_to_learn(self) -> list[str]:
-        """Modules that are learnt whole beside adapters."""
+    def _trained_heads(self) -> list[str]:
+        """Modules that are trained whole beside adapters."""
         return []
 
     def save(self, args: argparse.Namespace) -> None:
-        """As in Subject."""
+        """As in TrainedModel."""
         if args.save is None:
             return
         name = args.save_name or ("adapter" if self._is_adapted else "model")
@@ -622,7 +622,7 @@ class TheirSubject(Subject):
 
     @torch.no_grad()
     def answer(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> list[int]:
-        """As in Subject."""
+        """As in TrainedModel."""
         was_training = self.model.training
         self.model.eval()
         ids, device = ids.to(bmt.device()), bmt.device()
@@ -644,7 +644,7 @@ class TheirSubject(Subject):
         return found
 
 
-class RewardSubject(TheirSubject):
+class RewardModel(TransformersModel):
     """A model of transformers with a head of one number, which is a conversation's reward.
 
     The number is that of the last token which is no padding, as transformers finds it.
@@ -678,7 +678,7 @@ class RewardSubject(TheirSubject):
     def _is_of_body(model: Any, name: str) -> bool:
         return name.startswith(f"{model.base_model_prefix}.")
 
-    def _fill(self, model: Any, path: str) -> None:
+    def _load_weights(self, model: Any, path: str) -> None:
         """A language model's weights, or those of a reward model, head and all."""
         found = bmt.load(model, path, strict=False)
         missing = [name for name in found.missing_keys if self._is_of_body(model, name)]
@@ -686,10 +686,10 @@ class RewardSubject(TheirSubject):
         if missing or others:
             raise WeightsError(f"{path} does not fit the model: {[*missing, *others][:5]}.")
 
-    def _look_at(self, args: argparse.Namespace) -> None:
-        """As in TheirSubject; rewards have nothing that could be mixed or seen too early."""
+    def _probe_packing(self, args: argparse.Namespace) -> None:
+        """As in TransformersModel; rewards have nothing that could be mixed or seen too early."""
 
-    def _heads_to_learn(self) -> list[str]:
+    def _trained_heads(self) -> list[str]:
         return self._heads
 
     def rewards(self, batch: Batch) -> torch.Tensor:
@@ -715,7 +715,7 @@ def tokenizer_of(kind: type, folder: str) -> Any:
     return (own or [auto])[0].from_pretrained(folder)
 
 
-def own_class(name: str) -> type[CausalModel] | None:
+def native_class(name: str) -> type[CausalModel] | None:
     """The class of this package for a folder or a known name; None if it is for transformers.
     Collective.
 
@@ -740,9 +740,9 @@ def own_class(name: str) -> type[CausalModel] | None:
     return own
 
 
-def subject_of(
+def trained_model_of(
     name: str, *, is_reward: bool = False, vocabulary: Vocabulary | None = None
-) -> Subject:
+) -> TrainedModel:
     """The model of a folder or of a known name, not loaded yet. Collective.
 
     Args:
@@ -753,10 +753,10 @@ def subject_of(
     Raises:
         ConfigError, IdentifierError: for one that is not known, or no causal language model.
     """
-    own = None if is_reward else own_class(name)
+    own = None if is_reward else native_class(name)
     # GPT-J's files have one norm where our class has two, which training would part.
     if own is None or own is GPTj:
-        return (RewardSubject if is_reward else TheirSubject)(name, vocabulary)
+        return (RewardModel if is_reward else TransformersModel)(name, vocabulary)
     if not issubclass(own, TokenModel | Llama):
         raise ConfigError(f"{own.__name__} is not trained by this program.")
-    return OwnSubject(own, name, vocabulary)
+    return NativeModel(own, name, vocabulary)
