@@ -12,11 +12,11 @@ import torch
 
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
+from bmtrain.inspect.parameters import whole_shape
 from bmtrain.kernels.chunks import Batch
 from bmtrain.kernels.squares import sum_of_squares
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import NUMBER
-from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,10 +37,7 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the full tensor, before ZeRO sharding and the tensor-parallel split."""
-        tensor = self.tensor
-        return tuple(
-            tensor._tp_original_shape if isinstance(tensor, DistributedParameter) else tensor.shape
-        )
+        return whole_shape(self.tensor)
 
 
 def entries(model: torch.nn.Module) -> list[Entry]:

@@ -246,6 +246,3 @@ class Live:
             yield self._image.view(number, block)
         finally:
             self._free.put(block)
-
-    def check(self) -> None:
-        """The program has not gone on meanwhile."""

@@ -79,7 +79,8 @@ class ShardWriter:
         try:
             try:
                 checksums = tuple(self._checksums)
-                self._blocks.check()
+                if isinstance(self._blocks, Snapshot):
+                    self._blocks.check()
                 os.fsync(self._descriptor)
             finally:
                 self._pool.shutdown(cancel_futures=True)

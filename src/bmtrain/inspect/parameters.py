@@ -95,7 +95,7 @@ def matching_parameters(
     }
 
 
-def whole_shape(param: torch.nn.Parameter) -> tuple[int, ...]:
+def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
     """The shape of the full tensor, before sharding and the tensor-parallel split."""
     return tuple(
         param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
