@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--cores", type=int, default=8)
     args = parser.parse_args()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.chat_template = TEMPLATE
     with tempfile.TemporaryDirectory() as folder:
         path, cache = pathlib.Path(folder, "a.jsonl"), pathlib.Path(folder, "cache")
