@@ -80,6 +80,7 @@ def main() -> None:
     # The first process and those that tokenise work at the same time; all share the cores.
     minutes = (own + others) / args.rows * MILLION / args.cores / 60
     record = {
+        "what": "tokenising",
         "rows": args.rows,
         "workers": args.workers,
         "tokens_a_row": round(float(data.lengths.mean()), 1),
