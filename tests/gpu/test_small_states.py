@@ -2,6 +2,7 @@
 memory.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -35,9 +36,7 @@ FORMS: list[dict[str, str]] = [
 ]
 
 
-def tensors(*form):
-    make: Any = adam_compact.tensors
-    return make(*form, sizes=SIZES, device="cuda")
+tensors = functools.partial(adam_compact.tensors, sizes=SIZES, device="cuda")
 
 
 def written(members):
