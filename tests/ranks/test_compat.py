@@ -578,8 +578,8 @@ def older_forms(folder):
     models.assert_same(loss, nn.functional.cross_entropy(torch.eye(3), targets), "loss")
     manager: Any = bmt.optim.OptimManager(loss_scale=4, loss_scale_factor=3, loss_scale_steps=5)
     manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
-    names = ("loss_scale_enabled", "loss_scale_factor", "loss_scale_steps")
-    names += ("min_loss_scale", "max_loss_scale", "steps_since_last_scale")
+    names = ["loss_scale_enabled", "loss_scale_factor", "loss_scale_steps"]
+    names += ["min_loss_scale", "max_loss_scale", "steps_since_last_scale"]
     assert [getattr(manager, name) for name in names] == [True, 3, 5, 1, float("inf"), 0]
     manager.backward(model(x).square().mean())
     manager.step()
@@ -598,7 +598,8 @@ def checkpointed():
     plain = nn.Linear(3, 3)
     model, x, calls = bmt.BMTrainModelWrapper(copy.deepcopy(plain)), torch.randn(2, 3), []
     plain(x).tanh().sum().backward()
-    for decorate in (checkpoint, bmt.checkpoint):  # type: ignore[attr-defined]
+    decorate: Any
+    for decorate in (checkpoint, bmt.checkpoint):
         model.zero_grad()
 
         @decorate

@@ -114,8 +114,7 @@ class Block(DistributedModule):
             reduce_dtype=reduce_dtype or defaults.reduce_dtype,
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
         )
-        is_block = isinstance(inner_module, Block)
-        inner = inner_module._module if is_block else inner_module
+        inner = inner_module._module if isinstance(inner_module, Block) else inner_module
         # A list hides the module from nn.Module, which would prefix its names. Sharing its dicts
         # exposes its parameters, buffers and children under their own names.
         self._hidden = [inner]

@@ -188,9 +188,9 @@ def state_of_rank0(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     out = OrderedDict[str, Any]()
     for name in names:  # one by one: no message holds a whole model
         value = given.get(name)
-        is_tensor = isinstance(value, torch.Tensor)
-        own = value.detach().to("cpu", copy=True) if is_tensor else value
-        out[name] = broadcast_object(own, axis)
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to("cpu", copy=True)
+        out[name] = broadcast_object(value, axis)
     vars(out)["_metadata"] = metadata
     return out
 

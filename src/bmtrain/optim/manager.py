@@ -116,7 +116,7 @@ class OptimManager:
             carried.become(value, parameters_of(optimizer.param_groups), self._engine)
         return value
 
-    loss_scale = loss_scale.setter(_refuse)
+    loss_scale = loss_scale.setter(_refuse)  # type: ignore[attr-defined]  # it is a property
     # What BMTrain's programs read of it.
     loss_scale_enabled = property(operator.attrgetter("_is_scaled"), _refuse)
     loss_scale_factor, loss_scale_steps, steps_since_last_scale, min_loss_scale, max_loss_scale = (

@@ -50,7 +50,7 @@ class BaseModel(bmt.DistributedModule):
         self.config: Any = config
         self.origin = NOTHING  # what its folder holds beside, on the rank that writes
 
-    def __call__(self, *args: Any, return_logits: bool = False, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, return_logits: Any = False, **kwargs: Any) -> Any:
         """What `forward` returns; with `return_logits` the scores alone, as in ModelCenter 0.1.
 
         Raises:
