@@ -209,3 +209,16 @@ def test_loading_what_is_not_all_there(tmp_path):
         GPT2.from_pretrained(tmp_path, strict=False)
     made_: Any = GPT2Config
     assert made_(97, 24, 3, num_layers=2).num_heads == 3
+
+
+@pytest.mark.parametrize("name", ["CPM1", "CPM3"])
+def test_a_position_that_changed_its_meaning(name):
+    """The third argument is the context in ModelCenter to 0.1.3, where a fourth follows, and the
+    mask later.
+    """
+    model, context, span = randomized(made(name)), IDS % 2 == 0, IDS * 0
+    with pytest.raises(InputError, match=rf"{name} got 4 arguments by position: .*context="):
+        model(IDS, LENGTH, context, span)
+    by_name = model(IDS, LENGTH, context=context, span=span).logits
+    assert_close(by_name, scores(model, input_ids=IDS, length=LENGTH, context=context, span=span))
+    assert_close(model(IDS, None, MASK).logits, scores(model, input_ids=IDS, attention_mask=MASK))

@@ -39,6 +39,8 @@ class BaseModel(bmt.DistributedModule):
     _CONFIG_TYPE: ClassVar[type[Config]] = Config
     # Where texts of a batch are padded for generation.
     PADDING_SIDE: ClassVar[str] = "right"
+    # Whether the third argument of a call was the context in ModelCenter 0.1.
+    HAD_CONTEXT_THIRD: ClassVar[bool] = False
 
     def __init__(self, config: Config) -> None:
         if not isinstance(config, self._CONFIG_TYPE):
@@ -50,13 +52,20 @@ class BaseModel(bmt.DistributedModule):
         self.config: Any = config
         self.origin = NOTHING  # what its folder holds beside, on the rank that writes
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, return_logits: Any = False, **kwargs: Any) -> Any:
         """What `forward` returns; with `return_logits` the scores alone, as in ModelCenter 0.1.
 
         Raises:
-            InputError: for outputs beside those of `return_logits`.
+            InputError: for outputs beside those of `return_logits`; for arguments by position that
+                mean something else in another release of ModelCenter.
         """
-        return_logits = kwargs.pop("return_logits", False)
+        # There `context` and `span` followed, always both; nothing tells them from a mask.
+        if self.HAD_CONTEXT_THIRD and len(args) > 3 and args[2] is not None:
+            raise InputError(
+                f"{type(self).__name__} got {len(args)} arguments by position: the third is the "
+                "context in ModelCenter to 0.1.3 and the attention mask from 0.1.5 on. Give it and "
+                "those that follow by name (context=, span=, or attention_mask=)."
+            )
         if return_logits:
             if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
                 raise InputError(

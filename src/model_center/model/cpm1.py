@@ -40,6 +40,7 @@ class CPM1(CausalModel):
     """CPM-1: a causal stack with relative positions, which sees its context whole."""
 
     _CONFIG_TYPE = CPM1Config
+    HAD_CONTEXT_THIRD = True
     PER_TOKEN: ClassVar[Mapping[str, int | None]] = {"context": 0, "span": None}
 
     def __init__(self, config: CPM1Config) -> None:

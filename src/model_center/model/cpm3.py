@@ -84,6 +84,7 @@ class CPM3(CPM1):
     """
 
     _CONFIG_TYPE = CPM3Config
+    HAD_CONTEXT_THIRD = True
     PER_TOKEN: ClassVar[Mapping[str, int | None]] = {**CPM1.PER_TOKEN, "token_type_ids": None}
 
     def add_embeddings(self, config: CPM1Config) -> None:
