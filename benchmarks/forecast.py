@@ -230,7 +230,8 @@ def main() -> None:
     args = parser.parse_args()
     forecasts = [(f"{row.file} {row.what}", functools.partial(forecast, row)) for row in rows()]
     found = []
-    for what, make in [*forecasts, (LORA, adapted)]:
+    makers: list[tuple[str, Any]] = [*forecasts, (LORA, adapted)]
+    for what, make in makers:
         if args.only in what:
             made = make()
             found += made if isinstance(made, list) else [made]

@@ -488,8 +488,10 @@ def tables_of(report: dict[str, Any]) -> str:
     updates = [r for r in records if r["what"] == "file states update"]
     apart = {"loading", "fp8 losses", "saving", "small states step", "small states losses"}
     written = [r for r in records if r["what"] == "as written"]
+    tokenising = [r for r in records if r["what"] == "tokenising"]
     apart |= {
         "as written",
+        "tokenising",
         "recipe",
         "decoding",
         "start-up",
@@ -510,6 +512,9 @@ def tables_of(report: dict[str, Any]) -> str:
         table_of(disk_cells(disk)),
         table_of(file_update_cells(updates)),
         table_of(as_written_cells(written)),
+        table_of(
+            [{k.replace("_", " "): v for k, v in r.items() if k != "what"} for r in tokenising]
+        ),
     )
     return "\n".join(filter(None, parts))
 

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--cores", type=int, default=8)
     args = parser.parse_args()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.chat_template = TEMPLATE
     with tempfile.TemporaryDirectory() as folder:
         path, cache = pathlib.Path(folder, "a.jsonl"), pathlib.Path(folder, "cache")
@@ -80,6 +80,7 @@ def main() -> None:
     # The first process and those that tokenise work at the same time; all share the cores.
     minutes = (own + others) / args.rows * MILLION / args.cores / 60
     record = {
+        "what": "tokenising",
         "rows": args.rows,
         "workers": args.workers,
         "tokens_a_row": round(float(data.lengths.mean()), 1),

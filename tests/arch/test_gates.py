@@ -11,7 +11,7 @@ from tests.arch.source import ROOT
 
 ENGINE = ROOT / "src" / "bmtrain"
 SPINE = ("shard", "block", "recompute")
-MOST_TOKENS, MOST_SPINE_TOKENS = 209_260, 65_560
+MOST_TOKENS, MOST_SPINE_TOKENS = 212_560, 65_560
 MOST_OF_ONE_STATEMENT, MOST_SMALL_FILES = 463, 26
 _COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 

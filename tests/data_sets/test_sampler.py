@@ -3,7 +3,7 @@
 import itertools
 
 from model_center.dataset.order import permutation
-from model_center.dataset.sampler import Cut, RankBatches
+from model_center.dataset.sampler import BatchSplit, RankBatches
 
 CASES = [
     (rows, batch, ranks)
@@ -32,7 +32,7 @@ def test_every_row_once_and_equally_many_batches():
     comes; the work of a step is even.
     """
     for rows, batch_size, ranks in CASES:
-        cut = Cut(batch_size=batch_size, world_size=ranks)
+        cut = BatchSplit(batch_size=batch_size, world_size=ranks)
         got = batches(rows, cut)
         assert flat(batches(rows, cut, shuffle=False)) == list(range(rows))
         assert flat(got) == permutation(rows, 7, 0).tolist()

@@ -91,7 +91,12 @@ def test_every_knob_is_explained():
     text = (SITE / "en" / "knobs.md").read_text("utf-8")
     named = set(re.findall(r"`(\w+)`", text))
     for knob in KNOBS:
-        wanted = set(inspect.signature(knob).parameters) - {"self", "model", "inner_module"}
+        wanted = set(inspect.signature(knob).parameters) - {
+            "self",
+            "model",
+            "module",
+            "inner_module",
+        }
         assert not wanted - named, knob
 
 

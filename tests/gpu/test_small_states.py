@@ -36,7 +36,8 @@ FORMS: list[dict[str, str]] = [
 
 
 def tensors(*form):
-    return adam_compact.tensors(*form, sizes=SIZES, device="cuda")
+    make: Any = adam_compact.tensors
+    return make(*form, sizes=SIZES, device="cuda")
 
 
 def written(members):

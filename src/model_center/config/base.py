@@ -379,7 +379,8 @@ class TransformerConfig(Config):
         """ModelCenter's arguments, in its order."""
         first, after_positions, after_tied, last = cls.OWN_ARGUMENTS
         fields = {field.name for field in dataclasses.fields(cls)}
-        depth = "num_layers" if "num_layers" in fields else "num_encoder_layers num_decoder_layers"
+        depths = ("num_layers", "num_encoder_layers", "num_decoder_layers")
+        depth = " ".join(name for name in depths if name in fields)
         sizes = f"vocab_size {first} dim_model num_heads dim_head dim_ff {depth} dropout_p"
         start = f"{sizes} emb_init_mean emb_init_std pos_bias_type {after_positions} {ARGUMENTS}"
         names = f"{start} tied {after_tied} cls_head post_layer_norm {last}".split()
