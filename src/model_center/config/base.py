@@ -383,7 +383,8 @@ class TransformerConfig(Config):
         depth = " ".join(name for name in depths if name in fields)
         sizes = f"vocab_size {first} dim_model num_heads dim_head dim_ff {depth} dropout_p"
         start = f"{sizes} emb_init_mean emb_init_std pos_bias_type {after_positions} {ARGUMENTS}"
-        return tuple(f"{start} tied {after_tied} cls_head post_layer_norm {last}".split())
+        names = f"{start} tied {after_tied} cls_head post_layer_norm {last}".split()
+        return tuple(name for name in names if name in fields)  # a base class has no depth
 
     def __post_init__(self) -> None:
         """As in Config; sizes are checked too."""
