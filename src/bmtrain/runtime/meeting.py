@@ -79,7 +79,7 @@ def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
 
     thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
     thread.start()
-    thread.join(max(1.0, end - time.monotonic()))
+    thread.join(max(1.0, end + 1.0 - time.monotonic()))  # to say why at its end
     if errors:
         raise errors[0]
     if not found:
