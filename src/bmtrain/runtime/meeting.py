@@ -79,7 +79,7 @@ def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
 
     thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
     thread.start()
-    thread.join(max(1.0, end - time.monotonic()))
+    thread.join(max(1.0, end + 1.0 - time.monotonic()))  # to say why at its end
     if errors:
         raise errors[0]
     if not found:
@@ -92,7 +92,8 @@ def _in_time(step: Callable[[], Store], url: str, end: float) -> Store:
 def _opened(url: str, rank: int, size: int, end: float, is_hosted: bool, is_local: bool) -> Store:
     place, begin = urllib.parse.urlparse(url), time.monotonic()
     host, port, is_host = place.hostname, place.port or 0, is_hosted and rank == 0
-    limit, listener = datetime.timedelta(seconds=end - begin), None
+    limit = datetime.timedelta(seconds=end - begin)
+    listener: int | None = None
     if place.scheme != "tcp" or not host:
         return next(rendezvous(url, rank, size, timeout=limit))[0]
     # torch waits up to twice as long for a name or a port, and a thread that comes back from there

@@ -60,6 +60,7 @@ _TRANSPORT = Rule(f"one of {', '.join(TRANSPORTS)}", TRANSPORTS.__contains__)
 _DTYPE = Rule(
     "a floating point torch.dtype", lambda x: isinstance(x, torch.dtype) and x.is_floating_point
 )
+_DEVICE = Rule("'cpu' or 'cuda'", lambda x: x is None or torch.device(x).type in ("cpu", "cuda"))
 _SWITCH = Rule("True or False", lambda x: isinstance(x, bool))
 _OURS = "bmtrain-"  # how the names of runs begin that `starting` starts
 _INTERRUPTED = "was interrupted by Ctrl-C"
@@ -351,6 +352,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             "init_distributed",
             timeout=(timeout, POSITIVE),
             watchdog=(watchdog, most),
+            device=(device, _DEVICE),
             num_micro_batches=(num_micro_batches, optional(SIZE)),
         )
         launch = _adopted_launch(init_method) if is_adopted else read_launch(os.environ)
@@ -368,7 +370,6 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         topology = Topology(
             rank=launch.rank, world_size=launch.size, pipe_size=max(pipe_size, 1), tp_size=tp_size
         )
-        _check_device(device)
         url = init_method
         if url == "env://" and not is_adopted:
             url = meeting_place(launch, os.environ)
@@ -483,12 +484,6 @@ def _compiles(wanted: bool | None, chosen: torch.device) -> bool:
 def environment() -> dict[str, str]:
     """A copy of the process's environment variables."""
     return dict(os.environ)
-
-
-def _check_device(wanted: str | torch.device | None) -> None:
-    kind = "cpu" if wanted is None else torch.device(wanted).type
-    if kind not in ("cpu", "cuda"):
-        raise ConfigurationError(f"device {wanted!r} is not supported: expected 'cpu' or 'cuda'.")
 
 
 def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.device:
