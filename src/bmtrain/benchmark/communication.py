@@ -78,12 +78,9 @@ def _measure(what: str, max_size: int | None) -> list[Row]:
     following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     while size <= limit and not (is_send and axis.size == 1):
         numel = size // torch.float16.itemsize
-        own = torch.zeros(
-            numel if is_send else numel // axis.size, dtype=torch.float16, device=device
-        )
-        full = torch.zeros(
-            numel if is_send else own.numel() * axis.size, dtype=torch.float16, device=device
-        )
+        numel //= 1 if is_send else axis.size
+        own = torch.zeros(numel, dtype=torch.float16, device=device)
+        full = own.repeat(1 if is_send else axis.size)
         calls: dict[str, Callable[[], None]] = {
             "all_gather": partial(gather_shards, [full], [own], axis),
             "reduce_scatter": partial(reduce_shards, [own], [full], axis),
