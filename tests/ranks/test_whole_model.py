@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -222,7 +223,8 @@ class Keeping(Net):
     """Keeps a parameter where its owner does not look for it."""
 
     def forward(self, ids, labels):
-        self.kept = self.layers[0].map.weight
+        first: Any = self.layers[0]
+        self.kept = first.map.weight
         return super().forward(ids, labels)
 
 
@@ -245,16 +247,17 @@ def test_what_the_program_shares_with_the_graph_runs_apart():
     for each in (model, plain):
         torch.optim.SGD(each.parameters(), lr=0.1).step()
         each.zero_grad()
-    torch.testing.assert_close(model.kept.full_tensor(), plain.kept.detach())
+    kept: Any = model.kept
+    torch.testing.assert_close(kept.full_tensor(), plain.kept.detach())
     check(model, plain, 1)
-    plain = Twofold()
-    model, _ = wrapped(plain)
+    twofold = Twofold()
+    model, _ = wrapped(twofold)
     ids, labels = batch(2)
     own = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
     with pytest.warns(UserWarning, match="lies in the memory of another"):
         for _ in range(3):
             view, loss = model(ids[own], labels[own])
-            known, _ = plain(ids[own], labels[own])
+            known, _ = twofold(ids[own], labels[own])
             view.mul_(3)
             torch.testing.assert_close(loss, known[0] * 3)
     assert stage_of(model) is Stage.APART

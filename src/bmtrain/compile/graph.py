@@ -34,9 +34,9 @@ def refuse_shared(graph: torch.fx.GraphModule) -> None:
     """NotImplementedError if two results with gradients lie in one place of the memory, as a tensor
     and its view: copied one by one they would part.
     """
-    (results,) = graph.graph.output_node().args
-    found = [x for x in map(value_of, {*results}) if x is not None and x.requires_grad]
-    held = [x.untyped_storage() for x in found]
+    results: Any = graph.graph.output_node().args[0]
+    tensors = map(value_of, {*results})
+    held = [x.untyped_storage() for x in tensors if x is not None and x.requires_grad]
     if len(set(map(id, held))) < len(held):
         raise NotImplementedError("one result lies in the memory of another")
 
