@@ -324,6 +324,24 @@ def file_update_cells(records: Sequence[Record]) -> list[dict[str, object]]:
     ]
 
 
+def law_cells(records: Sequence[Record]) -> list[dict[str, object]]:
+    """The cells of a table of steps with the ledger and without it, by column."""
+    return [
+        {
+            "step of": f"{r['blocks']} blocks, {r['width']:,} wide, {r['rows']} rows",
+            "ranks": r["ranks"],
+            **{
+                f"{name} the ledger, median (least), ms": f"{1000 * r[name]['median_s']:.1f} "
+                f"({1000 * r[name]['least_s']:.1f})"
+                for name in ("with", "without")
+            },
+            "exchanges of words alone": r["alone"],
+            "with data": r["with_data"],
+        }
+        for r in records
+    ]
+
+
 def decoding_cells(records: Sequence[Record]) -> list[dict[str, object]]:
     """The cells of a table of generation, by column."""
     return [_decoding_cell(record) for record in records]
@@ -497,6 +515,7 @@ def tables_of(report: dict[str, Any]) -> str:
         "start-up",
         "file states disk",
         "file states update",
+        "the law",
     }
     steps = [r for r in records if r["what"] not in apart]
     parts = (
@@ -515,6 +534,7 @@ def tables_of(report: dict[str, Any]) -> str:
         table_of(
             [{k.replace("_", " "): v for k, v in r.items() if k != "what"} for r in tokenising]
         ),
+        table_of(law_cells([r for r in records if r["what"] == "the law"])),
     )
     return "\n".join(filter(None, parts))
 

@@ -89,7 +89,7 @@ def gathers_and_gradients(level):
             storage.shard.add_(0.001 * bmt.rank())
         buffer = torch.empty(storage.layout.numel, dtype=storage.dtype, device=bmt.device())
         engine.transport.streams.compute_waits(
-            engine.transport.gather(Gather(buffer, source_of(block), storage.axis))
+            engine.transport.gather(Gather(buffer, source_of(block), storage.axis, "a test"))
         )
         full.append(buffer.cpu())
     gradients = []

@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -331,6 +332,11 @@ def test_what_programs_do_to_blocks(recompute):
     for hook in hooks:
         hook.remove()
     compare(plain, blocks, "without it", x)
+    for kind in (Layer, nn.Linear):
+        forward = kind.forward
+        with mock.patch.object(kind, "forward", lambda self, x, own=forward: own(self, x) / 2):
+            compare(plain, blocks, f"with another forward of {kind}", x)
+        compare(plain, blocks, f"with the former one of {kind}", x)
     for up in (layer.get_submodule("up") for layer in both):
         up.forward = lambda x, up=up: F.linear(x, up.weight)
     compare(plain, blocks, "with a forward that was replaced", x)

@@ -74,7 +74,7 @@ def gathered():
         with torch.no_grad():
             storage.shard.add_(bmt.rank())
         full = torch.empty(storage.layout.numel, dtype=storage.dtype)
-        storage.engine.transport.gather(transport.Gather(full, source, storage.axis))
+        storage.engine.transport.gather(transport.Gather(full, source, storage.axis, "a test"))
         assert (source.peers is not None) == (world.current().defaults.transport == "copy_engine")
         found.append(full)
     return found

@@ -150,8 +150,10 @@ def test_a_small_model_is_one_graph_and_exact():
     again, twin = copy.deepcopy((model, plain))
     check(again, twin, 8)
     assert stage_of(again) is Stage.WHOLE
-    with mock.patch.object(Net, "forward", half(Net.forward)):
-        check(model, plain, 9)
+    for kind in (Net, Layer, nn.Linear):  # before and after it is exchanged
+        with mock.patch.object(kind, "forward", half(kind.forward)):
+            check(model, plain, 9)
+        check(model, plain, 10)
     assert stage_of(model) is Stage.WHOLE
 
 
@@ -219,6 +221,50 @@ def test_what_writes_its_parameters_runs_apart(how):
             check(model, plain, number)
             torch.testing.assert_close(model.mean.full_tensor(), plain.mean.detach())
     assert stage_of(model) is Stage.APART and model.count == plain.count
+
+
+class Keeping(Net):
+    """Keeps a parameter where its owner does not look for it."""
+
+    def forward(self, ids, labels):
+        first: Any = self.layers[0]
+        self.kept = first.map.weight
+        return super().forward(ids, labels)
+
+
+class Twofold(Net):
+    """Gives its loss twice, in one place of the memory."""
+
+    def forward(self, ids, labels):
+        loss = super().forward(ids, labels)
+        return loss.view(1), loss
+
+
+@on_ranks(2, init=COMPILED)
+def test_what_the_program_shares_with_the_graph_runs_apart():
+    """A kept parameter follows the optimizer; writes into a result are seen in its views."""
+    torch.manual_seed(0)
+    plain = Keeping()
+    model, _ = wrapped(plain)
+    with pytest.warns(UserWarning, match="keeps a parameter as an attribute"):
+        check(model, plain, 0)
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+        each.zero_grad()
+    kept: Any = model.kept
+    torch.testing.assert_close(kept.full_tensor(), plain.kept.detach())
+    check(model, plain, 1)
+    twofold = Twofold()
+    model, _ = wrapped(twofold)
+    ids, labels = batch(2)
+    own = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
+    with pytest.warns(UserWarning, match="lies in the memory of another"):
+        for _ in range(3):
+            view, loss = model(ids[own], labels[own])
+            known, _ = twofold(ids[own], labels[own])
+            view.mul_(3)
+            torch.testing.assert_close(loss, known[0] * 3)
+    assert stage_of(model) is Stage.APART
 
 
 class Recurrent(Net):

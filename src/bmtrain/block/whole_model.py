@@ -13,7 +13,7 @@ import enum
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from bmtrain.block.binding import Binding, ParameterTable
 from bmtrain.block.block import Block
 from bmtrain.block.context import Context
 from bmtrain.compile import backend
+from bmtrain.compile.graph import keeps, refuse_shared
 from bmtrain.compile.programs import NoProgramError, Program, changing, is_watched
 from bmtrain.distributed.agreement import largest
 from bmtrain.errors import StaleParameterError
@@ -213,7 +214,8 @@ class Gate:
 
     Gives copies of what the code computes: a CUDA graph overwrites its results in the next replay,
     while the program may keep them, returned or as attributes of modules. What lies in the memory
-    of an argument is no result: a buffer, or a view of one.
+    of an argument is no result: a buffer, or a view of one. A graph with results in the memory of
+    one another has no code: they would part.
     """
 
     def __init__(self, lower: backend.Lower) -> None:
@@ -224,6 +226,7 @@ class Gate:
         self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
     ) -> backend.Lowered:
         """Lower the graph."""
+        refuse_shared(graph)
         lowered = self._lower(graph, inputs, **options)
 
         def run(*arguments: Any) -> Any:
@@ -291,7 +294,7 @@ class WholeModel:
             self._root.__dict__[name] = model.__dict__[name]
         self._binding = Binding(self._parts)
         self._gate = Gate(backend.AtOnce(backend.Seeded(backend.inductor)))
-        self._programs: dict[bool, Program] = {}  # by training mode
+        self._programs: dict[Hashable, Program] = {}  # by training mode and code
         self._residences: list[Residence] = []  # that hold the full parameters
         self._leaves: list[torch.Tensor] = []  # the full parameters
         self._owner: torch.Tensor | None = None
@@ -443,13 +446,14 @@ class WholeModel:
         device, memory = self._context.device, self._memory
         buffers = [(x, x.clone()) for x in self._root.buffers()]
         random, before = get_random_state(device), memory.allocated()
-        out, fits = None, True
+        out = None
         try:
             with warnings.catch_warnings():
                 # The compiler's memory pool for graphs begins with one.
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 out = self._run(model, args, kwargs)
-            if not memory.limit_is_open:
+            fits = not keeps(model, self._leaves)
+            if fits and not memory.limit_is_open:
                 self._kept = max(self._kept, memory.allocated() - before)
                 to_come = _STATES * sum(x.layout.shard_numel for x in self._current().storages)
                 limit = memory.limit()
@@ -464,7 +468,9 @@ class WholeModel:
             for buffer, value in buffers:
                 buffer.copy_(value)
         set_random_state(random, device)
-        self._end("its activations would not leave enough memory")
+        self._end(
+            "its activations would not leave enough memory, or it keeps a parameter as an attribute"
+        )
         return None
 
     def _compile(
@@ -605,12 +611,14 @@ class WholeModel:
         return out
 
     def _program(self, is_training: bool) -> Program:
-        if is_training not in self._programs:
+        # torch does not notice when a program exchanges the `forward` of a class
+        key = is_training, tuple([type(part).forward for _, part in self._current().modules])
+        if key not in self._programs:
             options = {} if self._context.device.type == "cpu" else _ON_GPU
-            self._programs[is_training] = Program(
+            self._programs[key] = Program(
                 self._forward, self._gate, self._num_graphs or _NUM_SPECIAL, options
             )
-        return self._programs[is_training]
+        return self._programs[key]
 
     @contextlib.contextmanager
     def _plain_blocks(self) -> Iterator[None]:

@@ -30,6 +30,23 @@ def value_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def refuse_shared(graph: torch.fx.GraphModule) -> None:
+    """NotImplementedError if two results with gradients lie in one place of the memory, as a tensor
+    and its view: copied one by one they would part.
+    """
+    results: Any = graph.graph.output_node().args[0]
+    tensors = map(value_of, {*results})
+    held = [x.untyped_storage() for x in tensors if x is not None and x.requires_grad]
+    if len(set(map(id, held))) < len(held):
+        raise NotImplementedError("one result lies in the memory of another")
+
+
+def keeps(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of the tensors is an attribute of a module of the model."""
+    known = set(map(id, tensors))
+    return any(id(x) in known for part in model.modules() for x in vars(part).values())
+
+
 def given(node: torch.fx.Node) -> dict[str, Any]:
     """The arguments of a call of a known function, by the names of their parameters."""
     return dict(zip(_PARAMETERS.get(node.target, ()), node.args, strict=False)) | node.kwargs

@@ -80,8 +80,9 @@ class Structure:
         at_once = backend.AtOnce(backend.Seeded(backend.inductor))
         self._lower: backend.Lower = backend.InFp8(at_once, kind.__name__) if fp8 else at_once
         self._uncompiled = call_in_fp8 if fp8 else call
-        self._programs: dict[tuple[ModuleCall, bool], Program] = {}
+        self._programs: dict[Hashable, Program] = {}
         self._codes: dict[ModuleCall, ModuleCall] = {}
+        self._forwards: Hashable = ()  # of the classes of the modules of the last call
         self._is_refused = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
@@ -100,6 +101,8 @@ class Structure:
         """Whether this call of a module, with its submodules `modules`, can run compiled."""
         if self._is_refused or not torch.is_grad_enabled() or is_watched(modules):
             return False
+        # compiled code has them inside, and torch does not notice when a program exchanges one
+        self._forwards = tuple([type(module).forward for module in modules])
         found = changing(arguments)
         if found is not None:
             self._say(
@@ -119,7 +122,7 @@ class Structure:
 
         After a failure to compile, all calls of this structure run uncompiled.
         """
-        key = (function, module.training)
+        key = (function, module.training, self._forwards)
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = Program(function, self._lower)

@@ -15,7 +15,7 @@ from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 
 T = TypeVar("T")
-Figures = tuple[float, float, float]  # of `look`
+Figures = Sequence[float]  # the three of `look`
 # Elements of a tensor compared between ranks. Comparing all of them takes seconds for a large model
 # on a CPU.
 NUM_SAMPLED = 2**22
@@ -42,10 +42,9 @@ def largest(figures: Sequence[float], axis: Axis, what: str) -> list[float]:
 
 def is_same(figures: Sequence[int], axis: Axis, what: str) -> bool:
     """Whether all ranks pass the same figures. Collective; the count must match on all ranks."""
-    ends = largest([*figures, *(-figure for figure in figures)], axis, what)
-    return all(
-        high == -low for high, low in zip(ends[: len(figures)], ends[len(figures) :], strict=True)
-    )
+    own = torch.tensor(figures, dtype=torch.int64, device="cpu")
+    found = world.current().service(Ledger).gathered(own, axis, f"agreement on {what}")
+    return bool((found == own).all())
 
 
 def told_apart(text: str, axis: Axis, what: str, shown: str | None = None) -> str | None:
@@ -142,23 +141,11 @@ class Comparison:
 
         Collective; waits for the device.
         """
-        own = [tuple(figures.tolist()) for figures in self._figures.values()]
-        flat = [figure for figures in own for figure in figures]
-        ends = largest([*flat, *(-figure for figure in flat)], self._axis, self._what)
-        highs, lows = ends[: len(flat)], [-end for end in ends[len(flat) :]]
-        return [
-            not are_near((a, b, c), (d, e, f), dtype)
-            for a, b, c, d, e, f, dtype in zip(
-                highs[::3],
-                highs[1::3],
-                highs[2::3],
-                lows[::3],
-                lows[1::3],
-                lows[2::3],
-                self._dtypes,
-                strict=True,
-            )
-        ]
+        own = torch.stack(self._figures.values())
+        ledger = world.current().service(Ledger)
+        found = ledger.gathered(own, self._axis, f"{len(own)} {self._what} to compare")
+        highs, lows = found.amax(0).tolist(), found.amin(0).tolist()
+        return [not are_near(*x) for x in zip(highs, lows, self._dtypes, strict=True)]
 
 
 def differ(tensors: Sequence[torch.Tensor], axis: Axis, what: str) -> list[bool]:

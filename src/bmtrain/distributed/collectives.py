@@ -6,9 +6,8 @@ those of torch.distributed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import all_gather_flat, reduce_scatter_flat
 
-OPS: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
+OPS: dict[str, tuple[Any, Any]] = {
     "sum": (dist.ReduceOp.SUM, torch.sum),
     "avg": (dist.ReduceOp.AVG, torch.mean),
     "max": (dist.ReduceOp.MAX, torch.amax),
@@ -45,34 +44,16 @@ def check_divided(x: torch.Tensor, axis: Axis) -> None:
         )
 
 
-def _enter(
-    axis: Axis, what: str, x: torch.Tensor | None = None, *, is_carried: bool = False
-) -> None:
-    """Log the collective; RanksDivergedError on all ranks if they are known to have diverged.
-
-    The ranks compare on a CPU, unless the data is carried by `Ledger.swap`.
-    """
-    if axis.size > 1:
-        text = what if x is None else f"{what} of {tuple(x.shape)} {x.dtype}"
-        is_on_host = not is_carried and (x is None or x.device.type == "cpu")
-        world.current().service(Ledger).enter(axis, text, is_on_host=is_on_host)
+def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
+    """Log the collective; RanksDivergedError on all ranks if they are known to have diverged."""
+    text = what if x is None else f"{what} of {tuple(x.shape)} {x.dtype}"
+    is_on_host = x is None or x.device.type == "cpu"
+    world.current().service(Ledger).enter(axis, text, is_on_host=is_on_host)
 
 
 def _enter_alone(axis: Axis, what: str) -> None:
     """Before a transfer between some ranks of an axis, which is not logged."""
-    if axis.size > 1:
-        world.current().service(Ledger).refuse_sealed(axis, what)
-
-
-@contextlib.contextmanager
-def _on_host(axis: Axis, what: str) -> Iterator[None]:
-    """Log the collective, whose errors name the rank that does not come.
-
-    It had come when the logs were compared: it has ended since.
-    """
-    _enter(axis, what)
-    with world.current().service(Ledger).told(axis):
-        yield
+    world.current().service(Ledger).refuse_sealed(axis, what)
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -105,12 +86,14 @@ def all_reduce_(x: torch.Tensor, op: str, axis: Axis) -> None:
     """All-reduce `x` in place over the axis."""
     if axis.size == 1:
         return
-    ledger, what = world.current().service(Ledger), f"all_reduce ({op})"
-    if ledger.is_immediate and x.nbytes <= FIRST_BYTES:
-        _enter(axis, what, x, is_carried=True)
-        x.detach().copy_(OPS[op][1](ledger.gathered(x, axis), 0))
+    ledger = world.current().service(Ledger)
+    # A compiler leaves alone what it knows as a collective.
+    can_go_along = ledger.is_immediate and not torch.compiler.is_compiling()
+    if can_go_along and x.nbytes <= FIRST_BYTES:
+        found = ledger.gathered(x, axis, f"all_reduce ({op}) of {tuple(x.shape)} {x.dtype}")
+        x.detach().copy_(OPS[op][1](found, 0))
     else:
-        _enter(axis, what, x)
+        _enter(axis, f"all_reduce ({op})", x)
         dist.all_reduce(x, op=OPS[op][0], group=axis.group)
 
 
@@ -212,7 +195,8 @@ def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:
     if axis.size == 1:
         return [value]
     out: list[Any] = [None] * axis.size
-    with _on_host(axis, f"exchange for {what}"):
+    _enter(axis, f"exchange for {what}")
+    with world.current().service(Ledger).told(axis):  # another may end after it has come
         dist.all_gather_object(out, value, group=axis.group)
     return out
 
@@ -221,7 +205,8 @@ def broadcast_object(value: Any, source: int, axis: Axis, what: str) -> Any:
     """The picklable `value` of the rank at index `source`; travels on the CPU. `what` it is for."""
     box = [value]
     if axis.size > 1:
-        with _on_host(axis, f"broadcast from rank {axis.ranks[source]} for {what}"):
+        _enter(axis, f"broadcast from rank {axis.ranks[source]} for {what}")
+        with world.current().service(Ledger).told(axis):
             dist.broadcast_object_list(
                 box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu")
             )

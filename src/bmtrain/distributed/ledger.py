@@ -41,8 +41,6 @@ PATIENCE_S = 10.0  # after a failure, how long a rank waits for the other ranks'
 _NUM_REMEMBERED = 1024
 _NUM_TOLD = 3  # operations in the watchdog's report
 FIRST_BYTES = 1016  # of data, in the message that carries the word
-_DIGEST_BITS = 32
-_NUMBER_BITS = 20
 _TAG = 7 << 20  # tag of comparison messages, out of the way of a user's and a pipeline's
 _CURE = (
     "Data gathered since are discarded. Read what {} has printed, then start the run again: it "
@@ -89,7 +87,7 @@ class _Line:
 
     @property
     def word(self) -> int:
-        return (self.number % 2**_NUMBER_BITS) << _DIGEST_BITS | self.digest
+        return self.number << 32 | self.digest  # CRC32 has 32 bits
 
     def agree(self) -> None:
         """All ranks have performed the same operations up to here."""
@@ -127,7 +125,7 @@ class Ledger:
         self._rank, self._timeout, self._watchdog = world.rank, world.timeout, world.watchdog
         self._watchdog.collectives = self.summary
         self._store = world.store
-        self._lines: dict[tuple[int, ...], _Line] = {}
+        self._lines = collections.defaultdict[tuple[int, ...], _Line](_Line)
         self._parted: str | None = None
         self._refuse: Callable[[str], NoReturn] | None = None
         self._process = os.getpid()
@@ -177,7 +175,7 @@ class Ledger:
             )
         if self._parted is not None:
             raise RanksDivergedError(self._parted)
-        line = self._line(axis)
+        line = self._lines[axis.ranks]
         line.number += 1
         line.digest = zlib.crc32(what.encode(), line.digest)
         line.since.append(what)
@@ -224,7 +222,7 @@ class Ledger:
             RanksDivergedError: on all ranks, if their logs differ or a rank does not arrive.
         """
         self.settle(axis)
-        own, group, line = axis.index, axis.group, self._line(axis)
+        own, group, line = axis.index, axis.communicators.group, self._lines[axis.ranks]
 
         def start(do: Callable[..., Any], rows: torch.Tensor, tag: int, place: str) -> list[Any]:
             return [
@@ -253,8 +251,15 @@ class Ledger:
             for work in works:
                 work.wait()
 
-    def gathered(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Every rank's `x`, stacked: (axis.size, *x.shape), by `swap`."""
+    def gathered(self, x: torch.Tensor, axis: Axis, what: str) -> torch.Tensor:
+        """Every rank's `x`, on the CPU, stacked: (axis.size, *x.shape). Collective.
+
+        `what` it is, for the log, with its size: only words tell that ranks would send other sizes.
+
+        Raises:
+            RanksDivergedError: as `swap`.
+        """
+        self.enter(axis, what, is_on_host=False)
         rows = x.new_empty((axis.size, x.numel()))
         self.swap(axis, x.detach().reshape(1, x.numel()).expand_as(rows), rows)
         return rows.view(axis.size, *x.shape)
@@ -265,7 +270,8 @@ class Ledger:
         Raises:
             RanksDivergedError: on all ranks, if their logs differ or a rank does not arrive.
         """
-        self.gathered(torch.empty(0, device="cpu"), axis)
+        nothing = torch.empty((axis.size, 0), device="cpu")
+        self.swap(axis, nothing, nothing)
 
     def largest(self, figures: Sequence[float], axis: Axis, what: str) -> list[float]:
         """The elementwise maximum over all ranks, in fp64, of `what`.
@@ -276,9 +282,9 @@ class Ledger:
             RanksDivergedError: as `compare`.
         """
         self.refuse_sealed(axis, "an agreement of the hosts")
-        self.note(axis, f"agreement on {what} ({len(figures)} figures)")
-        wire = torch.tensor(figures, dtype=torch.float64, device="cpu")
-        return list(self.gathered(wire, axis).amax(0).tolist())
+        own = torch.tensor(figures, dtype=torch.float64, device="cpu")
+        found = self.gathered(own, axis, f"agreement on {what} ({len(figures)} figures)")
+        return list(found.amax(0).tolist())
 
     @contextlib.contextmanager
     def told(self, axis: Axis) -> Iterator[None]:
@@ -295,7 +301,7 @@ class Ledger:
         if axis.size == 1:
             return
         self.settle(axis)
-        line = self._line(axis)
+        line = self._lines[axis.ranks]
         own = torch.tensor([line.word], dtype=torch.int64, device="cpu")
         words = torch.empty(axis.size, dtype=torch.int64, device="cpu")
         # On the CPU this communicator carries nothing but these comparisons, so they can only match
@@ -305,7 +311,7 @@ class Ledger:
 
     def settle(self, axis: Axis) -> None:
         """Wait for the comparison that `compare_later` started, and report it."""
-        line = self._line(axis)
+        line = self._lines[axis.ranks]
         pending, line.pending = line.pending, None
         if pending is None:
             return
@@ -321,7 +327,7 @@ class Ledger:
         """Raise RanksDivergedError: the logs differ, or, with a `cause`, a rank is missing."""
         stories, gone = self._exchange_stories(axis)
         waited = None if cause is None else self._timeout
-        self._parted = _describe(axis, stories, gone, self._line(axis), waited)
+        self._parted = _describe(axis, stories, gone, self._lines[axis.ranks], waited)
         # what Gloo says of a lost connection would be printed first, and says less
         raise RanksDivergedError(self._parted) from None
 
@@ -331,7 +337,7 @@ class Ledger:
 
         They travel through the store of the run, because the communicators may be broken.
         """
-        line = self._line(axis)
+        line = self._lines[axis.ranks]
         own = _Story(line.agreed, line.last, list(line.since), line.number)
         stories, gone = {self._rank: own}, dict[int, str]()
         name = "bmtrain ranks parted " + " ".join(map(str, axis.ranks))
@@ -354,12 +360,6 @@ class Ledger:
         except RuntimeError:
             return stories, self._watchdog.whereabouts(set(axis.ranks) - stories.keys())
         return stories, gone
-
-    def _line(self, axis: Axis) -> _Line:
-        found = self._lines.get(axis.ranks)
-        if found is None:
-            found = self._lines[axis.ranks] = _Line()
-        return found
 
 
 def _describe(

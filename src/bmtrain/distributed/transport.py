@@ -16,7 +16,6 @@ import torch.distributed as dist
 from bmtrain.distributed.exchange import Exchange, rotated
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import GATHERS, REDUCTIONS, PeerGroups, PeerMemory, Peers
-from bmtrain.kernels.sum_parts import sum_parts
 from bmtrain.runtime.mesh import Axis
 from bmtrain.torch_internals import (
     add_each_,
@@ -176,7 +175,6 @@ class ShardSource:
         #: All ranks' shards, to copy from; None once this rank's has been freed. Whoever issues
         #: copies from it must hold it meanwhile: it keeps the memory mapped.
         self.memory = memory
-        self.name = f"{shard.numel()} elements of every rank"
         if memory is not None:  # it maps this shard too: held on, the memory would never be freed
             weakref.finalize(shard, self._unmap)
 
@@ -210,7 +208,7 @@ class Gather:
     full: torch.Tensor
     source: ShardSource
     axis: Axis
-    place: str = ""
+    place: str
 
 
 class Transport:
@@ -260,9 +258,7 @@ class Transport:
             RanksDivergedError: on all ranks, if they are known to have diverged.
         """
         for gather in gathers:
-            self.ledger.enter(
-                gather.axis, f"gather of {gather.place or gather.source.name}", is_on_host=False
-            )
+            self.ledger.enter(gather.axis, f"gather of {gather.place}", is_on_host=False)
         streams = self.streams
         with streams.gathering(streams.mark_compute()):
             if len(gathers) == 1 and gathers[0].source.peers is not None:
@@ -350,7 +346,8 @@ class Transport:
                 rows = torch.cat(each.parts()).view(axis.size, each.total.numel())
                 arrived = torch.empty_like(rows)
                 self.ledger.swap(axis, rows, arrived)
-                sum_parts(each.total, arrived, accumulate=each.accumulate)
+                part = arrived.sum(0, dtype=each.total.dtype)  # in rank order
+                _ = each.total.add_(part) if each.accumulate else each.total.copy_(part)
             return
         # Allocated outside `reducing`, so that the memory belongs to the compute stream's pool;
         # filled on the reduce stream, beside matrix products that leave memory bandwidth idle.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.distributed.agreement import agree, are_near, look
+from bmtrain.distributed.agreement import Figures, agree, are_near, look
 from bmtrain.errors import CheckpointError
 from bmtrain.kernels.bf16 import are_neighbours
 from bmtrain.runtime import world
@@ -214,7 +214,7 @@ class FileState:
     shape: tuple[int, ...]
     dtype: torch.dtype
     digest: int | None = None
-    figures: tuple[float, float, float] | None = None
+    figures: Figures | None = None
 
     @classmethod
     def of(cls, value: torch.Tensor, param: torch.nn.Parameter) -> FileState:

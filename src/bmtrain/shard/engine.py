@@ -150,8 +150,7 @@ class Engine:
         """
         missing = [each for each in residences if isinstance(each, Fixed) and not each.is_current]
         if missing:
-            gathers = [each.missing(Phase.FORWARD) for each in missing]
-            ready = self.transport.gather(*gathers)
+            ready = self.transport.gather(*[each.missing(Phase.FORWARD) for each in missing])
             for each in missing:
                 each.arrives(ready)
         for residence in residences:
