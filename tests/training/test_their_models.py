@@ -98,6 +98,23 @@ def test_models_that_are_no_language_models(tmp_path):
     run_ranks(refused, 1, [str(make(kind, tmp_path)) for kind in NO_LANGUAGE_MODELS])
 
 
+def positions(folders):
+    found = []
+    for path in folders:
+        subject = subject_of(path)
+        subject.load(arguments(Path(path), max_length=48))
+        found.append(subject.num_positions)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+def test_tables_of_positions(tmp_path):
+    """Longer rows are refused where transformers would read behind the table."""
+    folders = [str(make(kind, tmp_path)) for kind in ("gpt_neo", "biogpt", "gpt_bigcode", "gemma")]
+    assert run_ranks(positions, 1, folders) == [[64, 64, 64, None]]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen3_moe", "fp32"), ("gemma3_text", "bf16")])
 def test_a_run_of_one(kind, dtype, tmp_path):
