@@ -134,13 +134,14 @@ def slow_but_alive():
 def made_by_one(words):
     """Rank 0 makes a vocabulary and sleeps, and tokens, for longer than ranks wait without a word."""
     watchdog.ASK_S = (0.5, 1.0, 30.0)
-    right = vocabulary.byte_level_bpe
+    names = vars(vocabulary)
+    right = names["byte_level_bpe"]
 
     def slow(*args):
         time.sleep(4)
         return right(*args)
 
-    vocabulary.byte_level_bpe = slow
+    names["byte_level_bpe"] = slow
     train.train(words)
 
 

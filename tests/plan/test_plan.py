@@ -36,6 +36,7 @@ from bmtrain.torch_internals import without_memory
 from model_center import arguments
 from model_center.commands import plan as model_center_plan
 from model_center.commands import train
+from model_center.training import make_loader
 from model_center.training.objectives import goal_of
 
 TOKENIZERS = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
@@ -305,14 +306,12 @@ GEOMETRY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+WIDE_HEADS = {**GEOMETRY, "head_dim": 32}
 KINDS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**GEOMETRY, architectures=["LlamaForCausalLM"]),
-    "gemma3": transformers.Gemma3TextConfig(
-        **GEOMETRY, head_dim=32, architectures=["Gemma3ForCausalLM"]
-    ),
+    "gemma3": transformers.Gemma3TextConfig(**WIDE_HEADS, architectures=["Gemma3ForCausalLM"]),
     "moe": transformers.Qwen3MoeConfig(
-        **GEOMETRY,
-        head_dim=32,
+        **WIDE_HEADS,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
@@ -350,7 +349,7 @@ def taken(words):
     prepared = train.prepare(args)
     assert prepared is not None
     model, goal = prepared.subject.model, goal_of(prepared.subject, args)
-    batch = next(iter(train.make_loader(prepared.packed, args, shuffle=False)))
+    batch = next(iter(make_loader(prepared.packed, args, shuffle=False)))
     assert batch["input_ids"].shape[1] == LENGTH
     goal.begin()
     held = [x.local if isinstance(x, DistributedParameter) else x for x in model.parameters()]
