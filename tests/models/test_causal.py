@@ -10,6 +10,7 @@ import transformers
 from tests.models import parity
 from tests.models.parity import SIDES, assert_close, refuse, token_ids
 from tests.models.versions import rope
+from tests.ranks.runner import run_ranks
 
 from model_center import model as models
 from model_center.errors import ConfigError, WeightsError
@@ -318,6 +319,10 @@ def test_sizes_that_modelcenters_converter_writes():
     assert key.shape == (16, 32) and key.dtype == config.dtype == torch.float16
 
 
+def written_at_ranks(folder):
+    GPTj.from_pretrained(folder / "own").save_pretrained(folder / "ranks")
+
+
 def test_the_two_norms_of_gptj(tmp_path):
     """A layer has two, as in ModelCenter, whose files have both; transformers' have one for both:
     what is written there computes the same.
@@ -344,6 +349,9 @@ def test_the_two_norms_of_gptj(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     for again in (theirs, GPTj.from_pretrained(tmp_path / "hf", half=False)):
         torch.testing.assert_close(again(ids).logits, before, rtol=1e-5, atol=1e-5)
+    run_ranks(written_at_ranks, 2, tmp_path)
+    one, two = (tmp_path / name / "model.safetensors" for name in ("hf", "ranks"))
+    assert one.read_bytes() == two.read_bytes()
     with torch.no_grad():
         model.get_parameter(names[0])[0] = 0.0  # of which no multiple is the other norm's
     with pytest.raises(WeightsError, match=r"are one tensor, .*ln_1.* but differ: it cannot hold"):

@@ -300,15 +300,12 @@ GEOMETRY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-QWEN3_MOE: Any = transformers.Qwen3MoeConfig
+WIDE_HEADS = {**GEOMETRY, "head_dim": 32}
 KINDS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**GEOMETRY, architectures=["LlamaForCausalLM"]),
-    "gemma3": transformers.Gemma3TextConfig(
-        **GEOMETRY, head_dim=32, architectures=["Gemma3ForCausalLM"]
-    ),
-    "moe": QWEN3_MOE(
-        **GEOMETRY,
-        head_dim=32,
+    "gemma3": transformers.Gemma3TextConfig(**WIDE_HEADS, architectures=["Gemma3ForCausalLM"]),
+    "moe": transformers.Qwen3MoeConfig(
+        **WIDE_HEADS,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,

@@ -22,46 +22,18 @@ from model_center.training.trained_model import trained_model_of
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 # Whether samples share rows.
 FEW = {"gemma2": True, "cohere": True, "gpt_oss": True, "qwen3_moe": True, "mamba": False}
+SHARED = """
+apertus arcee aria_text biogpt bitnet cohere2 cohere2_moe cwm deepseek_v3 doge ernie4_5
+ernie4_5_moe exaone4 exaone_moe falcon flex_olmo gemma gemma3_text glm glm4 glm4_moe
+gpt_bigcode gpt_neox gpt_neox_japanese granite granitemoe granitemoeshared helium jetmoe
+lfm2 llama4_text ministral3 mixtral nanochat olmo olmo2 olmo3 olmoe persimmon phi phi3
+qwen2_moe seed_oss smollm3 stablelm starcoder2 vaultgemma xglm
+"""
 MANY = {
+    **dict.fromkeys(SHARED.split(), True),
     **dict.fromkeys(
-        ["arcee", "apertus", "aria_text", "cohere2_moe", "cwm", "deepseek_v3", "doge"], True
+        ["bart", "bloom", "falcon_mamba", "minimax", "olmo_hybrid", "qwen3_next"], False
     ),
-    **dict.fromkeys(
-        ["ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma3_text", "glm", "glm4_moe", "granite"],
-        True,
-    ),
-    **dict.fromkeys(
-        [
-            "falcon",
-            "gpt_neox",
-            "granitemoe",
-            "helium",
-            "lfm2",
-            "llama4_text",
-            "ministral3",
-            "mixtral",
-            "nanochat",
-            "olmo",
-            "olmo2",
-            "olmo3",
-        ],
-        True,
-    ),
-    **dict.fromkeys(
-        [
-            "olmoe",
-            "persimmon",
-            "phi",
-            "phi3",
-            "qwen2_moe",
-            "seed_oss",
-            "stablelm",
-            "starcoder2",
-            "xglm",
-        ],
-        True,
-    ),
-    **dict.fromkeys(["bart", "bloom", "minimax", "qwen3_next"], False),
 }
 NO_LANGUAGE_MODELS = ["electra", "cpmant", "xlm-roberta"]
 
@@ -81,7 +53,7 @@ def all_learn(folders):
 def test_packed_and_padded_rows(kinds, tmp_path):
     """Loss and gradients, against each sample alone in one process."""
     folders = {kind: str(make(kind, tmp_path)) for kind in kinds}
-    for found in run_ranks(all_learn, 2, folders, timeout=300):
+    for found in run_ranks(all_learn, 2, folders, timeout=500):
         assert found == kinds
 
 
@@ -96,6 +68,23 @@ def refused(folders):
 @pytest.mark.fresh
 def test_models_that_are_no_language_models(tmp_path):
     run_ranks(refused, 1, [str(make(kind, tmp_path)) for kind in NO_LANGUAGE_MODELS])
+
+
+def positions(folders):
+    found = []
+    for path in folders:
+        subject = subject_of(path)
+        subject.load(arguments(Path(path), max_length=48))
+        found.append(subject.num_positions)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+def test_tables_of_positions(tmp_path):
+    """Longer rows are refused where transformers would read behind the table."""
+    folders = [str(make(kind, tmp_path)) for kind in ("gpt_neo", "biogpt", "gpt_bigcode", "gemma")]
+    assert run_ranks(positions, 1, folders) == [[64, 64, 64, None]]
 
 
 @pytest.mark.long

@@ -164,10 +164,10 @@ class GPTj(TokenModel):
             (g, b), (h, c) = ([whole(x).float() for x in norm] for norm in (kept, other))
             if torch.equal(g, h) and torch.equal(b, c):
                 continue
-            ratio = h / g
-            if not ratio.isfinite().all():
+            ratio, weight = h / g, params.get(f"{place}{FFN_IN}.weight")
+            if weight is None or not ratio.isfinite().all():
                 continue  # which the writer refuses, as both are one tensor there
-            shift = whole(params[f"{place}{FFN_IN}.weight"]).float() @ (c - ratio * b)
+            shift = whole(weight).float() @ (c - ratio * b)
             none, one = torch.zeros_like(g), torch.ones_like(shift)
             found |= {
                 f"{place}{FFN_NORM}.weight": functools.partial(_changed, none, g),
