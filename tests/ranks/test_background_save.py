@@ -84,7 +84,7 @@ def fail_in_background(folder):
             handle = bmt.save(twin.model, file, non_blocking=True)
             handle.join()
         for ask in (surface, Writing.wait, Writing.wait):
-            with pytest.raises(CheckpointError, match=r"a\.pt: No space left on device; nothing"):
+            with pytest.raises(CheckpointError, match=r"a\.pt: No space left on device; a file"):
                 ask(handle)
         twin.step("a failed save")
         bmt.save(twin.model, other)  # it is told once, but by its handle
