@@ -73,7 +73,7 @@ def test_models_that_are_no_language_models(tmp_path):
 def positions(folders):
     found = []
     for path in folders:
-        subject = subject_of(path)
+        subject = trained_model_of(path)
         subject.load(arguments(Path(path), max_length=48))
         found.append(subject.num_positions)
     return found
