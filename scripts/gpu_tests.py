@@ -27,7 +27,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "gpu-tests.json"
-ROOMS = ("shard", "distributed", "optim", "kernels", "compile")
+ROOMS = ("block", "shard", "distributed", "optim", "kernels", "compile", "recompute")
 CORES_PER_WORKER = 3  # two ranks and the test
 MOST_WORKERS = 10
 
