@@ -231,7 +231,7 @@ def test_places_that_do_not_fit(folder):
         assert reader.read() == first
     more.load_state_dict(state, strict=False)
     assert len(list(more)) == 28 and more.epoch == 3
-    with refused("process group of as many ranks"):
+    with refused("a run of as many ranks"):
         DistributedDataset(folder, 0, 2).state_dict()
 
 

@@ -304,8 +304,12 @@ def of_multirc(**passage):
     [
         ("RTE", [], "holds no examples"),
         ("RTE", ["\n\n"], "holds no examples"),
-        ("RTE", [GOOD, '{"premise": "a", \n'], r"train\.jsonl, line 2: no JSON"),
-        ("RTE", ['{"premise": "a"\n'], r"line 1: no JSON \(Expecting ',' delimiter at column 17\)"),
+        ("RTE", [GOOD, '{"premise": "a", \n'], r"train\.jsonl, line 2: not JSON"),
+        (
+            "RTE",
+            ['{"premise": "a"\n'],
+            r"line 1: not JSON \(Expecting ',' delimiter at column 17\)",
+        ),
         ("RTE", [GOOD, "[1]\n"], r"line 2: got list: expected a JSON object"),
         ("RTE", [GOOD, '{"premise": "a"}'], r"line 2: there is no field 'hypothesis'"),
         (

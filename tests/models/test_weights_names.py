@@ -2,6 +2,7 @@
 files, no processes.
 """
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,13 @@ class Memory(Source):
 
     def __init__(self, tensors):
         super().__init__(Path("memory"), headers_of(tensors), {})
-        self.tensors = tensors
+        self.tensors, self.lock = tensors, threading.Lock()
 
     def part(self, name, start, stop):
         if name == "broken":
             raise OSError("the disk is gone")
-        self.count += stop - start
+        with self.lock:
+            self.count += stop - start
         return self.tensors[name].reshape(-1)[start:stop]
 
     def mapped(self, name):
@@ -63,7 +65,8 @@ class Looked:
         self.source, self.tensor = source, tensor
 
     def __getitem__(self, place):
-        self.source.count += self.tensor[place].numel()
+        with self.source.lock:  # several threads read
+            self.source.count += self.tensor[place].numel()
         return self.tensor[place]
 
 

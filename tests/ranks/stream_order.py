@@ -23,9 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bmtrain.distributed import overlap
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.transport import Streams
 from bmtrain.recompute import offload
 from bmtrain.recompute.offload import Host
+from bmtrain.runtime import world
 from bmtrain.shard import engine
 
 COMPUTE = "compute"
@@ -280,6 +282,10 @@ def watching():
         return SimulatedStreams(order, f"streams {next(numbers)}:")
 
     with contextlib.ExitStack() as stack:
+        # as on a GPU, where reductions have a stream
+        if world.is_initialized():
+            ledger = world.current().service(Ledger)
+            stack.enter_context(mock.patch.object(ledger, "is_immediate", False))
         for module in (engine, overlap, offload):
             stack.enter_context(mock.patch.object(module, "Streams", simulated))
         stack.enter_context(mock.patch.object(Host, "_take", take_on_host))

@@ -63,7 +63,7 @@ def runs_beside_a_group(init):
         ({"tp_size": 2 * dist.get_world_size()}, "cannot be split"),
         ({"init_method": "tcp://127.0.0.1:4000"}, "initialised already"),
         ({"init_method": "file:///x"}, "initialised already"),
-        ({"device": "meta"}, "not supported"),
+        ({"device": "meta"}, "expected 'cpu' or 'cuda'"),
         ({"zero_level": 1}, "zero_level"),
     ):
         with pytest.raises(ConfigurationError, match=words):

@@ -66,8 +66,9 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
         for result in results if isinstance(results, (tuple, list)) else [results]:
-            # what ranks tell each other of their doings
-            if isinstance(result, Tensor) and result.dtype != torch.float64:
+            # what ranks tell each other of their doings is in whole numbers and in doubles
+            is_logits = isinstance(result, Tensor) and result.is_floating_point()
+            if is_logits and result.dtype != torch.float64:
                 self.numel = max(self.numel, result.numel())
         return results
 

@@ -69,7 +69,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5}, "got margin"),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["x"]}, "got images"),
-    ({"prompt": "a", "chosen": [ASKED], "rejected": [BAD]}, "no answer of the assistant"),
+    (
+        {"prompt": "a", "chosen": [ASKED], "rejected": [BAD]},
+        "no message of the assistant is in the loss",
+    ),
 ]
 
 
