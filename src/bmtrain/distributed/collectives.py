@@ -53,7 +53,7 @@ def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
 
 def _enter_alone(axis: Axis, what: str) -> None:
     """Before a transfer between some ranks of an axis, which is not logged."""
-    world.current().service(Ledger).refuse_sealed(axis, what)
+    world.current().service(Ledger).refuse_traced(axis, what)
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:

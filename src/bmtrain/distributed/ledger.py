@@ -26,7 +26,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,26 +127,10 @@ class Ledger:
         self._store = world.store
         self._lines = collections.defaultdict[tuple[int, ...], _Line](_Line)
         self._parted: str | None = None
-        self._refuse: Callable[[str], NoReturn] | None = None
         self._process = os.getpid()
 
-    @contextlib.contextmanager
-    def sealed(self, refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-        """Inside, the ranks do nothing together: `refuse(what)` raises for what they would do.
-
-        Nothing is logged either: ranks may do what is inside at different times.
-
-        For the capture of a CUDA graph: on a device, operations that wait for other ranks must not
-        run on the branches of one, and on the host they would not run again.
-        """
-        self._refuse = refuse
-        try:
-            yield
-        finally:
-            self._refuse = None
-
-    def refuse_sealed(self, axis: Axis, what: str) -> None:
-        """Inside of `sealed`, have `what` refused; while torch traces raise ParameterError."""
+    def refuse_traced(self, axis: Axis, what: str) -> None:
+        """Raise ParameterError for `what` the ranks would do together while torch traces."""
         if axis.size == 1:
             return
         if is_tracing() or dispatch_mode(PROXIES) is not None:
@@ -155,8 +139,6 @@ class Ledger:
                 "communicates: trace a model that is not sharded, after "
                 "plain.load_state_dict(model.state_dict())."
             )
-        if self._refuse is not None:
-            self._refuse(what)
 
     def note(self, axis: Axis, what: str) -> None:
         """Log that this rank is about to do `what` with the others of the axis.
@@ -164,8 +146,8 @@ class Ledger:
         Raises:
             RanksDivergedError: if ranks have diverged before.
         """
-        # What is traced or captured now runs later.
-        if axis.size == 1 or torch.compiler.is_compiling() or self._refuse is not None:
+        # What is traced now runs later.
+        if axis.size == 1 or torch.compiler.is_compiling():
             return
         if os.getpid() != self._process:  # its connections are the parent's: it would wait for ever
             raise ParameterError(
@@ -198,17 +180,16 @@ class Ledger:
         """
         if axis.size == 1 or torch.compiler.is_compiling():
             return
-        self.refuse_sealed(axis, what)
+        self.refuse_traced(axis, what)
         self.note(axis, what)
         if is_on_host:
             self.compare(axis)
 
     def compare_at(self, axis: Axis, what: str) -> None:
         """`enter` a place of the program at which the ranks do nothing together but that, and
-        compare on a CPU. Inside of `sealed` nothing is compared.
+        compare on a CPU.
         """
-        if self._refuse is None:
-            self.enter(axis, what, is_on_host=self.is_immediate)
+        self.enter(axis, what, is_on_host=self.is_immediate)
 
     def swap(self, axis: Axis, given: torch.Tensor, taken: torch.Tensor) -> None:
         """Send `given[i]` (n,) to the rank at index i of the axis, and fill `taken[i]` (n,) with
@@ -281,7 +262,6 @@ class Ledger:
         Raises:
             RanksDivergedError: as `compare`.
         """
-        self.refuse_sealed(axis, "an agreement of the hosts")
         own = torch.tensor(figures, dtype=torch.float64, device="cpu")
         found = self.gathered(own, axis, f"agreement on {what} ({len(figures)} figures)")
         return list(found.amax(0).tolist())
