@@ -39,6 +39,7 @@ def rewrite(graph: GraphModule, wanted: Callable[[torch.Tensor], bool]) -> None:
         wanted: given the result of attention, says whether to change its mask.
     """
     attend, known = F.scaled_dot_product_attention, dict[Node, "torch.Tensor | None"]()
+    judged: dict[Node, bool | None] = {}  # one mask serves all layers
     for node in graph.graph.find_nodes(op="call_function", target=attend):
         arguments, result = given(node), value_of(node)
         mask = arguments.get("attn_mask")
@@ -46,16 +47,14 @@ def rewrite(graph: GraphModule, wanted: Callable[[torch.Tensor], bool]) -> None:
             continue
         if mask.target is torch.where and len(mask.args) == 3:
             condition, bias, _ = mask.args
-            is_masked = not _is_true(_constant(condition, known))
+            is_masked = _is_causal(_constant(condition, known)) is not False
             if not is_masked and _are_alike(bias, mask) and can_wait(mask, node):
                 mask = bias  # which need not be expanded
-        allowed, value = _constant(mask, known), value_of(mask)
-        if allowed is not None and allowed.is_floating_point():
-            allowed = None if allowed.any() else allowed == 0
-        if _is_true(allowed):
-            mask = None
-        elif _is_triangle(allowed, arguments):
-            mask, arguments["is_causal"] = None, True
+        if mask not in judged:
+            judged[mask] = _is_causal(_constant(mask, known))
+        is_causal, value = judged[mask], value_of(mask)
+        if is_causal is not None:
+            mask, arguments = None, arguments | ({"is_causal": True} if is_causal else {})
         elif value is not None and value.stride(-1) != 1:
             with graph.graph.inserting_before(node):
                 made = graph.graph.call_method("contiguous", (mask,))
@@ -112,18 +111,20 @@ def _is_written(node: Node) -> bool:
     )
 
 
-def _is_true(allowed: torch.Tensor | None) -> bool:
-    return allowed is not None and bool(allowed.all())
+def _is_causal(allowed: torch.Tensor | None) -> bool | None:
+    """True if each query may see the keys up to its own; False if all may see all; None otherwise.
 
-
-def _is_triangle(allowed: torch.Tensor | None, arguments: dict[str, Any]) -> bool:
-    """Whether each of n queries may see the keys up to its own, of n."""
-    queries, keys = (value_of(arguments[name]) for name in ("query", "key"))
-    if allowed is None or queries is None or keys is None:
+    Args:
+        allowed: (..., queries, keys), of bools or of what is added to the scores; None if unknown.
+    """
+    if allowed is None or (allowed.is_floating_point() and bool(allowed.any())):
+        return None
+    allowed = allowed == 0 if allowed.is_floating_point() else allowed
+    if bool(allowed.all()):
         return False
-    size = queries.shape[-2]
-    triangle = torch.ones(size, size, dtype=torch.bool).tril()
-    return bool(keys.shape[-2] == size and (allowed == triangle).all())
+    # A mask of n by n that is no single row or column belongs to n queries and n keys.
+    is_square = allowed.dim() > 1 and allowed.shape[-2] == allowed.shape[-1]
+    return True if is_square and (allowed == torch.ones_like(allowed).tril()).all() else None
 
 
 def _are_alike(bias: Any, mask: Node) -> bool:
