@@ -18,7 +18,8 @@ from bmtrain.kernels.gelu import gelu, gelu_backward
 from bmtrain.kernels.norm import MOST_COLUMNS, NARROW, norm, norm_backward
 
 Wanted = Callable[[torch.Tensor], bool]
-MOST_ROWS = 64  # of a small table
+MOST_ROWS = 64  # of a small table: all indices are looked at once for each
+MOST_NUMEL = 4096  # of it: a wider one has addresses enough, and the gradient is read once a row
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -208,6 +209,7 @@ def _is_small_table(node: torch.fx.Node) -> bool:
         bool(tensors)
         and tensors[0].requires_grad
         and tensors[0].shape[0] <= MOST_ROWS
+        and tensors[0].numel() <= MOST_NUMEL
         and not any(options)
     )
 
