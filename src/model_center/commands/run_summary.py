@@ -16,7 +16,7 @@ from bmtrain.plan.step import shard_of
 from model_center.dataset.concatenated import ConcatenatedTexts
 from model_center.dataset.mixture import MixturePart
 from model_center.dataset.packing import PackedSamples
-from model_center.dataset.padding import Item
+from model_center.dataset.padding import Item, Overview
 from model_center.dataset.preferences import PreferencePairs
 from model_center.training.optimization import in_steps
 from model_center.training.trained_model import TrainedModel
@@ -35,7 +35,7 @@ def run_summary(
     if args.from_scratch:
         yield _vocabulary(trained_model)
     seen = packed.overview()
-    yield from data_summary(parts, packed, args)
+    yield from data_summary(parts, packed, seen, args)
     yield f"  {seen.layout}"
     counts = [(param.numel(), param.requires_grad) for param in trained_model.model.parameters()]
     trained = sum(number for number, is_trained in counts if is_trained)
@@ -63,10 +63,11 @@ def run_summary(
 def data_summary(
     parts: Sequence[MixturePart],
     packed: PackedSamples | ConcatenatedTexts | PreferencePairs,
+    seen: Overview,
     args: argparse.Namespace,
 ) -> Iterator[str]:
     """How many rows and tokens of `parts` were read, and what was left out and why."""
-    tokens, seen = int(packed.samples.lengths.sum()), packed.overview()
+    tokens = int(packed.samples.lengths.sum())
     rows = sum(len(part.numbers) for part in parts)
     share = f"{seen.num_loss_tokens:,} in the loss ({seen.num_loss_tokens / tokens:.1%})"
     yield f"data: {rows:,} rows, {tokens:,} tokens, {share}"

@@ -245,9 +245,8 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
             row, side = divmod(number, len(names))
             text = marked_text(samples[number], trained_model.tokenizer)
             _say(f"row {row + 1}{names[side]}\n{text}\n")
-        for line in data_summary(
-            training_parts, _packed(training_parts, args, trained_model), args
-        ):
+        packed = _packed(training_parts, args, trained_model)
+        for line in data_summary(training_parts, packed, packed.overview(), args):
             _say(line)
         return None
     args.dataset_name = _name_of(training_parts, args)
