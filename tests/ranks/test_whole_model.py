@@ -224,11 +224,15 @@ def test_what_writes_its_parameters_runs_apart(how):
 
 
 class Keeping(Net):
-    """Keeps a parameter where its owner does not look for it."""
+    """Keeps a parameter where its owner does not look for it, as it is or in containers."""
+
+    def __init__(self, in_containers):
+        super().__init__()
+        self.in_containers = in_containers
 
     def forward(self, ids, labels):
         first: Any = self.layers[0]
-        self.kept = first.map.weight
+        self.kept = {"own": [first.map.weight]} if self.in_containers else first.map.weight
         return super().forward(ids, labels)
 
 
@@ -244,17 +248,19 @@ class Twofold(Net):
 def test_what_the_program_shares_with_the_graph_runs_apart():
     """A kept parameter follows the optimizer; writes into a result are seen in its views."""
     torch.manual_seed(0)
-    plain = Keeping()
-    model, _ = wrapped(plain)
-    with pytest.warns(UserWarning, match="keeps a parameter as an attribute"):
-        check(model, plain, 0)
-    for each in (model, plain):
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-        each.zero_grad()
-    kept: Any = model.kept
-    torch.testing.assert_close(kept.full_tensor(), plain.kept.detach())
-    check(model, plain, 1)
-    twofold = Twofold()
+    for in_containers in (False, True):
+        plain = Keeping(in_containers)
+        model, _ = wrapped(plain)
+        with pytest.warns(UserWarning, match="keeps a parameter as an attribute"):
+            check(model, plain, 0)
+        for each in (model, plain):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+        found: list[Any] = [x.kept for x in (model, plain)]
+        kept, known = (x["own"][0] for x in found) if in_containers else found
+        torch.testing.assert_close(kept.full_tensor(), known.detach())
+        check(model, plain, 1)
+    twofold: Any = Twofold()
     model, _ = wrapped(twofold)
     ids, labels = batch(2)
     own = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)

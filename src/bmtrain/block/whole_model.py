@@ -277,11 +277,7 @@ class WholeModel:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        forward: ModuleCall,
-        current: World,
-        num_graphs: int | None = None,
+        self, model: torch.nn.Module, forward: ModuleCall, current: World, num_graphs: int | None
     ) -> None:
         self._num_graphs = num_graphs
         self._name, self._forward, self._world = type(model).__name__, forward, current
@@ -355,8 +351,8 @@ class WholeModel:
 
         Collective while the model is not APART.
         """
-        # This is a call from inside of another, or other tensors
-        # stand in the places of parameters: those of a block around it, or of functional_call.
+        # This is a call from inside of another, or other tensors stand in the places of parameters:
+        # those of a block around it, or of functional_call.
         if (
             self._stage is Stage.APART
             or self._binding.is_running
@@ -393,7 +389,7 @@ class WholeModel:
             or self._context.recorder.is_listening
             or is_watched(())
             # Hooks of the model itself run around `forward`.
-            or any(hooks and set(hooks.values()) != {note_call} for hooks in self._hooks)
+            or any({*hooks.values()} - {note_call} for hooks in self._hooks)
             or changing((*args, *kwargs.values())) is not None
             or saved_tensors_hooks() is not None
             or not self._has_room()
@@ -446,14 +442,15 @@ class WholeModel:
         device, memory = self._context.device, self._memory
         buffers = [(x, x.clone()) for x in self._root.buffers()]
         random, before = get_random_state(device), memory.allocated()
-        out = None
+        out, fits, reason = None, True, "its activations would not leave enough memory"
         try:
             with warnings.catch_warnings():
                 # The compiler's memory pool for graphs begins with one.
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 out = self._run(model, args, kwargs)
-            fits = not keeps(model, self._leaves)
-            if fits and not memory.limit_is_open:
+            if keeps(model, self._leaves):
+                fits, reason = False, "it keeps a parameter as an attribute"
+            elif not memory.limit_is_open:
                 self._kept = max(self._kept, memory.allocated() - before)
                 to_come = _STATES * sum(x.layout.shard_numel for x in self._current().storages)
                 limit = memory.limit()
@@ -468,9 +465,7 @@ class WholeModel:
             for buffer, value in buffers:
                 buffer.copy_(value)
         set_random_state(random, device)
-        self._end(
-            "its activations would not leave enough memory, or it keeps a parameter as an attribute"
-        )
+        self._end(reason)
         return None
 
     def _compile(

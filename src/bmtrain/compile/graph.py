@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bmtrain.shard.outputs import tensors_of
 from bmtrain.torch_internals import HigherOrderOperator, is_mutable, overloads
 
 
@@ -42,9 +43,9 @@ def refuse_shared(graph: torch.fx.GraphModule) -> None:
 
 
 def keeps(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of the tensors is an attribute of a module of the model."""
+    """Whether one of the tensors is an attribute of a module of the model, or lies in one."""
     known = set(map(id, tensors))
-    return any(id(x) in known for part in model.modules() for x in vars(part).values())
+    return any(id(x) in known for part in model.modules() for x in tensors_of(vars(part)))
 
 
 def given(node: torch.fx.Node) -> dict[str, Any]:
