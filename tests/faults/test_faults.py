@@ -132,13 +132,17 @@ def slow_but_alive():
     training.step(4)
 
 
-def made_by_one(words):
-    """Rank 0 makes a vocabulary and sleeps, and tokens, for longer than ranks wait without a word."""
+def made_by_one(words, stops):
+    """Rank 0 makes a vocabulary and sleeps, and tokens, for longer than ranks wait without a word; or
+    it is stopped.
+    """
     watchdog.ASK_S = (0.5, 1.0, 30.0)
     module: Any = vocabulary
     right = module.byte_level_bpe
 
     def slow(*args):
+        if stops:
+            program.FAULTS["sigstop"]()
         time.sleep(4)
         return right(*args)
 
@@ -147,15 +151,20 @@ def made_by_one(words):
 
 
 @pytest.mark.long
-def test_nothing_is_said_while_one_rank_works_for_all(tmp_path):
+@pytest.mark.parametrize("stops", [False, True])
+def test_nothing_is_said_while_one_rank_works_for_all(stops, tmp_path):
+    """Unless it is stopped: then the run ends."""
     folder = tiny("llama", tmp_path)
     (tmp_path / "a.txt").write_text(" ".join(map(str, range(4000))))
     words = (
         f"--from-scratch --vocab-size 300 --max-length 32 --train-iters 1 --data {tmp_path}/a.txt"
     )
     words += f" --model-config {folder} --dtype fp32 --cache {tmp_path / 'cache'}"
-    left = run(made_by_one, words.split(), folder=tmp_path, hosted=True)
+    left = run(made_by_one, words.split(), stops, folder=tmp_path, hosted=True)
     said = "".join(left.printed)
+    if stops:
+        assert left.codes[1] == Exit.HUNG and re.search(TABLE["sigstop"][0].replace("1", "0"), said)
+        return
     assert left.codes == [0, 0] and "vocabulary: 300 tokens" in said, said
     assert "no progress" not in said, said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import math
 import os
@@ -226,7 +227,10 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
             "merge, and name the result."
         )
     names = [_path_and_weight(name)[0] for name in args.data]
-    with bmt.unwatched():  # one process makes vocabulary and tokens, and the others wait for it
+    # Of a host one process makes vocabulary and tokens. Those that wait for it are watched on: else
+    # nobody would tell if it were stopped.
+    makes = world.current().local_rank == 0
+    with bmt.unwatched() if makes else contextlib.nullcontext():
         vocabulary = vocabulary_of(args, names, _say)
         trained_model = trained_model_of(
             args.model_config, is_reward=args.objective is Objective.REWARD, vocabulary=vocabulary
