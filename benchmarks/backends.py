@@ -60,7 +60,7 @@ class Backend(ABC):
 
 class Ours(Backend):
     """This library: bf16 weights in shards, fp32 masters in the optimizer; with --tp the layers are
-    split over ranks too.
+    split over ranks too, with --pipe over stages.
     """
 
     def __init__(self, options: Options) -> None:
@@ -68,7 +68,8 @@ class Ours(Backend):
         recompute: bool | str = (
             options.recompute if options.recompute == "auto" else options.recompute == "all"
         )
-        model.blocks = bmt.TransformerBlockList(
+        kind = bmt.TransformerBlockList if options.pipe == 1 else bmt.PipelineTransformerBlockList
+        model.blocks = kind(
             bmt.Block(
                 block, use_checkpoint=recompute, zero_level=options.zero_level, fp8=options.fp8
             )
@@ -86,8 +87,8 @@ class Ours(Backend):
                 "overlap": options.overlap,
                 "device_bytes": room if isinstance(room, str) else int(room * 2**30),
             }
-        kind = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
-        self.optimizer = kind(self.model.parameters(), **settings)
+        adam = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
+        self.optimizer = adam(self.model.parameters(), **settings)
         self.manager = bmt.optim.OptimManager()
         self.manager.add_optimizer(self.optimizer)
         self._num_micro = options.micro_batches
@@ -127,14 +128,14 @@ def _plain_model(options: Options) -> Any:
     """The model before it is sharded: in bf16, without memory."""
     shape = options.geometry
     with torch.device("meta"):
-        if options.tp == 1:
+        if options.tp == options.pipe == 1:
             return shape.model(fused_loss() if options.fused_head else projected_cross_entropy).to(
                 torch.bfloat16
             )
         if not isinstance(shape, Shape):
             raise SystemExit(
-                f"--tp {options.tp}: {options.shape} has no layers split over ranks; "
-                "choose a GPT or leave it out."
+                f"--tp {options.tp} --pipe {options.pipe}: {options.shape} cannot be split over "
+                "ranks or stages; choose a GPT or leave them out."
             )
         return ParallelGPT(shape, torch.bfloat16)
 
@@ -330,6 +331,8 @@ def init_arguments(options: Options) -> dict[str, Any]:
     limit = None if options.memory_limit is None else round(options.memory_limit * 2**30)
     return {
         "tp_size": options.tp,
+        "pipe_size": options.pipe,
+        "num_micro_batches": 2 * options.pipe if options.pipe > 1 else None,
         "transport": transport,
         "compile": options.compile,
         "memory_limit": limit,

@@ -22,6 +22,7 @@ CHOICES = (
     "micro_batches",
     "zero_level",
     "tp",
+    "pipe",
     "transport",
     "fp8",
     "cuda_graph",
@@ -60,6 +61,7 @@ class Options:
     micro_batches: int = 1
     zero_level: int = 3
     tp: int = 1
+    pipe: int = 1
     transport: str = "auto"
     fp8: bool = False
     cuda_graph: bool = False
@@ -130,6 +132,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--zero-level", type=int, default=3, help="2 or 3")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
+    parser.add_argument(
+        "--pipe", type=int, default=1, help="stages, each of twice as many micro-batches"
+    )
     parser.add_argument(
         "--transport",
         choices=("auto", "nccl", "copy_engine"),

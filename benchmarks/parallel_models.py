@@ -1,5 +1,5 @@
-"""The same GPT with its layers split over tensor-parallel ranks, which only this library trains;
-equal in size and arithmetic.
+"""The same GPT with its layers split over tensor-parallel ranks or pipeline stages, which only this
+library trains; equal in size and arithmetic.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class ParallelGPT(nn.Module):
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(x)  # a TransformerBlockList, or a pipeline of stages
         loss: torch.Tensor = self.head(
             x, bmt.distributed.all_gather(targets, bmt.config["tp_comm"]).flatten(0, 1)
         )

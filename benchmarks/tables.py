@@ -54,6 +54,7 @@ SMALL_LOSS_COLUMNS = ("states", "training loss", "validation loss", "against fp3
 USUAL: dict[str, Any] = {
     "zero_level": 3,
     "tp": 1,
+    "pipe": 1,
     "overlap": True,
     "device_states": 0.0,
     "micro_batches": 1,
@@ -506,10 +507,11 @@ def tables_of(report: dict[str, Any]) -> str:
     updates = [r for r in records if r["what"] == "file states update"]
     apart = {"loading", "fp8 losses", "saving", "small states step", "small states losses"}
     written = [r for r in records if r["what"] == "as written"]
-    tokenising = [r for r in records if r["what"] == "tokenising"]
+    as_they_are = [r for r in records if r["what"] in ("tokenising", "resharding")]
     apart |= {
         "as written",
         "tokenising",
+        "resharding",
         "recipe",
         "decoding",
         "start-up",
@@ -532,7 +534,7 @@ def tables_of(report: dict[str, Any]) -> str:
         table_of(file_update_cells(updates)),
         table_of(as_written_cells(written)),
         table_of(
-            [{k.replace("_", " "): v for k, v in r.items() if k != "what"} for r in tokenising]
+            [{k.replace("_", " "): v for k, v in r.items() if k != "what"} for r in as_they_are]
         ),
         table_of(law_cells([r for r in records if r["what"] == "the law"])),
     )
