@@ -1,10 +1,19 @@
 """A stranger's own modules, without an option, beside PyTorch, DDP and FSDP2 at their best.
 
 python benchmarks/as_written.py gpt2-one-gpu gpt2-two-gpus --out benchmarks/results/as-written.json
+python benchmarks/as_written.py t5-two-gpus --peers ours plain --limit 110 --out FILE
+python benchmarks/as_written.py t5-two-gpus --peers fsdp2 --limit 110 --out FILE --add
+python benchmarks/as_written.py --list
 
 Models are plain layers in a ModuleList with head and loss in `forward`, or those of transformers.
 Ours: one call of BMTrainModelWrapper, AdamOptimizer and OptimManager. The peers compile and clip;
-each runs in processes of its own, one after the other, on the same cards.
+each runs in processes of its own, one after the other, on the same cards, with the compiler's
+caches in a new folder: what is measured begins cold. With --warm each is started once more with
+those caches, for one step. Seconds to the first step count from the start of a rank's process.
+
+The file is written after every run. `--add` puts records beside those of an earlier call on the
+same machine and commit, so that a suite may take several calls; a repeated run replaces its record.
+--tiny makes all models small, to try the programs on CPUs.
 """
 
 from __future__ import annotations
@@ -15,28 +24,36 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import peft
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from machine import machine_from_outside
+from machine import machine, machine_from_outside
 from reports import report_of, write
+from runs import finishes, last_words, why_it_failed
+from startup import code_in
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import bmtrain as bmt
 
 GIB = 2**30
 RESULT = "RESULT "
+LEAST = 20  # seconds: nothing is measured in less
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# NVLink multicast stays off: a program that uses it can put GPUs out of service that others share.
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +67,11 @@ class Geometry:
     seq: int
     vocab: int
     kv_heads: int | None = None
+
+    def tiny(self) -> Geometry:
+        """To try the programs."""
+        kv_heads = None if self.kv_heads is None else 2
+        return Geometry(2, 64, 4, 128, 32, 512, kv_heads)
 
 
 GEOMETRIES = {
@@ -127,14 +149,15 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.view(-1, self.vocab), labels.reshape(-1))
 
 
-def model_of(name: str, dtype: torch.dtype, recomputes: bool) -> nn.Module:
+def model_of(args: argparse.Namespace, dtype: torch.dtype, recomputes: bool) -> nn.Module:
     """The model on this rank's GPU, with the same values on all."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        if name in GEOMETRIES:
-            model: nn.Module = Decoder(GEOMETRIES[name], recomputes)
+    with torch.device(DEVICE):
+        if args.model in GEOMETRIES:
+            geometry = GEOMETRIES[args.model]
+            model: nn.Module = Decoder(geometry.tiny() if args.tiny else geometry, recomputes)
         else:
-            model = of_transformers(name, recomputes)
+            model = of_transformers(args.model, recomputes, tiny=args.tiny)
     with torch.no_grad():
         for param in model.parameters():
             _ = param.normal_(0, 0.02) if param.dim() > 1 else param.fill_(0.5)
@@ -143,22 +166,30 @@ def model_of(name: str, dtype: torch.dtype, recomputes: bool) -> nn.Module:
     return model.bfloat16().to(dtype)
 
 
-def of_transformers(name: str, recomputes: bool) -> nn.Module:
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+TINY |= {"intermediate_size": 128, "num_key_value_heads": 2}
+
+
+def of_transformers(name: str, recomputes: bool, *, tiny: bool = False) -> nn.Module:
     """BERT-large for masked tokens, T5-base, or Llama-3-8B with LoRA by peft."""
     settings: dict[str, Any]
     if name == "bert-large":
         settings = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
         settings |= {"intermediate_size": 4096, "vocab_size": 30528}
         settings |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        settings |= TINY if tiny else {}
         return transformers.BertForMaskedLM(transformers.BertConfig(**settings))
     if name == "t5-base":
         settings = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
         settings |= {"dropout_rate": 0.0, "use_cache": False}
         settings |= {"decoder_start_token_id": 0, "pad_token_id": 0}
+        few = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16}
+        settings |= few | {"vocab_size": 512} if tiny else {}
         return transformers.T5ForConditionalGeneration(transformers.T5Config(**settings))
     settings = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
     settings |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     settings |= {"rope_theta": 500000.0, "use_cache": False}
+    settings |= TINY if tiny else {}
     lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     base: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     base = base.to(torch.bfloat16)
@@ -185,11 +216,12 @@ Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
 def ours(args: argparse.Namespace) -> Step:
-    """As the README has it."""
-    bmt.init_distributed(seed=0)
-    model = bmt.BMTrainModelWrapper(model_of(args.model, torch.bfloat16, recomputes=False))
+    """As the README has it; with --options, what they gain."""
+    bmt.init_distributed(seed=0, fp8=args.options == "fp8", device=DEVICE)
+    model = bmt.BMTrainModelWrapper(model_of(args, torch.bfloat16, recomputes=False))
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = bmt.optim.AdamOptimizer(trained, lr=1e-4, weight_decay=0.01)
+    small = {"moments": "8bit", "master_weights": "split"} if args.options == "small" else {}
+    optimizer = bmt.optim.AdamOptimizer(trained, lr=1e-4, weight_decay=0.01, **small)
     manager = bmt.optim.OptimManager(loss_scale=None)
     manager.add_optimizer(optimizer)
 
@@ -204,26 +236,32 @@ def ours(args: argparse.Namespace) -> Step:
     return step
 
 
+def join() -> None:
+    """The other processes, as programs of PyTorch do."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+
+
 def plain(args: argparse.Namespace) -> Step:
     """PyTorch on one GPU, DDP on several: fp32 weights under bf16 autocast, compiled whole."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    join()
     torch.set_float32_matmul_precision("high")
     is_lora = args.model.endswith("lora")
-    model = model_of(args.model, torch.bfloat16 if is_lora else torch.float32, args.recomputes)
+    model = model_of(args, torch.bfloat16 if is_lora else torch.float32, args.recomputes)
     params = [param for param in model.parameters() if param.requires_grad]
     if dist.get_world_size() > 1:
         model = nn.parallel.DistributedDataParallel(model)
     if is_lora:
         for layer in layers_of(model):
-            layer.compile()
+            layer.compile(mode=args.mode)
         compiled: Any = model
     else:
         compiled = torch.compile(model, mode=args.mode)
     optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not is_lora):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=not is_lora):
             loss = loss_of(compiled(**batch))
         loss.backward()
         nn.utils.clip_grad_norm_(params, 1.0)
@@ -236,10 +274,9 @@ def plain(args: argparse.Namespace) -> Step:
 
 def fsdp2(args: argparse.Namespace) -> Step:
     """`fully_shard` of each layer and of the model, layers compiled, fp32 masters."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    join()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    model = model_of(args.model, torch.float32, recomputes=False)
+    model = model_of(args, torch.float32, recomputes=False)
     for parent in list(model.modules()):
         if isinstance(parent, nn.ModuleList):
             for index, layer in enumerate(parent):
@@ -248,6 +285,10 @@ def fsdp2(args: argparse.Namespace) -> Step:
         layer.compile(mode=args.mode)
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
+    if args.symmetric:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                communicate_symmetrically(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -261,6 +302,15 @@ def fsdp2(args: argparse.Namespace) -> Step:
     return step
 
 
+def communicate_symmetrically(module: FSDPModule) -> None:
+    """Buffers of symmetric memory; before torch 2.12 those that NCCL allocates and registers."""
+    name = "set_symm_mem_for_comm"
+    if hasattr(module, name):
+        getattr(module, name)()
+    else:
+        module.set_allocate_memory_from_process_group_for_comm(True)
+
+
 BACKENDS: dict[str, Callable[[argparse.Namespace], Step]] = {
     "ours": ours,
     "plain": plain,
@@ -268,147 +318,304 @@ BACKENDS: dict[str, Callable[[argparse.Namespace], Step]] = {
 }
 
 
-def batch_of(name: str, rows: int) -> dict[str, torch.Tensor]:
-    """Ids and labels (rows, tokens) of this rank."""
-    seq = GEOMETRIES[name].seq if name in GEOMETRIES else TRANSFORMERS[name]
-    vocab = {"bert-large": 30528, "t5-base": 32128, "gpt2": 50304}.get(name, 128256)
-    ids = torch.randint(0, vocab, (rows, seq + 1), device="cuda")
-    return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+def lengths_of(rows: int, seq: int) -> torch.Tensor:
+    """Tokens of this rank's rows: log-normal around half of a row, one seed for all peers."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    drawn = torch.randn(world * rows, generator=torch.Generator().manual_seed(0))
+    found = (drawn.mul(0.6).exp() * seq / 2).round().long().clamp(min(16, seq), seq)
+    return found.chunk(world)[rank]
+
+
+def batch_of(args: argparse.Namespace, rows: int) -> dict[str, torch.Tensor]:
+    """Ids and labels (rows, tokens) of this rank; with --padded, a mask of what is no padding."""
+    seq = GEOMETRIES[args.model].seq if args.model in GEOMETRIES else TRANSFORMERS[args.model]
+    vocab = {"bert-large": 30528, "t5-base": 32128, "gpt2": 50304}.get(args.model, 128256)
+    if args.tiny:
+        seq, vocab = 32, 512
+    ids = torch.randint(0, vocab, (rows, seq + 1), device=DEVICE)
+    batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    if args.padded:
+        mask = torch.arange(seq) < lengths_of(rows, seq)[:, None]
+        batch["attention_mask"] = mask.long().to(DEVICE)
+        batch["labels"].masked_fill_(~mask.to(DEVICE), -100)
+    return batch
+
+
+def idle() -> None:
+    """Wait until the device has done everything."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def measure(args: argparse.Namespace) -> None:
     """Median of the steps after warm-up, with the device idle before and after each."""
-    begun = time.time()
     step = BACKENDS[args.backend](args)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    first = 0.0
     for rows in args.batch:
         torch.manual_seed(rank)
-        record: dict[str, Any] = {
-            "what": "as written",
-            "backend": args.backend,
-            "mode": args.mode,
-            "model": args.model,
-        }
-        record |= {"gpus": world, "rows": rows, "recomputes": args.recomputes}
-        batch, times, first = batch_of(args.model, rows), [], 0.0
-        torch.cuda.reset_peak_memory_stats()
+        record: dict[str, Any] = {"rows": rows}
+        batch, times = batch_of(args, rows), []
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         try:
             for number in range(args.warmup + args.steps):
-                torch.cuda.synchronize()
+                idle()
                 start = time.perf_counter()
                 loss = step(batch)
-                torch.cuda.synchronize()
-                first = first or time.time() - begun
+                idle()
+                if not first:
+                    first = time.time() - psutil.Process().create_time()
+                    record["first_step_s"] = round(first, 1)
                 times += [time.perf_counter() - start] if number >= args.warmup else []
         except torch.OutOfMemoryError:
             record["failed"] = "out of memory"
         else:
-            seconds = statistics.median(times)
-            record |= {
-                "step_ms": round(1e3 * seconds, 2),
-                "tokens_per_s": round(batch["labels"].numel() / seconds),
-                "loss": round(float(loss), 4),
-                "first_step_s": round(first, 1),
-                "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
-                "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
+            record |= rates(batch, statistics.median(times), world) | {
+                "loss": round(float(loss), 4)
             }
         if rank == 0:
             print(RESULT + json.dumps(record), flush=True)
     os._exit(0)
 
 
-# Which runs are compared: (GPUs, words of `measure`).
-OURS, PLAIN, GRAPHED = "ours", "plain", "plain --mode reduce-overhead"
-SUITES: dict[str, tuple[int, str, Sequence[str]]] = {
-    "gpt2-one-gpu": (1, "gpt2 --batch 8 32", (OURS, PLAIN, GRAPHED)),
-    "gpt2-two-gpus": (2, "gpt2 --batch 8 32", (OURS, PLAIN, GRAPHED)),
-    "bert-one-gpu": (1, "bert-large --batch 256", (OURS, PLAIN)),
-    "t5-one-gpu": (1, "t5-base --batch 16", (OURS, PLAIN)),
-    "bert-two-gpus": (2, "bert-large --batch 256", (OURS, PLAIN)),
-    "t5-two-gpus": (2, "t5-base --batch 16", (OURS, PLAIN)),
-    "llama-two-gpus": (2, "llama-8b --batch 3", (OURS, "fsdp2 --recomputes")),
-    "lora-one-gpu": (1, "llama-8b-lora --batch 1 2", (OURS, PLAIN, "plain --recomputes")),
+def rates(batch: Mapping[str, torch.Tensor], seconds: float, world: int) -> dict[str, Any]:
+    """Tokens a second and GPU, with padding and, where there is some, without; peaks of memory."""
+    found: dict[str, Any] = {
+        "step_ms": round(1e3 * seconds, 2),
+        "tokens_per_s": round(batch["labels"].numel() / seconds),
+    }
+    if "attention_mask" in batch:
+        real = batch["attention_mask"].sum()
+        dist.all_reduce(real)  # rows of ranks differ in length
+        found["real_tokens_per_s"] = round(float(real) / world / seconds)
+    if DEVICE == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+        found["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 2)
+    return found
+
+
+# What runs: a name for --peers, and words of `measure`.
+PEERS = {
+    "ours": "ours",
+    "ours-fp8": "ours --options fp8",
+    "ours-small": "ours --options small",
+    "plain": "plain",
+    "plain-graphs": "plain --mode reduce-overhead",
+    "plain-recomputed": "plain --recomputes",
+    "fsdp2": "fsdp2",
+    "fsdp2-graphs": "fsdp2 --mode reduce-overhead",
+    "fsdp2-recomputed": "fsdp2 --recomputes",
+    "fsdp2-symmetric": "fsdp2 --symmetric",
+    "fsdp2-symmetric-recomputed": "fsdp2 --symmetric --recomputes",
 }
 
 
-def run_suite(name: str, limit: float) -> list[dict[str, Any]]:
-    """The records of a suite; a run that ends without one says so."""
-    gpus, words, backends = SUITES[name]
-    records = []
-    for backend in backends:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc_per_node={gpus}", __file__, "--measure", *words.split()]
-        command += ["--backend", *backend.split()]
-        try:
-            done = subprocess.run(
-                command, check=False, capture_output=True, text=True, timeout=limit
-            )
-            text, told = done.stdout, done.stderr[-400:]
-        except subprocess.TimeoutExpired as error:
-            text, told = str(error.stdout or b"", "utf-8"), f"longer than {limit:.0f} s"
-        found = [json.loads(x.removeprefix(RESULT)) for x in text.splitlines() if RESULT in x]
-        if not found:
-            found = [
-                {
-                    "what": "as written",
-                    "backend": backend,
-                    "model": words.split()[0],
-                    "failed": told,
-                }
-            ]
-        for record in found:
-            print(json.dumps(record), flush=True)
-        records += [{"suite": name, **record} for record in found]
-    return records
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Runs of one model that are compared with one another.
+
+    Attributes:
+        gpus: how many.
+        words: the model and its batches, arguments of `measure`.
+        peers: names of PEERS.
+    """
+
+    gpus: int
+    words: str
+    peers: Sequence[str]
 
 
-def ratios(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+ALONE = ("ours", "plain", "plain-graphs")
+SEVERAL = ("ours", "plain", "plain-graphs", "fsdp2", "fsdp2-graphs", "fsdp2-symmetric")
+LARGE = ("ours", "ours-fp8", "ours-small", "fsdp2", "fsdp2-symmetric")
+LARGE += ("fsdp2-recomputed", "fsdp2-symmetric-recomputed")
+SUITES = {
+    "gpt2-one-gpu": Suite(1, "gpt2 --batch 8 32", ALONE),
+    "gpt2-two-gpus": Suite(2, "gpt2 --batch 8 32", SEVERAL),
+    "bert-one-gpu": Suite(1, "bert-large --batch 256", ALONE),
+    "bert-padded-one-gpu": Suite(1, "bert-large --batch 256 --padded", ALONE),
+    "bert-two-gpus": Suite(2, "bert-large --batch 256", SEVERAL),
+    "bert-padded-two-gpus": Suite(2, "bert-large --batch 256 --padded", SEVERAL),
+    "t5-one-gpu": Suite(1, "t5-base --batch 16", ALONE),
+    "t5-padded-one-gpu": Suite(1, "t5-base --batch 16 --padded", ALONE),
+    "t5-two-gpus": Suite(2, "t5-base --batch 16", SEVERAL),
+    "t5-padded-two-gpus": Suite(2, "t5-base --batch 16 --padded", SEVERAL),
+    "llama-two-gpus": Suite(2, "llama-8b --batch 3", LARGE),
+    "lora-one-gpu": Suite(1, "llama-8b-lora --batch 1 2", (*ALONE, "plain-recomputed")),
+}
+
+
+def common_of(words: Sequence[str], gpus: int) -> dict[str, Any]:
+    """What all records of a run say."""
+    args = parser().parse_args([*words])
+    common = {"what": "as written", "backend": args.backend, "mode": args.mode}
+    common |= {"model": args.names[0], "gpus": gpus, "recomputes": args.recomputes}
+    # Where they are off, records look as those of before these were there.
+    apart = {"padded": args.padded, "symmetric": args.symmetric, "options": args.options}
+    return common | {name: value for name, value in apart.items() if value}
+
+
+def run(
+    suite: Suite, peer: str, limit: float, *, warm: bool, extra: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The records of one peer, cold and perhaps warm; what ends without one says so."""
+    words = [*shlex.split(suite.words), "--backend", *shlex.split(PEERS[peer]), *extra]
+    common = common_of(words, suite.gpus)
+    batches = parser().parse_args(words).batch
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        began = time.monotonic()
+        found, failure = started(suite.gpus, words, limit, folder)
+        if len(found) < len(batches):
+            found.append({"rows": batches[len(found)], "failed": failure})
+        left = limit - (time.monotonic() - began)
+        if warm and "first_step_s" in found[0]:
+            found[0]["compiled"] = len(before := code_in(folder))
+            once = [*words, "--batch", str(batches[0]), "--warmup", "0", "--steps", "1"]
+            again, _ = started(suite.gpus, once, left, folder)
+            if again and "first_step_s" in again[0]:
+                found[0]["warm_first_step_s"] = again[0]["first_step_s"]
+                found[0]["warm_compiled"] = len(code_in(folder) - before)
+    return [common | record for record in found]
+
+
+def started(
+    gpus: int, words: Sequence[str], limit: float, folder: pathlib.Path
+) -> tuple[list[dict[str, Any]], str]:
+    """What rank 0 has measured, and why something is missing. Caches are in the folder."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={gpus}", __file__, "--measure", *words]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    with tempfile.TemporaryDirectory() as name:
+        log = pathlib.Path(name, "log")
+        in_time = finishes(command, log, limit, caches | WITHOUT_MULTICAST)
+        text = log.read_text(errors="replace")
+    found = [json.loads(x.partition(RESULT)[2]) for x in text.splitlines() if RESULT in x]
+    if not found:
+        print("\n".join("    | " + line for line in last_words(text)), flush=True)
+    return found, why_it_failed(text) if in_time else f"longer than {limit:.0f} s"
+
+
+def variant_of(record: Mapping[str, Any]) -> str:
+    """A peer in words."""
+    words = [record["backend"], record["mode"], "recomputed" if record["recomputes"] else None]
+    words += ["symmetric" if record.get("symmetric") else None, record.get("options")]
+    return " ".join(word for word in words if word)
+
+
+def ratios(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Ours over the fastest peer, by suite and rows."""
-    rates: dict[tuple[Any, ...], dict[str, float]] = collections.defaultdict(dict)
+    found: dict[tuple[Any, ...], dict[str, float]] = collections.defaultdict(dict)
     for each in records:
         if "tokens_per_s" in each:
-            words = [each["backend"], each["mode"], "recomputed" if each["recomputes"] else None]
-            peer = " ".join(word for word in words if word)
-            rates[each["suite"], each["rows"]][peer] = each["tokens_per_s"]
+            found[each["suite"], each["rows"]][variant_of(each)] = each["tokens_per_s"]
     out = []
-    for (suite, rows), found in rates.items():
-        peers = {name: rate for name, rate in found.items() if name != OURS}
-        if OURS in found and peers:
+    for (suite, rows), speeds in found.items():
+        peers = {name: rate for name, rate in speeds.items() if name.split()[0] != "ours"}
+        if "ours" in speeds and peers:
             best = max(peers, key=peers.__getitem__)
-            ratio = round(found[OURS] / peers[best], 3)
+            ratio = round(speeds["ours"] / peers[best], 3)
             out.append({"suite": suite, "rows": rows, "fastest_peer": best, "ratio": ratio})
     return out
 
 
+def merged(
+    old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Both; of runs that were repeated the new records."""
+    repeated = {(each["suite"], variant_of(each)) for each in new}
+    yield from (each for each in old if (each["suite"], variant_of(each)) not in repeated)
+    yield from new
+
+
+def earlier(path: pathlib.Path, commit: str, facts: Mapping[str, object]) -> list[dict[str, Any]]:
+    """The records of an earlier call, for --add.
+
+    Raises:
+        SystemExit: if they are of another commit or machine: their ratio would mean nothing.
+    """
+    if not path.exists():
+        return []
+    report = json.loads(path.read_text())
+    for name, own in (("commit", commit), ("machine", facts)):
+        if report[name] != own:
+            raise SystemExit(f"--add: {path} has {name} {report[name]}, this is {own}.")
+    return list(report["records"])
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("names", nargs="*", help="suites; with --measure a model")
+    found.add_argument("--list", action="store_true", help="say which suites and peers there are")
+    found.add_argument("--peers", nargs="+", choices=PEERS, help="only these of each suite")
+    found.add_argument("--limit", type=float, default=200, help="seconds of one peer's run")
+    found.add_argument(
+        "--within", type=float, default=float("inf"), help="seconds of all: the rest is left out"
+    )
+    found.add_argument("--warm", action="store_true", help="start each again, with warm caches")
+    found.add_argument("--add", action="store_true", help="keep the records that --out has")
+    found.add_argument("--out", type=pathlib.Path)
+    found.add_argument("--commit", default="unknown")
+    found.add_argument("--measure", action="store_true", help="one backend, in these processes")
+    found.add_argument("--backend", choices=BACKENDS, default="ours")
+    found.add_argument("--mode", help="of torch.compile, for peers")
+    found.add_argument("--recomputes", action="store_true", help="peers recompute each layer")
+    found.add_argument("--symmetric", action="store_true", help="FSDP2 with symmetric memory")
+    found.add_argument("--options", choices=("fp8", "small"), help="of ours; small: Adam's states")
+    found.add_argument("--batch", type=int, nargs="+", default=[8])
+    found.add_argument("--padded", action="store_true", help="rows of real lengths, with a mask")
+    found.add_argument("--steps", type=int, default=8)
+    found.add_argument("--warmup", type=int, default=6)
+    found.add_argument("--tiny", action="store_true", help="small models, to try the programs")
+    return found
+
+
 def main() -> None:
     """Measure one backend, or run suites and write their records."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+", help=f"suites: {', '.join(SUITES)}; or a model")
-    parser.add_argument("--measure", action="store_true", help="one backend, in these processes")
-    parser.add_argument("--backend", choices=BACKENDS, default="ours")
-    parser.add_argument("--mode", help="of torch.compile, for peers")
-    parser.add_argument("--recomputes", action="store_true", help="peers recompute each layer")
-    parser.add_argument("--batch", type=int, nargs="+", default=[8])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=6)
-    parser.add_argument("--limit", type=float, default=200, help="seconds of one run")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--out", type=pathlib.Path)
-    args = parser.parse_args()
+    args = parser().parse_args()
     if args.measure:
         (args.model,) = args.names
         measure(args)
-    records = [record for name in args.names for record in run_suite(name, args.limit)]
-    found = ratios(records)
-    for each in found:
+    unknown = set(args.names) - SUITES.keys()
+    if args.list or unknown or not args.names:
+        for name, suite in SUITES.items():
+            print(f"{name:22} {suite.gpus} GPUs: {', '.join(suite.peers)}")
+        raise SystemExit(f"no suite {', '.join(sorted(unknown))}" if unknown else 0)
+    facts = machine_from_outside() if DEVICE == "cuda" else machine("cpu")
+    records = earlier(args.out, args.commit, facts) if args.add and args.out else []
+    began = time.monotonic()
+    extra = [f"--steps={args.steps}", f"--warmup={args.warmup}", *(["--tiny"] if args.tiny else [])]
+    for name in args.names:
+        for peer in args.peers or SUITES[name].peers:
+            limit = min(args.limit, args.within - (time.monotonic() - began))
+            if limit < LEAST:
+                print(f"{name}, {peer}: left out, {args.within:.0f} s are over", flush=True)
+                continue
+            found = run(SUITES[name], peer, limit, warm=args.warm, extra=extra)
+            for record in found:
+                print(json.dumps(record), flush=True)
+            records = [*merged(records, [{"suite": name, **record} for record in found])]
+            if args.out is not None:
+                save(records, args, facts)
+    for each in ratios(records):
         print(json.dumps(each))
-    if args.out is not None:
-        command = f"python benchmarks/as_written.py {' '.join(args.names)}"
-        facts = machine_from_outside()
-        report = report_of(
-            records, commit=args.commit, command=command, machine=facts, ratios=found
-        )
-        write(report, args.out)
+
+
+def save(
+    records: Sequence[dict[str, Any]], args: argparse.Namespace, facts: Mapping[str, object]
+) -> None:
+    """Write all records there are."""
+    names = dict.fromkeys(record["suite"] for record in records)
+    command = f"python benchmarks/as_written.py {' '.join(names)}{' --warm' if args.warm else ''}"
+    found = ratios(records)
+    write(
+        report_of(records, commit=args.commit, command=command, machine=facts, ratios=found),
+        args.out,
+    )
 
 
 if __name__ == "__main__":
