@@ -76,7 +76,9 @@ class Geometry:
 
 GEOMETRIES = {
     "gpt2": Geometry(12, 768, 12, 3072, 1024, 50304),
+    "1b": Geometry(16, 2048, 32, 8192, 4096, 128256, kv_heads=8),
     "llama-8b": Geometry(32, 4096, 32, 14336, 4096, 128256, kv_heads=8),
+    "13b": Geometry(40, 5120, 128, 20480, 512, 50304),
 }
 TRANSFORMERS = {"bert-large": 128, "t5-base": 512, "llama-8b-lora": 4096}  # tokens of a row
 
@@ -328,8 +330,11 @@ def lengths_of(rows: int, seq: int) -> torch.Tensor:
 
 def batch_of(args: argparse.Namespace, rows: int) -> dict[str, torch.Tensor]:
     """Ids and labels (rows, tokens) of this rank; with --padded, a mask of what is no padding."""
-    seq = GEOMETRIES[args.model].seq if args.model in GEOMETRIES else TRANSFORMERS[args.model]
-    vocab = {"bert-large": 30528, "t5-base": 32128, "gpt2": 50304}.get(args.model, 128256)
+    if args.model in GEOMETRIES:
+        seq, vocab = GEOMETRIES[args.model].seq, GEOMETRIES[args.model].vocab
+    else:
+        seq = TRANSFORMERS[args.model]
+        vocab = {"bert-large": 30528, "t5-base": 32128}.get(args.model, 128256)
     if args.tiny:
         seq, vocab = 32, 512
     ids = torch.randint(0, vocab, (rows, seq + 1), device=DEVICE)
@@ -441,7 +446,13 @@ SUITES = {
     "t5-padded-one-gpu": Suite(1, "t5-base --batch 16 --padded", ALONE),
     "t5-two-gpus": Suite(2, "t5-base --batch 16", SEVERAL),
     "t5-padded-two-gpus": Suite(2, "t5-base --batch 16 --padded", SEVERAL),
+    "1b-one-gpu": Suite(1, "1b --batch 4", ALONE),
+    "1b-two-gpus": Suite(2, "1b --batch 4", SEVERAL),
+    "1b-four-gpus": Suite(4, "1b --batch 4", SEVERAL),
+    "gpt2-four-gpus": Suite(4, "gpt2 --batch 8 32", SEVERAL),
     "llama-two-gpus": Suite(2, "llama-8b --batch 3", LARGE),
+    "llama-four-gpus": Suite(4, "llama-8b --batch 3", LARGE),
+    "13b-four-gpus": Suite(4, "13b --batch 8 24", LARGE),
     "lora-one-gpu": Suite(1, "llama-8b-lora --batch 1 2", (*ALONE, "plain-recomputed")),
 }
 

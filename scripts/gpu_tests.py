@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 ROOMS = ("block", "shard", "distributed", "optim", "kernels", "compile", "recompute")
 CORES_PER_WORKER = 3  # two ranks and the test
-MOST_WORKERS = 10
+MOST_PER_GPU = 5  # workers
 
 
 def digest() -> str:
@@ -61,7 +61,9 @@ def main() -> int:
     known = json.loads(RESULT.read_text(encoding="utf-8")) if args.again else {}
     if args.again and known["digest"] != digest():
         parser.error("the sources have changed since: run all tests")
-    workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // CORES_PER_WORKER))
+    workers = max(
+        1, min(MOST_PER_GPU * torch.cuda.device_count(), (os.cpu_count() or 1) // CORES_PER_WORKER)
+    )
     parallel = ["-n", str(workers), "--dist=worksteal"] if _has_xdist() and workers > 1 else []
     # Torch makes this folder at first use, and warns where two processes do so at once.
     pathlib.Path.home().joinpath(".cache", "torch", "kernels").mkdir(parents=True, exist_ok=True)
