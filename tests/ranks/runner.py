@@ -42,7 +42,6 @@ from tests.cores import share_cores
 
 import bmtrain
 from bmtrain.runtime import world
-from bmtrain.shard import gradient
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 60.0
@@ -404,7 +403,6 @@ def _settle():
     """What all rank processes have in common."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest, which gets it too, ends the ranks
     torch.set_num_threads(1)
-    gradient.LEAST_FREED = 0  # models of tests are small
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import bmtrain as bmt
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.recompute.level import Level
 from bmtrain.runtime import world
-from bmtrain.shard import gradient
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.slices import Slices
 
@@ -127,20 +126,6 @@ def cleared():
             del held
 
 
-def small():
-    """Small gradients stay where they are."""
-    with mock.patch.object(gradient, "LEAST_FREED", 2**20):
-        blocks = [bmt.Block(nn.Linear(size, size)) for size in (DIM, 2**11, DIM)]
-        found = []
-        for _ in range(2):
-            for block in blocks:
-                block(torch.ones(2, block.in_features)).sum().backward()
-            found.append([storage_of(block).gradient.flat for block in blocks])
-            for block in blocks:
-                block.zero_grad()
-    assert [one is other for one, other in zip(*found, strict=True)] == [True, False, True]
-
-
 def shares():
     """Parameters, gradients and both moments are 1/world of the whole, padding under 1 %."""
     for factory in (AdamOptimizer, AdamOffloadOptimizer):
@@ -226,7 +211,6 @@ def without_backward():
         (between, 3),
         (cleared, 1),
         (cleared, 2),
-        (small, 2),
         (shares, 3),
         (growth, 2),
         (deleted, 2),

@@ -488,7 +488,6 @@ class Block(DistributedModule):
                     hooks = self._context.pinned.saving(call.moved, hooks)
                 with hooks:
                     out = call.run(self._inner, args, kwargs)
-                use.check_unchanged()
             return out, views
 
     def _bound(

@@ -139,8 +139,7 @@ def _name_storages(model: torch.nn.Module) -> None:
         if isinstance(param, DistributedParameter):
             names.setdefault(param.storage_of, []).append(name)
     for storage, own in names.items():
-        if storage.residence.label is not None:
-            storage.residence.label.rename(own)
+        storage.residence.label.rename(own)
 
 
 class _Wrapping:

@@ -25,7 +25,6 @@ from bmtrain.plan.outline import Group, Outline, numel_of
 from bmtrain.plan.settings import DTYPES, GIB, LEVELS, Machine, Settings
 from bmtrain.recompute import plan
 from bmtrain.recompute.level import AUTO, Level
-from bmtrain.shard.gradient import LEAST_FREED
 from bmtrain.shard.layout import Layout
 
 NUM_BUFFERS = 2  # of each size that ZeRO-3 gathers at a time: the block in use and the next
@@ -202,16 +201,10 @@ class Memory:
         return HOST_SYSTEM + self.machine.gpus * (HOST_PROCESS + self.host + inputs)
 
     def gradients_behind(self, gone: int, *, is_forward: bool) -> int:
-        """Bytes of gradients that lie in memory when those of calls before number `gone` do not.
-
-        In forward, small ones that are cleared still have their memory.
-        """
+        """Bytes of gradients that lie in memory when those of calls before number `gone` do not."""
         numbers = {call.number for call in self.outline.calls[gone:]}
         shards = [
-            shard
-            for number, own in enumerate(self.blocks)
-            for shard in own
-            if number in numbers or (is_forward and shard.num_bytes < LEAST_FREED)
+            shard for number, own in enumerate(self.blocks) for shard in own if number in numbers
         ]
         if not is_forward or gone < len(self.outline.calls):
             shards += self.others

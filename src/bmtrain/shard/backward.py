@@ -149,8 +149,6 @@ class Backward:
         together: dict[tuple[str, torch.dtype], tuple[Axis, list[Reduction]]] = {}
         for gradient, grads in found:
             self._open(gradient)
-            if not self._deferring:
-                self._note_reduction(gradient)
             reduction = gradient.add(grads, defer=self._deferring)
             if reduction is not None:
                 key, axis = (gradient.axis.name, reduction.dtype), gradient.axis
@@ -195,23 +193,11 @@ class Backward:
 
     def _flush_deferred(self) -> None:
         for gradient in self._waiting:
-            if gradient not in self._gradients:
-                gradient.open()
-                self._gradients.append(gradient)
-            if gradient.has_deferred:
-                self._note_reduction(gradient)
+            self._open(gradient)
             reduction = gradient.flush()
             if reduction is not None:
                 self._transport.reduce([reduction], gradient.axis)
         self._waiting.clear()
-
-    def _note_reduction(self, gradient: Gradient) -> None:
-        """Enter the reduction in the ledger.
-
-        Collectives of one size match whatever they carry: ranks that reduce in different orders
-        would add up gradients of different storages in silence.
-        """
-        self._transport.ledger.note(gradient.axis, f"the gradient of {gradient.label.text}")
 
     def _close(self) -> None:
         """Show the finished gradients, as all ranks agree; deferred ones stay hidden."""

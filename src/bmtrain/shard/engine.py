@@ -16,8 +16,8 @@ from bmtrain.distributed.transport import Streams, Transport
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import NO_PASS, Backward
-from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.label import Label, Phase
+from bmtrain.shard.layout import Slot
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.residence import Fixed, Residence
@@ -115,33 +115,27 @@ class Engine:
             Streams(world.device), world.service(PeerGroups), world.service(Ledger)
         )
         self.schedule: Schedule[Residence] = Schedule()
-        self.backward = Backward(self.transport, self._end_of_backward)
+        self.backward = Backward(self.transport, self.begin_pass)
         self.replicated = Replicated(world.mesh.world, self.transport.ledger, self.backward)
         # Ties gathered views to the graph. All gathers share it, because nothing is ever
         # accumulated into it. It is on the CPU, where autograd attaches no stream to its node.
         self.leaf = torch.zeros((), device="cpu", requires_grad=True)
         # Weak: the engine lives as long as the run and must not keep dropped models alive.
-        self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
+        self.residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self.num_registered = 0
         world.service(Sameness)  # refuses wrappers that take over modules
         self.steps = Steps(self.transport.ledger, world.mesh.world, self.replicated)
         self._with_grad = True  # grad mode of the last forward pass
         self._num_turns = 0  # storages met in the pass
 
-    def new_label(self, axis: Axis, names: Sequence[str]) -> Label:
-        """The label of the next storage."""
+    def register(self, axis: Axis, slots: Sequence[Slot], dtype: torch.dtype) -> Label:
+        """The label of the next storage, whose making is entered in the ledger."""
+        label = Label(self.num_registered, axis, [slot.name for slot in slots])
         self.num_registered += 1
         self.steps.has_sharded = True
-        return Label(self.num_registered - 1, axis, names)
-
-    def register(self, residence: Residence, gradient: Gradient) -> None:
-        """Enter a new storage into the schedule, the backward passes and the ledger."""
-        self._residences.add(residence)
-        residence.label = gradient.label
-        shapes = " ".join(f"{slot.name} {slot.shape}" for slot in gradient.layout.slots)
-        self.transport.ledger.note(
-            gradient.axis, f"the making of {gradient.label.text}: {gradient.policy.dtype} {shapes}"
-        )
+        shapes = " ".join(f"{slot.name} {slot.shape}" for slot in slots)
+        self.transport.ledger.note(axis, f"the making of {label.text}: {dtype} {shapes}")
+        return label
 
     def bring(self, residences: Sequence[Residence]) -> None:
         """Gather what is missing of `residences` as one, readable on the compute stream.
@@ -184,13 +178,11 @@ class Engine:
             return residence.acquire(phase)
         if phase is Phase.FORWARD:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
-                self.schedule.restart()
-                self._num_turns = 0
-                self._begin_forward()
+                self.begin_pass()
                 # On a GPU the host does not wait for gathers: without this, ranks that part in a
                 # forward pass would hang with no message. Once per pass, in the background.
                 ledger = self.transport.ledger
-                if residence.label is not None and not ledger.is_immediate:
+                if not ledger.is_immediate:
                     ledger.compare_later(residence.label.axis)
             self._with_grad = with_grad
             residence.turn = self._num_turns
@@ -216,25 +208,22 @@ class Engine:
         if self.backward.task != NO_PASS:
             self.backward.abandon_if_dead()
         # Compiled code of whole models reads shards without asking for them.
-        for residence in list(self._residences):
+        for residence in list(self.residences):
             residence.is_late = False
             residence.settle()
         # A capture that follows cannot wait for events of work that was issued before it.
         self.transport.streams.join()
-        self.schedule.restart()
-        self._begin_forward()
+        self.begin_pass()
 
     def fixed(self, residence: Residence) -> Residence:
         """The residence of the same values that stays where it is, for as long as it is held."""
         found = residence.fixed()
-        self._residences.add(found)
+        self.residences.add(found)
         return found
 
-    def _begin_forward(self) -> None:
-        # Shards may be written between passes: without this, a block could use old values.
-        for residence in self._residences:
-            residence.forget()
-
-    def _end_of_backward(self) -> None:
+    def begin_pass(self) -> None:
+        """A pass is over: forget what was gathered, as shards may be written before the next."""
         self.schedule.restart()
-        self._begin_forward()
+        self._num_turns = 0
+        for residence in self.residences:
+            residence.forget()

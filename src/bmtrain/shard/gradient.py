@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
-import operator
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,16 +12,13 @@ import torch
 
 from bmtrain.distributed.transport import Reduction, Transport
 from bmtrain.errors import ParameterError
+from bmtrain.shard.cut import Cut
 from bmtrain.shard.hooks import Hooked
 from bmtrain.shard.label import Label
 from bmtrain.shard.layout import Layout
-from bmtrain.shard.residence import num_references
+from bmtrain.shard.sharded import Sharded
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import plain_functions
-
-# Bytes. Smaller gradients keep their memory when they are cleared: reallocating one costs the host
-# 50 us, and a small model is bound by its host.
-LEAST_FREED = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,30 +30,14 @@ class GradientPolicy:
     accumulate_dtype: torch.dtype
 
 
-class Content(enum.Enum):
-    """What the memory of a sum holds.
-
-    A new sum is UNWRITTEN. `open` makes the sum CURRENT if any parameter has a gradient already; if
-    none has, it turns a CURRENT sum into a STALE one. The first reduction or slice of a pass makes
-    it CURRENT.
-    """
-
-    #: uninitialised memory
-    UNWRITTEN = enum.auto()
-    #: the sum of an earlier pass, to be overwritten
-    STALE = enum.auto()
-    #: the sum so far, with zeros in the padding
-    CURRENT = enum.auto()
-
-
 class Gradient:
     """Sums the full gradients of a storage over backward passes and shows each slice in `.grad`.
 
-    A backward pass calls `open`, which reads what the program left in `.grad`, then `add` or
-    `add_slice` any number of times, then `close`. The slice of a parameter whose `.grad` is None
-    counts as zero, so clearing gradients launches no kernel. The memory of a large gradient that
-    has been cleared is freed in the next forward pass, which needs it for activations; backward
-    allocates it again.
+    A backward pass calls `open`, then `add` or `add_slice` any number of times, then `close`. It
+    adds to the gradients that are there, in place, as plain PyTorch does. If one was cleared or
+    replaced since, which the program may still hold, all move to a new sum. The slice of a
+    parameter whose `.grad` is None counts as zero, so clearing gradients launches no kernel. Memory
+    that has been cleared is freed in the next forward pass, which needs it for activations.
     """
 
     def __init__(
@@ -70,37 +48,39 @@ class Gradient:
         device: torch.device,
         transport: Transport,
         label: Label,
-        show: Callable[[torch.Tensor, int], Slices],
+        cuts: Sequence[Cut],
     ) -> None:
         self.layout, self.policy, self.axis, self.label = layout, policy, label.axis, label
         self._params: Sequence[weakref.ref[Hooked]] = params  # filled in by the storage later
-        self._device, self._transport, self._show = device, transport, show
+        self._device, self._transport, self._cuts = device, transport, cuts
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
         # The same in the parameters' dtype, shown in `.grad`; one tensor if the dtypes agree.
         self.flat: torch.Tensor | None = None
-        self._slots: list[torch.Tensor] = []  # 1-D views of `flat`
-        self._views: list[Slices] = []  # what `.grad` shows: `_slots` that look whole
-        # For parameters with hooks: what `.grad` held before the pass.
-        self._before: dict[int, torch.Tensor] = {}
+        self._views: list[Slices | None] = [None] * len(cuts)  # of `flat`, as far as `.grad` shows
+        self._version = -1  # of `flat` when it was shown; another one means that it was written
+        # Whether reductions are added to the sum. If not, the next one overwrites it.
+        self._accumulates = False
+        # Slots whose hooks get what the pass adds: what `.grad` held before is added behind them.
+        self._hooked: set[int] = set()
         # By slot: gradients of slices, summed over ranks already, added at the end of the pass.
         self._slices: list[tuple[int, torch.Tensor]] = []
         self._keeps_slices = False  # `_slices` are deferred
-        self._versions: list[int] = []
-        self._num_own = 0  # references to the memory and its views if no one else holds any
-        self.continued = [False] * len(layout.slots)
-        self.touched = [False] * len(layout.slots)
+        self.continued = [False] * len(cuts)
+        self.touched = [False] * len(cuts)
         self._deferred: torch.Tensor | None = None
         #: whether gradients were held back at the beginning of the pass
         self.had_deferred = False
         #: whether a pass has raised that added to what earlier ones had deferred
         self.is_lost = False
-        self._content = Content.UNWRITTEN
         self.is_open = False
 
     @property
     def has_hooks(self) -> bool:
         """Whether any parameter has hooks."""
-        return bool(self._hooked())
+        return any(
+            (param := ref()) is not None and (param.grad_hooks or param.post_hooks)
+            for ref in self._params
+        )
 
     @property
     def has_deferred(self) -> bool:
@@ -112,49 +92,55 @@ class Gradient:
 
         Collective the first time.
         """
-        total = self._total
         # While a pass is writing there it must not be freed.
-        is_large = total is not None and total.nbytes >= LEAST_FREED and not self.is_open
-        if is_large and all(grad is None for grad in self._grads()):
+        if self._total is not None and not self.is_open and not any(self._has_grad()):
             self._total = self.flat = None
-            self._slots, self._views = [], []
+            self._views = [None] * len(self._views)
         self._transport.expect(self.layout.numel, self.policy.reduce_dtype, self.axis)
 
     def open(self) -> None:
         """Begin a backward pass: keep what is in `.grad`, drop the rest of the sum."""
         self.is_open = True
-        grads = self._part_from_readers(self._grads())
+        params = [reference() for reference in self._params]
+        grads = [None if param is None else param.shown_grad for param in params]
         self.continued = [grad is not None for grad in grads]
-        total = self._total
-        if total is None:
+        self._hooked = {
+            index
+            for index, param in enumerate(params)
+            if param is not None and (param.grad_hooks or param.post_hooks)
+        }
+        carried = [is_there and i not in self._hooked for i, is_there in enumerate(self.continued)]
+        self._accumulates = any(carried)
+        is_kept = [grad is view for grad, view in zip(grads, self._views, strict=True)]
+        is_moved = (
+            self.flat is None
+            or any(self.continued[index] for index in self._hooked)
+            or any(v is not None and not kept for v, kept in zip(self._views, is_kept, strict=True))
+        )
+        old = self._total if self._accumulates else None
+        is_public = self.flat is self._total
+        is_intact = self.flat is not None and (is_public or self.flat._version == self._version)
+        if is_moved:
+            self._views = [
+                v if kept else None for v, kept in zip(self._views, is_kept, strict=True)
+            ]
+            self._total = self.flat = None  # freed before the new sum is allocated
+            make = torch.zeros if self._accumulates else torch.empty
             with torch.inference_mode(False):
-                self._total = total = torch.empty(
+                self._total = make(
                     self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device
                 )
-            self._show_total(total)
-            self._content = Content.UNWRITTEN
-        if any(self.continued):
-            if self._content is Content.UNWRITTEN:
-                total.zero_()
-            self._content = Content.CURRENT
-        elif self._content is Content.CURRENT:
-            self._content = Content.STALE
-        for index, (grad, view) in enumerate(zip(grads, self._slots, strict=True)):
-            if grad is None and self._content is Content.CURRENT:
-                # The reduction adds to the sum: without this, what was cleared would count.
-                self._slice(total, index).zero_()
-            # Where the program has written or replaced `.grad`, the sum becomes equal to it.
-            shown = self._views[index]
-            if grad is None or (grad is shown and view._version == self._versions[index]):
-                continue
-            if grad.local is not view:
-                view.copy_(grad.local)
-            if self.flat is not total:
-                self._slice(total, index).copy_(view)
+        for index, grad in enumerate(grads) if self._accumulates else ():
+            own = self._slice(self._total, index)
+            if grad is None or not carried[index]:
+                own.zero_()
+            elif not (is_kept[index] and is_intact):
+                own.copy_(grad.local)  # the program has written or replaced it
+            elif is_moved:
+                own.copy_(self._slice(old, index))
         self.had_deferred = self.has_deferred
         if not self.has_deferred:
             self.touched = [False] * len(self.continued)
-        self._set_aside(grads)
 
     def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> Reduction | None:
         """Add one full gradient: a tensor per slot, None for zeros.
@@ -210,18 +196,15 @@ class Gradient:
         self.is_lost = any(self.touched)
 
     def abandon(self) -> None:
-        """Leave a pass that has raised: `.grad` of hooked parameters is as it was.
+        """Leave a pass that has raised: what it has not added to in place is as it was.
 
         What the pass itself has deferred is dropped. Sums with what earlier passes had deferred
         cannot be taken apart: see `lose_deferred`.
         """
-        self.is_open = False
+        self.is_open, self._version = False, -1
         if not self.had_deferred:
             self._deferred, self._keeps_slices = None, False
         self._slices.clear()
-        for index, before in self._before.items():
-            self._slots[index].copy_(before)
-        self._before.clear()
 
     def flush(self) -> Reduction | None:
         """The reduction of what was deferred, which the caller has to start."""
@@ -238,128 +221,84 @@ class Gradient:
         find different ones step on different parameters.
         """
         self.is_open = False
-        if self._total is None or self.flat is None:
+        total = self._total
+        if total is None:
             return
         if self._slices and not self._keeps_slices:
-            if self._content is not Content.CURRENT:  # no reduction has overwritten it
-                self._total.zero_()
-                self._content = Content.CURRENT
+            if not self._accumulates:  # no reduction has overwritten it
+                total.zero_()
+                self._accumulates = True
             for index, grad in self._slices:
-                self._slice(self._total, index).add_(grad)
+                self._slice(total, index).add_(grad)
             self._slices.clear()
-        if self.flat is not self._total:
-            self.flat.copy_(self._total)
-        shown, hooked = [], self._hooked()
+        if self.flat is None and total.dtype != self.policy.dtype:
+            with torch.inference_mode(False):
+                self.flat = torch.empty_like(total, dtype=self.policy.dtype)
+        self.flat = flat = total if self.flat is None else self.flat
+        if flat is not total:
+            flat.copy_(total)
         with plain_functions():
             params = [reference() for reference in self._params]
             trained = [param is not None and param.requires_grad for param in params]
+        before, self._views, shown = self._views, [None] * len(params), []
         for index, param in enumerate(params):
-            is_shown = trained[index] and (self.continued[index] or touched[index])
-            if param is not None and is_shown:
-                if index in hooked or index in self._before:
-                    self._run_hooks(index, param, is_touched=touched[index])
-                param.shown_grad = self._views[index]
+            if param is None or not trained[index]:
+                continue
+            if self.continued[index] or touched[index]:
+                view, own = before[index], self._slice(flat, index)
+                if index in self._hooked:
+                    self._run_hooks(param, own, index, is_touched=touched[index])
+                if view is None or view is not param.shown_grad:
+                    view = self._shown(own, index)
+                # Who holds what `.grad` showed sees the new sum.
+                view.live_in(own)
+                param.shown_grad = self._views[index] = view
+                # Tensors that were gathered from `.grad` are copies: counting the write makes the
+                # next use of an old one an error.
+                view.num_own_writes += 1
                 shown.append((index, param))
-        for index, _ in shown:
-            # Tensors that were gathered from `.grad` are copies: counting the write makes the next
-            # use of an old one an error. The version tells `open` whether the program has written
-            # since.
-            self._views[index].num_own_writes += 1
-            self._versions[index] = self._slots[index]._version
+        self._version = flat._version
         for index, param in shown:
-            if touched[index] and index in hooked:
+            if touched[index] and index in self._hooked:
                 param.run_post_hooks()
 
+    def _run_hooks(self, param: Hooked, own: torch.Tensor, index: int, *, is_touched: bool) -> None:
+        """Hand what the pass adds to the hooks, then add what `.grad` held before."""
+        with torch.no_grad():
+            if is_touched:
+                own.copy_(param.hooked(self._shown(own.clone(), index)).local)
+            if param.shown_grad is not None:
+                own.add_(param.shown_grad.local)
+            if self.flat is not self._total:
+                self._slice(self._total, index).copy_(own)
+
+    def _shown(self, local: torch.Tensor, index: int) -> Slices:
+        """A slice as `.grad` shows it."""
+        out = Sharded(local, self._cuts[index])
+        out.is_gradient = True
+        return out
+
     def _check_deferring(self, defer: bool) -> None:
-        if (defer or self.has_deferred) and self._hooked():
+        if (defer or self.has_deferred) and self.has_hooks:
             raise ParameterError(
                 "a parameter with hooks got a gradient under reduce_gradients=False: "
                 "hooks see the gradient of every pass, summed "
                 "over ranks. Call backward without it."
             )
 
-    def _set_aside(self, grads: Sequence[Slices | None]) -> None:
-        """Start the sum of hooked parameters at zero: hooks see what the pass adds, not the sum."""
-        for index in self._hooked():
-            grad = grads[index]
-            if grad is not None and self._total is not None:
-                self._before[index] = grad.local.clone()
-                self._slice(self._total, index).zero_()
-
-    def _hooked(self) -> set[int]:
-        """Slots of parameters with hooks."""
-        return {
-            index
-            for index, ref in enumerate(self._params)
-            if (param := ref()) is not None and (param.grad_hooks or param.post_hooks)
-        }
-
-    def _run_hooks(self, index: int, param: Hooked, *, is_touched: bool) -> None:
-        before = self._before.pop(index, None)
-        view = self._slots[index]
-        own = self._show(view.clone(), index)
-        with torch.no_grad():
-            if is_touched:
-                view.copy_(param.hooked(own).local)
-            if before is not None:
-                view.add_(before)
-            if self.flat is not self._total and self._total is not None:
-                self._slice(self._total, index).copy_(view)
-
     def shows(self, grads: Sequence[object], index: int) -> bool:
         """Whether `grads`, of the slots from `index` on, are the views that this object shows."""
         shown = self._views[index : index + len(grads)]
-        return len(shown) == len(grads) and all(map(operator.is_, grads, shown))
+        return len(shown) == len(grads) and all(
+            view is not None and grad is view for grad, view in zip(grads, shown, strict=True)
+        )
 
-    def _grads(self) -> list[Slices | None]:
-        """The `.grad` of each parameter."""
+    def _has_grad(self) -> list[bool]:
+        """Whether `.grad` of each parameter shows one."""
         params = [reference() for reference in self._params]
-        return [None if param is None else param.shown_grad for param in params]
+        return [param is not None and param.shown_grad is not None for param in params]
 
-    def _part_from_readers(self, grads: list[Slices | None]) -> list[Slices | None]:
-        """Move to new memory if the program has cleared a gradient but still holds it.
-
-        Programs that take gradients per task do this (`old = p.grad; p.grad = None`): the next pass
-        would overwrite `old` in silence. Returns what `.grad` shows now.
-        """
-        shown = list(map(operator.is_, grads, self._views))
-        if self.flat is None or self._total is None or all(shown):
-            return grads
-        # Two references to each shown view are our own: one in `grads`, one in its parameter.
-        if self._num_references() - 2 * sum(shown) <= self._num_own:
-            return grads
-        old, was = self._slots, self._versions
-        old_total, old_public = self._total, self.flat
-        with torch.inference_mode(False):
-            self._total = old_total.clone()
-        self._show_total(self._total)
-        if self.flat is not self._total:
-            self.flat.copy_(old_public)
-        for index, reference in enumerate(self._params):
-            param = reference()
-            if param is not None and shown[index]:
-                param.shown_grad = self._views[index]
-                # Without this, `open` would mistake the copy for a write by the program.
-                if old[index]._version == was[index]:
-                    self._versions[index] = self._slots[index]._version
-        return self._grads()
-
-    def _num_references(self) -> int:
-        """References to the memory and to its views."""
-        views: int = sum(map(sys.getrefcount, self._views))
-        return views + num_references(self._slots[0])
-
-    def _show_total(self, total: torch.Tensor) -> None:
-        """Make the views that `.grad` shows of a new sum."""
-        with torch.inference_mode(False):
-            same = total.dtype == self.policy.dtype
-            self.flat = public = total if same else torch.empty_like(total, dtype=self.policy.dtype)
-            self._slots = [self._slice(public, index) for index in range(len(self._params))]
-            self._views = [self._show(own, index) for index, own in enumerate(self._slots)]
-        self._versions = [-1] * len(self._params)
-        self._num_own = self._num_references()
-
-    def _slice(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+    def _slice(self, flat: Any, index: int) -> torch.Tensor:
         piece = self.layout.piece(index, self.axis.index)
         return flat[piece.begin : piece.end]
 
@@ -387,8 +326,10 @@ class Gradient:
         """Of the full gradient that `parts` makes from the tensors it `reads`."""
         if self._total is None:
             raise RuntimeError("a gradient was reduced before it was opened")
-        accumulates = self._content is Content.CURRENT
-        self._content = Content.CURRENT
+        # Collectives of one size match whatever they carry: without the note, ranks that reduce in
+        # different orders would add up gradients of different storages in silence.
+        self._transport.ledger.note(self.axis, f"the gradient of {self.label.text}")
+        accumulates, self._accumulates = self._accumulates, True
         return Reduction(self._total, self.policy.reduce_dtype, parts, reads, accumulates)
 
 

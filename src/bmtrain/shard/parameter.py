@@ -130,7 +130,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     @classmethod
     def at(cls, storage: Storage, index: int, requires_grad: bool) -> DistributedParameter:
         """The parameter of one slot of a storage."""
-        cut = storage.cut(index)
+        cut = storage.cuts[index]
         param = without_memory(cls, cut.shape, storage.shard, requires_grad=requires_grad)
         param._aliases, param.grad_hooks, param.post_hooks = (
             {},
@@ -168,7 +168,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         """Live in another storage from now on; its slot must already hold the values."""
         slot = storage.layout.slots[index]
         self.storage_of, self.index_in_storage, self.shown_grad = storage, index, None
-        self._local, self.cut = storage.local(index), storage.cut(index)
+        self._local, self.cut = storage.local(index), storage.cuts[index]
         self._original_shape, self._tp_original_shape = (
             torch.Size(slot.shape),
             torch.Size(slot.whole_shape),
@@ -213,12 +213,12 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             )
         values = cut_like(value, self)
         for alias in self._living_aliases():  # in one process they keep their memory
-            alias._local = alias.local.clone()
+            alias.live_in(alias.local.clone())
         self._aliases.clear()
         self.local.copy_(values.local)
         self.mark_written()
         if isinstance(value, Slices) and value.cut.is_like(self.cut):
-            value._local = self._local
+            value.live_in(self._local)
             self._aliases[id(value)] = weakref.ref(value)
 
     @property
@@ -257,7 +257,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
         It shares the parameter's memory. Waits for an update of an optimizer in flight.
         """
-        self.storage_of.settle()
+        self.storage_of.residence.settle()
         return self._local
 
     @property
@@ -361,7 +361,8 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         Call it after every write between gathers, at the same place on all ranks.
         """
         self.count_write()
-        self.storage_of.mark_written()
+        # Where it is forgotten decides which gathers there are: at the same place on all ranks.
+        self.storage_of.residence.forget()
 
     def count_write(self) -> None:
         """`mark_written` for writes at the end of a pass, when no gather has to be forgotten."""
@@ -427,7 +428,7 @@ class ParameterAlias(Sharded):
 
     @property
     def local(self) -> torch.Tensor:
-        self.param.storage_of.settle()
+        self.param.storage_of.residence.settle()
         return self._local
 
     @property

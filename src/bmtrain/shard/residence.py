@@ -5,17 +5,14 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
 from bmtrain.distributed.transport import Gather, ShardSource, Transport
 from bmtrain.errors import ParameterError
-from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.label import Label, Phase
 from bmtrain.torch_internals import num_users, version_of
-
-# Returns a number that changes when a parameter is written in place on this rank.
-Version = Callable[[], int]
 
 
 def num_references(tensor: torch.Tensor) -> int:
@@ -42,8 +39,6 @@ class Residence:
     survives_forward: bool = True
     #: whether only the ranks of one pipeline stage have the storage
     is_pipelined: bool = False
-    #: what the storage is called in messages
-    label: Label | None = None
     #: version of the parameters when the last gather was started; None where nothing is gathered
     version: int | None = None
     #: place in the last pass that gathered it
@@ -51,15 +46,35 @@ class Residence:
     #: whether an update may still be under way: prefetching would make the host wait too early. The
     #: same on all ranks, whichever of them has waited already.
     is_late: bool = False
-    #: waits for updates that are under way
-    settle: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, source: ShardSource) -> None:
-        self._source = source
+    def __init__(self, source: ShardSource, label: Label) -> None:
+        self._source, self.label = source, label
+        self._updates: list[Callable[[], None]] = []
 
-    def place(self, phase: Phase) -> str:
-        """What is gathered where, for messages: the same on all ranks."""
-        return "" if self.label is None else self.label.places[phase]
+    def expect(self, finish: Callable[[], None], *, is_late: bool) -> None:
+        """Values of the shard are computed beside the program: whoever asks for them waits.
+
+        Called at the same place on all ranks, those without elements of it too. The caller has
+        counted the write, so that versions do not depend on when the values come.
+
+        Args:
+            finish: waits for the values and writes them, so that later work on the current stream
+                finds them. May be called again.
+            is_late: whether that may be in the next pass; the same on all ranks.
+        """
+        self._updates.append(finish)
+        self.is_late = is_late or self.is_late
+
+    def settle(self) -> None:
+        """Wait for updates that are under way. Not collective.
+
+        Raises:
+            Exception: what ended an update; then the values are not to be had any more.
+        """
+        while self._updates:
+            finish = self._updates[0]
+            finish()
+            self._updates = [other for other in self._updates if other is not finish]
 
     def prefetch(self, phase: Phase) -> None:
         """Start the gather, unless the values are resident or in flight."""
@@ -95,9 +110,6 @@ class Residence:
 class Absent(Residence):
     """A block of another pipeline stage: this rank has no values and takes part in no gather."""
 
-    def prefetch(self, phase: Phase) -> None:
-        raise RuntimeError("a block of another pipeline stage was scheduled here")
-
     def acquire(self, phase: Phase) -> torch.Tensor:
         raise ParameterError(
             "this parameter belongs to another stage of the pipeline and has no values "
@@ -118,21 +130,13 @@ class Gathered(Residence):
     Args:
         source: the shard.
         survives_forward: ZeRO-2: the buffer stays for backward.
-        version: counts writes of the shard.
     """
 
     def __init__(
-        self,
-        source: ShardSource,
-        transport: Transport,
-        axis: Axis,
-        version: Version,
-        *,
-        survives_forward: bool,
+        self, source: ShardSource, label: Label, transport: Transport, *, survives_forward: bool
     ) -> None:
-        super().__init__(source)
-        self._transport, self._axis, self._version = transport, axis, version
-        self.survives_forward = survives_forward
+        super().__init__(source, label)
+        self._transport, self.survives_forward = transport, survives_forward
         self._full: torch.Tensor | None = None
         self._arrived: torch.Event | None = None
         self._num_holders = 0
@@ -142,28 +146,24 @@ class Gathered(Residence):
     def fixed(self) -> Residence:
         found = None if self._fixed is None else self._fixed()
         if found is None:
-            found = Fixed(self._source, self._transport, self._axis, self._version)
-            found.label = self.label
+            found = Fixed(self._source, self.label, self._transport)
             self._fixed = weakref.ref(found)
         return found
 
     def prefetch(self, phase: Phase) -> None:
-        self._gathered(phase)
-
-    def _gathered(self, phase: Phase) -> torch.Tensor:
         if self._full is None:
-            self._full, self.version = self._source.new_full(self._axis.size), self._version()
+            axis, self.version = self.label.axis, version_of(self._source.get())
+            self._full = self._source.new_full(axis.size)
             self._arrived = self._transport.gather(
-                Gather(self._full, self._source, self._axis, self.place(phase))
+                Gather(self._full, self._source, axis, self.label.places[phase])
             )
-        return self._full
 
     def acquire(self, phase: Phase) -> torch.Tensor:
-        full = self._gathered(phase)
+        self.prefetch(phase)
         self._num_holders += 1
         # Without this wait, the module would read the buffer before the gather has filled it.
         self._transport.streams.compute_waits(self._arrived)
-        return full
+        return cast(torch.Tensor, self._full)
 
     def release(self, full: torch.Tensor) -> None:
         if full is not self._full:
@@ -200,11 +200,9 @@ class Fixed(Residence):
     on the compute stream before it: holders need not say when they have read the buffer.
     """
 
-    def __init__(
-        self, source: ShardSource, transport: Transport, axis: Axis, version: Version
-    ) -> None:
-        super().__init__(source)
-        self._transport, self._axis, self._version = transport, axis, version
+    def __init__(self, source: ShardSource, label: Label, transport: Transport) -> None:
+        super().__init__(source, label)
+        self._transport = transport
         self._full: torch.Tensor | None = None
         # What holders of the last gather's values get, and its version, which counts what they
         # write.
@@ -229,10 +227,11 @@ class Fixed(Residence):
 
     def missing(self, phase: Phase) -> Gather:
         """The gather that brings the values; `arrives` says that it was started."""
+        axis = self.label.axis
         if self._full is None:
-            self._full = self._source.new_full(self._axis.size)
-        self._values, self.version = Values.NONE, self._version()
-        return Gather(self._full, self._source, self._axis, self.place(phase))
+            self._full = self._source.new_full(axis.size)
+        self._values, self.version = Values.NONE, version_of(self._source.get())
+        return Gather(self._full, self._source, axis, self.label.places[phase])
 
     def arrives(self, ready: torch.Event | None) -> None:
         """The values are there after `ready`."""
@@ -276,14 +275,15 @@ class Fixed(Residence):
         is_intact = shown is not None and version_of(shown) == self._shown_version
         if self._full is None or self._values is Values.NONE or not is_intact:
             return torch.ones((), dtype=torch.bool, device=shard.device)
-        own = self._full.chunk(self._axis.size)[self._axis.index]
+        axis = self.label.axis
+        own = self._full.chunk(axis.size)[axis.index]
         return (own.view(torch.int64) != shard.view(torch.int64)).any()
 
     def keep(self) -> None:
         """After `forget`: the values of the last gather are right. All ranks say so, or none."""
         if self._values is not Values.PAST:
             raise RuntimeError("there are no values of an earlier gather")
-        self._values, self.version = Values.CURRENT, self._version()
+        self._values, self.version = Values.CURRENT, version_of(self._source.get())
 
     def lose(self) -> None:
         """Somebody may have written the buffer: the next gather must come."""

@@ -65,6 +65,10 @@ class Slices(torch.Tensor):
         """
         return self._local
 
+    def live_in(self, local: torch.Tensor) -> None:
+        """The slice is in this memory from now on."""
+        self._local = local
+
     @property
     def is_held(self) -> bool:
         """Whether more refer to the slice's tensor than at the last `count_holders`."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,7 +18,6 @@ from bmtrain.shard.gradient import Gradient, GradientPolicy
 from bmtrain.shard.layout import Layout, Piece, Split
 from bmtrain.shard.placement import EVERYWHERE, Placement
 from bmtrain.shard.residence import Absent, Gathered, Residence, num_references
-from bmtrain.shard.sharded import Sharded
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import version_of
 
@@ -76,8 +74,9 @@ class Storage:
         self.layout = Layout.build(
             [(name, tuple(shape)) for name, shape in shapes], self.axis.size, splits
         )
-        label = engine.new_label(self.axis, [name for name, _ in shapes])
-        self._cuts = [
+        label = engine.register(self.axis, self.layout.slots, dtype)
+        #: how the parameter of each slot is cut into slices
+        self.cuts = [
             Cut.of(self.layout, i, label, placement, engine.mesh)
             for i in range(len(self.layout.slots))
         ]
@@ -87,7 +86,6 @@ class Storage:
         self._shard, source = engine.transport.new_shard(
             numel, dtype, self.axis, shared=self.is_here and not adoptable
         )
-        self._updates: list[Callable[[], None]] = []
         self._num_own = num_references(self._shard)  # if no one has made a view of it
         # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
         # Python's collector finds the cycle, at different times on different ranks.
@@ -98,60 +96,25 @@ class Storage:
             accumulate_dtype=policy.accumulate_dtype or dtype,
         )
         self.gradient = Gradient(
-            self.layout,
-            self._params,
-            wire,
-            engine.device,
-            engine.transport,
-            label,
-            functools.partial(_looking_whole, self._cuts),
+            self.layout, self._params, wire, engine.device, engine.transport, label, self.cuts
         )
-        self.residence = self._make_residence(source)
-        self.residence.is_pipelined = placement.stage is not None
-        self.residence.settle = functools.partial(_settle, weakref.ref(self))
-        engine.register(self.residence, self.gradient)
-
-    def _make_residence(self, source: ShardSource) -> Residence:
-        engine, axis = self.engine, self.axis
-        # Weak: the schedule keeps residences, and would keep the shards of dropped models too.
-        version = functools.partial(_version_of, weakref.ref(self))
+        # The schedule keeps residences, which therefore hold the shards of dropped models weakly.
+        self.residence: Residence
         if not self.is_here:
-            return Absent(source)
-        if axis.size == 1:
-            return Residence(source)
-        survives = self.policy.zero_level == 2
-        return Gathered(source, engine.transport, axis, version, survives_forward=survives)
+            self.residence = Absent(source, label)
+        elif self.axis.size == 1:
+            self.residence = Residence(source, label)
+        else:
+            survives = policy.zero_level == 2
+            self.residence = Gathered(source, label, engine.transport, survives_forward=survives)
+        self.residence.is_pipelined = placement.stage is not None
+        engine.residences.add(self.residence)
 
     @property
     def shard(self) -> torch.Tensor:
         """This rank's values (shard_numel,); waits for an update that is under way."""
-        self.settle()
+        self.residence.settle()
         return self._shard
-
-    def expect(self, finish: Callable[[], None], *, is_late: bool) -> None:
-        """Values are computed beside the program: whoever asks for them waits.
-
-        Called at the same place on all ranks, those without elements of it too. The caller has
-        counted the write, so that versions do not depend on when the values come.
-
-        Args:
-            finish: waits for the values and writes them, so that later work on the current stream
-                finds them. May be called again.
-            is_late: whether that may be in the next pass; the same on all ranks.
-        """
-        self._updates.append(finish)
-        self.residence.is_late = is_late or self.residence.is_late
-
-    def settle(self) -> None:
-        """Wait for updates that are under way. Not collective.
-
-        Raises:
-            Exception: what ended an update; then the values are not to be had any more.
-        """
-        while self._updates:
-            finish = self._updates[0]
-            finish()
-            self._updates = [other for other in self._updates if other is not finish]
 
     @property
     def is_held(self) -> bool:
@@ -193,13 +156,6 @@ class Storage:
         else:
             self.local(index).copy_(self.slice_of(index, value))
 
-    def mark_written(self) -> None:
-        """Parameters were written: forget gathered values.
-
-        Called at the same place on all ranks: forgetting decides which gathers there are.
-        """
-        self.residence.forget()
-
     def slice_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This rank's 1-D slice of a full tensor of slot `index`'s shape."""
         piece = self.piece(index)
@@ -209,10 +165,6 @@ class Storage:
         """A number that changes when a parameter is written in place on this rank."""
         return version_of(self._shard)
 
-    def cut(self, index: int) -> Cut:
-        """How the parameter of slot `index` is cut into slices."""
-        return self._cuts[index]
-
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """One view of the full buffer per slot."""
         start = full.storage_offset()
@@ -221,15 +173,15 @@ class Storage:
             for slot in self.layout.slots
         ]
 
-    def gather(self) -> torch.Tensor:
+    def gather(self, shard: torch.Tensor | None = None) -> torch.Tensor:
         """A new full buffer (layout.numel,), outside autograd and schedule.
 
         Collective, in other stages of a pipeline too.
-        """
-        return self.gather_like(self.shard)
 
-    def gather_like(self, shard: torch.Tensor) -> torch.Tensor:
-        """The same for other values laid out as the shard, of any dtype."""
+        Args:
+            shard: other values laid out as the shard, of any dtype.
+        """
+        shard = self.shard if shard is None else shard
         full = shard.new_empty(self.layout.numel)
         if self.is_here and self.axis.size == 1:
             full.copy_(shard)
@@ -246,20 +198,3 @@ class Storage:
         if self.placement.stage is not None:
             collectives.broadcast_(full, self.placement.stage, self.engine.mesh.pipe)
         return full
-
-
-def _looking_whole(cuts: Sequence[Cut], local: torch.Tensor, index: int) -> Slices:
-    out = Sharded(local, cuts[index])
-    out.is_gradient = True
-    return out
-
-
-def _version_of(storage: weakref.ref[Storage]) -> int:
-    found = storage()
-    return 0 if found is None else found.version()
-
-
-def _settle(storage: weakref.ref[Storage]) -> None:
-    found = storage()
-    if found is not None:
-        found.settle()

@@ -41,11 +41,10 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, use: Use, leaf: torch.Tensor, *params: torch.Tensor
+        ctx: Any, use: Use, views: Sequence[torch.Tensor], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)
-        views = use.views()
         ctx.mark_non_differentiable(
             *(view for view, trainable in zip(views, use.trainable, strict=True) if not trainable)
         )
@@ -186,7 +185,6 @@ class Use:
         #: whether backward gathers again what forward has gathered (ZeRO-3)
         self.is_gathered_again = any(not each.survives_forward for each in residences)
         self._full: dict[Storage, torch.Tensor] = {}
-        self._written: dict[Storage, int] = {}
         #: for saved tensors: the program's, or those of a call around it; None without any
         self.hooks: Any = saved_tensors_hooks()
         self._places: dict[int, Storage] = {}  # by address of the full buffer
@@ -238,10 +236,12 @@ class Use:
         if self._tied is not None:
             return self._tied
         self.expect()
-        engine = self._storages[0].engine
+        leaf = self._storages[0].engine.leaf
         # the leaf in the place of those that the program has dropped
-        params = [engine.leaf if x is None else x for one in self._storages for x in one.params]
-        views = list(Unshard.apply(self, engine.leaf, *params))
+        params = [leaf if x is None else x for one in self._storages for x in one.params]
+        with torch.no_grad():
+            views = self.views()
+        views = list(Unshard.apply(self, views, leaf, *params))
         if self._calls is Calls.OPEN:
             self._tied = views
         return views
@@ -263,7 +263,10 @@ class Use:
 
     def views(self) -> list[torch.Tensor]:
         """One view per slot of all storages, outside the graph."""
-        return [view for storage in self._storages for view in storage.views(self.hold(storage))]
+        views: list[torch.Tensor] = []
+        for storage in self._storages:
+            views += storage.views(self.hold(storage))
+        return views
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -318,7 +321,6 @@ class Use:
                     "which start it again, or write between passes."
                 )
             self._full[storage] = full
-            self._written[storage] = _version(full)
         return full
 
     def lend(self, bind: Bind, end: torch.autograd.graph.Node | None) -> None:
@@ -337,7 +339,7 @@ class Use:
         # No gradient gets past a checkpoint that runs a nested backward pass: then this pass may
         # have no path to the node that ends the use.
         self._has_end = end is not None and will_run(end)
-        tensors = [view for each in self._storages for view in each.views(self.hold(each))]
+        tensors = self.views()
         for tensor, trainable in zip(tensors, self.trainable, strict=True):
             if tensor.requires_grad is not trainable:
                 tensor.requires_grad_(trainable)
@@ -404,17 +406,6 @@ class Use:
             if any(self.trainable[own]):
                 yield storage, own
 
-    def check_unchanged(self) -> None:
-        """ParameterError if a full buffer was written: it is a copy, the write would be lost."""
-        for storage, full in self._full.items():
-            if _version(full) != self._written[storage]:
-                raise ParameterError(
-                    f"the forward pass changed a parameter ({_names(storage)}) in "
-                    "place, which would be lost: inside it parameters "
-                    "are gathered copies. Change them between passes; what changes in "
-                    "a pass is a buffer."
-                )
-
     def saving(self) -> contextlib.AbstractContextManager[object]:
         """Hooks of a call that keeps what autograd saves.
 
@@ -478,10 +469,6 @@ class Use:
 
 # Numbers of calls. Backward reaches later calls first.
 _ORDER = itertools.count()
-
-
-def _version(full: torch.Tensor) -> int:
-    return 0 if full.is_inference() else full._version
 
 
 def _names(storage: Storage) -> str:

@@ -40,7 +40,7 @@ class Whole:
 
     def __init__(self, storage: Storage, shard: torch.Tensor | None = None) -> None:
         self._storage = storage
-        full = storage.gather() if shard is None else storage.gather_like(shard)
+        full = storage.gather(shard)
         tp = storage.engine.mesh.tp
         self._parts = (
             collectives.all_gather(full, tp)
