@@ -1,5 +1,6 @@
 """Wrapped small models run as one compiled graph: values of plain PyTorch, on all ranks or none."""
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import bmtrain as bmt
 from bmtrain.block.whole_model import Stage
 from bmtrain.compile import backend
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, StaleParameterError
 from bmtrain.runtime import world
 from model_center.model import GPT2, Bert, BertConfig, GPT2Config
 
@@ -70,7 +71,10 @@ class Net(nn.Module):
             self.seen += 1
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(x).view(-1, 11) / self.temperature, labels.reshape(-1))
+        return F.cross_entropy(self.logits(x), labels.reshape(-1))
+
+    def logits(self, x):
+        return self.head(x).view(-1, 11) / self.temperature
 
 
 def half(forward):
@@ -150,8 +154,9 @@ def test_a_small_model_is_one_graph_and_exact():
     again, twin = copy.deepcopy((model, plain))
     check(again, twin, 8)
     assert stage_of(again) is Stage.WHOLE
-    for kind in (Net, Layer, nn.Linear):  # before and after it is exchanged
-        with mock.patch.object(kind, "forward", half(kind.forward)):
+    methods = ((Net, "forward"), (Layer, "forward"), (nn.Linear, "forward"), (Net, "logits"))
+    for kind, name in methods:  # before and after it is exchanged
+        with mock.patch.object(kind, name, half(getattr(kind, name))):
             check(model, plain, 9)
         check(model, plain, 10)
     assert stage_of(model) is Stage.WHOLE
@@ -179,7 +184,7 @@ def test_all_ranks_run_whole_or_none(what):
                 check(model, plain, number)
         if what == "written":
             whole = model.__dict__["_whole_model"]
-            whole._gate._lower = Lowering(fails_on=0)
+            whole._lower._lower = Lowering(fails_on=0)
             for number, length in enumerate((6, 7, 8)):
                 check(model, plain, number, length)
     told = [str(each.message) for each in said if "block by block" in str(each.message)]
@@ -224,53 +229,74 @@ def test_what_writes_its_parameters_runs_apart(how):
 
 
 class Keeping(Net):
-    """Keeps a parameter where its owner does not look for it, as it is or in containers."""
+    """Keeps a parameter where its owner does not look for it, as it is or in containers, from its
+    first call on or from a later one; and counts.
+    """
 
-    def __init__(self, in_containers):
+    def __init__(self, in_containers, since):
         super().__init__()
-        self.in_containers = in_containers
+        self.in_containers, self.since = in_containers, since
+        self.calls, self.kept = 0, {"own": []}
 
     def forward(self, ids, labels):
         first: Any = self.layers[0]
-        self.kept = {"own": [first.map.weight]} if self.in_containers else first.map.weight
-        return super().forward(ids, labels)
+        self.calls += 1
+        if self.calls > self.since and self.in_containers:
+            self.kept["own"].append(first.map.weight)
+        elif self.calls > self.since:
+            self.kept = first.map.weight
+        return super().forward(ids, labels) * self.calls
 
 
 class Twofold(Net):
     """Gives its loss twice, in one place of the memory."""
 
+    def __init__(self, view):
+        super().__init__()
+        self.view = view
+
     def forward(self, ids, labels):
         loss = super().forward(ids, labels)
-        return loss.view(1), loss
+        return self.view(loss), loss
 
 
 @on_ranks(2, init=COMPILED)
 def test_what_the_program_shares_with_the_graph_runs_apart():
-    """A kept parameter follows the optimizer; writes into a result are seen in its views."""
+    """A parameter that is kept in the first call follows the optimizer; one that is kept later is
+    refused. A call that is undone counts once. Writes into a result are seen in its views.
+    """
     torch.manual_seed(0)
-    for in_containers in (False, True):
-        plain = Keeping(in_containers)
+    for in_containers, since in ((False, 0), (True, 0), (True, 1)):
+        plain = Keeping(in_containers, since)
         model, _ = wrapped(plain)
-        with pytest.warns(UserWarning, match="keeps a parameter as an attribute"):
-            check(model, plain, 0)
-        for each in (model, plain):
-            torch.optim.SGD(each.parameters(), lr=0.1).step()
-            each.zero_grad()
-        found: list[Any] = [x.kept for x in (model, plain)]
-        kept, known = (x["own"][0] for x in found) if in_containers else found
-        torch.testing.assert_close(kept.full_tensor(), known.detach())
-        check(model, plain, 1)
-    twofold: Any = Twofold()
-    model, _ = wrapped(twofold)
+        with pytest.warns(UserWarning, match="keeps a parameter"):
+            for number in range(since + 1):
+                check(model, plain, number)
+            for each in (model, plain):
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+                each.zero_grad()
+            found: list[Any] = [x.kept for x in (model, plain)]
+            kept, known = (x["own"][0] for x in found) if in_containers else found
+            if since:
+                with pytest.raises(StaleParameterError, match="that a forward pass has kept"):
+                    kept.detach()
+            else:
+                torch.testing.assert_close(kept.full_tensor(), known.detach())
+            check(model, plain, since + 1)
+        assert stage_of(model) is Stage.APART and model.calls == plain.calls
     ids, labels = batch(2)
     own = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
-    with pytest.warns(UserWarning, match="lies in the memory of another"):
-        for _ in range(3):
-            view, loss = model(ids[own], labels[own])
-            known, _ = twofold(ids[own], labels[own])
-            view.mul_(3)
-            torch.testing.assert_close(loss, known[0] * 3)
-    assert stage_of(model) is Stage.APART
+    for view, stage in ((torch.Tensor.detach, Stage.WHOLE), (nn.Flatten(0), Stage.APART)):
+        twofold: Any = Twofold(view)
+        model, _ = wrapped(twofold)
+        apart = pytest.warns(UserWarning, match="lies in the memory of another")
+        with apart if stage is Stage.APART else contextlib.nullcontext():
+            for _ in range(3):
+                shared, loss = model(ids[own], labels[own])
+                _, known = twofold(ids[own], labels[own])
+                shared.mul_(3)
+                torch.testing.assert_close(loss, known * 3)
+        assert stage_of(model) is stage
 
 
 class Recurrent(Net):

@@ -11,12 +11,19 @@ from typing import Any, NamedTuple
 import torch
 
 from bmtrain.block.adopt import Place, places_of
-from bmtrain.errors import ParameterError
+from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import Slices
+from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Use
 from bmtrain.shard.window import as_copy
-from bmtrain.torch_internals import no_torch_function, renew_weights, versions_of
+from bmtrain.torch_internals import (
+    no_torch_function,
+    plain_functions,
+    renew_weights,
+    tree_leaves,
+    versions_of,
+)
 
 _NATIVE_DATA: Any = torch.Tensor.data  # torch's descriptor
 # The first runs of a module, in which checksums of its parameters detect writes around torch. Each
@@ -69,6 +76,7 @@ class ParameterTable(tuple[Row, ...]):
         self.positions = [
             starts[param.storage_of] + param.index_in_storage for param in self.params
         ]
+        self.owners = [param.storage_of for param in self.params]
         self.are_copies = any(storage.axis.size > 1 for storage in self.storages)
         self.rnns = [module for _, module in modules if isinstance(module, torch.nn.RNNBase)]
         self._dicts: list[dict[str, Any]] = [
@@ -79,6 +87,13 @@ class ParameterTable(tuple[Row, ...]):
         # Storages are registered once: another number may mean other ones.
         self._engine = self.storages[0].engine if self.storages else None
         self._num_registered = self._engine.num_registered if self._engine else 0
+
+    def lapse(self, bound: Sequence[torch.Tensor]) -> None:
+        """A call is over for which these were gathered, one for each parameter."""
+        behind = {storage: (storage, storage.version()) for storage in self.storages}
+        for view, owner in zip(bound, self.owners, strict=True):
+            view.__class__ = Lapsed
+            view.behind = behind[owner]  # type: ignore[attr-defined]
 
     def are_current(self) -> bool:
         """Whether the modules still have the same children and parameters, in the same storages."""
@@ -150,6 +165,29 @@ class BoundCopy(_Copy, Bound):
         _NATIVE_DATA.__set__(self, values)
 
 
+class Lapsed(BoundCopy):
+    """A gathered copy when its call is over. A program that has kept it may read it until the
+    parameter changes.
+
+    Raises:
+        StaleParameterError: from then on.
+    """
+
+    behind: tuple[Storage, int]  # and its version
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Lapsed) and x.behind[0].version() != x.behind[1]:
+                raise StaleParameterError(
+                    "a parameter that a forward pass has kept (in an attribute, a list or the "
+                    "like) was read after the parameter had changed: it is a gathered copy of "
+                    "earlier values. Read the parameter from its module."
+                )
+        with plain_functions():
+            return func(*args, **(kwargs or {}))
+
+
 class Binding:
     """Binds tensors to the parameters of a module and the plain modules below it.
 
@@ -217,6 +255,13 @@ class Binding:
         # Autograd reports an in-place write at the next use of the view, which may be in the body.
         except RuntimeError as error:
             self._refuse_written(table, bound, versions, None, error)
+            raise
+        except ValueError as error:
+            if "non-leaf" in str(error):
+                raise ParameterError(
+                    "the forward pass made a parameter an attribute of a module. Inside it the "
+                    "parameter is a gathered copy: assign it before the model is wrapped."
+                ) from error
             raise
         finally:
             self.is_running = outer

@@ -512,21 +512,21 @@ class Block(DistributedModule):
         as it does on the other ranks: a rank that skipped them would hang the others. Before
         backward enters the call, its full parameters are lent to the module.
         """
-        if not torch.is_grad_enabled():
-            return out
-        use = call.use
-        tied = out
-        if call.table.are_copies:
+        use, table, tied = call.use, call.table, out
+        if torch.is_grad_enabled() and table.are_copies:
             again = use.is_gathered_again
             tied = tied_to(views, out, arguments, first_node, is_gathered_again=again)
-        if call.lends or tied is not out:
+        if torch.is_grad_enabled() and (call.lends or tied is not out):
             end = next((view.grad_fn for view in views if view.requires_grad), None)
-            table, binding, fp8 = call.table, self.binding, self._fp8
+            binding, fp8 = self.binding, self._fp8
 
             def bind(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
                 return binding.lend(table, use, marked(tensors) if fp8 else tensors)
 
             before_backward_of(tied, first_node, lambda: use.lend(bind, end))
+        # Compiled code that keeps views in its graph would be slowed down in backward.
+        if table.are_copies and (use.is_gathered_again or not call.runner.is_compiled):
+            table.lapse(use.select(views, table.storages, table.positions))
         return tied
 
     def compile(self, **options: Any) -> None:

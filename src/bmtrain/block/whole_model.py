@@ -23,15 +23,22 @@ from bmtrain.block.binding import Binding, ParameterTable
 from bmtrain.block.block import Block
 from bmtrain.block.context import Context
 from bmtrain.compile import backend
-from bmtrain.compile.graph import keeps, refuse_shared
-from bmtrain.compile.programs import NoProgramError, Program, changing, is_watched
+from bmtrain.compile.graph import copies, refuse_shared
+from bmtrain.compile.programs import (
+    CompiledOnly,
+    Methods,
+    NoProgramError,
+    Program,
+    changing,
+    is_watched,
+)
 from bmtrain.distributed.agreement import largest
 from bmtrain.errors import StaleParameterError
-from bmtrain.recompute.memory import memory_of, storages_of
+from bmtrain.recompute.host_state import Trial, all_modules
+from bmtrain.recompute.memory import memory_of
 from bmtrain.recompute.runner import ModuleCall
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
-from bmtrain.runtime.seeding import get_random_state, set_random_state
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.outputs import map_tensors, tensors_of, tied_to
@@ -205,22 +212,16 @@ def compiled_node(tensors: Sequence[torch.Tensor], since: int) -> Any:
     return None
 
 
-class CompiledOnly(Exception):
-    """Compiled code exists, and nothing of it has run."""
+class Copying:
+    """A compiler backend whose code gives copies of what it computes.
 
-
-class Gate:
-    """A compiler backend whose code raises CompiledOnly instead of running while it is shut.
-
-    Gives copies of what the code computes: a CUDA graph overwrites its results in the next replay,
-    while the program may keep them, returned or as attributes of modules. What lies in the memory
-    of an argument is no result: a buffer, or a view of one. A graph with results in the memory of
-    one another has no code: they would part.
+    A CUDA graph overwrites its results in the next replay, while the program may keep them,
+    returned or as attributes of modules. What lies in the memory of an argument is no result: a
+    buffer, or a view of one.
     """
 
     def __init__(self, lower: backend.Lower) -> None:
         self._lower = lower
-        self.is_shut = False
 
     def __call__(
         self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
@@ -228,19 +229,7 @@ class Gate:
         """Lower the graph."""
         refuse_shared(graph)
         lowered = self._lower(graph, inputs, **options)
-
-        def run(*arguments: Any) -> Any:
-            if self.is_shut:
-                raise CompiledOnly
-            given = storages_of(x for x in arguments if isinstance(x, torch.Tensor))
-            return [
-                x.clone()
-                if isinstance(x, torch.Tensor) and id(x.untyped_storage()) not in given
-                else x
-                for x in lowered(*arguments)
-            ]
-
-        return run
+        return lambda *arguments: copies(lowered(*arguments), arguments)
 
 
 def as_whole(kind: Any, num_graphs: int | None = None) -> Forward:
@@ -289,8 +278,9 @@ class WholeModel:
         for name in ("_parameters", "_buffers", "_modules"):
             self._root.__dict__[name] = model.__dict__[name]
         self._binding = Binding(self._parts)
-        self._gate = Gate(backend.AtOnce(backend.Seeded(backend.inductor)))
-        self._programs: dict[Hashable, Program] = {}  # by training mode and code
+        self._lower = Copying(backend.AtOnce(backend.Seeded(backend.inductor)))
+        self._programs: dict[Hashable, Program] = {}  # by training mode and methods
+        self._methods = Methods()
         self._residences: list[Residence] = []  # that hold the full parameters
         self._leaves: list[torch.Tensor] = []  # the full parameters
         self._owner: torch.Tensor | None = None
@@ -439,32 +429,30 @@ class WholeModel:
                 if self._num_failed == _MOST_FAILURES:
                     self._end(reason or _ELSEWHERE)
                 return None
-        device, memory = self._context.device, self._memory
-        buffers = [(x, x.clone()) for x in self._root.buffers()]
-        random, before = get_random_state(device), memory.allocated()
+        memory, given = self._memory, (*args, *kwargs.values())
+        trial = Trial(all_modules(model), given, self._context.device)
+        before = memory.allocated()
         out, fits, reason = None, True, "its activations would not leave enough memory"
         try:
             with warnings.catch_warnings():
                 # The compiler's memory pool for graphs begins with one.
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 out = self._run(model, args, kwargs)
-            if keeps(model, self._leaves):
-                fits, reason = False, "it keeps a parameter as an attribute"
-            elif not memory.limit_is_open:
+            if not memory.limit_is_open:
                 self._kept = max(self._kept, memory.allocated() - before)
                 to_come = _STATES * sum(x.layout.shard_numel for x in self._current().storages)
                 limit = memory.limit()
                 fits = memory.allocated() + to_come + _MARGIN * limit < limit
+        except NoProgramError as error:
+            fits, reason = False, str(error)
         except torch.OutOfMemoryError:
             fits = False
         (is_too_large,) = largest([not fits], self._axis, "room for a model")
         if not is_too_large:
             self._stage, self._tried = Stage.WHOLE, num_elements
             return (out,)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        set_random_state(random, device)
+        out = None
+        trial.undo(self._name)
         self._end(reason)
         return None
 
@@ -472,15 +460,12 @@ class WholeModel:
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
         """Compile without running anything; returns why that failed, or None."""
-        self._gate.is_shut = True
         try:
-            self._run(model, args, kwargs)
+            self._run(model, args, kwargs, runs=False)
         except CompiledOnly:
             return None
         except NoProgramError as error:
             return str(error)
-        finally:
-            self._gate.is_shut = False
         return "it computes nothing"
 
     def _end(self, reason: str) -> None:
@@ -489,11 +474,22 @@ class WholeModel:
         self._residences, self._leaves, self._owner = [], [], None
         warn(f"{self._name} runs block by block, not as one compiled graph: {reason}.")
 
-    def _run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        runs: bool = True,
+    ) -> Any:
         """The call as one graph. Collective.
 
         If there is no compiled code for it on this rank, it runs uncompiled, with the same
         collectives, and later calls run block by block on all ranks.
+
+        Raises:
+            NoProgramError: in the first trial, if there is none.
+            CompiledOnly: if it shall not run, and there is.
         """
         first_node = next_node_number()
         table, engine = self._table or self._current(), self._engine
@@ -513,9 +509,9 @@ class WholeModel:
                     told_once() if self._num_failed else contextlib.nullcontext(),
                     self._binding.running(table, bound, is_compiled=True),
                 ):
-                    out = self._program(model.training)(model, args, kwargs)
+                    out = self._program(model)(model, args, kwargs, runs=runs)
             except NoProgramError as error:
-                if self._gate.is_shut:
+                if self._stage is Stage.UNTRIED:
                     raise
                 self._failure = str(error)
                 return self._run_uncompiled(model, args, kwargs, table, use, first_node)
@@ -602,15 +598,16 @@ class WholeModel:
                 out = self._forward(model, args, kwargs)
         if self._axis.size > 1:
             out = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=False)
+            table.lapse(bound)
         return out
 
-    def _program(self, is_training: bool) -> Program:
-        # torch does not notice when a program exchanges the `forward` of a class
-        key = is_training, tuple([type(part).forward for _, part in self._current().modules])
+    def _program(self, model: torch.nn.Module) -> Program:
+        parts = [part for _, part in self._current().modules[1:]]
+        key = model.training, self._methods.of([model, *parts])
         if key not in self._programs:
             options = {} if self._context.device.type == "cpu" else _ON_GPU
             self._programs[key] = Program(
-                self._forward, self._gate, self._num_graphs or _NUM_SPECIAL, options
+                self._forward, self._lower, self._num_graphs or _NUM_SPECIAL, options
             )
         return self._programs[key]
 

@@ -36,13 +36,28 @@ class CompiledModule(Runner):
         _compile(call, options)
         lower: backend.Lower = backend.Seeded(backend.find(options.get("backend", "inductor")))
         options = {**options, "backend": backend.InFp8(lower) if structure.fp8 else lower}
-        super().__init__(_compile(structure.code(call), options))
-        one_graph = {**options, "fullgraph": True}
-        self._recomputing = {
-            level: _compile(structure.code(function), one_graph)
-            for level, function in _RECOMPUTING.items()
-        }
+        super().__init__(partial(self._run, call))
+        self._structure, self._options = structure, options
+        self._compiled = dict[ModuleCall, ModuleCall]()
         self._recomputes_inside = True
+
+    def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
+        """True: what the program has exchanged is compiled anew."""
+        self._structure.look(modules)
+        return True
+
+    def _run(
+        self,
+        function: ModuleCall,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        code = self._structure.code(function)
+        if code not in self._compiled:
+            options = {**self._options, **({} if function is call else {"fullgraph": True})}
+            self._compiled[code] = _compile(code, options)
+        return self._compiled[code](module, args, kwargs)
 
     def recomputing(self, level: Level) -> ModuleCall | None:
         """`plain` with recomputation at `level` inside; None if the module needs several graphs.
@@ -57,7 +72,7 @@ class CompiledModule(Runner):
         self, level: Level, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
-            return self._recomputing[_inside(level)](module, args, kwargs)
+            return self._run(recomputing(level), module, args, kwargs)
         except several_graphs_error() as error:
             self._recomputes_inside = False
             reason = str(error).strip().splitlines()[0]

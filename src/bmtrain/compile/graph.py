@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bmtrain.shard.outputs import tensors_of
+from bmtrain.recompute.memory import storages_of
 from bmtrain.torch_internals import HigherOrderOperator, is_mutable, overloads
 
 
@@ -32,20 +32,40 @@ def value_of(node: Any) -> torch.Tensor | None:
 
 
 def refuse_shared(graph: torch.fx.GraphModule) -> None:
-    """NotImplementedError if two results with gradients lie in one place of the memory, as a tensor
-    and its view: copied one by one they would part.
+    """NotImplementedError if results lie in one place of the memory that `copies` cannot copy, as a
+    tensor and its view: copied one by one they would part.
     """
     results: Any = graph.graph.output_node().args[0]
-    tensors = map(value_of, {*results})
-    held = [x.untyped_storage() for x in tensors if x is not None and x.requires_grad]
-    if len(set(map(id, held))) < len(held):
-        raise NotImplementedError("one result lies in the memory of another")
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    given = memories(nodes)
+    groups: dict[int, list[torch.Tensor]] = {}
+    for x in map(value_of, {*results}):
+        if x is not None:
+            groups.setdefault(id(x.untyped_storage()), []).append(x)
+    for place, members in groups.items():
+        # texts, as sizes may be symbols
+        kinds = {str((x.shape, x.stride(), x.storage_offset())) for x in members}
+        if sum(x.requires_grad for x in members) > 1 or (len(kinds) > 1 and place not in given):
+            raise NotImplementedError("one result lies in the memory of another")
 
 
-def keeps(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of the tensors is an attribute of a module of the model, or lies in one."""
-    known = set(map(id, tensors))
-    return any(id(x) in known for part in model.modules() for x in tensors_of(vars(part)))
+def copies(results: Sequence[Any], arguments: Iterable[Any]) -> list[Any]:
+    """The results, their tensors copied but for those in the memory of an argument.
+
+    A result and the same detached stay in one place of the memory.
+    """
+    given = storages_of(x for x in arguments if isinstance(x, torch.Tensor))
+    made: dict[int, torch.Tensor] = {}
+    out = list(results)
+    tensors = [(n, x) for n, x in enumerate(out) if isinstance(x, torch.Tensor)]
+    held = storages_of(x for _, x in tensors)
+    for n, x in sorted(tensors, key=lambda each: not each[1].requires_grad):
+        place = id(x.untyped_storage())
+        if place not in given:
+            known = made.get(place)
+            out[n] = made[place] = x.clone() if known is None else known.detach()
+    held.clear()
+    return out
 
 
 def given(node: torch.fx.Node) -> dict[str, Any]:

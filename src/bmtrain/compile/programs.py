@@ -14,6 +14,7 @@ import torch
 
 from bmtrain.compile import backend
 from bmtrain.compile.fp8 import call_in_fp8
+from bmtrain.recompute.host_state import Snapshot, Trial, all_modules
 from bmtrain.recompute.runner import ModuleCall, call
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
@@ -81,28 +82,33 @@ class Structure:
         self._lower: backend.Lower = backend.InFp8(at_once, kind.__name__) if fp8 else at_once
         self._uncompiled = call_in_fp8 if fp8 else call
         self._programs: dict[Hashable, Program] = {}
-        self._codes: dict[ModuleCall, ModuleCall] = {}
-        self._forwards: Hashable = ()  # of the classes of the modules of the last call
+        self._codes: dict[Hashable, ModuleCall] = {}
+        self._methods = Methods()
+        self._present: Hashable = ()  # methods of the last call
         self._is_refused = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
         return self  # a copy of a block shares the block's programs
 
     def code(self, function: ModuleCall) -> ModuleCall:
-        """`function` with a code object of this structure's own.
+        """`function` with a code object of this structure's own, and of its present methods.
 
         torch's recompile limit counts per code object: structures would use up each other's limit.
         """
-        if function not in self._codes:
-            self._codes[function] = _copy(function)
-        return self._codes[function]
+        key = function, self._present
+        if key not in self._codes:
+            self._codes[key] = _copy(function)
+        return self._codes[key]
+
+    def look(self, modules: Sequence[torch.nn.Module]) -> None:
+        """The next call is one of a module with these parts."""
+        self._present = self._methods.of(modules)
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
         """Whether this call of a module, with its submodules `modules`, can run compiled."""
         if self._is_refused or not torch.is_grad_enabled() or is_watched(modules):
             return False
-        # compiled code has them inside, and torch does not notice when a program exchanges one
-        self._forwards = tuple([type(module).forward for module in modules])
+        self.look(modules)
         found = changing(arguments)
         if found is not None:
             self._say(
@@ -122,7 +128,7 @@ class Structure:
 
         After a failure to compile, all calls of this structure run uncompiled.
         """
-        key = (function, module.training, self._forwards)
+        key = (function, module.training, self._present)
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = Program(function, self._lower)
@@ -151,6 +157,32 @@ class Structure:
             )
 
 
+class Methods:
+    """The methods of classes that modules reach. Compiled code has them inside, and torch does not
+    notice when a program exchanges one.
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[Hashable, Sequence[type]] = {}  # by those of the modules
+
+    def of(self, modules: Sequence[torch.nn.Module]) -> Hashable:
+        """Equal as long as the methods are the same."""
+        kinds = tuple(dict.fromkeys(map(type, modules)))
+        classes = self._classes.get(kinds)
+        if classes is None:
+            found = Snapshot()
+            found.add_modules(modules)
+            bases = [base for kind in kinds for base in kind.__mro__]
+            classes = set(found.classes).union(bases) - {object, torch.nn.Module}
+            self._classes[kinds] = classes = list(classes)
+        return tuple(
+            [x for kind in classes for x in vars(kind).values() if type(x) in _KINDS_OF_METHODS]
+        )
+
+
+_KINDS_OF_METHODS = (types.FunctionType, property, staticmethod, classmethod)
+
+
 class NoProgramError(RuntimeError):
     """A call has no compiled code. None of its operators has run.
 
@@ -164,6 +196,33 @@ class NoProgramError(RuntimeError):
     ) -> None:
         super().__init__(reason)
         self.is_expected, self.has_too_many = is_expected, has_too_many
+
+
+class CompiledOnly(Exception):
+    """Compiled code exists, and nothing of it has run."""
+
+
+class Gate:
+    """A compiler backend whose new code raises CompiledOnly instead of running while it is shut."""
+
+    def __init__(self, lower: backend.Lower) -> None:
+        self._lower = lower
+        self.is_shut = True
+
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
+    ) -> backend.Lowered:
+        """Lower the graph."""
+        lowered, is_new = self._lower(graph, inputs, **options), True
+
+        def run(*arguments: Any) -> Any:
+            nonlocal is_new
+            if is_new and self.is_shut:
+                raise CompiledOnly
+            is_new = False
+            return lowered(*arguments)
+
+        return run
 
 
 class Program:
@@ -189,6 +248,7 @@ class Program:
         options: dict[str, Any] | None = None,
     ) -> None:
         self._function, self._num_special = function, num_special
+        self._gate = lower = Gate(lower)
         self._compiled = functools.partial(
             torch.compile, fullgraph=True, backend=lower, **(options or {})
         )
@@ -198,13 +258,46 @@ class Program:
         )
 
     def __call__(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        runs: bool = True,
     ) -> Any:
         """Run the call through compiled code.
 
+        What is compiled runs for the first time as a trial: the program may keep a parameter, which
+        is a gathered copy, or in the memory of one.
+
+        Args:
+            runs: False to compile only.
+
         Raises:
-            NoProgramError: if there is no compiled code for it.
+            NoProgramError: if there is no compiled code for it, or if it keeps a parameter. Nothing
+                has happened then.
+            CompiledOnly: if there is, and it shall not run.
         """
+        try:
+            return self._run(module, args, kwargs)
+        except CompiledOnly:
+            if not runs:
+                raise
+        modules = all_modules(module)
+        params = [x for part in modules for x in part._parameters.values() if type(x) is _TENSOR]
+        device = params[0].device if params else torch.device("cpu")
+        trial = Trial(modules, (*args, *kwargs.values()), device)
+        self._gate.is_shut = False
+        try:
+            out = self._run(module, args, kwargs)
+        finally:
+            self._gate.is_shut = True
+        if trial.keeps(params):
+            trial.undo(type(module).__name__)
+            raise NoProgramError("its forward pass keeps a parameter")
+        return out
+
+    def _run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (*args, *kwargs.values())
         shapes = tuple([arg.shape if isinstance(arg, torch.Tensor) else None for arg in given])
         if shapes not in self._special and len(self._special) < self._num_special:
@@ -273,6 +366,7 @@ def changing(arguments: Iterable[Any]) -> Any:
     return None
 
 
+_TENSOR = torch.Tensor  # a gathered parameter, not one that is whole on every rank
 _FIXED = (
     *(torch.Tensor, torch.nn.Module, type(None), bool, int, float, complex, str, bytes, range),
     *(slice, type, enum.Enum),

@@ -30,7 +30,14 @@ import torch
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.ambient import AmbientState
 from bmtrain.recompute.scripts import Scripts
-from bmtrain.runtime.seeding import Draws, default_generators, is_generator
+from bmtrain.runtime.log import warn
+from bmtrain.runtime.seeding import (
+    Draws,
+    default_generators,
+    is_generator,
+    read_generator,
+    write_generator,
+)
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import version_of, versions_of
@@ -112,10 +119,16 @@ class Snapshot:
         noticed: compared.
         tensors: with their names, compared by version; those of `buffers` may be copied.
         generators: the program's own, restored.
+        classes: of the program, whose methods may run.
         obstacle: what makes any recomputation impossible, or None.
+
+    Args:
+        is_brief: whether what is kept may keep the graphs that it is in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_brief: bool = False) -> None:
+        self._kept: Callable[[Any], Any] = (lambda value: value) if is_brief else _without_graph
+        self.classes: list[type] = []
         self.held: list[_Held] = []
         self.noticed: list[_Noticed] = []
         self.tensors: list[torch.Tensor] = []
@@ -144,7 +157,7 @@ class Snapshot:
                 self.held.append(_Held(children, dict(children), f"children of {name}"))
             for hooks in (own[key] for key in _HOOKS):
                 self.held.append(_Held(hooks, hooks.copy(), f"hooks of {name}"))
-            attributes = {key: _without_graph(value) for key, value in own.items()}
+            attributes = {key: self._kept(value) for key, value in own.items()}
             self.held.append(_Held(own, attributes, f"an attribute of {name}"))
             for key, value in attributes.items():
                 if key not in _STANDARD:
@@ -199,9 +212,9 @@ class Snapshot:
 
     def _add_container(self, value: Any, where: str) -> None:
         contents: Any = (
-            [_without_graph(entry) for entry in value]
+            [self._kept(entry) for entry in value]
             if isinstance(value, list)
-            else {key: _without_graph(entry) for key, entry in value.items()}
+            else {key: self._kept(entry) for key, entry in value.items()}
         )
         self.held.append(_Held(value, contents, where))
         for entry in contents if isinstance(contents, list) else contents.values():
@@ -230,6 +243,7 @@ class Snapshot:
         self._known[id(kind)] = kind
         overridden: set[str] = set()
         for base in filter(_is_plain, kind.__mro__):
+            self.classes.append(base)
             for name, value in vars(base).items():
                 function = _function_of(value)
                 if function is None or name in overridden:
@@ -276,6 +290,55 @@ class Snapshot:
         for name in present:
             if _is_data(space[name]):
                 self.add(space[name], f"{name!r} {of}")
+
+
+class Trial:
+    """A pass that may not count; what it changes can be put back.
+
+    Args:
+        modules: that run.
+        arguments: of the pass.
+        device: whose default generator may draw.
+    """
+
+    def __init__(
+        self, modules: Sequence[torch.nn.Module], arguments: Sequence[Any], device: torch.device
+    ) -> None:
+        self._modules, self._arguments = modules, arguments
+        self._before = before = self._snapshot()
+        tensors = [before.tensors[number] for number in before.buffers]
+        self._buffers = [(x, x.detach().clone()) for x in tensors]
+        generators = [*default_generators(device), *before.generators]
+        self._generators = [(each, read_generator(each)) for each in generators]
+
+    def _snapshot(self) -> Snapshot:
+        found = Snapshot(is_brief=True)
+        found.add_modules(self._modules)
+        found.add(tuple(self._arguments), "an argument")
+        return found
+
+    def keeps(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether code of the modules reaches one of these tensors now."""
+        return not {id(x) for x in self._snapshot().tensors}.isdisjoint(map(id, tensors))
+
+    def undo(self, name: str) -> None:
+        """Put back what the pass has changed; what that cannot be, a warning says.
+
+        Args:
+            name: of the outermost module.
+        """
+        for held in self._before.held:
+            if not held.is_unchanged():
+                held.put(held.contents)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for generator, state in self._generators:
+            write_generator(generator, state)
+        for noticed in self._before.noticed:
+            if not noticed.is_unchanged():
+                warn(f"{name} changes {noticed.changed()} in a forward pass that runs again.")
+                return
 
 
 class HostState:
