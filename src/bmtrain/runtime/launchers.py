@@ -155,7 +155,7 @@ def meeting_place(launch: Launch, environment: Environment) -> str:
     """
     if launch.size == 1:
         return "env://"
-    address, port = environment.get("MASTER_ADDR"), _PORT
+    address, port = environment.get("MASTER_ADDR", ""), _PORT
     if launch.launcher == "torchrun":
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environment.get(name):
