@@ -24,6 +24,7 @@ from machine import machine
 from transformers.models.auto import modeling_auto
 
 import bmtrain as bmt
+from model_center.weights import load_transformers
 
 LARGEST = 60_000_000  # parameters
 VOCABULARY = 67
@@ -110,7 +111,7 @@ def verdict(name: str) -> str:
         ours = kind(copy.deepcopy(config))
         wrapped = bmt.BMTrainModelWrapper(ours)
         try:
-            bmt.load(wrapped, folder)
+            load_transformers(wrapped, folder)
         except Exception as error:
             return f"refused: {error}"
     found = wrapped.state_dict()

@@ -38,9 +38,7 @@ __all__ = [
 ]  # re-exports only; this module's own functions are below
 
 
-def torch_version() -> tuple[int, ...]:
-    """(major, minor)."""
-    return tuple(map(int, torch.__version__.split(".")[:2]))
+TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))  # major, minor
 
 
 #: torch's function, which alone makes a tuple of a torch.Size
@@ -55,22 +53,6 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 def current_stream_number(device: torch.device) -> int:
     """Of the current CUDA stream of a device; 0 for a CPU. A tenth of torch.cuda's time."""
     return 0 if device.type == "cpu" else int(torch._C._cuda_getCurrentRawStream(device.index))
-
-
-def all_gather_each(
-    fulls: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup
-) -> None:
-    """`all_gather_flat` of each pair, as one operation of the group."""
-    group.allgather_into_tensor_coalesced(fulls, shards).wait()
-
-
-def reduce_scatter_each(
-    shards: list[torch.Tensor], fulls: list[torch.Tensor], group: dist.ProcessGroup
-) -> None:
-    """`reduce_scatter_flat` of the sum of each pair, as one operation of the group."""
-    options: Any = dist.ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp.SUM
-    group.reduce_scatter_tensor_coalesced(shards, fulls, options).wait()
 
 
 # Tensors
@@ -150,6 +132,10 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 # The sequence number of the next autograd node created on this thread.
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# The innermost active saved-tensor hooks, or None.
+saved_tensors_hooks: Callable[[], object] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
 # Has autograd call a function at the end of the running backward pass.
 at_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
@@ -168,11 +154,6 @@ def node_number(node: Any) -> int:
     """A node's sequence number: larger than those of all earlier nodes of the same thread."""
     number: int = node._sequence_nr()
     return number
-
-
-def saved_tensors_hooks() -> object:
-    """The innermost active saved-tensor hooks, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 # Modes, hooks and transforms that observe computation
@@ -221,9 +202,8 @@ def renew_weights(module: torch.nn.RNNBase) -> None:
 last_script_graph: Callable[[], Any] = torch._C._last_executed_optimized_graph
 
 
-def compiled_script(module: torch.jit.ScriptModule) -> Any:
-    """The C++ module behind a ScriptModule, with `getattr` and `setattr`."""
-    return module._c
+# The C++ module behind a ScriptModule, with `getattr` and `setattr`.
+compiled_script: Callable[[torch.jit.ScriptModule], Any] = operator.attrgetter("_c")
 
 
 # The compiler
@@ -332,18 +312,6 @@ def is_of_compiler(error: BaseException, files: Iterable[str]) -> bool:
 
 # Devices and ranks
 # --------------------------------------------------------------------------------------------------
-
-
-def matmul_switches() -> list[Any]:
-    """How a GPU's matrix products may round.
-
-    From torch 2.9 on one name says it, and reading the older ones raises where a program has set
-    the new one.
-    """
-    matmul = torch.backends.cuda.matmul
-    names = ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"]
-    names.append("fp32_precision" if torch_version() >= (2, 9) else "allow_tf32")
-    return [getattr(matmul, name) for name in names]
 
 
 #: Ends allocation into a CUDA graph's pool, given the device's index and the pool; RuntimeError if

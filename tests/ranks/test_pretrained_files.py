@@ -12,10 +12,10 @@ from tests.ranks import models
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
-from bmtrain.checkpoint.conversions import as_parameters
 from bmtrain.checkpoint.entries import entries
 from bmtrain.checkpoint.sources import SafetensorsFile, open_source
 from bmtrain.errors import CheckpointError
+from model_center.weights.conversions import as_parameters, load_transformers
 
 # Configurations, as their files have them.
 LAYERS = """"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -83,7 +83,7 @@ def loads_and_exports(folder, names):
         want = type(make(name, 3)).from_pretrained(path).state_dict()
         same_state(make(name, 3), want, f"{name}: transformers itself")
         model = bmt.BMTrainModelWrapper(make(name, 4))
-        assert bmt.load(model, path) == ([], []), name
+        assert load_transformers(model, path) == ([], []), name
         same_state(model, want, name)
         model.save_pretrained(there)
         first, second = (load_file(place / "model.safetensors") for place in (path, there))
@@ -149,21 +149,21 @@ def refused(folder):
         ("beyond", r"unexpected in the file: 'model\.layers\.7\.mlp\.experts\.0\.up_proj\.weight'"),
     ):
         with pytest.raises(CheckpointError, match=reason):
-            bmt.load(model, folder / name)
+            load_transformers(model, folder / name)
         same_state(model, before, name)
     # What bmtrain saves has the model's names, and the file of a wrapper's a prefix more.
     want = make(QWEN, 3).state_dict()
     other = bmt.BMTrainModelWrapper(make(QWEN, 3))
     for name in ("own.pt", "own.safetensors"):
         bmt.save(other, folder / name)
-        bmt.load(model, folder / name)
+        load_transformers(model, folder / name)
         same_state(model, want, name)
         model.load_state_dict(before)
     if bmt.rank() == 0:
         with pytest.warns(UserWarning, match="'module.'"):
-            bmt.load(model, folder / "prefixed.pt")
+            load_transformers(model, folder / "prefixed.pt")
     else:
-        bmt.load(model, folder / "prefixed.pt")
+        load_transformers(model, folder / "prefixed.pt")
     same_state(model, want, "prefixed")
 
 

@@ -18,7 +18,7 @@ from bmtrain.runtime.launchers import (
 
 
 def torchrun(rank, size):
-    return f"RANK={rank} WORLD_SIZE={size}"
+    return f"RANK={rank} WORLD_SIZE={size} MASTER_ADDR=pod-0 MASTER_PORT=4000"
 
 
 def srun(rank, size):
@@ -60,13 +60,13 @@ def rows(table):
 # rank, size, local rank, local size, where they meet
 PLACES = """
 | 0 1 None None env://
-torchrun:3,4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x | 3 4 1 2 env://
-torchrun:3,4 MASTER_ADDR=pod-0 | 3 4 None None env://
+torchrun:3,4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x | 3 4 1 2 tcp://pod-0:4000
+torchrun:3,4 MASTER_ADDR=fd00::1 | 3 4 None None tcp://[fd00::1]:4000
 torchrun:0,1 | 0 1 0 1 env://
 WORLD_SIZE=1 | 0 1 None None env://
-srun:1,2 torchrun:11,16 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 TORCHELASTIC_RUN_ID=1 | 11 16 3 8 env://
-srun:1,2 torchrun:11,16 | 11 16 None None env://
-srun:1,2 torchrun:1,2 | 1 2 None None env://
+srun:1,2 torchrun:11,16 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 TORCHELASTIC_RUN_ID=1 | 11 16 3 8 tcp://pod-0:4000
+srun:1,2 torchrun:11,16 | 11 16 None None tcp://pod-0:4000
+srun:1,2 torchrun:1,2 | 1 2 None None tcp://pod-0:4000
 srun:1,2 LOCAL_RANK=1 | 1 2 1 2 tcp://127.0.0.1:15379
 srun:2,4 | 2 4 0 None tcp://gpu07:15379
 srun:4,5 | 4 5 0 None tcp://gpu07:15379
@@ -85,7 +85,7 @@ PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=head | 1 2 None None tcp://head:29500
 srun:1,3 PMI_RANK=5 PMI_SIZE=8 MASTER_ADDR=head | 5 8 None None tcp://head:29500
 SLURM_JOB_ID=1 SLURM_PROCID=0 SLURM_JOB_NUM_NODES=1 ENVIRONMENT=BATCH | 0 1 None None env://
 SLURM_PROCID=0 SLURM_NTASKS=4 ENVIRONMENT=BATCH torchrun:0,1 | 0 1 0 1 env://
-SLURM_PROCID=0 SLURM_NTASKS=8 ENVIRONMENT=BATCH torchrun:3,8 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 | 3 8 3 8 env://
+SLURM_PROCID=0 SLURM_NTASKS=8 ENVIRONMENT=BATCH torchrun:3,8 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 | 3 8 3 8 tcp://pod-0:4000
 PET_NNODES=1 PET_NPROC_PER_NODE=gpu SKYPILOT_NUM_NODES=1 | 0 1 None None env://
 """
 
@@ -125,6 +125,7 @@ SKYPILOT_NUM_NODES=2 | --nnodes .SKYPILOT_NUM_NODES
 """
 NOWHERE = """
 openmpi:1,2,1,2 | mpirun -x MASTER_ADDR
+torchrun:1,2 MASTER_PORT= | WORLD_SIZE is 2 but MASTER_PORT is not set
 PMI_RANK=0 PMI_SIZE=2 | does not say where the first
 srun:2,4 SLURM_STEP_NODELIST=gpu[1 | list of hosts is 'gpu.1'
 srun:2,4 SLURM_STEP_NODELIST= SLURM_JOB_NODELIST= | SLURM_STEP_NODELIST nor

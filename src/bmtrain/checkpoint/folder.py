@@ -36,7 +36,7 @@ class Lock:
         self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Become the owner.
+        """Become the owner of the folder, which is made if it is not there.
 
         Raises:
             CheckpointError: saying who is, or why nobody can be.
@@ -44,10 +44,11 @@ class Lock:
         folder = self._path.parent
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, flags, 0o666)
         except OSError as error:
             raise CheckpointError(
-                f"cannot use {folder} for checkpoints: {error.strerror}."
+                f"cannot use {folder} for checkpoints: {error.strerror or error}."
             ) from error
         end = time.monotonic() + PATIENCE_S
         while True:

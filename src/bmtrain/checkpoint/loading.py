@@ -7,12 +7,11 @@ import difflib
 import math
 import os
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from bmtrain.checkpoint.conversions import as_parameters
 from bmtrain.checkpoint.entries import Entry, entries, selected
 from bmtrain.checkpoint.reading import Read, read_all
 from bmtrain.checkpoint.source import Source
@@ -55,13 +54,12 @@ def load(
     """Load all parameters and persistent buffers of `model` from `file_name`. Collective.
 
     Reads files written by `save`, by BMTrain and ModelCenter, any state dict of `torch.save`,
-    .safetensors files, and folders of either, with or without an index. For a model of
-    transformers, names and shapes that are not the model's are converted as transformers does.
-    Each rank reads only its own slices (where tensors are cut or joined, all that a slice is made
-    of), so the file may come from a run of any world size. Values are converted to the
+    .safetensors files, and folders of either, with or without an index. Each rank reads only its
+    own slices, so the file may come from a run of any world size. Values are converted to the
     model's dtypes, with a warning where that loses precision. For tied parameters one of the names
     is enough. If all names in the file share a prefix that the model lacks, `module.` for example,
-    it is dropped, with a warning.
+    it is dropped, with a warning. Some models of transformers have other names and shapes in their
+    files: `model_center.weights.load_transformers` reads these.
 
     Args:
         model: any module, its parameters distributed or not.
@@ -76,14 +74,22 @@ def load(
         CheckpointError: on every rank, with the file and the names, shapes or reason. The model is
             unchanged unless a read failed halfway.
     """
+    return load_from(lambda shapes: open_source(file_name), model, strict, only)
+
+
+def load_from(
+    open_file: Callable[[Mapping[str, tuple[int, ...]]], Source],
+    model: torch.nn.Module,
+    strict: bool = True,
+    only: Collection[str] | None = None,
+) -> LoadResult:
+    """`load` from what `open_file` opens, given the shapes of the model's tensors by name."""
     current = world.current("load")
     axis = current.mesh.world
     current.service(Writer).settle()
     targets = attempt(lambda: selected(entries(model), only), axis)
     shapes = {name: entry.shape for entry in targets for name in entry.names}
-    source = attempt(
-        lambda: without_prefix(as_parameters(open_source(file_name), model, shapes), shapes), axis
-    )
+    source = attempt(lambda: without_prefix(open_file(shapes), shapes), axis)
     plan = attempt(lambda: make_plan(targets, source, strict=strict), axis)
     _check_same_everywhere(plan, source, axis)
     attempt(lambda: fill(plan, source), axis)
@@ -152,7 +158,10 @@ def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan
         problems += _report("unexpected in the file", unexpected, missing, wanted)
     if problems:
         remedy = (
-            " Use strict=False to load what fits." if strict and (missing or unexpected) else ""
+            " Use strict=False to load what fits; for a model of transformers, some of which have "
+            "other names in files, model_center.weights.load_transformers."
+            if strict and (missing or unexpected)
+            else ""
         )
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise CheckpointError(

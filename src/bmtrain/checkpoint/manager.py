@@ -40,7 +40,7 @@ from bmtrain.checkpoint.state import (
 from bmtrain.checkpoint.writer import Writer, Writing, reason_of
 from bmtrain.checkpoint.writing import ShardWriter, as_bytes
 from bmtrain.distributed import collectives
-from bmtrain.distributed.agreement import attempt, told_apart
+from bmtrain.distributed.agreement import agree, attempt, told_apart
 from bmtrain.distributed.collectives import Board
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import CheckpointError, DamagedError
@@ -127,24 +127,12 @@ class CheckpointManager:
         self._snapshot: Snapshot | None = None
         self._damaged: list[pathlib.Path] = []  # newer than the whole one that `latest` has found
         self._lock = folders.Lock(self.folder)
-        attempt(self._open if self._world.rank == 0 else lambda: None, self._axis)
-        attempt(self._see, self._axis)
-
-    def _open(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot use {self.folder} for checkpoints: {error.strerror or error}."
-            ) from error
-        self._lock.take()
-
-    def _see(self) -> None:
-        if not self.folder.is_dir():
-            raise CheckpointError(
-                f"{self.folder} does not exist here, though rank 0 has made it: give a folder on "
-                "a file system that all machines share."
-            )
+        attempt(self._lock.take if self._world.rank == 0 else lambda: None, self._axis)
+        problem = (
+            f"{self.folder} does not exist here, though rank 0 has made it: give a folder on a "
+            "file system that all machines share."
+        )
+        agree(None if os.path.isdir(self.folder) else problem, self._axis)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -263,10 +251,18 @@ class CheckpointManager:
 
         image, ties, rest = attempt(collect, axis)
         manifest = Manifest(step, _sizes(self._world), dict(facts or {}), {}, {}, {MODEL: ties})
-        blocks = attempt(lambda: self._blocks(image), axis)
-        writer = attempt(
-            lambda: ShardWriter(path, token, manifest, image, blocks, rest, self._board), axis
-        )
+
+        def begin() -> ShardWriter:
+            blocks: Snapshot | Live
+            if self.background:
+                blocks = self._snapshot = Snapshot(image, self._memory, device)
+                # Without it, the next step would write what is still being copied.
+                self._world.service(Engine).steps.waits.append(blocks.wait)
+            else:
+                blocks = Live(image, device)
+            return ShardWriter(path, token, manifest, image, blocks, rest, self._board)
+
+        writer = attempt(begin, axis)
 
         def write() -> None:
             writer.finish()
@@ -295,14 +291,6 @@ class CheckpointManager:
             path.mkdir(exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot save to {path}: {error.strerror or error}.") from error
-
-    def _blocks(self, image: Image) -> Snapshot | Live:
-        if not self.background:
-            return Live(image, self._world.device)
-        self._snapshot = Snapshot(image, self._memory, self._world.device)
-        # Without it, the next step would write what is still being copied.
-        self._world.service(Engine).steps.waits.append(self._snapshot.wait)
-        return self._snapshot
 
     def latest(self, before: int | None = None) -> pathlib.Path | None:
         """The newest checkpoint that is whole, checksums and all; None without any. Collective.

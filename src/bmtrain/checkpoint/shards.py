@@ -80,12 +80,10 @@ class TensorFacts:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        if self.count == 1:
-            return self.shape
-        return tuple(
-            length // self.count if place == self.dim else length
-            for place, length in enumerate(self.shape)
-        )
+        shape = [*self.shape]
+        if self.count > 1:
+            shape[self.dim] //= self.count
+        return tuple(shape)
 
     def check(self, files: Mapping[str, FileFacts]) -> None:
         """Raise ValueError unless the pieces cover the tensor and lie within their files."""

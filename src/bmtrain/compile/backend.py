@@ -16,6 +16,7 @@ from bmtrain.compile.graph import calls, may_write, memories, parts, value_of
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
     CACHEABLE,
+    TORCH_VERSION,
     find_backend,
     graph_pass_class,
     has_joint_pass,
@@ -23,7 +24,6 @@ from bmtrain.torch_internals import (
     lower_as_inductor,
     lowering_config,
     overloads,
-    torch_version,
 )
 
 Lowered = Callable[..., Any]
@@ -44,7 +44,7 @@ _OWN = frozenset(
     }
 )
 # Whether recomputation in backward repeats in-place updates, of running statistics for example.
-_CHANGES_TWICE = torch_version() < (2, 11)
+_CHANGES_TWICE = TORCH_VERSION < (2, 11)
 # Prefixes of the names of communication operators.
 _TALKING = ("_c10d_functional", "c10d_functional", "c10d.", "_dtensor.", "symm_mem.", "bmtrain.tp_")
 

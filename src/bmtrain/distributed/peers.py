@@ -31,7 +31,7 @@ from bmtrain.runtime.log import print_rank, warn
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.process import this_host
 from bmtrain.runtime.world import World
-from bmtrain.torch_internals import store_of, symmetric_memory, torch_version
+from bmtrain.torch_internals import TORCH_VERSION, store_of, symmetric_memory
 
 # Barriers for gathers and for reductions can be in flight at once, so each has its own channel: on
 # a shared one they could match each other.
@@ -96,7 +96,7 @@ class DevicePeers(Peers):
 
         def introduce() -> None:
             """Register the process group with symmetric memory, as torch requires up to 2.10."""
-            if torch_version() < (2, 11):
+            if TORCH_VERSION < (2, 11):
                 own_store = dist.PrefixStore("symmetric memory", store_of(axis.group))  # type: ignore[attr-defined]
                 symmetric_memory().set_group_info(
                     axis.group.group_name, axis.index, axis.size, own_store

@@ -9,6 +9,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,9 @@ from bmtrain.distributed.peers import GATHERS, REDUCTIONS, PeerGroups, PeerMemor
 from bmtrain.runtime.mesh import Axis
 from bmtrain.torch_internals import (
     add_each_,
-    all_gather_each,
     all_gather_flat,
     copy_each_,
     current_stream_number,
-    reduce_scatter_each,
     reduce_scatter_flat,
 )
 
@@ -406,7 +405,7 @@ def gather_shards(
     if len(fulls) == 1:
         all_gather_flat(fulls[0], shards[0], group=group)
     else:
-        all_gather_each(list(fulls), list(shards), group)
+        group.allgather_into_tensor_coalesced(list(fulls), list(shards)).wait()
 
 
 def reduce_shards(
@@ -417,4 +416,6 @@ def reduce_shards(
     if len(fulls) == 1:
         reduce_scatter_flat(shards[0], fulls[0], op=dist.ReduceOp.SUM, group=group)
     else:
-        reduce_scatter_each(list(shards), list(fulls), group)
+        options: Any = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        group.reduce_scatter_tensor_coalesced(list(shards), list(fulls), options).wait()

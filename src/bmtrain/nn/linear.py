@@ -18,6 +18,8 @@ from bmtrain.shard.parameter import (
     computed_with,
 )
 
+ZEROS = ParameterInitializer(torch.nn.init.zeros_)
+
 
 class OpLinear:
     """F.linear on distributed parameters, under BMTrain's name."""
@@ -65,7 +67,7 @@ class Linear(DistributedModule):
         )
         self.register_parameter(
             "bias",
-            DistributedParameter(torch.empty(out_features, dtype=dtype), init_method=zeros())
+            DistributedParameter(torch.empty(out_features, dtype=dtype), init_method=ZEROS)
             if bias
             else None,
         )
@@ -86,11 +88,6 @@ def fan_in_uniform(in_features: int) -> ParameterInitializer:
     """An initializer from U(-b, b), b = 1/sqrt(in_features): He et al. (2015), torch's gain."""
     bound = 1 / math.sqrt(in_features)
     return ParameterInitializer(torch.nn.init.uniform_, -bound, bound)
-
-
-def zeros() -> ParameterInitializer:
-    """An initializer that fills with zeros."""
-    return ParameterInitializer(torch.nn.init.zeros_)
 
 
 def check_sizes(layer: str, **sizes: int) -> None:

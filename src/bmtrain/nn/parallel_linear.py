@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from bmtrain.distributed import tensor_parallel
 from bmtrain.errors import ConfigurationError
-from bmtrain.nn.linear import check_sizes, fan_in_uniform, part_of, zeros
+from bmtrain.nn.linear import ZEROS, check_sizes, fan_in_uniform, part_of
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, Initializer, computed_with
@@ -108,6 +108,9 @@ class _ParallelLinear(DistributedModule):
 
     in_features: int
     out_features: int
+    gather_input = gather_output = split_input = False
+    reduce_type: ReduceType | None = None
+    chunks: str  # the attribute that says in how many communication is cut
 
     def _make(
         self,
@@ -139,8 +142,34 @@ class _ParallelLinear(DistributedModule):
         if bias:
             cut: dict[str, Any] = {} if split_dim else {"tp_mode": True, "tp_split_dim": 0}
             values = torch.empty(shape[0], dtype=dtype)
-            vector = DistributedParameter(values, init_method=zeros(), **cut)
+            vector = DistributedParameter(values, init_method=ZEROS, **cut)
         self.register_parameter("bias", vector)
+        vars(self).update(chunks)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` (rows, ..., features) -> (rows, ..., features), of this rank or of all.
+
+        ColumnParallelLinear: (rows, ..., in_features) -> (rows of all ranks, ..., out_features /
+        tp_size). RowParallelLinear: (rows of all ranks, ..., in_features / tp_size) -> (rows, ...,
+        out_features). The constructor's options change the shapes.
+        """
+        return OpParallelLinear.apply(
+            input,
+            self.weight,
+            self._parameters["bias"],
+            self.gather_input,
+            self.gather_output,
+            self.split_input,
+            self.reduce_type,
+            vars(self)[self.chunks],
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes and options, for printing."""
+        own = {"bias": self._parameters["bias"] is not None, **vars(self)}
+        return ", ".join(
+            f"{name}={own[name]}" for name in own if name[0] != "_" and name != "training"
+        )
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -162,6 +191,8 @@ class ColumnParallelLinear(_ParallelLinear):
         ConfigurationError: when the ranks do not divide `out_features`; on use, on every rank, when
             their inputs differ in shape.
     """
+
+    chunks = "async_gather_chunks"
 
     def __init__(
         self,
@@ -186,31 +217,6 @@ class ColumnParallelLinear(_ParallelLinear):
             async_gather_chunks=async_gather_chunks,
         )
         self.gather_output, self.gather_input = gather_output, gather_input
-        self.async_gather_chunks = async_gather_chunks
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` (rows, ..., in_features) -> (rows of all ranks, ..., out_features / tp_size).
-
-        The constructor's `gather_input` and `gather_output` change the shapes.
-        """
-        return OpParallelLinear.apply(
-            input,
-            self.weight,
-            self._parameters["bias"],
-            self.gather_input,
-            self.gather_output,
-            False,
-            None,
-            self.async_gather_chunks,
-        )
-
-    def extra_repr(self) -> str:
-        """Arguments, for printing."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self._parameters['bias'] is not None}, "
-            f"gather_output={self.gather_output}, gather_input={self.gather_input}"
-        )
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -236,6 +242,8 @@ class RowParallelLinear(_ParallelLinear):
             rank, if inputs differ in shape or the number of rows is not a multiple of tp_size.
     """
 
+    chunks = "async_chunks"
+
     def __init__(
         self,
         in_features: int,
@@ -252,32 +260,8 @@ class RowParallelLinear(_ParallelLinear):
         self._make(
             in_features, out_features, bias, dtype, init_method, 1, async_chunks=async_chunks
         )
-        self.split_input, self.async_chunks = split_input, async_chunks
+        self.split_input = split_input
         self.reduce_type = ReduceType.ALL_REDUCE if all_reduce_output else ReduceType.REDUCE_SCATTER
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` (rows of all ranks, ..., in_features / tp_size) -> (rows, ..., out_features).
-
-        The constructor's `split_input` and `all_reduce_output` change the shapes.
-        """
-        return OpParallelLinear.apply(
-            input,
-            self.weight,
-            self._parameters["bias"],
-            False,
-            False,
-            self.split_input,
-            self.reduce_type,
-            self.async_chunks,
-        )
-
-    def extra_repr(self) -> str:
-        """Arguments, for printing."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self._parameters['bias'] is not None}, "
-            f"split_input={self.split_input}, reduce_type={self.reduce_type.name}"
-        )
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ import torch
 from bmtrain.block.block import Block
 from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
 from bmtrain.distributed import autograd, collectives, stages
-from bmtrain.distributed.agreement import agree
 from bmtrain.distributed.collectives import Transfer
 from bmtrain.distributed.stages import Head, Link, Links, Share
 from bmtrain.errors import ConfigurationError
@@ -123,14 +122,11 @@ class PipelineTransformerBlockList(BlockList):
         # Do not prefetch what is gathered next: other stages may need activations from this rank
         # before they join that gather, a deadlock.
         current.service(Engine).schedule.interrupt()
-        if known is None and return_hidden_states:
-            # The stages that cannot stack must not leave the others waiting for their rows.
-            agree(passing.misfit(), axis, kind=ConfigurationError)
-        held = passing.finish()
         if known is None:
             known = self._known[key] = _Known(
-                passing.incoming, _agree_on_shares(held, call.num_rows, axis)
+                passing.incoming, _agree_on_shares(passing.results(), call.num_rows, axis)
             )
+        held = passing.finish()
         results = stages.to_owners(
             held, known.shares, [*joined.ties, *passing.ties], axis, current.device
         )
@@ -265,24 +261,18 @@ class _Passing:
         self.ties += [x for x in hidden if x.requires_grad]
         return hidden
 
-    def misfit(self) -> str | None:
-        """Why the hidden states of this stage cannot be stacked."""
-        for place, first in enumerate(self._inputs[0][0]):
-            for hidden in self._inputs[0]:
-                other = hidden[place]
-                if (other.shape, other.dtype) != (first.shape, first.dtype):
-                    return (
-                        f"return_hidden_states: hidden {place} is {tuple(first.shape)} "
-                        f"{first.dtype} before one block and {tuple(other.shape)} {other.dtype} "
-                        "before another: expected the same everywhere, as they are stacked."
-                    )
-        return None
+    def results(self) -> list[list[torch.Tensor]]:
+        """What this stage holds for the owners of the rows, of the first micro-batch: for each
+        hidden the output, none but on the last stage, then the states.
+        """
+        last = [] if self._downstream is not None else [self._outputs[0]]
+        groups = [last, self._inputs[0]] if self._with_states else [last]
+        places = range(len(self._outputs[0]))
+        return [[hidden[place] for hidden in group] for group in groups for place in places]
 
     def finish(self) -> list[torch.Tensor | None]:
-        """Complete sends; returns what this stage holds for the owners of the rows.
-
-        (count, rows of all ranks, ...) per hidden: the outputs, None but on the last stage, then
-        states.
+        """Complete sends; returns all rows of `results`, stacked: (count, rows of all ranks, ...);
+        None where there are none.
         """
         if self._downstream is not None:
             # The last send is in flight and keeps its activations alive.
@@ -313,25 +303,29 @@ def _join(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     ).flatten(0, 1)
 
 
-def _agree_on_shares(held: Sequence[torch.Tensor | None], num_rows: int, axis: Axis) -> list[Share]:
-    """Agree on what each stage holds for the owners of the rows."""
+def _agree_on_shares(
+    results: Sequence[Sequence[torch.Tensor]], num_rows: int, axis: Axis
+) -> list[Share]:
+    """Agree on what each stage holds for the owners of the rows, before any waits for theirs.
+
+    Raises:
+        ConfigurationError: on all ranks, for hidden states that cannot be stacked.
+    """
     own = [
-        None if x is None else Head((num_rows, *x.shape[2:]), x.dtype, x.requires_grad)
-        for x in held
+        [Head((num_rows, *x.shape[1:]), x.dtype, x.requires_grad) for x in tensors]
+        for tensors in results
     ]
-    counts = [0 if x is None else x.shape[0] for x in held]
-    told = collectives.gather_objects(
-        list(zip(own, counts, strict=True)), axis, "shares of a pipeline"
-    )
     shares = []
+    told = collectives.gather_objects(own, axis, "shares of a pipeline")
     for entries in zip(*told, strict=True):
-        heads = [head for head, _ in entries if head is not None]
-        if len({(head.shape, head.dtype) for head in heads}) != 1:
+        heads = [head for several in entries for head in several]
+        kinds = dict.fromkeys((head.shape, head.dtype) for head in heads)
+        if len(kinds) != 1:
             raise ConfigurationError(
-                f"hidden states of different shape or dtype cannot be stacked: {heads}."
+                f"return_hidden_states: hidden tensors before different blocks are {[*kinds]}: "
+                "expected the same everywhere, as they are stacked."
             )
-        head = dataclasses.replace(
-            heads[0], requires_grad=any(head.requires_grad for head in heads)
-        )
-        shares.append(Share(head, tuple(count for _, count in entries)))
+        needs_grad = any(head.requires_grad for head in heads)
+        head = dataclasses.replace(heads[0], requires_grad=needs_grad)
+        shares.append(Share(head, tuple(map(len, entries))))
     return shares

@@ -57,7 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def collect() -> dict[str, Any]:
     """All items by name; of one that cannot be read, why."""
-    return {name: _read(item) for name, item in ITEMS.items()}
+    found: dict[str, Any] = {}
+    for name, item in ITEMS.items():
+        try:
+            found[name] = item()
+        except Exception as error:  # one item must not cost the others
+            reason = str(error).strip() or "no reason given"
+            found[name] = f"not known ({type(error).__name__}: {reason})"
+    return found
 
 
 def shown(variables: Mapping[str, str], names: str) -> dict[str, str]:
@@ -86,45 +93,12 @@ def _lines(found: Mapping[str, Any], indent: str) -> list[str]:
     return lines
 
 
-def _read(item: Callable[[], Any]) -> Any:
-    try:
-        return item()
-    except Exception as error:  # one item must not cost the others
-        return f"not known ({type(error).__name__}: {str(error).strip() or 'no reason given'})"
-
-
 def _packages() -> dict[str, str]:
     found = {
         str(one.name).lower().replace("_", "-"): one.version
         for one in importlib.metadata.distributions()
     }
     return {name: found.get(name, "not installed") for name in PACKAGES.split()}
-
-
-def _gpus() -> list[str]:
-    found, count = [], torch.cuda.device_count()
-    for one in range(count):
-        facts = torch.cuda.get_device_properties(one)
-        missing = [
-            other
-            for other in range(count)
-            if other != one and not torch.cuda.can_device_access_peer(one, other)
-        ]
-        found.append(
-            f"{one}: {facts.name}, {facts.total_memory / GIB:.1f} GiB, capability "
-            f"{facts.major}.{facts.minor}, no peer access to {missing or 'none'}"
-        )
-    return found
-
-
-def _output(*words: str) -> list[str]:
-    if shutil.which(words[0]) is None:
-        raise FileNotFoundError(f"{words[0]} is not installed")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise RuntimeError(said[0] if said else f"exit status {done.returncode}")
-    return done.stdout.strip().splitlines()
 
 
 def _of_torch() -> dict[str, Any]:
@@ -137,8 +111,17 @@ def _of_torch() -> dict[str, Any]:
     }
 
 
-def _limit(name: str) -> str:
-    return (_GROUP / name).read_text("ascii").strip()
+def _nvidia_smi(*words: str) -> list[str]:
+    """What the program says, which may be why it fails."""
+    done = subprocess.run(
+        ["nvidia-smi", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    return done.stdout.strip().splitlines()
 
 
 ITEMS: dict[str, Callable[[], Any]] = {
@@ -147,11 +130,11 @@ ITEMS: dict[str, Callable[[], Any]] = {
     "packages": _packages,
     "torch": _of_torch,
     "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())),
-    "GPUs": _gpus,
-    "topology": lambda: _output("nvidia-smi", "topo", "-m"),
+    "GPUs": lambda: _nvidia_smi("--query-gpu=index,name,memory.total,compute_cap", "--format=csv"),
+    "topology": lambda: _nvidia_smi("topo", "-m"),
     "cores of this process": world.num_cores,
-    "limit of the control group, of cores": lambda: _limit("cpu.max"),
-    "limit of the control group, of memory": lambda: _limit("memory.max"),
+    "limit of the control group, of cores": lambda: (_GROUP / "cpu.max").read_text().strip(),
+    "limit of the control group, of memory": lambda: (_GROUP / "memory.max").read_text().strip(),
     # in all, free and available
     "host memory": lambda: pathlib.Path("/proc/meminfo").read_text("ascii").splitlines()[:3],
     "shared memory (/dev/shm)": lambda: f"{shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB",

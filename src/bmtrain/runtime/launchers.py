@@ -146,17 +146,24 @@ def read_launch(environment: Environment) -> Launch:
 
 
 def meeting_place(launch: Launch, environment: Environment) -> str:
-    """Where the ranks meet, as a URL for torch.distributed; "env://" with torch's variables.
+    """Where the ranks meet, as a URL for torch.distributed; "env://" for one process alone.
 
     MASTER_ADDR and MASTER_PORT count before what Slurm says. MPI says nothing of it.
 
     Raises:
         ConfigurationError: if that is not known.
     """
-    if launch.size == 1 or launch.launcher == "torchrun":
+    if launch.size == 1:
         return "env://"
-    address, port = environment.get("MASTER_ADDR"), _PORT
-    if launch.launcher == _SRUN:
+    address, port = environment.get("MASTER_ADDR", ""), _PORT
+    if launch.launcher == "torchrun":
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not environment.get(name):
+                raise ConfigurationError(
+                    f"WORLD_SIZE is {launch.size} but {name} is not set: start the program with "
+                    "torchrun, which sets it."
+                )
+    elif launch.launcher == _SRUN:
         address, port = _meeting_place_of_slurm(launch, environment)
     elif not address:
         raise ConfigurationError(

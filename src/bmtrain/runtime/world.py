@@ -39,12 +39,10 @@ from bmtrain.runtime.launchers import (
     FOREIGN,
     TORCHRUN,
     Launch,
-    check_port,
     local_rank_hint,
     meeting_place,
     number,
     read_launch,
-    tcp_url,
 )
 from bmtrain.runtime.meeting import Groups, Store, adopt, meet, tell_all
 from bmtrain.runtime.mesh import Mesh, build_mesh
@@ -566,30 +564,6 @@ def _current_gpu() -> int | None:
     return torch.cuda.current_device() if bound is None else bound.index
 
 
-def _check_meeting_place(init_method: str, size: int) -> None:
-    """ConfigurationError unless `init_method` says where the ranks meet."""
-    if init_method != "env://":
-        try:
-            port = urllib.parse.urlparse(init_method).port
-        except ValueError as error:
-            raise ConfigurationError(
-                f"init_method is {init_method!r}: expected a port from 0 to 65535."
-            ) from error
-        if port is None and not str(init_method).startswith("file://"):
-            raise ConfigurationError(
-                f"init_method is {init_method!r}: expected env://, file://PATH, or tcp://HOST:PORT "
-                "with a port."
-            )
-        return
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise ConfigurationError(
-                f"WORLD_SIZE is {size} but {name} is not set: start the program with "
-                "torchrun, which sets it."
-            )
-    check_port(os.environ)
-
-
 @contextlib.contextmanager
 def _joining(launch: Launch, url: str, timeout: float) -> Iterator[None]:
     """Errors of torch inside are a JoinError, and of a failed attempt nothing is left."""
@@ -601,10 +575,9 @@ def _joining(launch: Launch, url: str, timeout: float) -> Iterator[None]:
             dist.destroy_process_group()
         if isinstance(error, ConfigurationError):
             raise
-        where = os.environ.get("MASTER_ADDR", "") + ":" + os.environ.get("MASTER_PORT", "")
         raise JoinError(
             f"rank {launch.rank} of {launch.size} could not join the run at "
-            f"{where if url == 'env://' else url} "
+            f"{url.removeprefix('tcp://')} "
             f"({time.monotonic() - begin:.0f} s, timeout {timeout:g} s): "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. All ranks "
             "must be started, with the same address and world size, each with a rank of its own."
@@ -615,11 +588,18 @@ def _meet(launch: Launch, url: str, timeout: float, is_adopted: bool) -> Store:
     """A store that the ranks of this run share. Collective."""
     if is_adopted:
         return adopt(default_store(), launch.rank, launch.size, timeout)
-    if launch.size == 1 and url == "env://":
-        return dist.HashStore()  # type: ignore[attr-defined]
-    _check_meeting_place(url, launch.size)
     if url == "env://":
-        url = tcp_url(os.environ["MASTER_ADDR"], check_port(os.environ))
+        return dist.HashStore()  # type: ignore[attr-defined]
+    try:
+        port = urllib.parse.urlparse(url).port
+    except ValueError as error:
+        raise ConfigurationError(
+            f"init_method is {url!r}: expected a port from 0 to 65535."
+        ) from error
+    if port is None and not str(url).startswith("file://"):
+        raise ConfigurationError(
+            f"init_method is {url!r}: expected env://, file://PATH, or tcp://HOST:PORT with a port."
+        )
     return meet(
         _PROCESS.stores,
         url,

@@ -12,8 +12,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import connection
+from collections.abc import Callable, Sequence
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -30,6 +29,7 @@ from bmtrain.verification.running import Settings, run_on_ranks, run_reference
 REFUSALS = tuple(
     kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
+LOOK_S = 0.05  # between two looks for outcomes
 GRACE_S = 5.0  # how long the other ranks may run on after one has failed
 
 Source = str | Callable[[], program.Program]
@@ -58,7 +58,7 @@ def reference_of(source: Source, settings: Settings) -> Record:
     Raises:
         ConfigurationError: for a program that cannot be verified, or that fails in one process.
     """
-    (outcome,) = _run(source, settings, [None], "")
+    (outcome,) = _outcomes(source, settings, [None])
     if outcome.record is None:
         raise ConfigurationError(
             outcome.refusal or f"the program fails in one plain process already:\n{outcome.failure}"
@@ -66,71 +66,50 @@ def reference_of(source: Source, settings: Settings) -> Record:
     return outcome.record
 
 
-def on_ranks(source: Source, settings: Settings) -> list[Outcome]:
-    """Run the program on `settings.ranks` new processes; their outcomes in rank order."""
-    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        meeting = pathlib.Path(folder, "meeting").as_uri()
-        return _run(source, settings, range(settings.ranks), meeting)
+def _outcomes(source: Source, settings: Settings, ranks: Sequence[int | None]) -> list[Outcome]:
+    """Outcomes of a new process for each rank, in their order; None is the plain process.
 
-
-def _run(
-    source: Source, settings: Settings, ranks: Iterable[int | None], meeting: str
-) -> list[Outcome]:
-    """Outcomes of a new process for each rank; None is the plain one. `meeting`: of the ranks."""
+    Waits for `settings.timeout`, or after the first failure for GRACE_S: ranks that wait for a
+    failed one in a collective would hang until the timeout.
+    """
     context = multiprocessing.get_context("spawn")
-    running: list[tuple[SpawnProcess, connection.Connection]] = []
-    try:
-        for rank in ranks:
-            here, there = context.Pipe(duplex=False)
-            given = (there, source, settings, rank, meeting)
-            process = context.Process(target=_child, args=given, daemon=True)
-            process.start()
-            # Without this, the write end stays open here, a child that dies sends no end of file,
-            # and the wait for its outcome lasts until the timeout.
-            there.close()
-            running.append((process, here))
-        return _collect(running, time.monotonic() + settings.timeout)
-    finally:
-        for process, pipe in running:
-            process.join(0 if process.exitcode is None else None)
-            # A rank may hang in a collective; as a live child it would outlast the verification.
-            if process.is_alive():
+    running: list[SpawnProcess] = []
+    found: dict[int, Outcome] = {}
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        files = [pathlib.Path(folder, f"outcome-{rank}") for rank in ranks]
+        try:
+            for rank, file in zip(ranks, files, strict=True):
+                given = (source, settings, rank, file)
+                running.append(context.Process(target=_child, args=given, daemon=True))
+                running[-1].start()
+            deadline = time.monotonic() + settings.timeout
+            while len(found) < len(running) and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+                for place, (process, file) in enumerate(zip(running, files, strict=True)):
+                    is_over = not process.is_alive()  # asked first: it writes before it ends
+                    if place in found or not (file.exists() or is_over):
+                        continue
+                    found[place] = (
+                        pickle.loads(file.read_bytes())
+                        if file.exists()
+                        else Outcome(
+                            failure=f"the process ended with exit code {process.exitcode}",
+                            when=time.monotonic(),
+                        )
+                    )
+                    if found[place].record is None:
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+        finally:
+            for process in running:
+                # A rank may hang in a collective; as a live child it would outlast the
+                # verification.
                 process.kill()
                 process.join()
-            pipe.close()
-
-
-def _collect(
-    running: Sequence[tuple[SpawnProcess, connection.Connection]], deadline: float
-) -> list[Outcome]:
-    """Collect outcomes until the deadline, which the first failure moves to GRACE_S from then.
-
-    Ranks that wait for a failed one in a collective would otherwise hang until the timeout.
-    """
-    found: dict[int, Outcome] = {}
-    waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(running)}
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for pipe in connection.wait(list(waiting), timeout=left):
-            rank = waiting.pop(pipe)
-            process, own = running[rank]
-            try:
-                outcome = pickle.loads(own.recv_bytes())
-            except (EOFError, OSError):  # it died before it sent, or while it did
-                process.join(GRACE_S)
-                outcome = Outcome(
-                    failure=f"the process ended with exit code {process.exitcode}",
-                    when=time.monotonic(),
-                )
-            found[rank] = outcome
-            if outcome.record is None:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
     late = Outcome(failure="it timed out: it waits for another rank, or the timeout is too short")
-    return [found.get(rank, late) for rank in range(len(running))]
+    return [found.get(place, late) for place in range(len(running))]
 
 
-def _child(
-    pipe: connection.Connection, source: Source, settings: Settings, rank: int | None, meeting: str
-) -> None:
+def _child(source: Source, settings: Settings, rank: int | None, file: pathlib.Path) -> None:
     """The main function of a spawned process."""
     ranks = 1 if rank is None else settings.ranks
     world.take_place(rank or 0, ranks)
@@ -141,7 +120,8 @@ def _child(
             record = run_reference(own, settings)
         else:
             given = {name: vars(settings)[name] for name in ("seed", "device", "timeout")}
-            world.init_distributed(**{"init_method": meeting, **given, **settings.init})
+            given["init_method"] = file.with_name("meeting").as_uri()
+            world.init_distributed(**{**given, **settings.init})
             record = run_on_ranks(own, settings)
         outcome = Outcome(record=record)
     except REFUSALS as error:
@@ -149,10 +129,9 @@ def _child(
         outcome = Outcome(refusal=f"{kind}{error}")
     except Exception:  # of any kind: the parent reports it
         outcome = Outcome(failure=traceback.format_exc(), when=time.monotonic())
-    # Pickled by value. Connection.send would share the tensors' memory, which this process frees
-    # when it exits, possibly before the parent has mapped it.
-    with pipe:
-        pipe.send_bytes(pickle.dumps(outcome))
+    partial = file.with_suffix(".part")
+    partial.write_bytes(pickle.dumps(outcome))
+    partial.replace(file)
 
 
 class Verify:
@@ -219,7 +198,7 @@ class Verify:
         if launched > 1:
             return _in_this_launch(source, settings)
         reference = reference_of(source, settings)
-        return _judged(reference, on_ranks(source, settings), settings)
+        return _judged(reference, _outcomes(source, settings, range(settings.ranks)), settings)
 
 
 def _judged(reference: Record, outcomes: list[Outcome], settings: Settings) -> compare.Report:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
-from bmtrain.torch_internals import function_modes, matmul_switches, version_of
+from bmtrain.torch_internals import TORCH_VERSION, function_modes, version_of
 
 # What the host knows of a module beside its own attributes; hooks are for the caller to ask for.
 _STANDARD = frozenset(torch.nn.Module().__dict__) - {"training"}
@@ -25,6 +25,13 @@ _VALUES = frozenset(
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _FOLLOWED = (types.SimpleNamespace, argparse.Namespace)  # of `_FOREIGN`, but the program's state
 _MISSING = object()
+# How a GPU's matrix products may round: from torch 2.9 on one name says it, and reading the older
+# ones raises where a program has set the new one.
+_MATMUL = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "fp32_precision" if TORCH_VERSION >= (2, 9) else "allow_tf32",
+)
 _SWITCHES: tuple[Callable[[], Any], ...] = (
     torch.get_default_dtype,
     torch.is_inference_mode_enabled,
@@ -33,7 +40,7 @@ _SWITCHES: tuple[Callable[[], Any], ...] = (
     torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.math_sdp_enabled,
     torch.backends.cuda.cudnn_sdp_enabled,
-    matmul_switches,
+    lambda: [getattr(torch.backends.cuda.matmul, name) for name in _MATMUL],
     function_modes,
 )
 

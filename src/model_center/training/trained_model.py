@@ -43,6 +43,7 @@ from model_center.training.adapters import ALL, ATTENTION, Lora, adapter_staging
 from model_center.training.flops import flops_per_token
 from model_center.training.quantization import quantize
 from model_center.training.setup import DTYPES, pretrained, save_model, untrained
+from model_center.weights.conversions import load_transformers
 from model_center.weights.staging import Staging, writing
 from model_center.weights.tokenizers import save_tokenizer
 
@@ -386,7 +387,7 @@ class TransformersModel(TrainedModel):
 
     def _load_weights(self, model: Any, path: str) -> None:
         """Read the weights."""
-        bmt.load(model, path)
+        load_transformers(model, path)
 
     @staticmethod
     def _keep_in_fp32(model: Any) -> None:
@@ -695,7 +696,7 @@ class RewardModel(TransformersModel):
 
     def _load_weights(self, model: Any, path: str) -> None:
         """A language model's weights, or those of a reward model, head and all."""
-        found = bmt.load(model, path, strict=False)
+        found = load_transformers(model, path, strict=False)
         missing = [name for name in found.missing_keys if self._is_of_body(model, name)]
         others = [name for name in found.unexpected_keys if self._is_of_body(model, name)]
         if missing or others:

@@ -1,4 +1,4 @@
-"""Files of transformers' models under the names of their parameters.
+"""Files of transformers' models under the names of their parameters, and loading them.
 
 transformers saves many models under names, and in pieces, other than those of its parameters:
 experts that a model holds as one tensor are a tensor each in the file. Its own tables and
@@ -11,20 +11,47 @@ import collections
 import copy
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from bmtrain.checkpoint import LoadResult
+from bmtrain.checkpoint.loading import load_from
 from bmtrain.checkpoint.source import Header, Source
-from bmtrain.checkpoint.sources import Collected
+from bmtrain.checkpoint.sources import Collected, open_source
 from bmtrain.errors import CheckpointError
 from bmtrain.shard.layout import round_up
 
 KEPT = 4  # converted tensors that are kept while their parts are read: one for each reading thread
+
+
+def load_transformers(
+    model: torch.nn.Module,
+    file_name: str | os.PathLike[str],
+    strict: bool = True,
+    *,
+    only: Collection[str] | None = None,
+) -> LoadResult:
+    """`bmtrain.load` for a model of transformers: names and shapes that are not the model's are
+    converted as `from_pretrained` does. Collective.
+
+    Each rank reads its own slices; where tensors are cut or joined, all that a slice is made of.
+
+    Args:
+        model: of transformers, wrapped or not; any other is loaded as `bmtrain.load` does.
+        file_name, strict, only: as of `bmtrain.load`.
+
+    Raises:
+        CheckpointError: on every rank, as `bmtrain.load`, and for tensors that cannot be converted.
+    """
+    return load_from(
+        lambda shapes: as_parameters(open_source(file_name), model, shapes), model, strict, only
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
