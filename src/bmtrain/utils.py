@@ -42,9 +42,8 @@ def tp_split_tensor(tensor: torch.Tensor, split_dim: int) -> torch.Tensor:
     axis = world.current("tp_split_tensor").mesh.tp
     if not -tensor.dim() <= split_dim < tensor.dim() or tensor.shape[split_dim] % axis.size:
         raise ConfigurationError(
-            f"tp_split_tensor got shape {tuple(tensor.shape)} and "
-            f"split_dim={split_dim}: expected a dim that tp_size={axis.size} "
-            "divides."
+            f"tp_split_tensor got shape {tuple(tensor.shape)} and split_dim={split_dim}: expected "
+            f"a dim that tp_size={axis.size} divides."
         )
     return tensor.chunk(axis.size, dim=split_dim)[axis.index].clone(
         memory_format=torch.contiguous_format
@@ -99,10 +98,10 @@ def print_block(title: str, content: Any = None, file: TextIO | None = None) -> 
 
 def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = None) -> None:
     """Print `title` as a rule and a table of `content` below it, on rank 0, to stdout or `file`."""
-    table = rich("table").Table.grid(padding=(0, 2))
-    for key, value in content.items():
-        table.add_row(rich("text").Text(str(key)), rich("text").Text(str(value)))
-    _print(table, rich("text").Text(title), file)
+    table, text = rich("table").Table.grid(padding=(0, 2)), rich("text").Text
+    for row in content.items():
+        table.add_row(*(text(str(part)) for part in row))
+    _print(table, text(title), file)
 
 
 def peak_memory() -> int:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import io
+import types
 import warnings
 
 import pytest
@@ -19,7 +20,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, NonFiniteError
-from bmtrain.optim import AdamOffloadOptimizer, OptimManager
+from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 
 HALF = torch.float16
 ours = SCHEDULES["ours"]
@@ -96,14 +97,37 @@ class Counter:
         self.steps += 1
 
 
+class Counted(AdamOptimizer):
+    """A program's own step, with BMTrain's arguments."""
+
+    def step(self, closure=None, scale=1):
+        self.counted.append(True)
+        return super().step(closure, scale=scale)
+
+
+def exchange(optimizer, counted):
+    """As BMCook's pruning does."""
+    before = optimizer.step
+
+    def step(self, *args, **kwargs):
+        counted.append(True)
+        return before(*args, **kwargs)
+
+    optimizer.step = types.MethodType(step, optimizer)
+
+
 def at_once():
     recording = functools.partial(AdamOffloadOptimizer, record_delta=True)
-    second = (None, recording, torch.optim.SGD)
-    for make in second:
+    for make in (None, recording, torch.optim.SGD, Counted, AdamOptimizer):
         pair = Pair(dtype=HALF, schedule=ours if make else lambda _: Counter(), scale=64.0)
         steps = []
         if make:
-            pair.manager.add_optimizer(make(nn.Linear(1, 1).parameters(), lr=0.1))
+            second = make(nn.Linear(1, 1).parameters(), lr=0.1)
+            second.counted = steps
+            if make is AdamOptimizer:
+                exchange(second, steps)
+                torch.optim.lr_scheduler.StepLR(second, 1)  # exchanges the method once more
+            pair.manager.add_optimizer(second)
         else:
             pair.optimizer.register_step_post_hook(lambda *_, steps=steps: steps.append(True))
         pair.run(1, "inf")
@@ -111,13 +135,14 @@ def at_once():
         assert (pair.schedules[0].num_iter if make else pair.schedules[0].steps) == 0
         pair.check("skipped", with_gradients=False)
         pair.train(range(1, 3))
-        assert pair.manager._num_steps == 2 and len(steps) == 2 * (make is None)
+        counts = make not in (recording, torch.optim.SGD)
+        assert pair.manager._num_steps == 2 and len(steps) == 2 * counts
 
 
 @on_ranks(2)
 def test_who_cannot_go_back_waits():
-    """Schedules without a state, hooks, torch's optimizers, what records changes: the host decides
-    before anything steps.
+    """Schedules without a state, hooks, steps of the program's own, torch's optimizers, what records
+    changes: the host decides before anything steps.
     """
     with late_verdicts():
         at_once()

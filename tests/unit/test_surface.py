@@ -104,9 +104,7 @@ def test_what_is_not_here_is_listed():
 
 
 def test_arguments_have_the_names_of_the_originals():
-    """Of all releases. Left out: `initialized` of Block, of the library's own use, `optim` of
-    `optim_step` in 0.1.
-    """
+    """Of all releases. Left out: `initialized` of Block, of the library's own use."""
     text = pathlib.Path(__file__).with_name("arguments.txt").read_text(encoding="utf-8")
     for line in text.splitlines()[1:]:
         path, *names = line.split()

@@ -139,9 +139,8 @@ class OpGather:
         """
         if not isinstance(value, DistributedParameter):
             raise ParameterError(
-                f"OpAllGather got {type(value).__name__}: expected a "
-                "DistributedParameter; tensors have "
-                "bmtrain.distributed.all_gather."
+                f"OpAllGather got {type(value).__name__}: expected a DistributedParameter; tensors "
+                "have bmtrain.distributed.all_gather."
             )
         return value.gather()
 

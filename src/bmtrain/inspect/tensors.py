@@ -134,10 +134,9 @@ class Inspector:
         """
         if any(key.is_pipelined for key in self._parts):
             raise ConfigurationError(
-                "Inspector.summary: tensors of a pipelined pass cannot be taken into a "
-                "loss; expected records of layers outside "
-                "of a PipelineTransformerBlockList. get_tensor(name) and get_summary() "
-                "show these too."
+                "Inspector.summary: tensors of a pipelined pass cannot be taken into a loss; "
+                "expected records of layers outside of a PipelineTransformerBlockList. "
+                "get_tensor(name) and get_summary() show these too."
             )
         nothing = dict.fromkeys(
             ("min", "max", "mean", "std", "grad_mean", "grad_std", "inside_pipe")
@@ -286,9 +285,8 @@ def record_tensor(
     in_block = x.grad_fn is not None and x.grad_fn.name() == f"{Unshard.__name__}Backward"
     if isinstance(x, torch.nn.Parameter) or in_block:
         raise ConfigurationError(
-            f"record_tensor got a parameter of shape {tuple(x.shape)} as {name!r}: "
-            "expected an activation; "
-            "inspect_model(model, pattern) shows parameters and their gradients."
+            f"record_tensor got a parameter of shape {tuple(x.shape)} as {name!r}: expected an "
+            "activation; inspect_model(model, pattern) shows parameters and their gradients."
         )
     if world.is_initialized():
         world.current("record_tensor").service(Recorder).record(x, name, group)

@@ -116,8 +116,7 @@ class LinearCrossEntropyRows(torch.autograd.Function):
     "bmtrain::linear_cross_entropy_gradients",
     mutates_args=(),
     schema="(Tensor[] head, Tensor target, Tensor valid, Tensor? class_weight, float "
-    "label_smoothing, Tensor grad_rows, "
-    "bool[] wanted) -> Tensor[]",
+    "label_smoothing, Tensor grad_rows, bool[] wanted) -> Tensor[]",
 )
 def linear_cross_entropy_gradients(
     head: Head,
@@ -248,9 +247,8 @@ class FusedLinearCrossEntropy(ClassLoss):
             check_device(name, tensor, hidden)
             if tensor.dtype != hidden.dtype:
                 raise ConfigurationError(
-                    f"{name}: got {names(tensor.dtype)}, expected "
-                    f"{names(hidden.dtype)} like the hidden states; "
-                    "convert one of them, or use autocast."
+                    f"{name}: got {names(tensor.dtype)}, expected {names(hidden.dtype)} like the "
+                    "hidden states; convert one of them, or use autocast."
                 )
         self.check_target(target, hidden, weight.shape[0])
 

@@ -111,9 +111,8 @@ class ClassLoss(torch.nn.Module):
             )
         if target.shape != rows.shape[:1]:
             raise ConfigurationError(
-                f"target: got {describe(target)}, expected ({rows.shape[0]},), one "
-                "class for each of the rows "
-                f"{tuple(rows.shape)}; flatten both alike: target.view(-1)."
+                f"target: got {describe(target)}, expected ({rows.shape[0]},), one class for each "
+                f"of the rows {tuple(rows.shape)}; flatten both alike: target.view(-1)."
             )
         for name, other in (("target", target), ("weight", self.weight)):
             if other is not None:

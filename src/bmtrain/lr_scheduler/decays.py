@@ -50,9 +50,8 @@ class _EndingScheduler(WarmupLRScheduler):
         if end is None or not NUMBER.holds(end) or end <= self.warmup_iter:
             raise ConfigurationError(
                 f"end_iter of {type(self).__name__}: got {self.end_iter!r}, expected more than "
-                f"warmup_iter={self.warmup_iter}; give the iteration at which the decay "
-                "ends, or take NoDecay or Noam, "
-                "which have no end."
+                f"warmup_iter={self.warmup_iter}; give the iteration at which the decay ends, or "
+                "take NoDecay or Noam, which have no end."
             )
 
 

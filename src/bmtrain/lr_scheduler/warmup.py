@@ -111,9 +111,8 @@ class WarmupLRScheduler(abc.ABC):
         missing = [key for key in _KEYS if key not in state_dict]
         if missing:
             raise ConfigurationError(
-                f"state_dict of {type(self).__name__}: got the keys "
-                f"{sorted(state_dict)}, expected also {missing}; "
-                "pass what state_dict() of a learning-rate scheduler returned."
+                f"state_dict of {type(self).__name__}: got the keys {sorted(state_dict)}, expected "
+                f"also {missing}; pass what state_dict() of a learning-rate scheduler returned."
             )
         before = dict(vars(self))
         known = (*_KEYS, *self._more)

@@ -119,8 +119,7 @@ class VPEmbedding(DistributedModule):
         bad = ids[(ids < 0) | (ids >= self.vocab_size)]
         if bad.numel():
             raise ConfigurationError(
-                f"VPEmbedding got the id {int(bad[0])} ({bad.numel()} of {ids.numel()} "
-                "ids of the tensor-parallel ranks are out of "
-                f"range): expected 0 to {self.vocab_size - 1}; check that the "
-                "vocabulary of the data is that of the model."
+                f"VPEmbedding got the id {int(bad[0])} ({bad.numel()} of {ids.numel()} ids of the "
+                f"tensor-parallel ranks are out of range): expected 0 to {self.vocab_size - 1}; "
+                "check that the vocabulary of the data is that of the model."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -111,9 +112,19 @@ class AdamBase(torch.optim.Optimizer):
     def skips_on_device(self) -> bool:
         """Whether `step` takes a `verdict`, which the device knows before the host.
 
-        False where host code runs with each step: it would run for skipped steps too.
+        False where host code runs with each step, a hook or a program's own `step` in place of this
+        one (a subclass's, or an attribute's): it would run for skipped steps too.
         """
-        return not self._optimizer_step_pre_hooks and not self._optimizer_step_post_hooks
+        own = type(self).step
+        step = vars(self).get("step", own)
+        # torch's schedules note that it was called.
+        if getattr(step, "_wrapped_by_lr_sched", False):
+            step = step.__wrapped__
+        return (
+            step is own
+            and inspect.unwrap(own) is inspect.unwrap(AdamBase.step)
+            and not (self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks)
+        )
 
     @property
     def scale(self) -> float:

@@ -251,10 +251,9 @@ class AdamLayout:
             if self._step_of(span.params[0]):
                 raise ParameterError(
                     f"a parameter of shape {tuple(span.params[0].shape)} was written since the "
-                    "last step or load of the optimizer: its master weights are the weights and "
-                    "a remainder (master_weights='split'), which the write made inconsistent. "
-                    "Use master_weights='fp32', or load the weights first, then the optimizer's "
-                    "state."
+                    "last step or load of the optimizer: its master weights are the weights and a "
+                    "remainder (master_weights='split'), which the write made inconsistent. Use "
+                    "master_weights='fp32', or load the weights first, then the optimizer's state."
                 )
         for owner, states in self._rounded.items():
             if states[0].span.version != self._versions.get(owner):

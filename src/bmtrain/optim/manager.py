@@ -29,6 +29,7 @@ from bmtrain.runtime.arguments import POSITIVE, SIZE, check, known_keywords
 from bmtrain.runtime.log import warn
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.sharded import described
 
 
 def _refuse(manager: OptimManager, value: object) -> None:
@@ -479,16 +480,9 @@ def _factor(
 
 
 def _checked(loss: Any) -> torch.Tensor:
-    if loss is None:
-        raise ConfigurationError("backward got no loss: call optim_manager.backward(loss).")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else type(loss).__name__
-        )
         raise ConfigurationError(
-            f"backward got {got}: expected a scalar loss; take the mean or the sum first."
+            f"backward got {described(loss)}: expected a scalar loss, a mean or a sum."
         )
     if not loss.requires_grad:
         raise ConfigurationError(
@@ -498,14 +492,14 @@ def _checked(loss: Any) -> torch.Tensor:
     return loss
 
 
-def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-    """Step `optimizer` and its scheduler after `optimizer.loss_scale(loss).backward()`.
+def optim_step(optim: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+    """Step `optim` and its scheduler after `optimizer.loss_scale(loss).backward()`.
 
     Gradients that are not finite on any rank make all ranks skip the step, and lower
     `optimizer.scale` if there is a loss scale. The host waits for the device to know.
 
     Args:
-        optimizer: of this library, or any torch.optim.Optimizer.
+        optim: of this library, or any torch.optim.Optimizer.
         lr_scheduler: stepped unless the step was skipped; None for none.
 
     Raises:
@@ -513,7 +507,7 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
             values would differ between ranks.
     """
     replicated = world.current("optim_step").service(Engine).replicated
-    params = parameters_of(optimizer.param_groups)
+    params = parameters_of(optim.param_groups)
     for param in params:
         if (
             param.grad is not None
@@ -522,24 +516,21 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
             and param not in replicated
         ):
             raise ConfigurationError(
-                f"optim_step got {type(optimizer).__name__} with a parameter of shape "
-                f"{tuple(param.shape)} that is not sharded, "
-                "and whose gradients have not been averaged over ranks: add the "
-                "optimizer to an OptimManager before the first "
-                "backward pass, use an optimizer of bmtrain.optim, or shard the model "
-                "with BMTrainModelWrapper."
+                f"optim_step got {type(optim).__name__} with a parameter of shape "
+                f"{tuple(param.shape)} that is not sharded, and whose gradients were not averaged: "
+                "add it to an OptimManager before backward, or shard it with BMTrainModelWrapper."
             )
-    scale = optimizer.scale if isinstance(optimizer, AdamBase) else 1.0
-    factor = _factor([optimizer], params, scale)
+    scale = optim.scale if isinstance(optim, AdamBase) else 1.0
+    factor = _factor([optim], params, scale)
     total = global_sum_of_squares(*gradients_of(spans_of(params)), factor=factor)
     is_finite = bool(total.isfinite())
     has_fp16 = any(param.dtype == torch.float16 for param in params)
-    if isinstance(optimizer, AdamBase) and (optimizer.scale != 1 or has_fp16):
+    if isinstance(optim, AdamBase) and (optim.scale != 1 or has_fp16):
         if is_finite:
-            optimizer.step(scale=optimizer.scale)
-        optimizer.dynamic_scale.judge(is_finite)
+            optim.step(scale=optim.scale)
+        optim.dynamic_scale.judge(is_finite)
     elif is_finite:
-        optimizer.step()
+        optim.step()
     else:
         warn("optim_step: a gradient is not finite, the step is skipped on all ranks.")
     if is_finite and lr_scheduler is not None:

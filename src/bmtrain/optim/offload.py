@@ -215,9 +215,8 @@ class AdamOffloadOptimizer(AdamBase):
         wanted = beyond * world.current(type(self).__name__).local_size
         if wanted > free:
             raise ConfigurationError(
-                f"{said}, and {self._folder} has {free / GIB:.1f} GiB of the "
-                f"{wanted / GIB:.1f} that the rest of all ranks here takes: give more host_bytes, "
-                "or another folder."
+                f"{said}, and {self._folder} has {free / GIB:.1f} GiB of the {wanted / GIB:.1f} "
+                "that the rest of all ranks here takes: give more host_bytes, or another folder."
             )
 
     def _lay_out_for_step(self) -> AdamLayout:

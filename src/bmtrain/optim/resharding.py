@@ -183,19 +183,17 @@ def _misfit(index: int, param: DistributedParameter, everyone: Sequence[States])
         for one in found:
             if len(one.shape) > 1 and one.shape != tuple(whole):
                 return (
-                    f"optimizer state {name!r} of parameter {index} has shape "
-                    f"{one.shape}, the parameter {tuple(whole)}: the state "
-                    "belongs to another model."
+                    f"optimizer state {name!r} of parameter {index} has shape {one.shape}, the "
+                    f"parameter {tuple(whole)}: the state belongs to another model."
                 )
         sizes = [one.numel for one in found]
         if sum(sizes) != part and set(sizes) != {whole.numel()}:
             return (
-                f"optimizer state {name!r} of parameter {index} has {sizes} elements "
-                f"on the ranks: expected {part} in all, or all "
-                f"{whole.numel()} on each. It is the state of another world size or "
-                "model: load it with as many processes as "
-                "saved it, or save it there with state_dict(gather=True) "
-                "(OptimManager: gather_opt=True), which fits any number."
+                f"optimizer state {name!r} of parameter {index} has {sizes} elements on the ranks: "
+                f"expected {part} in all, or all {whole.numel()} on each. It is the state of "
+                "another world size or model: load it with as many processes as saved it, or save "
+                "it there with state_dict(gather=True) (OptimManager: gather_opt=True), which "
+                "fits any number."
             )
     return ""
 

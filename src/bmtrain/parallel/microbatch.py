@@ -136,9 +136,8 @@ def _is_cut(leaf: Any, owner: int | str, num_rows: int, marked: set[int | str] |
         return has_rows
     if owner in marked and isinstance(leaf, torch.Tensor) and not has_rows:
         raise ConfigurationError(
-            f"batch_related has {owner!r}, a tensor of shape {tuple(leaf.shape)}: "
-            f"expected {num_rows} "
-            "rows in dim 0, as the hidden ones have."
+            f"batch_related has {owner!r}, a tensor of shape {tuple(leaf.shape)}: expected "
+            f"{num_rows} rows in dim 0, as the hidden ones have."
         )
     return owner in marked and has_rows
 

@@ -169,9 +169,8 @@ class PipelineTransformerBlockList(BlockList):
         for rank, (_, other, _) in zip(axis.ranks, told, strict=True):
             if other != told[0][1]:
                 raise ConfigurationError(
-                    "the ranks of the pipeline pass different arguments: rank "
-                    f"{axis.ranks[0]} {told[0][1]}, "
-                    f"rank {rank} {other}; expected equal shapes, dtypes and modes."
+                    f"the ranks of the pipeline pass different arguments: rank {axis.ranks[0]} "
+                    f"{told[0][1]}, rank {rank} {other}; expected equal shapes, dtypes and modes."
                 )
         return call, (signature, tuple(flags for _, _, flags in told))  # type: ignore[return-value]  # None has raised above
 

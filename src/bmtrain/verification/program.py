@@ -228,7 +228,6 @@ def check_source(source: Any) -> None:
     name = getattr(source, "__qualname__", "")
     if not isinstance(source, str) and (not callable(source) or not name or "<" in name):
         raise ConfigurationError(
-            f"verify got {name or source!r}: expected a function at the top of a module, "
-            "or its name as module:function: each process "
-            "that it starts has to import it."
+            f"verify got {name or source!r}: expected a function at the top of a module, or its "
+            "name as module:function: each process that it starts has to import it."
         )

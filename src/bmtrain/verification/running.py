@@ -72,9 +72,8 @@ def run_reference(program: Program, settings: Settings) -> Record:
     again = compare(first, [repeated], settings.device, settings.slack).first
     if again is not None and again.key.step == 0:
         raise ConfigurationError(
-            f"the model function makes another model each time ({again}): it must "
-            "build a new one, and draw its first values from "
-            "torch's generators, which are seeded before."
+            f"the model function makes another model each time ({again}): it must build a new one, "
+            "and draw its first values from torch's generators, which are seeded before."
         )
     if again is not None:
         raise ConfigurationError(
@@ -120,9 +119,9 @@ def _run(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
         if unset:
             raise ConfigurationError(
                 "parameters without values: "
-                f"{', '.join(unset[:3])}{' and others' if len(unset) > 3 else ''}. The "
-                "model function must "
-                "set them, by bmtrain.init_parameters(model) where bmtrain.is_initialized()."
+                f"{', '.join(unset[:3])}{' and others' if len(unset) > 3 else ''}. The model "
+                "function must set them, by bmtrain.init_parameters(model) where "
+                "bmtrain.is_initialized()."
             )
     else:
         model = model.to(device)
