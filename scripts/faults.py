@@ -1,7 +1,7 @@
-"""Let faults happen to two tiny programs at two ranks, resume them, and write what became of each.
+"""Let faults happen to tiny programs at two ranks, resume them, and write what became of each.
 
     make faults [ARGS="--kind SIGKILL --moment saving --kills 10"]
-    make faults ARGS="--red --kills 0"      # the red cells of the table once more
+    make faults ARGS="--rest --kills 0 --seconds 240"   # what of the table is red or missing
 
 The table goes to benchmarks/results/faults.md and faults.json, or where --out says. The rule for
 green and red is in it. Exit status: 0 if nothing is red, 1 otherwise.
@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import pathlib
 import shutil
 import sys
 import tempfile
 import threading
+import time
 
 from scripts.fault_matrix.cells import Bench, Cell, cells
 from scripts.fault_matrix.jobs import ROOT
 from scripts.fault_matrix.kills import Chain, Kill
-from scripts.fault_matrix.programs import Program, make_programs
-from scripts.fault_matrix.tables import Table, read
+from scripts.fault_matrix.programs import GPT2, TRAIN, Program, make_programs
+from scripts.fault_matrix.tables import Table, commit, read
 
 # Longer runs, which can be killed a few times each.
-LONG = {"examples/gpt2/train.py": ["--steps", "120"], "model_center train": ["--train-iters", "90"]}
+LONG = {GPT2: ["--steps", "120"], TRAIN: ["--train-iters", "90"]}
 
 
 class Matrix:
@@ -42,10 +44,13 @@ class Matrix:
         self._kills: list[Kill] = list(before.kills)
         self._broken: list[str] = list(before.broken)
         self._num_runs = before.num_runs
+        self._commit = commit()
 
-    def run(self, bench: Bench, cell: Cell, number: int) -> None:
-        """One cell."""
-        result = bench.result(cell, number)
+    def run(self, bench: Bench, cell: Cell, number: int, end: float) -> None:
+        """One cell, unless it is too late."""
+        if time.monotonic() > end:
+            return
+        result = dataclasses.replace(bench.result(cell, number), commit=self._commit)
         verdict = "green" if result.is_green else f"RED: {result.wrong}"
         with self._lock:
             earlier = self._results.get(result.key)
@@ -87,22 +92,29 @@ def main() -> int:
         return 0
     folder = pathlib.Path(tempfile.mkdtemp(prefix="faults-"))
     programs = [one for one in make_programs(folder / "data") if args.program in one.name]
-    before = read(args.out) if args.red else Table([], [], [], 0)
+    is_there = args.rest and args.out.with_suffix(".json").exists()
+    before = read(args.out) if is_there else Table([], [], [], 0)
     matrix = Matrix(args.out, before)
-    red = {result.key for result in before.results if not result.is_green}
+    green = {result.key for result in before.results if result.is_green}
+    end = time.monotonic() + args.seconds
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         futures = []
-        for program in programs if args.kills else []:
-            count = args.kills // len(programs)
+        killed = [program for program in programs if args.kills and program.name in LONG]
+        for program in killed:
+            count = args.kills // len(killed)
             futures.append(pool.submit(matrix.kill, program, folder, count, args.seed))
+        asked = [
+            (program, number, cell)
+            for number, cell in chosen.items()
+            for program in programs
+            if program.name in cell.programs and (program.name, *cell.key) not in green
+        ]
+        names = {program.name for program, _, _ in asked}
         benches = {
-            one.name: Bench(one, folder / one.folder) for one in (programs if chosen else [])
+            one.name: Bench(one, folder / one.folder) for one in programs if one.name in names
         }
-        for number, cell in chosen.items():
-            for program in programs:
-                is_asked = not args.red or (program.name, *cell.key) in red
-                if cell.programs in program.name and is_asked:
-                    futures.append(pool.submit(matrix.run, benches[program.name], cell, number))
+        for program, number, cell in asked:
+            futures.append(pool.submit(matrix.run, benches[program.name], cell, number, end))
         for future in concurrent.futures.as_completed(futures):
             future.result()
     if matrix.table.red == 0:
@@ -128,7 +140,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the kills (0)")
     parser.add_argument("--jobs", type=int, default=3, help="how many run beside each other (3)")
     parser.add_argument(
-        "--red", action="store_true", help="only the cells that are red in the table at --out"
+        "--rest",
+        action="store_true",
+        help="keep what is in the table at --out, and run the cells that are not green there",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no cell after this time"
     )
     parser.add_argument("--list", action="store_true", help="print the cells, and run none")
     parser.add_argument(

@@ -7,13 +7,17 @@ import pathlib
 import random
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from scripts.fault_matrix.faulty import FAULT, Fault
+from scripts.fault_matrix.faulty import FAULT, TWO, Fault
 from scripts.fault_matrix.jobs import Job, Left
 from scripts.fault_matrix.programs import (
+    GPT2,
+    OWN_LOOP,
     SAVE_EVERY,
+    TRAIN,
     Program,
     damaged,
     records,
@@ -33,8 +37,9 @@ RULE = f"""A cell is green if all of this holds:
 * launcher and ranks have ended by themselves within {LIMIT_S:.0f} s of the fault, with an exit code
   that is expected: 0 for a stop that was asked for and for what a run survives, 75 for SIGUSR1 to a
   rank, otherwise another than 0 (what the launcher itself is sent may end it with any);
-* {STOPPED_S:.0f} s more are for torchrun to kill a process that cannot end; a rank that hangs and
-  answers, which may be at work, is named within {LIMIT_S:.0f} s, and then the job is killed;
+* {STOPPED_S:.0f} s more are for torchrun to kill a process that cannot end; a rank that is stopped
+  or hangs is named within {LIMIT_S:.0f} s; one that hangs and answers may be at work: then the job
+  is killed;
 * every checkpoint with a manifest is whole, as `python -m bmtrain check` sees it, after the fault
   and after the resumed run;
 * the resumed run ends with 0, and its record, with losses, gradient norms and validation, is
@@ -60,11 +65,13 @@ class Cell:
         names: the ranks of which one of the sets must be named; empty for nobody.
         words: a pattern that must be in what is printed.
         start: what the folder holds before: "" nothing, "stopped" a run stopped after step 7,
-            "damaged" one whose newest checkpoint is damaged, "finished" a whole one.
+            "damaged" one whose newest checkpoint is damaged, "killed" one that was resumed then and
+            killed in step 12, "finished" a whole one.
         is_warm: see `jobs`.
         is_equal: whether the record is that of the run without a fault; else it is so before
             the fault, and one loss is not finite.
         answers: whether it hangs and answers, so that it is named and nothing is ended.
+        programs: the names of those that it is of.
     """
 
     kind: str
@@ -79,7 +86,7 @@ class Cell:
     is_warm: bool = True
     is_equal: bool = True
     answers: bool = False
-    programs: str = ""
+    programs: tuple[str, ...] = (GPT2, TRAIN)
 
     @property
     def key(self) -> tuple[str, str, int | None]:
@@ -89,7 +96,13 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of a cell; `wrong` says what is not as expected."""
+    """What became of a cell; `wrong` says what is not as expected.
+
+    Attributes:
+        seconds: from the fault to the end of the last process.
+        told: from the fault until the rank was named.
+        commit: of the source.
+    """
 
     program: str
     kind: str
@@ -97,10 +110,12 @@ class Result:
     rank: int | None
     code: int | None
     seconds: float | None
+    told: float | None
     lost: int | None
     equal: bool
     named: list[int]
     wrong: list[str]
+    commit: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, int | None]:
@@ -122,6 +137,10 @@ def hit(moment: str, one: frozenset[int]) -> dict[str, Any]:
         own |= {"step": 0, "lost": 0, "start": "stopped"}
     elif moment in ("saving", "before the manifest", "pruning"):
         own |= {"step": SAVED, "lost": 2 * SAVE_EVERY}
+    elif moment == "first exchange":
+        own |= {"step": 0, "lost": 0}
+    elif moment == "first step":
+        own |= {"step": 1, "lost": 0}
     elif moment == "ending":
         own |= {"step": 0, "lost": 2 * SAVE_EVERY}
     return own
@@ -131,7 +150,8 @@ IN_STEP = ("forward", "backward", "optimizer")
 WRITING = ("saving", "before the manifest")
 AROUND = ("import", "loading", *IN_STEP, *WRITING, "ending")
 NOBODY, ONE, ZERO, EITHER = frozenset[int](), frozenset({1}), frozenset({0}), frozenset({0, 1})
-CANNOT_END = ("SIGSTOP of a rank", "call that holds Python's lock")
+STOPPED = "SIGSTOP of a rank"
+CANNOT_END = (STOPPED, "call that holds Python's lock")
 LEFT_OUT = {
     "exceptions, sys.exit, sleeps while files are written": "the writer is a thread of the library "
     "that calls nothing of the program; an error of the disk stands for what it can meet",
@@ -139,7 +159,9 @@ LEFT_OUT = {
     "them what it does: the kills at these moments stand for them",
     "NaN outside of forward, backward, optimizer": "numbers are computed there only",
     "damaged checkpoints at other moments than before resuming": "they are read then only",
-    "fewer batches in examples/gpt2": "it has no loader: an early return is the same there",
+    "fewer batches, a deadlock in the loader in examples/gpt2": "it has no loader: an early return "
+    "and a sleep are the same there",
+    "ENOSPC where files are read": "no system answers so",
     "exporting, in examples/gpt2": "it writes no model beside its checkpoints",
     "a real read-only mount": "it needs another user's rights: opening and making files fail as "
     "they would",
@@ -152,8 +174,12 @@ def cells() -> Iterator[Cell]:
         yield Cell("SIGKILL of a rank", **hit(moment, ONE))
     for moment in ("forward", *WRITING, "pruning"):
         yield Cell("SIGKILL of a rank", rank=0, **hit(moment, ZERO))
-    for moment in ("import", "optimizer", *WRITING):
+    for moment in ("import", "optimizer", *WRITING, "pruning"):
         yield Cell("SIGKILL of both ranks", rank=0, **hit(moment, NOBODY))
+    yield Cell("SIGKILL of the launcher", rank=0, codes=ANY, **hit("pruning", NOBODY))
+    second: dict[str, Any] = {"start": "killed", "lost": SAVE_EVERY, "names": (ONE,)}
+    for moment, step in (("loading", 0), ("forward", 2), ("saving", 3)):
+        yield Cell("SIGKILL of a rank", f"{moment}, second resume", step, **second)
     for moment in ("import", "loading", "backward", *WRITING, "ending"):
         # ranks that load go on until they notice
         lost = {"lost": max(hit(moment, NOBODY).get("lost", 0), SAVE_EVERY - 1)}
@@ -166,21 +192,29 @@ def cells() -> Iterator[Cell]:
         for moment in ("import", "loading", *IN_STEP, "ending"):
             if moment not in ("backward", "optimizer") or kind == "exception":
                 yield Cell(kind, **hit(moment, ONE))
-    for moment in ("import", "loading", *IN_STEP, *WRITING):
-        # before the ranks have met nobody can look at the others
-        yield Cell("SIGSTOP of a rank", answers=moment == "import", **hit(moment, ONE))
+    for rank, one in ((1, ONE), (0, ZERO)):
+        for moment in ("import", "first exchange", "loading", "first step", *IN_STEP, "exchange"):
+            if rank == 1 or moment not in ("import", "optimizer"):
+                # before the ranks have met nobody can look at the others
+                yield Cell(STOPPED, rank=rank, answers=moment == "import", **hit(moment, one))
+        for moment in WRITING:
+            yield Cell(STOPPED, rank=rank, **hit(moment, one))
     for moment in ("forward", "backward", "ending"):
         yield Cell("endless sleep", answers=True, **hit(moment, ONE))
     yield Cell("endless sleep", rank=0, answers=True, **hit("forward", ZERO))
+    for rank, one in ((1, ONE), (0, ZERO)):
+        yield Cell("deadlock", rank=rank, answers=True, programs=(TRAIN,), **hit("batch", one))
     yield Cell("call that holds Python's lock", **hit("optimizer", ONE))
     yield from _stops()
     yield from _numbers()
     yield from _disks()
+    yield from _refused_calls()
+    yield from _two_faults()
 
 
 def _stops() -> Iterator[Cell]:
     stop: dict[str, Any] = {"lost": 0, "names": ()}
-    for moment in ("forward", "optimizer", "saving"):
+    for moment in ("forward", "optimizer", "saving", "before the manifest", "ending"):
         after: dict[str, Any] = hit(moment, NOBODY) | stop
         yield Cell("SIGTERM to a rank", codes=0, **after)
         yield Cell("SIGINT to a rank", codes=0, **after)
@@ -199,6 +233,10 @@ def _numbers() -> Iterator[Cell]:
     yield Cell(
         "NaN in one loss of a rank", "forward", codes=0, names=(), is_equal=False, words="step"
     )
+    culprit |= {"names": (), "programs": (OWN_LOOP,)}
+    for kind, moment in (("losses of a rank", "forward"), ("gradients of a rank", "backward")):
+        yield Cell(f"NaN in the {kind}", f"{moment}, own loop", words="not finite", **culprit)
+    yield Cell("NaN in a weight", "optimizer, own loop", words="not finite", **culprit)
     both: dict[str, Any] = {"names": (EITHER, ONE)}
     yield Cell("skipped step", "optimizer", **both)
     yield Cell("one collective more", "backward", **both)
@@ -222,12 +260,66 @@ def _disks() -> Iterator[Cell]:
     yield Cell(
         "SIGKILL of a rank", lost=2 * SAVE_EVERY, **{**loading, "moment": "loading, damaged"}
     )
+    yield Cell(
+        "unreadable files on a rank", lost=2 * SAVE_EVERY, words="Input/output error",
+        **{**loading, "moment": "loading, damaged"},
+    )  # fmt: skip
     yield Cell("two runs in one folder", "forward", codes=0, lost=0, names=())
+    yield Cell("closed pipe", "forward", codes=0, lost=0, names=())
+    yield Cell("closed pipe and SIGINT", "forward", codes=ANY, lost=0, names=())
     for kind in ("SIGKILL of a rank", "SIGKILL of the launcher"):
         yield Cell(
             kind, "exporting", rank=0, step=0, codes=ANY, lost=SAVE_EVERY, names=(),
-            start="finished", programs="model_center",
+            start="finished", programs=(TRAIN,),
         )  # fmt: skip
+
+
+WORDS = {
+    "EIO": "Input/output error",
+    "ENOSPC": "No space left on device",
+    "EACCES": "Permission denied",
+}
+
+
+def _refused_calls() -> Iterator[Cell]:
+    """The system answers with an error, from then on: a save fails, pruning does not, and what
+    cannot be read is not taken for damaged.
+    """
+    saving: dict[str, Any] = {**hit("saving", NOBODY), "lost": 2 * SAVE_EVERY}
+    pruning: dict[str, Any] = {**hit("pruning", NOBODY), "codes": 0, "lost": 0}
+    for name, words in WORDS.items():
+        yield Cell(f"{name} at fsync", rank=1, words=words, **{**saving, "names": (ONE,)})
+        for call in ("fsync", "rename", "mkdir", "manifest"):
+            yield Cell(f"{name} at {call}", rank=0, words=words, **saving)
+        yield Cell(f"{name} at unlink", rank=0, words=f"could not be removed: {words}", **pruning)
+    for name in ("EIO", "EACCES"):
+        for call in ("list", "stat"):
+            yield Cell(f"{name} at {call}", rank=0, words=WORDS[name], **pruning)
+        for call, rank in (("list", 0), ("stat", 1), ("manifest", 1)):
+            found = hit("loading", frozenset({rank}))
+            yield Cell(f"{name} at {call}", rank=rank, words=WORDS[name], **found)
+
+
+def _two_faults() -> Iterator[Cell]:
+    """One comes to rank 0, another to rank 1, at once: one of them is named, or both."""
+    killed, failed, asked = "SIGKILL of a rank", "exception", "SIGTERM to a rank"
+    one: dict[str, Any] = {"rank": None, "names": (ZERO, ONE, EITHER)}
+    for first, second, moment in (
+        (failed, failed, "backward"),
+        (failed, killed, "forward"),
+        (killed, STOPPED, "forward"),
+        (STOPPED, killed, "exchange"),
+        ("abort", "sys.exit(3)", "forward"),
+        ("full disk", killed, "saving"),
+        ("EIO at fsync", "EIO at fsync", "saving"),
+        ("EIO at rename", killed, "before the manifest"),
+    ):
+        yield Cell(first + TWO + second, **{**hit(moment, ONE), **one})
+    for second, moment in ((killed, "forward"), (failed, "optimizer")):
+        yield Cell(asked + TWO + second, **{**hit(moment, ONE), "rank": None})
+    both = {**hit("forward", NOBODY), "rank": None, "lost": 0}
+    yield Cell(asked + TWO + "SIGUSR1 to a rank", codes=75, **both)
+    yield Cell("SIGINT to a rank" + TWO + asked, codes=0, **both)
 
 
 def _of_rank(path: pathlib.Path, suffix: str = "bin") -> pathlib.Path:
@@ -267,19 +359,39 @@ class Bench:
 
     Args:
         folder: for the runs.
-        whole, stopped: folders of a finished run without a fault, and of one that was asked to stop
-            after step 7.
+
+    Attributes:
+        whole: the folder of a finished run without a fault.
     """
 
     def __init__(self, program: Program, folder: pathlib.Path) -> None:
         self.program, self.folder = program, folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.whole, self.stopped = folder / "whole", folder / "stopped"
+        self.whole = folder / "whole"
         self._run(self.whole, None, is_warm=True)
-        self._run(self.stopped, Fault("SIGTERM to a rank", "forward", 1, 7, str(folder / "mark")))
         self.truth = records(self.whole)
-        if self.truth[-1]["step"] != 14 or steps_done(self.stopped) != 7:
+        if self.truth[-1]["step"] != 14:
             raise RuntimeError(f"{program.name} does not run without a fault: see {folder}")
+        self._begun: dict[str, pathlib.Path] = {"finished": self.whole}
+        self._beginning = threading.Lock()
+
+    def begun(self, start: str) -> pathlib.Path:
+        """The folder of a run that has come so far: see `Cell`."""
+        if start in self._begun:
+            return self._begun[start]
+        found, mark = self.folder / start, str(self.folder / f"{start}-mark")
+        if start == "stopped":
+            self._run(found, Fault("SIGTERM to a rank", "forward", 1, 7, mark))
+        else:
+            shutil.copytree(self.begun("stopped"), found)
+        if start == "killed":
+            self._run(found, Fault("SIGKILL of a rank", "forward", 1, 5, mark), resume=True)
+        if start == "damaged":
+            _flip(folders.complete(found)[-1])
+        if steps_done(found) != (11 if start == "killed" else 7):
+            raise RuntimeError(f"{self.program.name}: see {found}")
+        self._begun[start] = found
+        return found
 
     def _run(
         self,
@@ -303,9 +415,9 @@ class Bench:
         """Run the cell: the fault, and the resumed run."""
         folder = self.folder / f"cell-{number}"
         if cell.start:
-            shutil.copytree(self.whole if cell.start == "finished" else self.stopped, folder)
-        if cell.start == "damaged":
-            _flip(folders.complete(folder)[-1])
+            with self._beginning:
+                start = self.begun(cell.start)
+            shutil.copytree(start, folder)
         if cell.kind in DAMAGES:
             return self._damaged(cell, folder)
         if cell.kind == "two runs in one folder":
@@ -313,13 +425,19 @@ class Bench:
         mark = folder.with_name(folder.name + "-mark")
         fault = Fault(cell.kind, cell.moment.split(",")[0], cell.rank, cell.step, str(mark))
         wanted = cell.names if cell.answers else ()
-        left = self._run(
-            folder, fault, resume=bool(cell.start), is_warm=cell.is_warm, wanted=wanted
-        )
+        if cell.kind.startswith("closed pipe"):
+            left = self._unread(folder, fault, is_interrupted="SIGINT" in cell.kind)
+        else:
+            left = self._run(
+                folder, fault, resume=bool(cell.start), is_warm=cell.is_warm, wanted=wanted
+            )
         when = float(mark.read_text()) if mark.exists() else None
         wrong = [] if when is not None else ["the fault did not come"]
         seconds = None if when is None else left.ended - when
-        limit = LIMIT_S + STOPPED_S * (cell.kind in CANNOT_END and not cell.answers)
+        is_stuck = any(kind in CANNOT_END for kind in cell.kind.split(TWO))
+        limit = LIMIT_S + STOPPED_S * (is_stuck and not cell.answers)
+        told = left.first(lambda text: frozenset(blamed(text)) in cell.names)
+        told = None if told is None or when is None else told - when
         if left.code is None and not cell.answers:
             wrong.append("had to be killed")
         elif seconds is not None and seconds > limit:
@@ -329,15 +447,17 @@ class Bench:
         named = sorted(blamed(left.printed))
         if cell.names and frozenset(named) not in cell.names:
             wrong.append(f"named {named}, expected {[sorted(one) for one in cell.names]}")
+        elif told is not None and told > LIMIT_S:
+            wrong.append(f"named {told:.0f} s after the fault")
         if cell.words and not re.search(cell.words, left.printed):
             wrong.append(f"does not say {cell.words!r}")
-        return self._resumed(cell, folder, (left.code, seconds, named), wrong)
+        return self._resumed(cell, folder, (left.code, seconds, told, named), wrong)
 
     def _resumed(
         self,
         cell: Cell,
         folder: pathlib.Path,
-        ended: tuple[int | None, float | None, list[int]],
+        ended: tuple[int | None, float | None, float | None, list[int]],
         wrong: list[str],
     ) -> Result:
         """Go on, and compare."""
@@ -363,9 +483,9 @@ class Bench:
         wrong += damaged(folder) + (self._exported(folder) if cell.is_equal else [])
         if not wrong:
             shutil.rmtree(folder)
-        code, seconds, named = ended
+        code, seconds, told, named = ended
         return Result(
-            self.program.name, cell.kind, cell.moment, cell.rank, code, seconds, lost, equal,
+            self.program.name, cell.kind, cell.moment, cell.rank, code, seconds, told, lost, equal,
             named, wrong,
         )  # fmt: skip
 
@@ -397,9 +517,17 @@ class Bench:
         wrong += damaged(copy)
         ended = first.ended - first.began
         return Result(
-            self.program.name, cell.kind, cell.moment, None, first.code, ended, lost, equal, [],
-            wrong,
+            self.program.name, cell.kind, cell.moment, None, first.code, ended, None, lost, equal,
+            [], wrong,
         )  # fmt: skip
+
+    def _unread(self, folder: pathlib.Path, fault: Fault, *, is_interrupted: bool) -> Left:
+        """A job of which nobody reads what it prints."""
+        job = Job(
+            folder.with_name(folder.name + "-job"), self.program.command(folder),
+            {FAULT: fault.dumped()}, is_warm=True,
+        )  # fmt: skip
+        return job.unread(LIMIT_S, pathlib.Path(fault.mark), is_interrupted=is_interrupted)
 
     def _two(self, cell: Cell, folder: pathlib.Path) -> Result:
         """The second is refused, and the first goes on to its end."""
@@ -419,7 +547,9 @@ class Bench:
             wrong.append(f"the second ended with {second.code}")
         if "belongs to another run" not in second.printed.replace("\n", " "):
             wrong.append("the second does not say 'belongs to another run'")
-        result = self._resumed(cell, folder, (second.code, second.ended - second.began, []), wrong)
+        result = self._resumed(
+            cell, folder, (second.code, second.ended - second.began, None, []), wrong
+        )
         return dataclasses.replace(result, moment=cell.moment)
 
 

@@ -15,11 +15,13 @@ import pathlib
 import runpy
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).parents[2]
 FAULT, PIDS = "FAULT", "FAULT_PIDS"
+TWO = " + "  # what comes to rank 0, and what comes to rank 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Fault:
     """What happens to a rank, once.
 
     Attributes:
-        kind: a name in `DEEDS`, or in `moments.CHANGES`.
+        kind: a name in `DEEDS`, or in `moments.CHANGES`; of two ranks two, with TWO in between.
         moment: "import", or a name in `moments.MOMENTS`.
         rank: to whom; None for all.
         step: in which step, from 1 on; of moments outside of steps, the number of steps done.
@@ -51,6 +53,12 @@ class Fault:
         """Whether it comes to this rank."""
         return self.rank is None or os.environ["RANK"] == str(self.rank)
 
+    @property
+    def own_kind(self) -> str:
+        """What comes to this rank."""
+        kinds = self.kind.split(TWO)
+        return kinds[int(os.environ["RANK"]) % len(kinds)]
+
     def note(self) -> None:
         """Write the mark, unless another rank has."""
         path = pathlib.Path(self.mark)
@@ -60,7 +68,7 @@ class Fault:
     def happen(self) -> None:
         """Do it."""
         self.note()
-        DEEDS[self.kind]()
+        DEEDS[self.own_kind]()
 
 
 def _send(number: signal.Signals, *, launcher: bool = False) -> Callable[[], None]:
@@ -76,6 +84,22 @@ def _kill_ranks() -> None:
 
 def _fail() -> None:
     raise KeyError("the culprit")
+
+
+def _deadlock() -> None:
+    """A thread holds a lock and waits for a second one, which this thread holds."""
+    first, second = threading.Lock(), threading.Lock()
+    is_held = threading.Event()
+
+    def wait() -> None:
+        with first:
+            is_held.set()
+            second.acquire()
+
+    with second:
+        threading.Thread(target=wait, daemon=True).start()
+        is_held.wait()
+        first.acquire()
 
 
 DEEDS: dict[str, Callable[[], object]] = {
@@ -96,7 +120,10 @@ DEEDS: dict[str, Callable[[], object]] = {
     "early return": lambda: sys.exit(0),
     "endless sleep": lambda: time.sleep(600),
     "call that holds Python's lock": lambda: ctypes.PyDLL(None).sleep(600),
+    "deadlock": _deadlock,
     "pause": lambda: time.sleep(25),
+    "closed pipe": lambda: None,  # whoever reads goes when the mark is written
+    "closed pipe and SIGINT": lambda: None,
 }
 
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
@@ -54,13 +54,27 @@ class Left:
     Attributes:
         code: the launcher's exit code; None if anything had to be killed.
         began, ended: the launcher's start, and the end of the last process; as time.monotonic().
-        printed: by all of them.
+        said: what all of them printed, piece by piece, and when.
     """
 
     code: int | None
     began: float
     ended: float
-    printed: str
+    said: Sequence[tuple[float, bytes]]
+
+    @property
+    def printed(self) -> str:
+        """All of it."""
+        return b"".join(piece for _, piece in self.said).decode(errors="replace")
+
+    def first(self, is_wanted: Callable[[str], bool]) -> float | None:
+        """When what was printed was first as wanted."""
+        printed = b""
+        for when, piece in self.said:
+            printed += piece
+            if is_wanted(printed.decode(errors="replace")):
+                return when
+        return None
 
 
 class Job:
@@ -94,7 +108,7 @@ class Job:
         start = _forked if is_warm else _executed
         self.launcher, self._wait = start(str(pipe), argv, more)
         os.close(os.open(pipe, os.O_WRONLY))  # else its end is not seen if nobody ever opens it
-        self._printed: list[bytes] = []
+        self._said: list[tuple[float, bytes]] = []
 
     def ranks(self) -> dict[int, int]:
         """The numbers of the processes of the ranks that have begun."""
@@ -127,14 +141,32 @@ class Job:
                     break
                 if not content:  # nobody has opened it yet, or the launcher is ending
                     time.sleep(0.02)
-                self._printed.append(content)
-                if content and is_enough(b"".join(self._printed).decode(errors="replace")):
+                self._said.append((time.monotonic(), content))
+                if content and is_enough(Left(None, 0.0, 0.0, self._said).printed):
                     break
         ended = time.monotonic()
         if code is None:
             self.end()
         os.close(self._reading)
-        return Left(code, self.began, ended, b"".join(self._printed).decode(errors="replace"))
+        return Left(code, self.began, ended, self._said)
+
+    def unread(self, limit: float, mark: pathlib.Path, *, is_interrupted: bool) -> Left:
+        """Read until the mark is written, and no more; then wait for the end, at most `limit`
+        seconds. The launcher gets a SIGINT if it is interrupted, as by Ctrl-C, which ends a reader.
+        """
+        end = time.monotonic() + limit
+        while not mark.exists() and time.monotonic() < end:
+            if select.select([self._reading], [], [], 0.05)[0]:
+                self._said.append((time.monotonic(), os.read(self._reading, 65536)))
+        os.close(self._reading)
+        if is_interrupted:
+            os.kill(self.launcher, signal.SIGINT)
+        code = self._wait(max(0.0, end - time.monotonic()))
+        while any(map(psutil.pid_exists, self.ranks().values())) and time.monotonic() < end:
+            time.sleep(0.05)
+        ended = time.monotonic()
+        self.end()
+        return Left(None if ended > end else code, self.began, ended, self._said)
 
     def has_ended(self, seconds: float = 0.05) -> bool:
         """Whether the launcher has, within this time."""

@@ -12,21 +12,27 @@ import pathlib
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from scripts.fault_matrix.faulty import Fault
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import bmtrain as bmt
+from bmtrain.checkpoint import folder as folders
 from bmtrain.checkpoint import shards, writing
-from bmtrain.checkpoint.shards import ShardedCheckpoint
+from bmtrain.checkpoint.shards import NAME, ShardedCheckpoint
+from bmtrain.checkpoint.writer import Writer
 from bmtrain.distributed.collectives import Board
+from bmtrain.runtime import process, world
 from model_center.training.checkpoints import Checkpoints
 from model_center.weights import safetensors_writer
 
 Deed = Callable[[], object]
+SAVED_S = 20.0  # that a tiny checkpoint may take on a busy machine
 
 
 class Clock:
@@ -54,9 +60,19 @@ class Clock:
         return self.steps >= self.fault.step
 
     def strike(self) -> None:
-        """The fault, once."""
+        """The fault, once; one in a step comes when what was saved before counts."""
         if self._once.acquire(blocking=False):
+            if self.is_in_step:
+                wait_saved()
             self.fault.happen()
+
+
+def wait_saved() -> None:
+    """Return when the checkpoint at which the writer is counts, if there is one."""
+    latest = world.current().service(Writer)._latest  # noqa: SLF001
+    end = time.monotonic() + SAVED_S
+    while latest is not None and not (latest.path / NAME).exists() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def replace(owner: Any, name: str, value: object) -> None:
@@ -85,6 +101,41 @@ def _forward(clock: Clock) -> None:
             clock.strike()
 
     torch.nn.modules.module.register_module_forward_pre_hook(hook)
+
+
+def _exchange(clock: Clock) -> None:
+    """Inside of a collective, which the other ranks have entered or will."""
+    begun = threading.Event()
+
+    def strike() -> None:
+        begun.wait()
+        while not process.is_communicating():
+            time.sleep(0.0005)
+        clock.fault.happen()
+
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        if clock.is_in_step and torch.is_grad_enabled() and not begun.is_set():
+            wait_saved()
+            begun.set()
+
+    threading.Thread(target=strike, daemon=True).start()
+    torch.nn.modules.module.register_module_forward_pre_hook(hook)
+
+
+def _first_exchange(clock: Clock) -> None:
+    """Inside of a collective of the ranks that have just met."""
+
+    def strike() -> None:
+        while not (bmt.is_initialized() and process.is_communicating()):
+            time.sleep(0.0005)
+        clock.fault.happen()
+
+    threading.Thread(target=strike, daemon=True).start()
+
+
+def _batch(clock: Clock) -> None:
+    """A batch is fetched."""
+    before(_BaseDataLoaderIter, "__next__", lambda: clock.strike() if clock.is_in_step else None)
 
 
 def _backward(clock: Clock) -> None:
@@ -144,7 +195,11 @@ def _exporting(clock: Clock) -> None:
 
 MOMENTS: dict[str, Callable[[Clock], None]] = {
     "loading": _loading,
+    "first exchange": _first_exchange,
+    "batch": _batch,
     "forward": _forward,
+    "exchange": _exchange,
+    "first step": _exchange,
     "backward": _backward,
     "optimizer": _optimizer,
     "saving": _saving,
@@ -295,6 +350,71 @@ def _unreadable(clock: Clock) -> None:
     replace(shards, "read_into", fail)
 
 
+# What the system is asked, by the functions that ask it.
+CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
+    "fsync": ((os, "fsync"),),
+    "rename": ((os, "replace"), (os, "rename")),
+    "mkdir": ((os, "mkdir"),),
+    "unlink": ((os, "unlink"), (os, "remove"), (os, "rmdir")),
+    "list": ((os, "listdir"), (os, "scandir")),
+    "stat": ((os, "stat"),),
+    "manifest": ((os, "open"), (io, "open")),
+}
+ERRORS = {name: getattr(errno, name) for name in ("EIO", "ENOSPC", "EACCES")}
+
+
+def _refusing(code: int, call: str) -> Callable[[Clock], None]:
+    """The system answers a call on checkpoints with an error from then on; while pruning, that of
+    the thread that prunes.
+    """
+
+    def change(clock: Clock) -> None:
+        folder = clock.fault.mark.removesuffix("-mark")
+        pruning: set[int] = set()
+        tidy = folders.tidy
+
+        def tidied(*args: Any) -> None:
+            pruning.add(threading.get_ident())
+            tidy(*args)
+            pruning.clear()
+
+        replace(folders, "tidy", tidied)
+
+        def is_now() -> bool:
+            if clock.fault.moment == "pruning":
+                return clock.is_after_step and threading.get_ident() in pruning
+            return clock.is_after_step
+
+        def refused(original: Any) -> Any:
+            def ask(what: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
+                path = _path_of(what, dir_fd)
+                is_wanted = call != "manifest" or pathlib.Path(path).name.startswith(NAME)
+                is_ours = f"{path}/".startswith(f"{folder}/step-") or (
+                    call == "list" and path == folder
+                )
+                if is_wanted and is_ours and is_now():
+                    clock.fault.note()
+                    raise OSError(code, os.strerror(code), path)
+                if dir_fd is not None:
+                    kwargs["dir_fd"] = dir_fd
+                return original(what, *args, **kwargs)
+
+            return ask
+
+        for owner, name in CALLS[call]:
+            replace(owner, name, refused(getattr(owner, name)))
+
+    return change
+
+
+def _path_of(what: Any, dir_fd: int | None) -> str:
+    """The path of what a call of the system is given: a path, or a number of an open file."""
+    if isinstance(what, int):
+        return os.readlink(f"/proc/self/fd/{what}")
+    path = os.fsdecode(what) if isinstance(what, str | bytes | os.PathLike) else ""
+    return path if dir_fd is None else os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
+
+
 CHANGES: dict[str, Callable[[Clock], None]] = {
     "NaN in the losses of a rank": _bad_loss,
     "NaN in one loss of a rank": _bad_loss_once,
@@ -306,6 +426,11 @@ CHANGES: dict[str, Callable[[Clock], None]] = {
     "limit of file sizes": _size_limit,
     "read-only file system": _read_only,
     "unreadable files on a rank": _unreadable,
+    **{
+        f"{name} at {call}": _refusing(code, call)
+        for call in CALLS
+        for name, code in ERRORS.items()
+    },
 }
 
 
@@ -315,5 +440,5 @@ def install(fault: Fault) -> None:
         limited = functools.partial(bmt.init_distributed, timeout=fault.timeout)
         replace(bmt, "init_distributed", limited)
     if fault.is_here and fault.moment != "import":
-        change = CHANGES.get(fault.kind) or MOMENTS[fault.moment]
+        change = CHANGES.get(fault.own_kind) or MOMENTS[fault.moment]
         change(Clock(fault))

@@ -1,4 +1,4 @@
-"""The two programs, tiny, and what their runs leave in their folders."""
+"""The programs, tiny, and what their runs leave in their folders."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from bmtrain.errors import CheckpointError
 from model_center.training.metrics_file import MEASURED, read_metrics
 
 SAVE_EVERY = 3  # steps
+GPT2, TRAIN, OWN_LOOP = "examples/gpt2/train.py", "model_center train", "own loop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +53,9 @@ class Program:
 
 
 def make_programs(folder: pathlib.Path) -> list[Program]:
-    """Both."""
-    return [make_gpt2(folder), make_train(folder)]
+    """All."""
+    own = str(pathlib.Path(__file__).with_name("own_loop.py"))
+    return [make_gpt2(folder), make_train(folder), Program(OWN_LOOP, [own], [], "--save", [], None)]
 
 
 def make_gpt2(folder: pathlib.Path) -> Program:
@@ -67,8 +69,7 @@ def make_gpt2(folder: pathlib.Path) -> Program:
     flags = f"--data {text} --cache-dir {folder / 'cache'} --layers 2 --dim 32 --heads 4 "
     flags += "--vocab-size 512 --seq-len 32 --batch-size 4 --steps 14 --warmup 2 --val-every 7 "
     flags += f"--val-samples 5 --sample-tokens 3 --save-every {SAVE_EVERY} --max-bad-steps 2"
-    name = "examples/gpt2/train.py"
-    return Program(name, [str(ROOT / name)], flags.split(), "--save-dir", [], None)
+    return Program(GPT2, [str(ROOT / GPT2)], flags.split(), "--save-dir", [], None)
 
 
 def make_train(folder: pathlib.Path) -> Program:
@@ -86,7 +87,7 @@ def make_train(folder: pathlib.Path) -> Program:
     flags += f"--train-iters 14 --save-iters {SAVE_EVERY} --max-bad-steps 2 --log-iters 1 "
     flags += "--gradient-accumulation 4"
     program = ["-m", "model_center", "train"]
-    return Program("model_center train", program, flags.split(), "--save", ["--resume"], "model")
+    return Program(TRAIN, program, flags.split(), "--save", ["--resume"], "model")
 
 
 def records(folder: pathlib.Path) -> list[dict[str, Any]]:

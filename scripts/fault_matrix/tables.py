@@ -18,17 +18,21 @@ from scripts.fault_matrix.jobs import ROOT
 from scripts.fault_matrix.kills import Kill
 
 
-def machine() -> dict[str, Any]:
-    """What the runs were made on."""
-    commit = subprocess.run(
+def commit() -> str:
+    """That of the source, as git describes it."""
+    told = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
+    return told.stdout.strip() or "unknown"
+
+
+def machine() -> dict[str, Any]:
+    """What the runs were made on."""
     return {
-        "commit": commit.stdout.strip() or "unknown",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": f"{platform.system()} {platform.machine()}, {_num_cores()} cores",
@@ -84,13 +88,15 @@ class Table:
     def _lines(self) -> list[str]:
         facts = machine()
         kinds = {result.kind for result in self.results}
+        by_commit = collections.Counter(result.commit for result in self.results)
+        commits = ", ".join(f"{name} ({count} cells)" for name, count in by_commit.items())
         lines = [
             "# Faults",
             "",
             f"Written by `make faults`: {len(self.results)} cells ({len(kinds)} kinds of fault, "
-            "two programs, two ranks under torchrun) and "
+            "three programs, two ranks under torchrun, the library's defaults) and "
             f"{len(self.kills)} kills at random times; {self.red} red. {facts['machine']}; Python "
-            f"{facts['python']}, torch {facts['torch']}, commit {facts['commit']}.",
+            f"{facts['python']}, torch {facts['torch']}; commits {commits}.",
             "",
             RULE,
             "",
@@ -154,9 +160,9 @@ def read(path: pathlib.Path) -> Table:
 
 def _rows(results: Sequence[Result]) -> list[str]:
     lines = [
-        "| fault | moment | of rank | exit code | ended in, s | steps lost | bitwise equal | "
-        "named | verdict |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| fault | moment | of rank | exit code | ended in, s | named | named after, s | "
+        "steps lost | bitwise equal | verdict |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         cells = [
@@ -165,9 +171,10 @@ def _rows(results: Sequence[Result]) -> list[str]:
             "both" if result.rank is None else result.rank,
             "killed" if result.code is None else result.code,
             "-" if result.seconds is None else f"{result.seconds:.1f}",
+            ", ".join(map(str, result.named)) or "-",
+            "-" if result.told is None else f"{result.told:.1f}",
             "-" if result.lost is None else result.lost,
             "yes" if result.equal else "no",
-            ", ".join(map(str, result.named)) or "-",
             "green" if result.is_green else "**red**: " + "; ".join(result.wrong).replace("|", "/"),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
