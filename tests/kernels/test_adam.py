@@ -1,4 +1,4 @@
-"""AdamW: the formula, the path of the CPU and the fused kernel against torch.optim.AdamW."""
+"""AdamW: torch's operators and the kernel against torch.optim.AdamW."""
 
 import itertools
 import math
@@ -9,25 +9,18 @@ import torch
 from torch.testing import assert_close
 
 from bmtrain.kernels import adam
-from bmtrain.kernels.adam import (
-    AdamSettings,
-    AdamTensors,
-    adamw_reference,
-    adamw_triton,
-    adamw_update,
-)
-from bmtrain.kernels.chunks import Batch
+from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_reference, adamw_triton
 
 # Lengths 0, 1, odd, of whole and of several chunks; starts that are aligned and that are not.
 BOUNDS = [(0, 64), (64, 64), (64, 65), (66, 139), (150, 350), (400, 400 + 192)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-PATHS = (adamw_reference, adamw_triton, adamw_update)
+PATHS = (adamw_reference, adamw_triton)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several chunks of a short tensor."""
-    monkeypatch.setattr(adam, "BLOCK", 64)
+    monkeypatch.setattr(adam, "CHUNK", 64)
 
 
 class State:
@@ -42,8 +35,7 @@ class State:
 
     def parts(self):
         whole = AdamTensors(self.weight, self.grad, self.master, self.mean, self.square)
-        parts = [whole.part(begin, end) for begin, end in BOUNDS]
-        return Batch([(x.weight, x.grad, *[x.weight] * x.is_exact, *x.state) for x in parts])
+        return [whole.part(begin, end) for begin, end in BOUNDS]
 
     def written(self):
         return [self.weight, self.master, self.mean, self.square]
@@ -90,7 +82,7 @@ def test_against_torch(path, dtype):
 def test_dtypes_together():
     """One call for parameters of several kinds."""
     states = [State(dtype, dtype) for dtype in (torch.float16, torch.float32)]
-    adamw_triton(Batch([part for state in states for part in state.parts().rows]), settings())
+    adamw_triton([part for state in states for part in state.parts()], settings())
     for state in states:
         alone = State(state.weight.dtype, state.grad.dtype)
         adamw_triton(alone.parts(), settings())
@@ -115,9 +107,9 @@ def test_nothing_is_updated_on_a_verdict_that_is_not_finite(path):
     for x, old, version in zip(state.written(), before, versions, strict=True):
         assert not torch.equal(x, old)
         # torch's own operator does not count
-        assert x._version > version or path is adamw_update
+        assert x._version > version or path is adamw_reference
     before = [x.clone() for x in state.written()]
     path(state.parts(), settings(2, lr=0.0))
     assert [*map(torch.equal, state.written(), before)] == [True, True, False, False]
-    path(Batch([]), settings())
-    path(Batch([[nothing] * 5]), settings())
+    path([], settings())
+    path([AdamTensors(nothing, nothing, nothing, nothing, nothing)], settings())

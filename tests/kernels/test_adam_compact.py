@@ -8,15 +8,14 @@ import pytest
 import torch
 from tests.tensors import zeros_on
 
-from bmtrain.kernels import adam_compact
-from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_triton
-from bmtrain.kernels.adam_compact import compact_reference, compact_triton
+from bmtrain.kernels import adam
+from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_reference, adamw_triton
 from bmtrain.kernels.blockwise import Blocks
 
 # Lengths 1, of no whole block, of whole blocks and of several chunks, and where they start.
 SIZES = {1: 0, 63: 64, 64: 128, 192: 2**32 - 128, 400: 0}
 BF16, FP32 = torch.bfloat16, torch.float32
-PATHS = compact_reference, compact_triton
+PATHS = adamw_reference, adamw_triton
 both_paths = pytest.mark.parametrize("path", PATHS)
 both_kinds = pytest.mark.parametrize("kind", ["split", "none"])
 
@@ -24,7 +23,7 @@ both_kinds = pytest.mark.parametrize("kind", ["split", "none"])
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks of a short tensor."""
-    monkeypatch.setattr(adam_compact, "CHUNK", 128)
+    monkeypatch.setattr(adam, "CHUNK", 128)
 
 
 def tensors(master, weight=BF16, quantised=True, grad=FP32, sizes=SIZES, device="cpu"):
@@ -46,6 +45,11 @@ def tensors(master, weight=BF16, quantised=True, grad=FP32, sizes=SIZES, device=
         grads = torch.ones(size, dtype=grad, device=device)
         found.append(AdamTensors(values, grads, masters[master], mean, square, number, start))
     return found
+
+
+def with_the_kernel(master, grad, mean, square, settings):
+    """What Adam does with masters, by the kernel."""
+    adamw_triton([AdamTensors(master, grad, master, mean, square)], settings)
 
 
 def written(members):
@@ -72,7 +76,7 @@ def test_kernel_equals_twin(weight, master, grad, quantised, monkeypatch):
     """Three updates of all tensors in one launch, bit by bit: the same values of codes, the same random
     bits for the same places. What Adam does in between is the kernel's in both.
     """
-    monkeypatch.setattr(adam_compact, "adamw_update", adamw_triton)
+    monkeypatch.setattr(adam, "step_of_masters", with_the_kernel)
     want, got = (tensors(master, weight, quantised, grad) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     for step in range(1, 4):
@@ -81,8 +85,8 @@ def test_kernel_equals_twin(weight, master, grad, quantised, monkeypatch):
             one.grad.copy_(values)
             other.grad.copy_(values)
         verdict = torch.zeros((), dtype=torch.float64)
-        compact_reference(want, settings(step), verdict)
-        compact_triton(got, settings(step), verdict)
+        adamw_reference(want, settings(step), verdict)
+        adamw_triton(got, settings(step), verdict)
     for one, other in zip(want, got, strict=True):
         if (weight, master) == (BF16, "fp32"):  # the interpreter cuts bits off
             torch.testing.assert_close(one.weight, other.weight, rtol=2.0**-7, atol=0.0)

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 else:
     tl = None  # in the source of a kernel: Triton's language
 
-__all__ = ["Kernel", "kernel", "kernel_with", "tl"]
+__all__ = ["Kernel", "kernel", "kernel_with", "takes", "tl"]
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether kernels run where a tensor is; on a CPU torch's operators do the same."""
+    return x.device.type != "cpu"
 
 
 class Kernel:
