@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.gpu.test_engine import Layer, forbid_waiting, on_gpus
 from tests.gpu.test_optimizer import quiet
-from tests.kernels import test_adam_compact as adam_compact
+from tests.kernels import test_adam
 
 import bmtrain as bmt
 from bmtrain.kernels import adam
@@ -36,7 +36,7 @@ FORMS: list[dict[str, str]] = [
 ]
 
 
-tensors = functools.partial(adam_compact.tensors, sizes=SIZES, device="cuda")
+tensors = functools.partial(test_adam.tensors, sizes=SIZES, device="cuda")
 
 
 def written(members):
@@ -56,7 +56,7 @@ def written(members):
 @pytest.mark.parametrize(("weight", "master"), KINDS)
 def test_kernel_equals_twin(weight, master, quantised, grad, monkeypatch):
     """Ten updates, bit by bit; the twin's moments and masters pass through the kernel for fp32."""
-    monkeypatch.setattr(adam, "step_of_masters", adam_compact.with_the_kernel)
+    monkeypatch.setattr(adam, "step_of_masters", test_adam.with_the_kernel)
     want, got = (tensors(master, weight, quantised, grad) for _ in range(2))
     generator = torch.Generator("cuda").manual_seed(1)
     for step in range(1, 11):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bmtrain.compile.fusions import Wanted, is_on_gpu
+from bmtrain.compile.fusions import Wanted
 from bmtrain.compile.graph import can_wait, given, value_of
 from bmtrain.loss.linear_cross_entropy import FusedLinearCrossEntropy, chunk_rows
 from bmtrain.loss.row_loss import columns_of
@@ -55,9 +55,7 @@ def cross_entropy_of_linear(
     return out.to(dtype)
 
 
-def rewrite(
-    graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu, *, is_recomputed: bool = False
-) -> None:
+def rewrite(graph: torch.fx.GraphModule, wanted: Wanted, *, is_recomputed: bool) -> None:
     """Replace heads that take less memory in chunks of rows, in place.
 
     Args:

@@ -79,14 +79,13 @@ class Kernel:
         return triton.jit(function, **self._options)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Make a kernel of a function."""
-    return Kernel(function, {})
-
-
 def kernel_with(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make a kernel of a function with options of `triton.jit`."""
     return functools.partial(Kernel, options=options)
+
+
+#: makes a kernel of a function
+kernel = kernel_with()
 
 
 @functools.cache
