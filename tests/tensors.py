@@ -1,8 +1,11 @@
 """What tests ask of tensors, parameters and modules whose declared types do not have it."""
 
+from unittest import mock
+
 import torch
 
 import bmtrain as bmt
+from bmtrain.kernels import launch
 from bmtrain.shard.residence import Gathered
 from bmtrain.shard.slices import Slices
 
@@ -48,3 +51,15 @@ def gradient_memory(block):
 def zeros_on(device):
     """What makes zeros there, of a number of elements and a dtype."""
     return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
+
+
+def by_torch(function, *args, **options):
+    """`function` by torch's operators, on whatever device the tensors are."""
+    with mock.patch.object(launch, "takes", lambda _: False):
+        return function(*args, **options)
+
+
+def by_kernel(function, *args, **options):
+    """`function` by its kernel, on whatever device the tensors are."""
+    with mock.patch.object(launch, "takes", lambda _: True):
+        return function(*args, **options)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 def assert_compiled(block):
     """There is compiled code for the block, and it has not been given up."""
-    structure = block._runner._structure
+    structure = block._runner
     assert structure._programs, "it was not tried"
     assert not structure._is_refused, "it ran uncompiled"
 

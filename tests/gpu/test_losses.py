@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from tests.gpu.test_engine import forbid_waiting, on_gpus
 from tests.ranks import models
-from tests.tensors import grad_of
+from tests.tensors import by_torch, grad_of
 
 import bmtrain as bmt
 from bmtrain.kernels import cross_entropy as kernels
@@ -66,13 +66,13 @@ def test_kernels_equal_twins(dtype, num_columns, padding):
         factors.smooth.mul_(0.1 * smoothed)
         for each in factors[:3]:
             each[3] = 0
-        want = kernels.row_sums_by_torch(logits, weight, smoothed=smoothed)
+        want = by_torch(kernels.row_sums, logits, weight, smoothed=smoothed)
         got = kernels.row_sums(logits, weight, smoothed=smoothed)
         for got_part, want_part in zip(got, want, strict=True):
             torch.testing.assert_close(
                 got_part, want_part, rtol=ROUNDING[arithmetic] * 3, atol=ROUNDING[arithmetic]
             )
-        gradient = kernels.row_gradient_by_torch(logits, want, factors, weight, smoothed=smoothed)
+        gradient = by_torch(kernels.row_gradient, logits, want, factors, weight, smoothed=smoothed)
         # Two roundings to `dtype` may differ by a place; before, terms of opposite sign were added
         # up in `arithmetic`.
         close: dict[str, Any] = {"rtol": ROUNDING[dtype] * 2, "atol": ROUNDING[arithmetic]}

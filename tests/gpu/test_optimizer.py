@@ -9,12 +9,13 @@ import pytest
 import torch
 from tests.gpu.test_engine import Layer, forbid_waiting, on_gpus
 from tests.ranks import models
+from tests.tensors import by_torch
 
 import bmtrain as bmt
 from bmtrain.errors import ParameterError
-from bmtrain.kernels.adam import AdamSettings, adamw_reference, adamw_update
+from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_reference, update_tensors
 from bmtrain.kernels.chunks import Batch
-from bmtrain.kernels.scale import scale_, scale_reference_
+from bmtrain.kernels.scale import scale_
 from bmtrain.kernels.squares import sum_of_squares
 from bmtrain.optim import streaming
 
@@ -48,21 +49,23 @@ def batch(flat):
 
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fused_adam_is_the_formula(dtype, grad_dtype):
-    """Ten updates of many tensors at once against the plain-torch twin; what lies between the
+def test_fused_adam_is_that_of_torch(dtype, grad_dtype):
+    """Ten updates of many tensors at once against torch's operator; what lies between the
     tensors is not touched.
     """
     runs = []
-    for update in (adamw_reference, adamw_update):
+    for update in (adamw_reference, update_tensors):
         weight = normal(dtype, 0)
         master = weight if dtype == torch.float32 else weight.float()
         mean, square = torch.zeros(700_000, device="cuda"), torch.zeros(700_000, device="cuda")
         for step in range(1, 11):
             grad = normal(grad_dtype, step) * 8
             parts = zip(cut(weight), cut(grad), cut(master), cut(mean), cut(square), strict=True)
-            tensors = [(w, g, w if master is weight else x, m, v) for w, g, x, m, v in parts]
+            tensors = [
+                AdamTensors(w, g, w if master is weight else x, m, v) for w, g, x, m, v in parts
+            ]
             update(
-                Batch(tensors),
+                tensors,
                 AdamSettings(
                     lr=0.01,
                     beta1=0.9,
@@ -116,7 +119,7 @@ def test_scaling_is_that_of_the_twin(dtype, factor):
     """Bit by bit, and nothing between the tensors."""
     number = torch.tensor(factor, device="cuda")
     want, got = normal(dtype, 5), normal(dtype, 5)
-    scale_reference_(batch(want), number)
+    by_torch(scale_, batch(want), number)
     scale_(batch(got), number)
     assert torch.equal(want.nan_to_num(nan=7.0), got.nan_to_num(nan=7.0))
 

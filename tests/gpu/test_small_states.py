@@ -10,11 +10,11 @@ import pytest
 import torch
 from tests.gpu.test_engine import Layer, forbid_waiting, on_gpus
 from tests.gpu.test_optimizer import quiet
-from tests.kernels import test_adam_compact as adam_compact
+from tests.kernels import test_adam
 
 import bmtrain as bmt
-from bmtrain.kernels.adam import AdamSettings
-from bmtrain.kernels.adam_compact import compact_reference, compact_triton
+from bmtrain.kernels import adam
+from bmtrain.kernels.adam import AdamSettings, adamw_reference, adamw_triton
 from bmtrain.kernels.blockwise import Blocks
 from bmtrain.optim import streaming
 
@@ -36,7 +36,7 @@ FORMS: list[dict[str, str]] = [
 ]
 
 
-tensors = functools.partial(adam_compact.tensors, sizes=SIZES, device="cuda")
+tensors = functools.partial(test_adam.tensors, sizes=SIZES, device="cuda")
 
 
 def written(members):
@@ -54,10 +54,9 @@ def written(members):
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize(("weight", "master"), KINDS)
-def test_kernel_equals_twin(weight, master, quantised, grad):
-    """Ten updates, bit by bit; the twin's moments and masters pass through the kernel of
-    AdamOptimizer.
-    """
+def test_kernel_equals_twin(weight, master, quantised, grad, monkeypatch):
+    """Ten updates, bit by bit; the twin's moments and masters pass through the kernel for fp32."""
+    monkeypatch.setattr(adam, "step_of_masters", test_adam.with_the_kernel)
     want, got = (tensors(master, weight, quantised, grad) for _ in range(2))
     generator = torch.Generator("cuda").manual_seed(1)
     for step in range(1, 11):
@@ -68,8 +67,8 @@ def test_kernel_equals_twin(weight, master, quantised, grad):
         settings = AdamSettings(
             lr=0.01, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.2, step=step, scale=8.0
         )
-        compact_reference(want, settings)
-        compact_triton(got, settings)
+        adamw_reference(want, settings)
+        adamw_triton(got, settings)
     differing = {
         name: f"{int((x != y).sum())} of {x.numel()}"
         for name, parts in written(want).items()
@@ -89,7 +88,7 @@ def test_nothing_is_updated_on_a_verdict_that_is_not_finite():
         verdict = torch.full((), math.nan, dtype=torch.float64, device="cuda")
         forbid_waiting(True)
         settings = AdamSettings(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2, step=1)
-        compact_triton(members, settings, verdict)
+        adamw_triton(members, settings, verdict)
         forbid_waiting(False)
         for name, parts in written(members).items():
             assert all(map(torch.equal, parts, before[name])), name

@@ -14,13 +14,13 @@ import torch
 from tests.gpu.test_engine import STEPS, train_odd
 from tests.ranks import models
 from tests.ranks.runner import RankFailure, run_ranks
-from tests.tensors import gradient_memory, source_of
+from tests.tensors import by_torch, gradient_memory, source_of
 
 import bmtrain as bmt
 from bmtrain.distributed import collectives, exchange, transport
 from bmtrain.distributed.peers import PeerGroups
 from bmtrain.distributed.transport import Gather, Streams
-from bmtrain.kernels.sum_parts import sum_parts, sum_parts_reference
+from bmtrain.kernels.sum_parts import sum_parts
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 
@@ -56,7 +56,7 @@ def test_sums_round_once():
         parts = torch.randn(4, 100_001, device="cuda").to(wire)
         old = torch.randn(100_001, device="cuda").to(dtype)
         want, got = old.clone(), old.clone()
-        sum_parts_reference(want, parts, accumulate=accumulate)
+        by_torch(sum_parts, want, parts, accumulate=accumulate)
         sum_parts(got, parts, accumulate=accumulate)
         assert torch.equal(got, want), (dtype, wire, accumulate)
 

@@ -14,11 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from tests.tensors import by_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from bmtrain.kernels import adam, adam_compact, fp8, gelu, norm, scale, squares, sum_parts
+from bmtrain.kernels import adam, fp8, gelu, norm, scale, squares, sum_parts
 from bmtrain.kernels import cross_entropy as losses
 from bmtrain.kernels.blockwise import Blocks
 from bmtrain.kernels.chunks import Batch
@@ -26,7 +27,7 @@ from model_center.kernels import cached_attention, gated, largest, rotary, row_p
 from model_center.kernels.row_products import RowProducts
 
 OF_GENERATION = "cached_attention joined_parts store_tokens largest_of_parts largest_of_rows rotate gated row_products"
-OF_TRAINING = "adamw compact scale scale_to squares sum_parts gelu_backward transpose norm norm_backward row_sums row_gradient"
+OF_TRAINING = "adamw scale scale_to squares sum_parts gelu_backward transpose norm norm_backward row_sums row_gradient"
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024  # bytes that a program may have there
 TYPES = {
@@ -104,27 +105,26 @@ def train(dtype):
     flat, of_flat = x.flatten(), wide.flatten()
     settings = adam.AdamSettings(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, step=2)
     verdict = torch.ones((), dtype=torch.float64)
-    adam.adamw_triton(Batch([(flat, flat, of_flat, of_flat, of_flat)]), settings, verdict)
-    mean, square = (Blocks(flat.to(kind), of_flat[:4096]) for kind in (torch.int8, torch.uint8))
-    for master, *moments in ((None, mean, square), (flat.short(), of_flat, of_flat)):
-        case: Any = (flat, flat, master, *moments, 0, 0)
-        adam_compact.compact_triton([adam.AdamTensors(*case)], settings, verdict)
-    scale.scale_triton_(Batch([(flat,)]), verdict.float())
-    scale.scale_to_by_triton(wide, verdict.float(), dtype)
-    squares.sum_of_squares_triton(Batch([(flat,)]), flat.device)
-    sum_parts.sum_parts_triton(flat, flat.expand(2, -1), accumulate=True)
-    gelu.gelu_backward_by_triton(x, x)
-    fp8.transposed_triton(x, verdict.float())
-    fp8.transposed_triton(x.to(torch.float8_e4m3fn))
+    blocks = [Blocks(flat.to(kind), of_flat[:4096]) for kind in (torch.int8, torch.uint8)]
+    masters: Any = {of_flat: [of_flat] * 2, None: blocks, flat.short(): [of_flat] * 2}
+    for master, moments in masters.items():
+        adam.adamw_triton([adam.AdamTensors(flat, flat, master, *moments)], settings, verdict)
+    by_kernel(scale.scale_, Batch([(flat,)]), verdict.float())
+    by_kernel(scale.scale_to, wide, verdict.float(), dtype)
+    by_kernel(squares.sum_of_squares, Batch([(flat,)]), flat.device)
+    by_kernel(sum_parts.sum_parts, flat, flat.expand(2, -1), accumulate=True)
+    by_kernel(gelu.gelu_backward, x, x)
+    by_kernel(fp8.transposed, x, verdict.float())
+    by_kernel(fp8.transposed, x.to(torch.float8_e4m3fn))
     for center, bias in ((None, None), (wide[:, :1], x[0])):
         norm.norm_by_triton(norm.Norm([x, x], x[0], bias, 1e-5, center is not None))
         terms = norm.Terms([x, x], [x], x[0], center, wide[:, :1], x, center is None, True)
         norm.norm_backward_by_triton(terms)
     for logits, weight in ((x, None), (wide.double(), wide[0].double())):
         smoothed, of_row = weight is not None, torch.zeros(64).long()
-        sums = losses.row_sums_by_triton(logits, weight, smoothed=smoothed)
+        sums: losses.RowSums = by_kernel(losses.row_sums, logits, weight, smoothed=smoothed)
         factors = losses.RowFactors(*sums, of_row)
-        losses.row_gradient_by_triton(logits, sums, factors, weight, smoothed=smoothed)
+        by_kernel(losses.row_gradient, logits, sums, factors, weight, smoothed=smoothed)
 
 
 @mock.patch.object(JITFunction, "run", compiled)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tensors import by_kernel, by_torch
 
 from bmtrain.kernels import cross_entropy as kernels
 from bmtrain.kernels.cross_entropy import RowFactors
@@ -13,7 +14,10 @@ ROWS = 6
 # Triton's interpreter cuts bf16 off where the device rounds (tests/gpu asks for half of this).
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-12}
 COLUMNS = (1, 23, 64)  # less than a vector, rows that begin anywhere, several blocks
-PATHS = kernels.row_gradient_by_torch, kernels.row_gradient_by_triton
+PATHS = (
+    functools.partial(by_torch, kernels.row_gradient),
+    functools.partial(by_kernel, kernels.row_gradient),
+)
 IN_PLACE: list[Any] = [functools.partial(path, in_place=True) for path in PATHS]
 GRADIENTS: list[Any] = [*IN_PLACE, *PATHS]
 
@@ -64,12 +68,12 @@ def test_kernels_equal_twins(dtype, weighted):
     for num_columns in COLUMNS:
         logits, factors = logits_of(num_columns, dtype), factors_of(num_columns, dtype, smoothed)
         weight = random(num_columns, dtype=arithmetic, seed=1).abs() if weighted else None
-        want = kernels.row_sums_by_torch(logits, weight, smoothed=smoothed)
-        got = kernels.row_sums_by_triton(logits, weight, smoothed=smoothed)
+        want = by_torch(kernels.row_sums, logits, weight, smoothed=smoothed)
+        got = by_kernel(kernels.row_sums, logits, weight, smoothed=smoothed)
         for got_part, want_part in zip(got, want, strict=True):
             assert_close(got_part, want_part, ROUNDING[arithmetic])
         rest = (want, factors, weight)
-        gradient = kernels.row_gradient_by_torch(logits, *rest, smoothed=smoothed)
+        gradient = by_torch(kernels.row_gradient, logits, *rest, smoothed=smoothed)
         for function in GRADIENTS:
             memory = torch.full((ROWS, num_columns + 5), 7.0, dtype=dtype)
             taken = memory[:, :num_columns].copy_(logits)
@@ -85,9 +89,9 @@ def test_no_row_and_one(num_rows):
     logits = random(num_rows, 23)
     one = torch.ones(num_rows)
     factors = RowFactors(one, one, one, torch.zeros(num_rows, dtype=torch.int64))
-    sums = kernels.row_sums_by_triton(logits, None, smoothed=True)
+    sums = by_kernel(kernels.row_sums, logits, None, smoothed=True)
     rest = (sums, factors, None)
-    want = kernels.row_gradient_by_torch(logits, *rest, smoothed=False)
+    want = by_torch(kernels.row_gradient, logits, *rest, smoothed=False)
     for function in (PATHS[1], IN_PLACE[1]):
         gradient = function(logits, *rest, smoothed=False)
         assert gradient.shape == (num_rows, 23)
@@ -103,12 +107,12 @@ def test_any_strides():
         whole[:1, :23].expand(ROWS, 23),
     ):
         factors, plain = factors_of(23), logits.contiguous()
-        want = kernels.row_sums_by_torch(plain, None, smoothed=True)
-        got = kernels.row_sums_by_triton(logits, None, smoothed=True)
+        want = by_torch(kernels.row_sums, plain, None, smoothed=True)
+        got = by_kernel(kernels.row_sums, logits, None, smoothed=True)
         for part, want_part in zip(got, want, strict=True):
             assert_close(part, want_part)
         rest = (want, factors, None)
-        expected = kernels.row_gradient_by_torch(plain, *rest, smoothed=False)
+        expected = by_torch(kernels.row_gradient, plain, *rest, smoothed=False)
         for function in PATHS:
             gradient = function(logits, *rest, smoothed=False)
             assert gradient.shape == plain.shape and gradient.stride(1) == 1
@@ -121,7 +125,7 @@ def test_a_row_without_gradient_may_hold_anything(gradient):
     for bad in (1.0, torch.inf, torch.nan):
         logits = random(ROWS, 23)
         logits[3, 5] = bad
-        sums = kernels.row_sums_by_torch(logits, None, smoothed=False)
+        sums = by_torch(kernels.row_sums, logits, None, smoothed=False)
         answers.append(gradient(logits, sums, factors_of(23), None, smoothed=False))
         assert torch.equal(answers[0], answers[-1])
     assert not answers[0][3].any() and answers[0][2].all()
@@ -132,14 +136,14 @@ def test_all_columns_masked():
     and no NaN.
     """
     logits = torch.full((2, 23), -torch.inf)
-    for sums_of in (kernels.row_sums_by_torch, kernels.row_sums_by_triton):
-        highest, sum_exp, below = sums_of(logits, None, smoothed=True)
+    for run in (by_torch, by_kernel):
+        highest, sum_exp, below = run(kernels.row_sums, logits, None, smoothed=True)
         assert (highest == -torch.inf).all() and (below == -torch.inf).all() and not sum_exp.any()
 
 
 def test_autograd_is_told_of_the_change():
     """Else a backward pass that needs the logits would read the gradient in their place."""
     logits = random(ROWS, 23)
-    sums, before = kernels.row_sums_by_torch(logits, None, smoothed=False), logits._version
+    sums, before = by_torch(kernels.row_sums, logits, None, smoothed=False), logits._version
     IN_PLACE[1](logits, sums, factors_of(23), None, smoothed=False)
     assert logits._version > before

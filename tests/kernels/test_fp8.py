@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.tensors import by_kernel, by_torch
 
 from bmtrain.kernels import fp8
 
@@ -17,7 +18,7 @@ def numbers(*shape, dtype=torch.float32):
 
 def transposed(x, unit=None):
     """By the kernel; bit by bit the twin's."""
-    mine, twin = fp8.transposed_triton(x, unit), fp8.transposed_reference(x, unit)
+    mine, twin = by_kernel(fp8.transposed, x, unit), by_torch(fp8.transposed, x, unit)
     assert torch.equal(mine.view(torch.uint8), twin.view(torch.uint8))
     assert mine.dtype == twin.dtype
     return mine.float()

@@ -2,18 +2,15 @@
 fp64.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.tensors import by_kernel, by_torch
 from torch.testing import assert_close
 
-from bmtrain.kernels.gelu import (
-    PART,
-    gelu,
-    gelu_backward,
-    gelu_backward_by_triton,
-    gelu_backward_reference,
-)
+from bmtrain.kernels.gelu import PART, gelu, gelu_backward
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -44,7 +41,7 @@ def test_kernel_equals_twin(shape, dtype):
     eps, parts = torch.finfo(dtype).eps, (-(-shape[0] // PART), shape[1])
     for scale in (1, 3):
         grad, x = (f * torch.randn(shape, generator=generator).to(dtype) for f in (1, scale))
-        want = gelu_backward_reference(grad, x)
+        want = by_torch(gelu_backward, grad, x)
         leaf = x.double().requires_grad_()
         F.gelu(leaf, approximate="tanh").backward(grad.double())
         assert want[0].dtype == dtype and want[1].dtype == torch.float32 and want[1].shape == parts
@@ -53,7 +50,7 @@ def test_kernel_equals_twin(shape, dtype):
         totals = [part.double().sum(0) for part in (want[1], want[0])]
         assert_close(*totals, rtol=1e-5, atol=1e-4)
         if scale == 1:  # the interpreter's numpy tells of the overflow of larger ones
-            got = gelu_backward_by_triton(grad, x)
+            got = by_kernel(gelu_backward, grad, x)
             # Triton's interpreter cuts bf16 off where the device rounds.
             rtol = (2 if dtype == torch.bfloat16 else 1) * eps
             assert_close(got[0], want[0], rtol=rtol, atol=1e-6)
@@ -62,9 +59,9 @@ def test_kernel_equals_twin(shape, dtype):
 
 def test_nothing_and_strides():
     empty = torch.empty(0, 3)
-    for function in (gelu_backward_by_triton, gelu_backward):
+    for function in (functools.partial(by_kernel, gelu_backward), gelu_backward):
         assert [part.shape for part in function(empty, empty)] == [(0, 3), (0, 3)]
     grad, x = torch.randn(2, 6, 4)
     flat = [each.t().contiguous() for each in (grad, x)]
-    assert torch.equal(gelu_backward(grad.t(), x.t())[0], gelu_backward_reference(*flat)[0])
+    assert torch.equal(gelu_backward(grad.t(), x.t())[0], by_torch(gelu_backward, *flat)[0])
     torch.library.opcheck(torch.ops.bmtrain.gelu_backward.default, (grad, x))

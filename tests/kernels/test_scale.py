@@ -7,17 +7,11 @@ import math
 
 import pytest
 import torch
+from tests.tensors import by_kernel, by_torch
 
 from bmtrain.kernels import scale
 from bmtrain.kernels.chunks import Batch
-from bmtrain.kernels.scale import (
-    BLOCK_TO,
-    scale_,
-    scale_reference_,
-    scale_to,
-    scale_to_by_triton,
-    scale_triton_,
-)
+from bmtrain.kernels.scale import BLOCK_TO, scale_, scale_to
 from bmtrain.torch_internals import has_no_memory, without_memory
 
 BOUNDS = [(0, 64), (64, 64), (64, 65), (66, 399), (400, 784)]
@@ -35,12 +29,12 @@ def test_kernel_equals_twin(factor):
     """Every element of the tensors is multiplied and rounded once, none beside them is touched."""
     for names in ("float32", "float16", "bfloat16", "float32 float16"):
         dtypes, results = [getattr(torch, name) for name in names.split()], []
-        for path in (scale_reference_, scale_triton_):
+        for run in (by_torch, by_kernel):
             generator = torch.Generator().manual_seed(1)
             flats = [torch.randn(900, generator=generator).to(dtype) for dtype in dtypes]
             before = [(flat.clone(), flat._version) for flat in flats]
             rows = [(flat[begin:end],) for flat in flats for begin, end in BOUNDS]
-            path(Batch(rows), torch.tensor(factor))
+            run(scale_, Batch(rows), torch.tensor(factor))
             for flat, (old, version) in zip(flats, before, strict=True):
                 assert flat._version > version, "written unnoticed"
                 assert torch.equal(flat[784:], old[784:]) and flat[65] == old[65]
@@ -56,11 +50,11 @@ def test_a_factor_of_one_changes_no_bit():
     values = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 1.5])
     values.view(torch.int32)[0] = 0x7F800001  # a NaN of which a product makes another one
     before = values.clone().view(torch.int32)
-    scale_triton_(Batch([(values,)]), torch.tensor(1.0))
+    by_kernel(scale_, Batch([(values,)]), torch.tensor(1.0))
     assert torch.equal(values.view(torch.int32), before)
-    for path in (scale_, scale_reference_, scale_triton_):
-        path(Batch([]), torch.tensor(0.5))
-        path(Batch([(torch.empty(0),)]), torch.tensor(0.5))
+    for run in (by_torch, by_kernel):
+        run(scale_, Batch([]), torch.tensor(0.5))
+        run(scale_, Batch([(torch.empty(0),)]), torch.tensor(0.5))
 
 
 def test_a_product_is_rounded_to_another_dtype():
@@ -68,7 +62,7 @@ def test_a_product_is_rounded_to_another_dtype():
     shapes = [(), (1,), (BLOCK_TO,), (17, 301), (0, 3)]
     for shape, dtype in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16)):
         tensor = torch.randn(shape, generator=generator)
-        want, got = (run(tensor, factor, dtype) for run in (scale_to, scale_to_by_triton))
+        want, got = (run(scale_to, tensor, factor, dtype) for run in (by_torch, by_kernel))
         assert want.dtype == got.dtype == dtype and want.shape == got.shape == shape
         # Triton's interpreter cuts bf16 off where the device rounds.
         rtol = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0

@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
+from tests.tensors import by_kernel, by_torch
 
 from bmtrain.kernels import squares
 from bmtrain.kernels.chunks import Batch
-from bmtrain.kernels.squares import sum_of_squares, sum_of_squares_reference, sum_of_squares_triton
+from bmtrain.kernels.squares import sum_of_squares
 
 # The interpreter's numpy tells of the overflow that the kernel reckons with.
 pytestmark = pytest.mark.filterwarnings(
@@ -20,11 +21,11 @@ CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
 HALF = [torch.float32, torch.bfloat16, torch.float16]
 # Lengths 0, 1, odd, of whole and of several chunks; starts that are aligned and that are not.
 BOUNDS = [(0, 64), (64, 64), (64, 65), (66, 399), (400, 784), (785, 1000)]
-both_paths = pytest.mark.parametrize("path", [sum_of_squares_reference, sum_of_squares_triton])
+both_paths = pytest.mark.parametrize("path", [by_torch, by_kernel])
 
 
 def total(path, tensors):
-    found = path(Batch([(tensor,) for tensor in tensors]), CPU)
+    found = path(sum_of_squares, Batch([(tensor,) for tensor in tensors]), CPU)
     assert found.dtype == torch.float64 and found.shape == ()
     return found.item()
 
@@ -81,7 +82,7 @@ def test_not_finite_exactly_if_an_element_is_not(path, dtype):
 
 def test_nothing_to_sum():
     """A rank may own no element, or no tensor. fp64 is squared in fp64, by the twin."""
-    for path in (sum_of_squares_reference, sum_of_squares_triton, sum_of_squares):
+    for path in (by_torch, by_kernel):
         assert total(path, []) == total(path, [torch.empty(0)]) == 0
     large = [torch.tensor([1e100], dtype=torch.float64)]
-    assert total(sum_of_squares, large) == pytest.approx(1e200)
+    assert total(by_torch, large) == pytest.approx(1e200)

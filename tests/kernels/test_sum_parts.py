@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
+from tests.tensors import by_kernel, by_torch
 from torch.testing import assert_close
 
-from bmtrain.kernels.sum_parts import BLOCK, sum_parts, sum_parts_reference, sum_parts_triton
+from bmtrain.kernels.sum_parts import BLOCK, sum_parts
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -20,8 +21,8 @@ def test_kernel_equals_twin(num_ranks):
             old = torch.randn(numel, generator=generator).to(dtype)
             want, got, eps = old.clone(), old.clone(), torch.finfo(dtype).eps
             version = got._version
-            sum_parts_reference(want, parts, accumulate=accumulate)
-            sum_parts_triton(got, parts, accumulate=accumulate)
+            by_torch(sum_parts, want, parts, accumulate=accumulate)
+            by_kernel(sum_parts, got, parts, accumulate=accumulate)
             assert got._version > version
             # Triton's interpreter cuts off where the device rounds (tests/gpu has exact equality)
             rtol = eps if dtype == torch.bfloat16 else 0

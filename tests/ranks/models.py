@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
-from bmtrain.compile.compiled import CompiledByDefault
+from bmtrain.compile.programs import Structure
 from bmtrain.shard.slices import local_of
 
 # rows divide evenly over 1 to 4 ranks and 3 micro-batches
@@ -19,8 +19,8 @@ MARK = 0  # rows that hold this token use the `sometimes` parameters
 
 def is_refused(block):
     """Whether a block runs uncompiled because its module is more than one graph."""
-    assert isinstance(block, bmt.Block) and isinstance(block._runner, CompiledByDefault)
-    return block._runner._structure._is_refused
+    assert isinstance(block, bmt.Block) and isinstance(block._runner, Structure)
+    return block._runner._is_refused
 
 
 class Counting:

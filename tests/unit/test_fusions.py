@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from bmtrain.compile import backend, fusions, joining, masks
+from bmtrain.kernels.launch import takes
 from bmtrain.torch_internals import lower_as_inductor
 
 N = 48
@@ -388,7 +389,7 @@ def test_nothing_changes_on_a_cpu():
     seen = []
 
     def lower(graph, inputs):
-        fusions.rewrite(graph)
+        fusions.rewrite(graph, takes)
         seen.extend(node.target for node in graph.graph.nodes)
         return graph.forward
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from tests.tensors import zeros_on
 
-from bmtrain.kernels.adam import AdamSettings, AdamTensors
-from bmtrain.kernels.adam_compact import update_tensors
+from bmtrain.kernels.adam import AdamSettings, AdamTensors, update_tensors
 from bmtrain.kernels.bf16 import are_neighbours, joined, remainders_of, round_stochastically, split
 from bmtrain.kernels.blockwise import Blocks
 from bmtrain.kernels.random_bits import key_of, random_bits, seed_of

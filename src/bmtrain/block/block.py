@@ -17,7 +17,7 @@ from bmtrain.block.binding import Binding
 from bmtrain.block.calls import BlockCall
 from bmtrain.block.context import Context
 from bmtrain.block.shardable import check_shardable
-from bmtrain.compile.compiled import CompiledByDefault, CompiledModule
+from bmtrain.compile.compiled import CompiledModule
 from bmtrain.compile.fp8 import call_in_fp8, check_fp8, marked
 from bmtrain.compile.programs import Structure
 from bmtrain.errors import ConfigurationError
@@ -161,7 +161,7 @@ class Block(DistributedModule):
         """Whether nothing was set for it but that activations are kept, or "auto"; if the program
         has asked for one graph, whether the block may be compiled.
         """
-        is_default = isinstance(self._runner, CompiledByDefault) or self._holds_blocks
+        is_default = isinstance(self._runner, Structure) or self._holds_blocks
         is_default = is_default and self._level in (None, Level.NOTHING)
         return self._compiles and (is_asked or is_default)
 
@@ -196,9 +196,7 @@ class Block(DistributedModule):
             self.move_to_stage(self._stage)
         if not isinstance(self._runner, CompiledModule):
             self._runner = (
-                CompiledByDefault(self._structure())
-                if self._compiles and not self._holds_blocks
-                else self._eager
+                self._structure() if self._compiles and not self._holds_blocks else self._eager
             )
 
     def _structure(self) -> Structure:

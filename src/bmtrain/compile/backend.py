@@ -13,6 +13,7 @@ import torch
 
 from bmtrain.compile import cache, fp8, fusions, heads, joining, masks
 from bmtrain.compile.graph import calls, may_write, memories, parts, value_of
+from bmtrain.kernels.launch import takes
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
     CACHEABLE,
@@ -72,10 +73,7 @@ def inductor(
     graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
 ) -> Lowered:
     """Inductor, with this package's graph passes. Takes torch.compile's `mode` and `options`."""
-    for part in parts(graph):
-        masks.rewrite(part, wanted=fusions.is_on_gpu)
-        fusions.rewrite(part)
-        heads.rewrite(part, is_recomputed=part is not graph)
+    _rewrite(graph, takes)
     lower: Lower = find_backend("inductor")
     mode, named = options.get("mode"), options.get("options") or {}
     patches = {
@@ -95,11 +93,16 @@ def traced(
     For tensors without memory: forward and backward are split as on a GPU, so what forward saves is
     what it saves there.
     """
-    for part in parts(graph):
-        masks.rewrite(part, wanted=lambda _: True)
-        fusions.rewrite(part, wanted=lambda _: True)
-        heads.rewrite(part, wanted=lambda _: True, is_recomputed=part is not graph)
+    _rewrite(graph, lambda _: True)
     return lower_as_inductor(graph, inputs, take, _with_joint_pass({}))
+
+
+def _rewrite(graph: torch.fx.GraphModule, wanted: fusions.Wanted) -> None:
+    """What this package has for parts of a graph, where it is wanted."""
+    for part in parts(graph):
+        masks.rewrite(part, wanted)
+        fusions.rewrite(part, wanted)
+        heads.rewrite(part, wanted, is_recomputed=part is not graph)
 
 
 def _with_joint_pass(patches: dict[str, Any]) -> dict[str, Any]:

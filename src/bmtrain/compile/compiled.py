@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bmtrain.compile import backend
-from bmtrain.compile.programs import Structure
+from bmtrain.compile.programs import Structure, recomputing
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.runner import ModuleCall, Runner, SeveralGraphsError, call, policy
+from bmtrain.recompute.runner import ModuleCall, Runner, SeveralGraphsError, call
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import several_graphs_error
 
@@ -83,77 +81,9 @@ class CompiledModule(Runner):
             raise SeveralGraphsError(reason) from error
 
 
-class CompiledByDefault(Runner):
-    """Runs modules through compiled code if they compile as one graph, and eagerly otherwise.
-
-    For blocks that leave `compile` at its default: a failure to compile is never an error. A call
-    that falls back to eager keeps its activations, so Python code of the module may run in
-    backward.
-    """
-
-    is_compiled = True
-
-    def __init__(self, structure: Structure) -> None:
-        super().__init__(partial(structure.run, call))
-        self._structure = structure
-
-    def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """Whether this call of a module, with its submodules `modules`, can run compiled."""
-        return self._structure.accepts(modules, arguments)
-
-    def recomputing(self, level: Level) -> ModuleCall | None:
-        """`plain` with recomputation at `level` inside."""
-        return partial(self._structure.run, recomputing(level))
-
-
 def _compile(function: ModuleCall, options: dict[str, Any]) -> ModuleCall:
     """torch.compile with copies of the option dicts, from which it pops entries."""
     own: dict[str, Any] = {
         name: dict(value) if isinstance(value, dict) else value for name, value in options.items()
     }
     return torch.compile(function, **own)
-
-
-def _call_recomputed(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return checkpoint(module, *args, use_reentrant=False, **kwargs)
-
-
-def _call_recomputed_cheaply(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return checkpoint(module, *args, use_reentrant=False, context_fn=_CHEAPLY, **kwargs)
-
-
-class _Policy(partial[Any]):
-    """A `context_fn` with a name for the key of torch's cache: torch caches none without."""
-
-    cache_hash = f"{policy.__module__}.{policy.__name__}"
-
-
-_CHEAPLY = _Policy(create_selective_checkpoint_contexts, policy)
-_RECOMPUTING: dict[Level, ModuleCall] = {
-    Level.CHEAP: _call_recomputed_cheaply,
-    Level.BLOCK: _call_recomputed,
-}
-
-
-def _inside(level: Level) -> Level:
-    """The level at which the graph itself recomputes."""
-    _hush()
-    return Level.BLOCK if level.is_whole() else level
-
-
-@cache
-def _hush() -> None:
-    """Silence torch's warning about unchecked in-place operators; this package's tests cover them.
-
-    torch gives it once for each `checkpoint` with a context_fn.
-    """
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(
-        lambda record: "context_fn" not in record.getMessage()
-    )
-
-
-def recomputing(level: Level) -> ModuleCall:
-    """What compiled code runs at a level: a function of module, args and kwargs."""
-    return call if level is Level.NOTHING else _RECOMPUTING[_inside(level)]

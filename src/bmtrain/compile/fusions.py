@@ -145,16 +145,12 @@ _NORMS: dict[Any, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
 }
 
 
-def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether this library's kernels are used: on a GPU. On a CPU the compiler's code is kept."""
-    return tensor.device.type != "cpu"
-
-
-def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
+def rewrite(graph: torch.fx.GraphModule, wanted: Wanted) -> None:
     """Replace torch's functions by those of this file, in place, in a graph traced by Dynamo.
 
     Args:
-        wanted: given a function's result, says whether to replace the function.
+        wanted: given a function's result, says whether to replace the function: where kernels run.
+            On a CPU the compiler's code is kept.
     """
     # The compiler fuses masks of dropout into its own backward kernels; it cannot into ours.
     drops = any(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bmtrain.compile.fusions import Wanted, is_on_gpu
+from bmtrain.compile.fusions import Wanted
 from bmtrain.compile.graph import can_wait, given, value_of
 from bmtrain.loss.linear_cross_entropy import FusedLinearCrossEntropy, chunk_rows
 from bmtrain.loss.row_loss import columns_of
@@ -36,36 +36,26 @@ def cross_entropy_of_linear(
     target: torch.Tensor,
     options: dict[str, Any],
     dtype: torch.dtype,
+    is_recomputed: bool,
 ) -> torch.Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias), target, **options)` in `dtype`.
 
-    hidden: (..., dim). target: (rows,), the rows of all leading dimensions.
+    hidden: (..., dim). target: (rows,), the rows of all leading dimensions. `is_recomputed`: the
+    backward pass computes the logits, the forward pass keeps arguments only.
     """
-    loss = FusedLinearCrossEntropy(**options)
-    out: torch.Tensor = loss(hidden.reshape(-1, hidden.shape[-1]), weight, target, bias)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    own = {**options, "reduction": "none"} if is_recomputed else options
+    loss = FusedLinearCrossEntropy(**own)
+    out: torch.Tensor = loss(hidden, weight, target, bias)
+    if is_recomputed:
+        out = out.sum()
+        if options["reduction"] == "mean":
+            row_loss = loss.row_loss(columns_of(weight.shape[0], parallel=False), hidden.dtype)
+            out = loss.average(out, row_loss, *loss.classes_of(target))
     return out.to(dtype)
 
 
-def recomputed_cross_entropy_of_linear(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The same; its backward pass computes the logits, its forward pass keeps arguments only."""
-    own = {**options, "reduction": "none"}
-    out = cross_entropy_of_linear(hidden, weight, bias, target, own, torch.float32).sum()
-    if options["reduction"] == "mean":
-        loss, columns = FusedLinearCrossEntropy(**own), columns_of(weight.shape[0], parallel=False)
-        out = loss.average(out, loss.row_loss(columns, hidden.dtype), *loss.classes_of(target))
-    return out.to(dtype)
-
-
-def rewrite(
-    graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu, *, is_recomputed: bool = False
-) -> None:
+def rewrite(graph: torch.fx.GraphModule, wanted: Wanted, *, is_recomputed: bool) -> None:
     """Replace heads that take less memory in chunks of rows, in place.
 
     Args:
@@ -73,7 +63,6 @@ def rewrite(
         wanted: given the logits, says whether to replace the head.
         is_recomputed: whether the graph is a region that backward computes again.
     """
-    function = recomputed_cross_entropy_of_linear if is_recomputed else cross_entropy_of_linear
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node.target is not F.cross_entropy:
             continue
@@ -85,8 +74,8 @@ def rewrite(
             head = given(way[-1])
             own = head["input"], head["weight"], head.get("bias")
             with graph.graph.inserting_before(node):
-                rest = arguments["target"], options, loss.dtype
-                fused = graph.graph.call_function(function, (*own, *rest))
+                rest = arguments["target"], options, loss.dtype, is_recomputed
+                fused = graph.graph.call_function(cross_entropy_of_linear, (*own, *rest))
             fused.meta = dict(node.meta)
             node.replace_all_uses_with(fused)
             for each in (node, *way):

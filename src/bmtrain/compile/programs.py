@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import logging
 import traceback
 import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bmtrain.compile import backend
 from bmtrain.compile.fp8 import call_in_fp8
 from bmtrain.recompute.host_state import Snapshot, Trial, all_modules
-from bmtrain.recompute.runner import ModuleCall, call
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.runner import ModuleCall, Runner, call, policy
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import refuse_create_graph
@@ -67,8 +70,9 @@ class Programs:
         return self._structures[key]
 
 
-class Structure:
-    """Modules that share compiled code, or that are known to run uncompiled.
+class Structure(Runner):
+    """Runs modules that share compiled code, or that are known to run uncompiled: blocks that leave
+    `compile` at its default. A failure to compile is never an error.
 
     Compiled code is used only where a backward pass follows. Modules that are not one graph, that
     communicate, or on which the compiler fails, run uncompiled. Each rank decides alone, before any
@@ -76,7 +80,10 @@ class Structure:
     issues the same all-gathers and reduce-scatters whether it runs compiled or not.
     """
 
+    is_compiled = True
+
     def __init__(self, kind: type, fp8: bool, warned: set[type]) -> None:
+        super().__init__(functools.partial(self.run, call))
         self._class, self._warned, self.fp8 = kind, warned, fp8
         at_once = backend.AtOnce(backend.Seeded(backend.inductor))
         self._lower: backend.Lower = backend.InFp8(at_once, kind.__name__) if fp8 else at_once
@@ -103,6 +110,14 @@ class Structure:
     def look(self, modules: Sequence[torch.nn.Module]) -> None:
         """The next call is one of a module with these parts."""
         self._present = self._methods.of(modules)
+
+    def recomputing(self, level: Level) -> ModuleCall:
+        """`plain` with recomputation at `level` inside.
+
+        A call that falls back to eager keeps its activations, so Python code of the module may run
+        in backward.
+        """
+        return functools.partial(self.run, recomputing(level))
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
         """Whether this call of a module, with its submodules `modules`, can run compiled."""
@@ -384,3 +399,41 @@ def is_watched(modules: Sequence[torch.nn.Module]) -> bool:
         or has_global_module_hooks()
         or any(map(has_hooks, modules))
     )
+
+
+def _call_recomputed(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return checkpoint(module, *args, use_reentrant=False, **kwargs)
+
+
+def _call_recomputed_cheaply(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return checkpoint(module, *args, use_reentrant=False, context_fn=_CHEAPLY, **kwargs)
+
+
+class _Policy(functools.partial[Any]):
+    """A `context_fn` with a name for the key of torch's cache: torch caches none without."""
+
+    cache_hash = f"{policy.__module__}.{policy.__name__}"
+
+
+_CHEAPLY = _Policy(create_selective_checkpoint_contexts, policy)
+
+
+@functools.cache
+def _hush() -> None:
+    """Silence torch's warning about unchecked in-place operators; this package's tests cover them.
+
+    torch gives it once for each `checkpoint` with a context_fn.
+    """
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+        lambda record: "context_fn" not in record.getMessage()
+    )
+
+
+def recomputing(level: Level) -> ModuleCall:
+    """What compiled code runs at a level: a function of module, args and kwargs."""
+    if level is Level.NOTHING:
+        return call
+    _hush()
+    return _call_recomputed if level.is_whole() else _call_recomputed_cheaply

@@ -12,6 +12,7 @@ sums all ranks' gradients on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,11 @@ def all_gather(
         ConfigurationError: for a `comm` that is no communicator of the open run.
     """
     axis = _axis("all_gather", comm)
-    out: torch.Tensor = _AllGather.apply(x, axis, local_gradient)
+
+    def adjoint(grad: torch.Tensor) -> torch.Tensor:
+        return grad[axis.index] if local_gradient else reduce_scatter(grad, "sum", axis)
+
+    out: torch.Tensor = _Linear.apply(x, lambda x: collectives.all_gather(x, axis), adjoint)
     return out
 
 
@@ -59,7 +64,9 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
     axis = _axis("reduce_scatter", comm)
     collectives.check_op(op)
     if op in ("sum", "avg"):
-        out: torch.Tensor = _ReduceScatter.apply(x, axis)
+        out: torch.Tensor = _Linear.apply(
+            x, lambda x: collectives.reduce_scatter(x, axis), lambda grad: all_gather(grad, axis)
+        )
         return out / axis.size if op == "avg" else out
     # Not every backend has reduce-scatter for these; all-reduce works on all of them.
     collectives.check_divided(x, axis)
@@ -93,7 +100,11 @@ def all_reduce(
     elif op in ("max", "min"):
         out = _Extremum.apply(x, op, axis, local_gradient)
     else:
-        out = _Sum.apply(x, axis, local_gradient)
+        out = _Linear.apply(
+            x,
+            lambda x: collectives.all_reduce(x, "sum", axis),
+            lambda grad: grad if local_gradient else all_reduce(grad, "sum", axis),
+        )
     return out / axis.size if op == "avg" else out
 
 
@@ -129,7 +140,17 @@ def broadcast(
             if wanted.item()
             else src.detach()
         )
-    out: torch.Tensor = _Broadcast.apply(src, root, axis, local_gradient)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        collectives.broadcast_(out, root, axis)
+        return out
+
+    def adjoint(grad: torch.Tensor) -> torch.Tensor:
+        total = all_reduce(grad, "sum", axis)
+        return total if local_gradient or axis.index == root else torch.zeros_like(total)
+
+    out: torch.Tensor = _Linear.apply(src, run, adjoint)
     return out
 
 
@@ -209,39 +230,22 @@ def _axis(what: str, comm: Axis | None, place: int = 0) -> Axis:
     return checked(what, world.current(what).mesh.world if comm is None else comm, place)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, local: bool) -> torch.Tensor:
-        ctx.axis, ctx.shape, ctx.local = axis, x.shape, local
-        return collectives.all_gather(x, axis)
+class _Linear(torch.autograd.Function):
+    """`run(x)`, a linear function of all ranks' `x`; its adjoint is differentiable too."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.local:
-            return grad[ctx.axis.index], None, None
-        return reduce_scatter(grad, "sum", ctx.axis).reshape(ctx.shape), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis, ctx.shape = axis, x.shape
-        return collectives.reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather(grad, ctx.axis).reshape(ctx.shape), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, local: bool) -> torch.Tensor:
-        ctx.axis, ctx.local = axis, local
-        return collectives.all_reduce(x, "sum", axis)
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        run: Callable[[torch.Tensor], torch.Tensor],
+        adjoint: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.adjoint, ctx.shape = adjoint, x.shape
+        return run(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad if ctx.local else all_reduce(grad, "sum", ctx.axis), None, None
+        return ctx.adjoint(grad).reshape(ctx.shape), None, None
 
 
 class _Extremum(torch.autograd.Function):
@@ -291,20 +295,6 @@ def _product_of_others(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     parts = collectives.all_gather(x, axis)
     parts[axis.index] = 1
     return parts.prod(0)
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, root: int, axis: Axis, local: bool) -> torch.Tensor:
-        ctx.reaches, ctx.axis = local or axis.index == root, axis
-        out = x.clone(memory_format=torch.contiguous_format)
-        collectives.broadcast_(out, root, axis)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        total = all_reduce(grad, "sum", ctx.axis)
-        return total if ctx.reaches else torch.zeros_like(total), None, None, None
 
 
 class _Send(torch.autograd.Function):

@@ -89,27 +89,17 @@ class _Line:
     def word(self) -> int:
         return self.number << 32 | self.digest  # CRC32 has 32 bits
 
+    def at(self, number: int) -> str | None:
+        """The name of operation `number`; None if not reached, or dropped from the log."""
+        index = number - (self.number - len(self.since)) - 1
+        return self.since[index] if 0 <= index < len(self.since) else None
+
     def agree(self) -> None:
         """All ranks have performed the same operations up to here."""
         self.agreed = self.number
         if self.since:
             self.last = self.since[-1]
             self.since.clear()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Story:
-    """The log that a rank publishes when ranks have diverged."""
-
-    agreed: int
-    last: str
-    since: list[str]
-    number: int
-
-    def at(self, number: int) -> str | None:
-        """The name of operation `number`; None if not reached, or dropped from the log."""
-        index = number - (self.number - len(self.since)) - 1
-        return self.since[index] if 0 <= index < len(self.since) else None
 
 
 class Ledger:
@@ -307,25 +297,25 @@ class Ledger:
         """Raise RanksDivergedError: the logs differ, or, with a `cause`, a rank is missing."""
         stories, gone = self._exchange_stories(axis)
         waited = None if cause is None else self._timeout
-        self._parted = _describe(axis, stories, gone, self._lines[axis.ranks], waited)
+        self._parted = _describe(axis, stories, gone, waited)
         # what Gloo says of a lost connection would be printed first, and says less
         raise RanksDivergedError(self._parted) from None
 
-    def _exchange_stories(self, axis: Axis) -> tuple[dict[int, _Story], dict[int, str]]:
+    def _exchange_stories(self, axis: Axis) -> tuple[dict[int, _Line], dict[int, str]]:
         """The logs of the ranks of an axis, by rank, as far as they arrive within PATIENCE_S, and
         why others do not come.
 
         They travel through the store of the run, because the communicators may be broken.
         """
         line = self._lines[axis.ranks]
-        own = _Story(line.agreed, line.last, list(line.since), line.number)
-        stories, gone = {self._rank: own}, dict[int, str]()
+        stories, gone = {self._rank: line}, dict[int, str]()
+        own = {"number": line.number, "agreed": line.agreed, "last": line.last}
         name = "bmtrain ranks parted " + " ".join(map(str, axis.ranks))
         try:
             store = self._store
             if self._watchdog.store_is_gone:
                 raise RuntimeError("asking it would wait for ever")
-            store.set(f"{name}: {self._rank}", json.dumps(dataclasses.asdict(own)))
+            store.set(f"{name}: {self._rank}", json.dumps({**own, "since": list(line.since)}))
             end = time.monotonic() + PATIENCE_S
             while len(stories) + len(gone) < axis.size and time.monotonic() < end:
                 missing = [rank for rank in axis.ranks if rank not in stories]
@@ -333,7 +323,7 @@ class Ledger:
                 gone = self._watchdog.whereabouts(missing)
                 for rank in missing:
                     if store.check([f"{name}: {rank}"]):
-                        stories[rank] = _Story(**json.loads(store.get(f"{name}: {rank}")))
+                        stories[rank] = _Line(**json.loads(store.get(f"{name}: {rank}")))
                         gone.pop(rank, None)
                 time.sleep(0.02)
         # the process that hosts the store has ended: report with the logs at hand
@@ -343,12 +333,12 @@ class Ledger:
 
 
 def _describe(
-    axis: Axis, stories: dict[int, _Story], gone: dict[int, str], own: _Line, waited: float | None
+    axis: Axis, stories: dict[int, _Line], gone: dict[int, str], waited: float | None
 ) -> str:
     """The error message, the same on all ranks that know the same logs."""
-    last = max((story.number for story in stories.values()), default=0)
-    first = max((story.agreed for story in stories.values()), default=own.agreed)
-    known = next((story.last for story in stories.values() if story.agreed == first), own.last)
+    last = max(story.number for story in stories.values())
+    first = max(story.agreed for story in stories.values())
+    known = next(story.last for story in stories.values() if story.agreed == first)
     number = next(
         (
             n
@@ -368,7 +358,7 @@ def _describe(
     return f"{deeds}. The last one common to all ranks is number {number - 1}: {known}. {cure}"
 
 
-def _deeds(story: _Story | None, number: int, waited: float | None, gone: str | None) -> str:
+def _deeds(story: _Line | None, number: int, waited: float | None, gone: str | None) -> str:
     if story is None and gone is not None:
         return f"did not reach the next: it {gone}"
     if story is None:

@@ -1,18 +1,26 @@
-"""The AdamW update of flat tensors: plain torch, a CPU path and a fused Triton kernel."""
+"""The AdamW update of flat tensors, in fp32 or with a state of fewer bits: see `blockwise`, `bf16`.
+
+Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from bmtrain.kernels.blockwise import Blocks
-from bmtrain.kernels.chunks import Batch, tensor_at
-from bmtrain.kernels.launch import kernel, tl
-from bmtrain.torch_internals import fused_adamw
+from bmtrain.kernels.bf16 import joined, round_stochastically, split
+from bmtrain.kernels.blockwise import BLOCK, PART_OF_MEAN, PART_OF_SQUARE, Blocks
+from bmtrain.kernels.chunks import table_of, tensor_at
+from bmtrain.kernels.launch import kernel, kernel_with, tl
+from bmtrain.kernels.random_bits import FIRST, bits_of, key_of, mixed, random_bits, seed_of
+from bmtrain.torch_internals import current_stream_number, fused_adamw
 
-BLOCK, NUM_WARPS = 1024, 4
+# Elements that a program of the kernel updates, and that torch's operators update at a time: few
+# enough for the CPU's caches.
+CHUNK, CPU_CHUNK, NUM_WARPS = 1024, 1 << 18, 4
 Moment = torch.Tensor | Blocks
 
 
@@ -121,53 +129,70 @@ class AdamTensors:
         return dataclasses.replace(self, master=master, mean=mean, square=square)
 
 
-def adamw_update(
-    tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None
+def update_tensors(
+    tensors: Sequence[AdamTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
     """Update tensors of one device in place, element by element.
 
+    Arithmetic is in fp32, or fp64 for fp64 weights. Random bits depend on the parameter's number,
+    the step and the element's place in the parameter: the values are the same on any number of
+    ranks.
+
     Args:
-        tensors: rows of weight, gradient, master, mean and square of AdamTensors, none of them
-            in a compact form.
-        settings: see AdamSettings.
+        tensors, settings: see there.
         verdict: 0-dim fp64 on that device; if it is NaN or infinite, nothing is updated. The host
             waits for it only if there are fp64 weights.
-
-    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
     """
-    on_gpu = bool(tensors.rows) and tensors.rows[0][0].device.type != "cpu"
-    if on_gpu and any(row[2].dtype == torch.float64 for row in tensors.rows):
-        adamw_reference(tensors, settings, verdict)
-    elif on_gpu:
-        adamw_triton(tensors, settings, verdict)
-    elif verdict is None or bool(verdict.isfinite()):
-        for row in tensors.rows:
-            _update_on_cpu(row, settings)
+    by_kernel: list[AdamTensors] = []
+    by_torch: list[AdamTensors] = []
+    for t in tensors:
+        is_slow = t.weight.device.type == "cpu" or t.weight.dtype == torch.float64
+        (by_torch if is_slow else by_kernel).append(t)
+    adamw_triton(by_kernel, settings, verdict)
+    if by_torch:
+        adamw_reference(by_torch, settings, verdict)
 
 
 def adamw_reference(
-    tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None
+    tensors: Sequence[AdamTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
-    """`adamw_update` by the formula, one operation at a time: the reference for tests."""
+    """`update_tensors` by torch's operators."""
     if verdict is not None and not bool(verdict.isfinite()):
         return
-    s = settings
-    for weight, grad, master, mean, square in tensors.rows:
-        g = grad.to(master.dtype) * ((-1.0 if s.maximize else 1.0) / s.scale)
-        mean.mul_(s.beta1).add_(g, alpha=1 - s.beta1)
-        square.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
-        denominator = (square / (1 - s.beta2**s.step)).sqrt() + s.eps
-        master.mul_(1 - s.lr * s.weight_decay)
-        master.sub_(mean / (1 - s.beta1**s.step) / denominator * s.lr)
-        if weight is not master:
-            weight.copy_(master)
+    for whole in tensors:
+        seed, numel = seed_of(key_of(whole.number), settings.step), whole.weight.numel()
+        # torch's own operator goes through all of a tensor, on all threads
+        length = CPU_CHUNK if whole.is_compact else max(numel, 1)
+        for begin in range(0, numel, length):
+            t = whole.part(begin, begin + length)
+            mean, square = (x.values() if isinstance(x, Blocks) else x for x in (t.mean, t.square))
+            master = t.master
+            if master is None:
+                master = t.weight.float()
+            elif master.dtype == torch.int16:
+                master = joined(t.weight, master)
+            step_of_masters(master, t.grad, mean, square, settings)
+            if isinstance(t.mean, Blocks) and isinstance(t.square, Blocks):
+                bits = random_bits(seed, t.start, len(t.grad), t.grad.device)
+                t.mean.fill(mean, bits & 0xFFFF)
+                t.square.fill(square, (bits >> 16) & 0xFFFF)
+            if t.master is None:
+                bits = random_bits(seed ^ 1, t.start, len(t.grad), t.grad.device)
+                round_stochastically(master, t.weight, bits & 0xFFFF)
+            elif t.master.dtype == torch.int16:
+                split(master, t.weight, t.master)
+            elif not t.is_exact:
+                t.weight.copy_(master)
 
 
-def _update_on_cpu(row: Sequence[torch.Tensor], s: AdamSettings) -> None:
-    """The operator of torch's fused CPU AdamW: one pass over each tensor, on all threads."""
-    weight, grad, master, mean, square = row
-    if weight.numel() == 0:
-        return
+def step_of_masters(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    s: AdamSettings,
+) -> None:
+    """The operator of torch's fused AdamW: one pass over tensors of fp32 or fp64."""
     exact = grad.to(master.dtype)
     if s.scale != 1.0:
         exact = exact / s.scale
@@ -177,7 +202,7 @@ def _update_on_cpu(row: Sequence[torch.Tensor], s: AdamSettings) -> None:
         [mean],
         [square],
         [],
-        [torch.tensor(float(s.step), device="cpu")],
+        [torch.full((), s.step, dtype=torch.float32, device=master.device)],
         amsgrad=False,
         maximize=s.maximize,
         lr=s.lr,
@@ -186,57 +211,68 @@ def _update_on_cpu(row: Sequence[torch.Tensor], s: AdamSettings) -> None:
         weight_decay=s.weight_decay,
         eps=s.eps,
     )
-    if weight is not master:
-        weight.copy_(master)
 
 
 def adamw_triton(
-    tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None
+    tensors: Sequence[AdamTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
-    """`adamw_update` with one kernel for all tensors of equal dtypes."""
-    for dtypes, chunks in tensors.tables(BLOCK):
+    """`update_tensors` with one kernel for all tensors of equal kinds."""
+    # What the kernel reads of each, the same at each step.
+    kinds: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+    for whole in tensors:
+        numel = whole.weight.numel()
+        # An odd end is apart: it would take the widest loads and stores from the rest.
+        body = numel - numel % (BLOCK if isinstance(whole.mean, Blocks) else 16)
+        for t in [whole] if body == numel else [whole.part(0, body), whole.part(body, numel)]:
+            master = "none" if t.master is None else "fp32"
+            if t.master is not None and t.master.dtype == torch.int16:
+                master = "remainder"
+            (mean, mean_scales), (square, square_scales) = (
+                x if isinstance(x, Blocks) else (x, None) for x in (t.mean, t.square)
+            )
+            columns = (t.weight, t.grad, t.master, mean, square, mean_scales, square_scales)
+            addresses = [0 if x is None else x.data_ptr() for x in columns]
+            count, dtypes = t.weight.numel(), (t.weight.dtype, t.grad.dtype)
+            is_aligned = not any(number % 16 for number in (count, *addresses[:5]))
+            kind = *dtypes, master, isinstance(t.mean, Blocks), is_aligned
+            if count:
+                kinds.setdefault(kind, []).append((*addresses, key_of(t.number), t.start, count))
+    for (weight, grad, master, is_quantised, is_aligned), rows in kinds.items():
+        device = tensors[0].weight.device
+        chunks = table_of(tuple(rows), CHUNK, device, current_stream_number(device), is_aligned)
         adamw_kernel(
             (chunks.count,),
             chunks.rows,
             chunks.row_of,
             verdict,
             *settings.factors,
-            WEIGHT=dtypes[0],
-            GRAD=dtypes[1],
-            IS_ALIGNED=chunks.is_aligned,
+            settings.step,
+            WEIGHT=weight,
+            GRAD=grad,
+            MASTER=master,
+            IS_QUANTISED=is_quantised,
+            IS_ALIGNED=is_aligned,
+            CHUNK=CHUNK,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
-    torch.autograd.graph.increment_version(
-        x for weight, _, *state in tensors.rows for x in (weight, *state)
-    )
+    torch.autograd.graph.increment_version(x for t in tensors for x in (t.weight, *t.state))
 
 
 @kernel
-def adamw(  # noqa: PLR0913 (as below)
-    w: tl.tensor,
-    m: tl.tensor,
-    v: tl.tensor,
-    g: tl.tensor,
-    keep: tl.tensor,
-    rate: tl.tensor,
-    beta1: tl.tensor,
-    rest1: tl.tensor,
-    beta2: tl.tensor,
-    rest2: tl.tensor,
-    eps: tl.tensor,
-    correction2: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The next master weight, mean and square, all fp32."""
-    # Each sum names the product that is not rounded: the compiler would choose one in each kernel,
-    # and kernels of other forms of the state would give other values.
-    m = tl.fma(m, beta1, rest1 * g)
-    v = tl.fma(v, beta2, rest2 * g * g)
-    change = rate * tl.div_rn(m, tl.sqrt_rn(v / correction2) + eps)
-    return tl.fma(w, keep, -change), m, v
+def _codes(
+    values: tl.tensor, scales: tl.tensor, random: tl.tensor, MOST: tl.constexpr, ROOTS: tl.constexpr
+) -> tl.tensor:
+    """Roots of the values' shares of their blocks' scales, rounded stochastically to int32."""
+    share = tl.div_rn(tl.abs(values), tl.maximum(scales, 1.1754943508222875e-38)[:, None])
+    for _ in tl.static_range(ROOTS):
+        share = tl.sqrt_rn(share)
+    # A sum in fp32 could be one operation with the product, which rounds once: other codes.
+    return ((share * MOST * 65536).to(tl.int32) + random.to(tl.int32)) >> 16
 
 
-@kernel
+# Not for each kind of step a kernel of its own: 1, and multiples of 16, are kinds to Triton.
+@kernel_with(do_not_specialize=["step"])
 def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     rows: tl.tensor,
     row_of: tl.tensor,
@@ -250,35 +286,93 @@ def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argumen
     eps: tl.tensor,
     factor: tl.tensor,
     correction2: tl.tensor,
+    step: tl.tensor,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
+    MASTER: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One pass over rows of (weight, gradient, master, mean, square), with fp32 arithmetic.
+    """One pass over rows of (weight, gradient, master, mean, square, the scales of both), with fp32
+    arithmetic.
 
     Reads the gradient and updates the others; leaves them unchanged if `verdict` is NaN or
     infinite.
     """
     chunk = tl.program_id(0)
-    row = rows + tl.load(row_of + chunk).to(tl.int64) * 7
-    n = tl.load(row + 5)
+    row = rows + tl.load(row_of + chunk).to(tl.int64) * 11
+    n = tl.load(row + 9)
     if verdict is not None:
-        number = tl.load(verdict)
-        n = tl.where(tl.abs(number) < float("inf"), n, 0)
+        n = tl.where(tl.abs(tl.load(verdict)) < float("inf"), n, 0)
     n = tl.multiple_of(n, 16) if IS_ALIGNED else n
-    i = (chunk - tl.load(row + 6)) * BLOCK + tl.arange(0, BLOCK)
+    begin = (chunk - tl.load(row + 10)) * CHUNK
+    i = begin + (tl.arange(0, CHUNK // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
     inside = i < n
-    master = tensor_at(row, 2, tl.float32, IS_ALIGNED)
-    mean = tensor_at(row, 3, tl.float32, IS_ALIGNED)
-    square = tensor_at(row, 4, tl.float32, IS_ALIGNED)
-    g = tl.load(tensor_at(row, 1, GRAD, IS_ALIGNED) + i, mask=inside).to(tl.float32) * factor
-    w = tl.load(master + i, mask=inside)
-    m = tl.load(mean + i, mask=inside)
-    v = tl.load(square + i, mask=inside)
-    w, m, v = adamw(w, m, v, g, keep, rate, beta1, rest1, beta2, rest2, eps, correction2)
-    tl.store(mean + i, m, mask=inside)
-    tl.store(square + i, v, mask=inside)
-    tl.store(master + i, w, mask=inside)
-    if tl.float32 != WEIGHT:  # fp32 weights are the master itself, written above
-        tl.store(tensor_at(row, 0, WEIGHT, IS_ALIGNED) + i, w.to(WEIGHT), mask=inside)
+    block = begin // BLOCK + tl.arange(0, CHUNK // BLOCK)
+    has_block = block * BLOCK < n
+    place = (tl.load(row + 8) + i + FIRST).to(tl.uint32)
+    seed = mixed(tl.load(row + 7).to(tl.uint32) ^ step.to(tl.uint32)) & 0x7FFFFFFF
+    g = tl.load(tensor_at(row, 1, GRAD, IS_ALIGNED) + i, mask=inside, other=0.0)
+    g = g.to(tl.float32) * factor
+    # Masters: see AdamTensors.master.
+    if MASTER == "fp32":
+        w = tl.load(tensor_at(row, 2, tl.float32, IS_ALIGNED) + i, mask=inside, other=0.0)
+    else:
+        first = tl.load(tensor_at(row, 0, tl.int16, IS_ALIGNED) + i, mask=inside, other=0)
+        bits = first.to(tl.int32) << 16
+        if MASTER == "remainder":
+            rest = tl.load(tensor_at(row, 2, tl.int16, IS_ALIGNED) + i, mask=inside, other=0)
+            rest = rest.to(tl.int32)
+            bits += tl.where(((bits & 0x7FFFFFFF) != 0) | (rest > 0), rest, 0)
+        w = bits.to(tl.float32, bitcast=True)
+    if IS_QUANTISED:
+        m = tl.load(tensor_at(row, 3, tl.int8, IS_ALIGNED) + i, mask=inside, other=0)
+        scales = tl.load(tensor_at(row, 5, tl.float32, False) + block, mask=has_block, other=0.0)
+        m = m.to(tl.float32) * PART_OF_MEAN
+        m = m * tl.abs(m) * scales[:, None]
+        v = tl.load(tensor_at(row, 4, tl.uint8, IS_ALIGNED) + i, mask=inside, other=0)
+        scales = tl.load(tensor_at(row, 6, tl.float32, False) + block, mask=has_block, other=0.0)
+        v = v.to(tl.float32) * PART_OF_SQUARE
+        v = v * v
+        v = v * v * scales[:, None]
+    else:
+        m = tl.load(tensor_at(row, 3, tl.float32, IS_ALIGNED) + i, mask=inside, other=0.0)
+        v = tl.load(tensor_at(row, 4, tl.float32, IS_ALIGNED) + i, mask=inside, other=0.0)
+    # Each sum names the product that is not rounded: the compiler would choose one for each form of
+    # the state, and they would give other values.
+    m = tl.fma(m, beta1, rest1 * g)
+    v = tl.fma(v, beta2, rest2 * g * g)
+    change = rate * tl.div_rn(m, tl.sqrt_rn(v / correction2) + eps)
+    w = tl.fma(w, keep, -change)
+    if IS_QUANTISED:
+        random = bits_of(place, seed)
+        scales = tl.max(tl.abs(m), 1)
+        codes = _codes(m, scales, random & 0xFFFF, 127.0, 1)
+        codes = tl.where(m < 0, -codes, codes).to(tl.int8)
+        tl.store(tensor_at(row, 3, tl.int8, IS_ALIGNED) + i, codes, mask=inside)
+        tl.store(tensor_at(row, 5, tl.float32, False) + block, scales, mask=has_block)
+        scales = tl.max(v, 1)
+        codes = tl.maximum(_codes(v, scales, random >> 16, 255.0, 2), 1)
+        codes = tl.where(v > 0, codes, 0).to(tl.uint8)
+        tl.store(tensor_at(row, 4, tl.uint8, IS_ALIGNED) + i, codes, mask=inside)
+        tl.store(tensor_at(row, 6, tl.float32, False) + block, scales, mask=has_block)
+    else:
+        tl.store(tensor_at(row, 3, tl.float32, IS_ALIGNED) + i, m, mask=inside)
+        tl.store(tensor_at(row, 4, tl.float32, IS_ALIGNED) + i, v, mask=inside)
+    if MASTER == "fp32":
+        tl.store(tensor_at(row, 2, tl.float32, IS_ALIGNED) + i, w, mask=inside)
+        if tl.float32 != WEIGHT:  # fp32 weights are the master itself, written above
+            tl.store(tensor_at(row, 0, WEIGHT, IS_ALIGNED) + i, w.to(WEIGHT), mask=inside)
+    else:
+        bits = w.to(tl.int32, bitcast=True)
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+        if MASTER == "remainder":
+            first = (bits + 0x8000) >> 16
+            rest = (bits - (first << 16)).to(tl.int16)
+            tl.store(tensor_at(row, 2, tl.int16, IS_ALIGNED) + i, rest, mask=inside)
+        else:
+            random = bits_of(place, seed ^ 1)
+            first = (bits + (random & 0xFFFF).to(tl.int32)) >> 16
+        tl.store(tensor_at(row, 0, tl.int16, IS_ALIGNED) + i, first.to(tl.int16), mask=inside)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from bmtrain.kernels import launch
 from bmtrain.kernels.launch import kernel, tl
 from bmtrain.torch_internals import current_stream_number
 
@@ -83,8 +84,7 @@ class Batch:
         slow: list[Sequence[torch.Tensor]] = []
         for row in self.rows:
             takes = all(
-                x.device.type != "cpu" and x.dtype != torch.float64 and x.is_contiguous()
-                for x in row
+                launch.takes(x) and x.dtype != torch.float64 and x.is_contiguous() for x in row
             )
             (fast if takes else slow).append(row)
         return Batch(fast), Batch(slow)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from bmtrain.kernels import launch
 from bmtrain.kernels.launch import Kernel, kernel, kernel_with, tl
 
 # Elements of the plain-torch path's fp32 scratch: 1 MiB stays in a CPU's cache.
@@ -76,9 +77,24 @@ def row_sums(logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: boo
         weight: class weights (columns,) in the arithmetic dtype; None for 1 each.
         smoothed: whether to compute `below`.
     """
-    is_plain = logits.device.type == "cpu" or torch.compiler.is_compiling()
-    by = row_sums_by_torch if is_plain else row_sums_by_triton
-    return by(logits, weight, smoothed=smoothed)
+    dtype = arithmetic(logits.dtype)
+    if launch.takes(logits) and not torch.compiler.is_compiling():  # reads each logit once
+        logits = _in_rows(logits)
+        numbers = torch.empty(3, logits.shape[0], dtype=dtype, device=logits.device)
+        sums = RowSums(*numbers.unbind(0))
+        _launch(row_sums_kernel, logits, (*sums,), weight, smoothed=smoothed)
+        return sums
+    highest = logits.amax(1).to(dtype)
+    sum_exp, below = torch.empty_like(highest), torch.zeros_like(highest)
+    # If all columns are masked, m is -inf and x - m is NaN. Subtracting 0 instead gives exp(x) = 0.
+    shift = torch.where(highest == -torch.inf, 0.0, highest)
+    for rows in _row_chunks(logits):
+        # `sub` of two dtypes computes in the wider one without a converted copy of the logits.
+        differences = torch.sub(logits[rows], shift[rows, None])
+        if smoothed:
+            below[rows] = differences.sum(1) if weight is None else (differences * weight).sum(1)
+        sum_exp[rows] = differences.exp_().sum(1)
+    return RowSums(highest, sum_exp, below)
 
 
 def row_gradient(
@@ -99,42 +115,17 @@ def row_gradient(
         smoothed: whether `smooth` is used.
         in_place: whether to overwrite the logits, whose rows must be contiguous then.
     """
-    is_plain = logits.device.type == "cpu" or torch.compiler.is_compiling()
-    by = row_gradient_by_torch if is_plain else row_gradient_by_triton
-    return by(logits, sums, factors, weight, smoothed=smoothed, in_place=in_place)
-
-
-# Plain torch
-
-
-def row_sums_by_torch(
-    logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: bool
-) -> RowSums:
-    """`row_sums` in chunks of rows, which avoids an fp32 copy of half-precision logits."""
-    highest = logits.amax(1).to(arithmetic(logits.dtype))
-    sum_exp, below = torch.empty_like(highest), torch.zeros_like(highest)
-    # If all columns are masked, m is -inf and x - m is NaN. Subtracting 0 instead gives exp(x) = 0.
-    shift = torch.where(highest == -torch.inf, 0.0, highest)
-    for rows in _row_chunks(logits):
-        # `sub` of two dtypes computes in the wider one without a converted copy of the logits.
-        differences = torch.sub(logits[rows], shift[rows, None])
-        if smoothed:
-            below[rows] = differences.sum(1) if weight is None else (differences * weight).sum(1)
-        sum_exp[rows] = differences.exp_().sum(1)
-    return RowSums(highest, sum_exp, below)
-
-
-def row_gradient_by_torch(
-    logits: torch.Tensor,
-    sums: RowSums,
-    factors: RowFactors,
-    weight: torch.Tensor | None,
-    *,
-    smoothed: bool,
-    in_place: bool = False,
-) -> torch.Tensor:
-    """`row_gradient` in chunks of rows."""
     out = logits
+    if launch.takes(logits) and not torch.compiler.is_compiling():  # reads and writes each once
+        if not in_place:
+            logits = _in_rows(logits)
+            shape, strides = logits.shape, logits.stride()
+            out = torch.empty_strided(shape, strides, dtype=logits.dtype, device=logits.device)
+        tensors = (out, sums.highest, sums.sum_exp, *factors)
+        _launch(row_gradient_kernel, logits, tensors, weight, smoothed=smoothed)
+        if in_place:
+            torch.autograd.graph.increment_version(logits)
+        return out
     if not in_place:
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     mass, smooth, hit, column = factors
@@ -189,38 +180,6 @@ WIDTH = 8  # adjacent elements per lane: 16 bytes in half precision
 # would compile its own variants.
 SIZES = ["stride", "count"]
 PER_ROW = ["highest", "sum_exp", "below", "mass", "smooth", "hit", "column"]
-
-
-def row_sums_by_triton(
-    logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: bool
-) -> RowSums:
-    """`row_sums` in one kernel that reads each logit once."""
-    logits, dtype = _in_rows(logits), arithmetic(logits.dtype)
-    sums = RowSums(*torch.empty(3, logits.shape[0], dtype=dtype, device=logits.device).unbind(0))
-    _launch(row_sums_kernel, logits, (*sums,), weight, smoothed=smoothed)
-    return sums
-
-
-def row_gradient_by_triton(
-    logits: torch.Tensor,
-    sums: RowSums,
-    factors: RowFactors,
-    weight: torch.Tensor | None,
-    *,
-    smoothed: bool,
-    in_place: bool = False,
-) -> torch.Tensor:
-    """`row_gradient` in one kernel that reads and writes each element once."""
-    grad = logits
-    if not in_place:
-        logits = _in_rows(logits)
-        shape, strides = logits.shape, logits.stride()
-        grad = torch.empty_strided(shape, strides, dtype=logits.dtype, device=logits.device)
-    tensors = (grad, sums.highest, sums.sum_exp, *factors)
-    _launch(row_gradient_kernel, logits, tensors, weight, smoothed=smoothed)
-    if in_place:
-        torch.autograd.graph.increment_version(logits)
-    return grad
 
 
 def _in_rows(logits: torch.Tensor) -> torch.Tensor:

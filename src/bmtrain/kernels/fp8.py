@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from bmtrain.kernels import launch
 from bmtrain.kernels.launch import kernel, tl
 from bmtrain.torch_internals import scaled_mm
 
@@ -126,23 +127,14 @@ def transposed(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tenso
         x: codes, or values of another dtype, which are quantised to e4m3.
         unit: the unit for values; None for codes.
     """
-    return transposed_reference(x, unit) if x.device.type == "cpu" else transposed_triton(x, unit)
-
-
-def transposed_reference(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
-    """`transposed` in plain torch."""
-    codes = x if unit is None else _codes(x, unit, E4M3)
-    padded = -(-x.shape[0] // ALIGNMENT) * ALIGNMENT
-    out = torch.zeros(x.shape[1], padded, dtype=codes.dtype, device=x.device)
-    out.view(torch.uint8)[:, : x.shape[0]] = codes.view(torch.uint8).t()
-    return out
-
-
-def transposed_triton(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
-    """`transposed` in one pass over memory."""
     rows, columns = x.shape
     kind = x.dtype if unit is None else E4M3
     padded = -(-rows // ALIGNMENT) * ALIGNMENT
+    if not launch.takes(x):
+        codes = x if unit is None else _codes(x, unit, kind)
+        out = torch.zeros(columns, padded, dtype=kind, device=x.device)
+        out.view(torch.uint8)[:, :rows] = codes.view(torch.uint8).t()
+        return out
     out = torch.empty(columns, padded, dtype=kind, device=x.device)
     source, target = x.contiguous(), out
     if unit is None:

@@ -14,6 +14,7 @@ import math
 
 import torch
 
+from bmtrain.kernels import launch
 from bmtrain.kernels.launch import kernel, tl
 
 # The argument of the sigmoid is x (LINEAR + CUBIC x^2).
@@ -46,36 +47,16 @@ def gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, to
         PART rows of the rounded gradient, in a fixed order.
     """
     grad, x = grad.contiguous(), x.contiguous()
-    by = gelu_backward_reference if x.device.type == "cpu" else gelu_backward_by_triton
-    return by(grad, x)
-
-
-def _empty(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = (x.shape[0] + PART - 1) // PART
-    return x.new_empty(x.shape), x.new_empty((parts, x.shape[1]), dtype=torch.float32)
-
-
-gelu_backward.register_fake(lambda grad, x: _empty(x))
-
-
-def gelu_backward_reference(
-    grad: torch.Tensor, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gelu_backward` by the formula."""
-    wide = x.float()
-    square = wide * wide
-    share = torch.sigmoid(wide * (LINEAR + CUBIC * square))
-    slope = share + wide * share * (1 - share) * (LINEAR + 3 * CUBIC * square)
-    grad_x = (grad.float() * slope).to(x.dtype)
-    sums = [grad_x[start : start + PART].float().sum(0) for start in range(0, x.shape[0], PART)]
-    return grad_x, torch.stack(sums) if sums else x.new_empty((0, x.shape[1]), dtype=torch.float32)
-
-
-def gelu_backward_by_triton(
-    grad: torch.Tensor, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gelu_backward` in one kernel that reads each element once."""
     (rows, columns), (grad_x, sums) = x.shape, _empty(x)
+    if not launch.takes(x):
+        wide = x.float()
+        square = wide * wide
+        share = torch.sigmoid(wide * (LINEAR + CUBIC * square))
+        slope = share + wide * share * (1 - share) * (LINEAR + 3 * CUBIC * square)
+        grad_x = (grad.float() * slope).to(x.dtype)
+        for part, into in enumerate(sums):
+            into.copy_(grad_x[part * PART : (part + 1) * PART].float().sum(0))
+        return grad_x, sums
     gelu_backward_kernel(
         (sums.shape[0] * -(-columns // BLOCK_COLUMNS),),
         grad,
@@ -88,6 +69,14 @@ def gelu_backward_by_triton(
         num_warps=8,
     )
     return grad_x, sums
+
+
+def _empty(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = (x.shape[0] + PART - 1) // PART
+    return x.new_empty(x.shape), x.new_empty((parts, x.shape[1]), dtype=torch.float32)
+
+
+gelu_backward.register_fake(lambda grad, x: _empty(x))
 
 
 @kernel

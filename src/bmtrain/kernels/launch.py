@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 else:
     tl = None  # in the source of a kernel: Triton's language
 
-__all__ = ["Kernel", "kernel", "kernel_with", "tl"]
+__all__ = ["Kernel", "kernel", "kernel_with", "takes", "tl"]
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether kernels run where a tensor is; on a CPU torch's operators do the same."""
+    return x.device.type != "cpu"
 
 
 class Kernel:
@@ -74,14 +79,13 @@ class Kernel:
         return triton.jit(function, **self._options)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Make a kernel of a function."""
-    return Kernel(function, {})
-
-
 def kernel_with(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make a kernel of a function with options of `triton.jit`."""
     return functools.partial(Kernel, options=options)
+
+
+#: makes a kernel of a function
+kernel = kernel_with()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bmtrain.kernels import launch
 from bmtrain.kernels.chunks import Batch, tensor_at
 from bmtrain.kernels.launch import kernel, tl
 from bmtrain.torch_internals import has_no_memory
@@ -22,21 +23,12 @@ def scale_(tensors: Batch, factor: torch.Tensor) -> None:
             rounded once; if the factor is 1, the kernel reads and writes nothing.
     """
     fast, slow = tensors.by_path
-    scale_reference_(slow, factor)
-    if fast.rows:
-        scale_triton_(fast, factor.float())
-
-
-def scale_reference_(tensors: Batch, factor: torch.Tensor) -> None:
-    """`scale_` in plain torch."""
-    for (tensor,) in tensors.rows:  # `mul_` would round the factor to the tensor's dtype first
+    for (tensor,) in slow.rows:  # `mul_` would round the factor to the tensor's dtype first
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         tensor.copy_(wide * factor.to(tensor.device))
-
-
-def scale_triton_(tensors: Batch, factor: torch.Tensor) -> None:
-    """`scale_` for contiguous tensors on the device of `factor`, with one kernel per dtype."""
-    for (dtype,), chunks in tensors.tables(BLOCK):
+    if fast.rows:
+        factor = factor.float()
+    for (dtype,), chunks in fast.tables(BLOCK):
         scale_kernel(
             (min(chunks.count, NUM_PROGRAMS),),
             chunks.rows,
@@ -48,7 +40,7 @@ def scale_triton_(tensors: Batch, factor: torch.Tensor) -> None:
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
-    torch.autograd.graph.increment_version(tensor for (tensor,) in tensors.rows)
+    torch.autograd.graph.increment_version(tensor for (tensor,) in fast.rows)
 
 
 @kernel
@@ -82,18 +74,10 @@ def scale_to(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> 
     """
     # Dynamo says that it compiles; what is traced behind it, as a backward pass is, has no memory.
     is_traced = torch.compiler.is_compiling() or has_no_memory(tensor)
-    if tensor.device.type == "cpu" or is_traced or tensor.dtype == torch.float64:
+    if is_traced or tensor.dtype == torch.float64 or not launch.takes(tensor):
         return (tensor * factor).to(dtype)
-    return scale_to_by_triton(tensor, factor, dtype)
-
-
-def scale_to_by_triton(
-    tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """`scale_to` in one kernel, without storing the product in the wider dtype.
-
-    torch's own conversion kernel runs at a third of the speed.
-    """
+    # One kernel, without storing the product in the wider dtype: torch's own conversion kernel runs
+    # at a third of the speed.
     out, count = torch.empty_like(tensor, dtype=dtype), tensor.numel()
     grid, sizes = (-(-count // BLOCK_TO),), {"BLOCK": BLOCK_TO, "num_warps": NUM_WARPS_TO}
     scale_to_kernel(grid, out, tensor, factor, count, **sizes)

@@ -25,23 +25,7 @@ def sum_of_squares(tensors: Batch, device: torch.device) -> torch.Tensor:
             tensors are squared in fp64.
     """
     fast, slow = tensors.by_path
-    if not fast.rows:
-        return sum_of_squares_reference(slow, device)
-    total = sum_of_squares_triton(fast, device)
-    return total.add_(sum_of_squares_reference(slow, device)) if slow.rows else total
-
-
-def sum_of_squares_reference(tensors: Batch, device: torch.device) -> torch.Tensor:
-    """`sum_of_squares` by the formula."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for (tensor,) in tensors.rows:
-        total += torch.linalg.vector_norm(tensor, dtype=torch.float64).square().to(device)
-    return total
-
-
-def sum_of_squares_triton(tensors: Batch, device: torch.device) -> torch.Tensor:
-    """`sum_of_squares` for contiguous tensors on `device`: one kernel per dtype, then one sum."""
-    launches = tensors.tables(BLOCK)
+    launches = fast.tables(BLOCK)  # a kernel per dtype, then one sum
     found = torch.empty(len(launches), NUM_PROGRAMS, dtype=torch.float64, device=device)
     for ((dtype,), chunks), partial in zip(launches, found, strict=True):
         squares_kernel(
@@ -56,7 +40,10 @@ def sum_of_squares_triton(tensors: Batch, device: torch.device) -> torch.Tensor:
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
-    return found.sum()
+    total = found.sum() if launches else torch.zeros((), dtype=torch.float64, device=device)
+    for (tensor,) in slow.rows:
+        total += torch.linalg.vector_norm(tensor, dtype=torch.float64).square().to(device)
+    return total
 
 
 @kernel

@@ -12,7 +12,7 @@ al., "Cut Your Losses in Large-Vocabulary Language Models" (2024).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -137,19 +137,41 @@ def linear_cross_entropy_gradients(
         wanted: for each tensor in `head`, whether to compute its gradient; if not, the returned
             tensor is empty.
     """
-    row_loss, parts, scores = _row_loss(head, class_weight, label_smoothing), [], []
-    factors = row_loss.factors(grad_rows, target, valid)
-    padded_head, num_classes = _padded(head), head[1].shape[0]
-    grads = _empty_gradients(padded_head, wanted)
-    for rows, padded in _logits(padded_head):
-        logits = padded[:, :num_classes]  # logits of padding are 0 and stay: so is their gradient
+    columns = columns_of(head[1].shape[0], parallel=False)
+    row_loss = RowLoss(weight=class_weight, label_smoothing=label_smoothing, columns=columns)
+    factors, parts, scores = row_loss.factors(grad_rows, target, valid), [], []
+    hidden, weight, *biases = head
+    num_rows, num_classes = hidden.shape[0], weight.shape[0]
+    missing = -num_classes % (ALIGNMENT if num_classes % VECTOR else 1)
+    if missing:  # classes of zeros: their logits are 0 and stay, and so is their gradient
+        weight = F.pad(weight, (0, 0, 0, missing))
+        biases = [F.pad(bias, (0, missing)) for bias in biases]
+    grads = _empty_gradients([hidden, weight, *biases], wanted)
+    step = chunk_rows(num_rows, weight.shape[0] * weight.element_size())
+    memory = hidden.new_empty(step, weight.shape[0])  # of the logits of each chunk in turn
+    for start in range(0, num_rows or 1, step or 1):  # without rows there is one empty chunk
+        rows = slice(start, min(start + step, num_rows))
+        padded = memory[: rows.stop - start]
+        if biases:
+            torch.addmm(biases[0], hidden[rows], weight.t(), out=padded)
+        else:
+            torch.mm(hidden[rows], weight.t(), out=padded)
+        logits = padded[:, :num_classes]
         scores.append(score(logits, target[rows]))
         parts.append(row_loss.sums(logits))
         if any(wanted):
             of_rows, smoothed = RowFactors(*(each[rows] for each in factors)), row_loss.smoothed
             row_gradient(logits, parts[-1], of_rows, class_weight, smoothed=smoothed, in_place=True)
-            _add_gradients(grads, wanted, rows, padded, padded_head)
-    losses = _losses(row_loss, parts, scores, target, valid)
+        # The first chunk overwrites uninitialised memory.
+        if wanted[0]:
+            _multiply(grads[0][rows], padded, weight, adds=False)
+        if wanted[1]:
+            _multiply(grads[1], padded.t(), hidden[rows], adds=start > 0)
+        if biases and wanted[2]:
+            part = padded.sum(0, dtype=grads[2].dtype)
+            grads[2].copy_(grads[2] + part if start else part)
+    sums = RowSums(*(torch.cat(chunks) for chunks in zip(*parts, strict=True)))
+    losses = row_loss.losses(sums, torch.cat(scores) - sums.highest, target, valid)
     return [losses, grads[0], *(grad[:num_classes] for grad in grads[1:])]
 
 
@@ -210,7 +232,10 @@ class FusedLinearCrossEntropy(ClassLoss):
             ("bias", hidden if bias is None else bias),
         ):
             check_tensor(name, value)
-        head = _as_linear_casts([hidden, weight, *([] if bias is None else [bias])])
+        head, kind = [hidden, weight, *([] if bias is None else [bias])], hidden.device.type
+        if torch.is_autocast_enabled(kind):  # all but fp64, as for F.linear
+            dtype = torch.get_autocast_dtype(kind)
+            head = [x if x.dtype not in DTYPES[:-1] else x.to(dtype) for x in head]
         self._check(head, target)
         target, valid = self.classes_of(target)
         row_loss = self.row_loss(columns_of(weight.shape[0], parallel=False), head[0].dtype)
@@ -282,66 +307,6 @@ def token_log_probs(
     return -loss(hidden, weight, target, bias)
 
 
-def _as_linear_casts(head: Head) -> Head:
-    """Cast the tensors as autocast would for F.linear: all but fp64, and none outside autocast."""
-    kind = head[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return head
-    dtype = torch.get_autocast_dtype(kind)
-    return [
-        tensor.to(dtype) if tensor.dtype in DTYPES and tensor.dtype != torch.float64 else tensor
-        for tensor in head
-    ]
-
-
-def _row_loss(head: Head, class_weight: torch.Tensor | None, label_smoothing: float) -> RowLoss:
-    columns = columns_of(head[1].shape[0], parallel=False)
-    return RowLoss(weight=class_weight, label_smoothing=label_smoothing, columns=columns)
-
-
-def _losses(
-    row_loss: RowLoss,
-    parts: list[RowSums],
-    scores: list[torch.Tensor],
-    target: torch.Tensor,
-    valid: torch.Tensor,
-) -> torch.Tensor:
-    sums = RowSums(*(torch.cat(chunks) for chunks in zip(*parts, strict=True)))
-    return row_loss.losses(sums, torch.cat(scores) - sums.highest, target, valid)
-
-
-def _padded(head: Head) -> Head:
-    """Pad weight and bias with classes of zeros, if the number of classes needs it."""
-    missing = -head[1].shape[0] % (ALIGNMENT if head[1].shape[0] % VECTOR else 1)
-    if not missing:
-        return head
-    hidden, weight, *biases = head
-    return [
-        hidden,
-        F.pad(weight, (0, 0, 0, missing)),
-        *(F.pad(bias, (0, missing)) for bias in biases),
-    ]
-
-
-def _logits(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Chunks of rows and their logits (rows of the chunk, classes).
-
-    All chunks share one buffer: the next chunk overwrites the logits.
-    """
-    hidden, weight, *biases = head
-    num_rows = hidden.shape[0]
-    step = chunk_rows(num_rows, weight.shape[0] * weight.element_size())
-    memory = hidden.new_empty(step, weight.shape[0])
-    for start in range(0, num_rows or 1, step or 1):  # without rows there is one empty chunk
-        rows = slice(start, min(start + step, num_rows))
-        logits = memory[: rows.stop - rows.start]
-        if biases:
-            torch.addmm(biases[0], hidden[rows], weight.t(), out=logits)
-        else:
-            torch.mm(hidden[rows], weight.t(), out=logits)
-        yield rows, logits
-
-
 def chunk_rows(num_rows: int, row_bytes: int) -> int:
     """Rows of a chunk, so that all chunks are of nearly equal size; `num_rows` if there is one.
 
@@ -360,21 +325,6 @@ def _empty_gradients(head: Head, wanted: Sequence[bool]) -> list[torch.Tensor]:
         tensor.new_empty(tensor.shape if want else 0, dtype=dtype)
         for tensor, want in zip(head, wanted, strict=True)
     ]
-
-
-def _add_gradients(
-    grads: Head, wanted: Sequence[bool], rows: slice, grad_logits: torch.Tensor, head: Head
-) -> None:
-    """Add a chunk's part to the gradients; the first chunk overwrites uninitialised memory."""
-    hidden, weight = head[:2]
-    is_first = rows.start == 0
-    if wanted[0]:
-        _multiply(grads[0][rows], grad_logits, weight, adds=False)
-    if wanted[1]:
-        _multiply(grads[1], grad_logits.t(), hidden[rows], adds=not is_first)
-    if len(head) > 2 and wanted[2]:
-        part = grad_logits.sum(0, dtype=grads[2].dtype)
-        grads[2].copy_(part if is_first else grads[2] + part)
 
 
 def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, adds: bool) -> None:

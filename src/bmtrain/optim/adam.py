@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ParameterError
-from bmtrain.kernels.adam import AdamSettings
-from bmtrain.kernels.adam_compact import update_tensors
+from bmtrain.kernels.adam import AdamSettings, update_tensors
 from bmtrain.optim import resharding
 from bmtrain.optim.adam_state import AdamLayout, Make, ParamBatch, UpdatePart
 from bmtrain.optim.flat import FlatSpan, parameters_of
@@ -192,9 +191,7 @@ class AdamBase(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         check_rates(self)
-        layout = self._lay_out_for_step()
-        layout.follow()
-        batches = self._updates_of(layout)
+        layout, batches = self._prepared()
         steps = []
         for batch in batches:
             group, step = self.param_groups[batch.group], batch.count_step()
@@ -250,9 +247,14 @@ class AdamBase(torch.optim.Optimizer):
     def wait(self) -> None:
         """Wait for an update that is under way: weights and states are then those of the step."""
 
-    def _updates_of(self, layout: AdamLayout) -> list[ParamBatch]:
+    def _prepared(self) -> tuple[AdamLayout, list[ParamBatch]]:
         """What a step does, with all that it needs: nothing has changed if there is no memory."""
-        return layout.updates()
+        layout = self._lay_out()
+        layout.follow()
+        return layout, layout.updates()
+
+    def _place(self) -> None:
+        """Decide where states will be; before they are laid out."""
 
     def _apply(self, steps: Steps, verdict: torch.Tensor | None) -> None:
         """Update the parts, or none of them if `verdict` is NaN or infinite."""
@@ -263,10 +265,6 @@ class AdamBase(torch.optim.Optimizer):
         """What makes the tensors of the state of a span."""
         return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=self._engine.device)
 
-    def _lay_out_for_step(self) -> AdamLayout:
-        """The layout for a step."""
-        return self._lay_out()
-
     def _lay_out(self) -> AdamLayout:
         """The layout, rebuilt if the program has changed groups or states, as torch allows."""
         self.wait()
@@ -274,7 +272,10 @@ class AdamBase(torch.optim.Optimizer):
             self._drop_layout()
         if self._layout is None:
             self.form.check_params(type(self).__name__, parameters_of(self.param_groups))
-            self._layout = self._new_layout()
+            self._place()
+            self._layout = AdamLayout(
+                self.param_groups, self.state, self._memory_of, self.form, self._wait_for_copies
+            )
         return self._layout
 
     def _drop_layout(self) -> None:
@@ -284,11 +285,6 @@ class AdamBase(torch.optim.Optimizer):
             # the weights.
             self._layout.follow()
             self._layout = None
-
-    def _new_layout(self) -> AdamLayout:
-        return AdamLayout(
-            self.param_groups, self.state, self._memory_of, self.form, self._wait_for_copies
-        )
 
     def _wait_for_copies(self) -> None:
         """Return when nothing copies from or to states in host memory."""

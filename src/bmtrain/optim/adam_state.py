@@ -56,28 +56,17 @@ class SpanState:
             else:
                 self.tensors[name] = make(span.numel, exact)
 
-    def follow(self) -> None:
-        """Update the master weights from weights written by others, say by a checkpoint.
-
-        Weights equal to the rounded master are the optimizer's own: the master, which has more
-        bits, stays.
-        """
-        master = self.tensors["master"]
-        values = self.span.values.to(master.device)
-        is_own = master.to(values.dtype) == values
-        master.copy_(torch.where(is_own, master, values.to(master.dtype)))
-
     def update_of(self, piece: FlatSpan, grad: torch.Tensor) -> AdamTensors:
         """The tensors that an update of `piece`, a part of the span, reads and writes."""
-        weight, cut = piece.values, self.span.cut
-        if not self._is_compact:
-            own = {name: cut(x, piece) for name, x in self.tensors.items()}
-            first, second = (own[name] for name in MOMENT_NAMES)
-            return AdamTensors(weight, grad, own.get("master", weight), first, second)
-        master = self.tensors.get("master", self.tensors.get("remainder"))
+        weight, master = piece.values, self.tensors.get("master", self.tensors.get("remainder"))
+        moments: list[Any] = self._moments()
+        if piece is not self.span:  # that of a compact form has one parameter
+            master = None if master is None else self.span.cut(master, piece)
+            moments = [self.span.cut(x, piece) for x in moments]
+        mean, square = moments
         if self._is_exact:
             master = weight
-        param, (mean, square) = self.span.params[0], self._moments()
+        param = self.span.params[0]
         start = param.cut.piece.start if isinstance(param, DistributedParameter) else 0
         return AdamTensors(weight, grad, master, mean, square, self._number, start)
 
@@ -247,8 +236,13 @@ class AdamLayout:
             ParameterError: on all ranks, for states that need the weights as they were. Before the
                 first step of a parameter the remainders are zero: its weights may be any.
         """
-        for span in self._written():
-            if self._step_of(span.params[0]):
+        for span, now in zip(self._bound, self._writes().values(), strict=True):
+            # Writes through a parameter are counted for it, alike on all ranks. Those to its slice
+            # (`param.local`) are seen in the version of its storage's memory alone: where that has
+            # changed and no parameter in the storage has counted a write, any may be written.
+            own, version, counted = self._seen[id(span)]
+            is_written = now[0] != own or (now[1] != version and now[2] == counted)
+            if is_written and self._step_of(span.params[0]):
                 raise ParameterError(
                     f"a parameter of shape {tuple(span.params[0].shape)} was written since the "
                     "last step or load of the optimizer: its master weights are the weights and a "
@@ -258,7 +252,12 @@ class AdamLayout:
         for owner, states in self._rounded.items():
             if states[0].span.version != self._versions.get(owner):
                 for state in states:
-                    state.follow()
+                    # Weights equal to the rounded master are the optimizer's own: the master,
+                    # which has more bits, stays.
+                    master = state.tensors["master"]
+                    values = state.span.values.to(master.device)
+                    is_own = master.to(values.dtype) == values
+                    master.copy_(torch.where(is_own, master, values.to(master.dtype)))
 
     def held_owners(self) -> set[int]:
         """Ids of storages of whose weights or states the program holds memory.
@@ -285,20 +284,6 @@ class AdamLayout:
             id(span): sum(map(num_references, self._span_states[id(span)][1].tensors.values()))
             for span in self._sharded
         }
-
-    def _written(self) -> list[FlatSpan]:
-        """Bound spans that may have been written since they were last as the states need them.
-
-        Writes through a parameter are counted for it, alike on all ranks. Those to its slice
-        (`param.local`) are seen in the version of its storage's memory alone: where that has
-        changed and no parameter in the storage has counted a write, any of them may be written.
-        """
-        written = []
-        for span, now in zip(self._bound, self._writes().values(), strict=True):
-            own, version, counted = self._seen[id(span)]
-            if now[0] != own or (now[1] != version and now[2] == counted):
-                written.append(span)
-        return written
 
     def _writes(self) -> dict[int, tuple[int, int, int]]:
         """By bound span: writes to its parameter, version of its memory, and writes to all

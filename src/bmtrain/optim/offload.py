@@ -171,11 +171,6 @@ class AdamOffloadOptimizer(AdamBase):
             return functools.partial(file_zeros, folder=os.fspath(self._folder))
         return functools.partial(host_zeros, device=self._engine.device)
 
-    def _new_layout(self) -> AdamLayout:
-        self._copy_room = None
-        self._place()
-        return super()._new_layout()
-
     def _place(self) -> None:
         """Decide where states will be: the first ones on the device, because the forward pass needs
         them first, while others are updated; those for which the host has no room in files.
@@ -183,6 +178,7 @@ class AdamOffloadOptimizer(AdamBase):
         Raises:
             ConfigurationError: if there is no room for them.
         """
+        self._copy_room = None
         sizes: dict[int, int] = {}  # the most that the state of an owner takes on a rank
         for span in spans_of(parameters_of(self.param_groups)):
             numel = sum(param.numel() for param in span.params)
@@ -219,7 +215,7 @@ class AdamOffloadOptimizer(AdamBase):
                 "that the rest of all ranks here takes: give more host_bytes, or another folder."
             )
 
-    def _lay_out_for_step(self) -> AdamLayout:
+    def _prepared(self) -> tuple[AdamLayout, list[ParamBatch]]:
         if self._room is None:
             self._room = self._free_room()
             if self._room:
@@ -230,7 +226,23 @@ class AdamOffloadOptimizer(AdamBase):
             # Hosts may have disks of other sizes: without it, some ranks would take the step.
             attempt(self._place, self._engine.mesh.world, ConfigurationError)
             self._num_checked = num_params
-        return super()._lay_out_for_step()
+        layout = self._lay_out()
+        layout.follow()
+        # before there are any views of states and weights for the update
+        self._held = layout.held_owners() if self._streamer.is_beside else set()
+        batches = layout.updates()
+        spans = [part.span for batch in batches for part in batch.parts]
+        away = [span for span in spans if span.owner not in self._resident]
+        if away:
+            self._streamer.make_slots()
+        self._hidden = self._hidden_owners(away)
+        for batch in batches:
+            for number, part in enumerate(batch.parts):
+                if part.span.owner in self._hidden - self._held:
+                    # the program may write the gradient before it is read
+                    own = part.tensors.with_weight(part.tensors.weight, part.tensors.grad.clone())
+                    batch.parts[number] = part._replace(tensors=own)
+        return layout, batches
 
     def _free_room(self) -> int:
         """Bytes that states may take on all GPUs, as the first step has used them. Collective."""
@@ -257,23 +269,6 @@ class AdamOffloadOptimizer(AdamBase):
                 dtype = span.storage.policy.accumulate_dtype or span.storage.dtype
                 found[span.storage] = span.storage.layout.shard_numel * dtype.itemsize
         return found
-
-    def _updates_of(self, layout: AdamLayout) -> list[ParamBatch]:
-        # before there are any views of states and weights for the update
-        self._held = layout.held_owners() if self._streamer.is_beside else set()
-        batches = layout.updates()
-        spans = [part.span for batch in batches for part in batch.parts]
-        away = [span for span in spans if span.owner not in self._resident]
-        if away:
-            self._streamer.make_slots()
-        self._hidden = self._hidden_owners(away)
-        for batch in batches:
-            for number, part in enumerate(batch.parts):
-                if part.span.owner in self._hidden - self._held:
-                    # the program may write the gradient before it is read
-                    own = part.tensors.with_weight(part.tensors.weight, part.tensors.grad.clone())
-                    batch.parts[number] = part._replace(tensors=own)
-        return batches
 
     def _hidden_owners(self, away: Sequence[FlatSpan]) -> set[int]:
         """Owners that are updated while the program goes on; the same on all ranks, which gather

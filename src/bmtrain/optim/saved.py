@@ -64,9 +64,8 @@ def check_adam_state(state: Any, known: Collection[str]) -> None:
     Raises:
         CheckpointError: on every rank, if any has been given such a state.
     """
-    _agree(_problem_of_optimizer(state))
-    problem = None
-    for index, one in state["state"].items():
+    problem = _problem_of_optimizer(state)
+    for index, one in state["state"].items() if problem is None else ():
         names = {str(name) for name in one} - {"step"}
         if names and not (MOMENTS <= names <= {*known}):
             problem = (

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from bmtrain.errors import ParameterError
-from bmtrain.kernels.adam import AdamSettings, AdamTensors
-from bmtrain.kernels.adam_compact import update_tensors
+from bmtrain.kernels.adam import AdamSettings, AdamTensors, update_tensors
 from bmtrain.kernels.blockwise import BLOCK
 from bmtrain.optim.adam_state import UpdatePart
 from bmtrain.runtime.world import World

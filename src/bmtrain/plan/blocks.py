@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bmtrain.compile import backend
-from bmtrain.compile.compiled import recomputing
+from bmtrain.compile.programs import recomputing
 from bmtrain.plan import lifetimes
 from bmtrain.plan.meter import Meter, tensors_in
 from bmtrain.recompute.level import Level
