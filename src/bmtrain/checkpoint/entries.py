@@ -42,12 +42,10 @@ class Entry:
 
 def entries(model: torch.nn.Module) -> list[Entry]:
     """Every parameter and persistent buffer in state dict order, each tied tensor once."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, tensor in named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    return [Entry(tuple(found), tensors[key]) for key, found in names.items()]
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return [Entry(tuple(names), tensor) for tensor, names in found.values()]
 
 
 def selected(found: Sequence[Entry], only: Collection[str] | None) -> list[Entry]:

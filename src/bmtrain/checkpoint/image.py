@@ -90,17 +90,15 @@ class Image:
         """What the manifest says of the parts in this file, by section and name."""
         found: dict[str, dict[str, TensorFacts]] = {}
         for part, offset in zip(self.parts, self._offsets, strict=False):
-            numel, dtype = part.values.numel(), part.values.dtype
-            if part.cut is None:
-                pieces: tuple[Piece, ...] = (Piece(file, offset, 0, numel),)
-                facts = TensorFacts(part.shape, dtype, -1, 1, pieces)
-            else:
-                split, start = part.cut.split, part.cut.piece.start
-                dim, index, count = 0, 0, 1
-                if split is not None:
+            numel, shape, start = part.values.numel(), part.shape, 0
+            dim, index, count = -1, 0, 1
+            if part.cut is not None:
+                shape, start, dim = tuple(part.cut.whole_shape), part.cut.piece.start, 0
+                if part.cut.split is not None:
+                    split = part.cut.split
                     dim, index, count = split.dim, split.index, split.count
-                pieces = (Piece(file, offset, start, start + numel, index),) if numel else ()
-                facts = TensorFacts(tuple(part.cut.whole_shape), dtype, dim, count, pieces)
+            pieces = (Piece(file, offset, start, start + numel, index),) if numel else ()
+            facts = TensorFacts(shape, part.values.dtype, dim, count, pieces)
             found.setdefault(part.section, {})[part.name] = facts
         return found
 

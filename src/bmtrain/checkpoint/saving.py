@@ -79,7 +79,7 @@ def _check_target(path: pathlib.Path) -> None:
 
 def visit(
     model: torch.nn.Module,
-    take: Take | None,
+    take: Take,
     kind: type[Exception] = CheckpointError,
     *,
     only: Collection[str] | None = None,
@@ -89,8 +89,7 @@ def visit(
     With `only`, for those of these names, as `selected` finds them.
 
     Gathers one storage at a time. The tensor may be a view of the gathered buffer: `take` must copy
-    what it keeps, or the buffer stays resident. Ranks that need no values pass None as `take` and
-    still take part in the gather.
+    what it keeps, or the buffer stays resident.
 
     Raises:
         kind: on every rank, at the first storage for which `take` fails on any rank.
@@ -110,14 +109,12 @@ def visit(
             plain.append(entry)
 
     def take_plain() -> None:
-        if take is not None:
-            for entry in plain:
-                take(entry, entry.tensor.detach())
+        for entry in plain:
+            take(entry, entry.tensor.detach())
 
     def take_storage(whole: Whole, members: Sequence[tuple[Entry, int]]) -> None:
-        if take is not None:
-            for entry, index in members:
-                take(entry, whole[index])
+        for entry, index in members:
+            take(entry, whole[index])
 
     attempt(take_plain, axis, kind)
     for storage, members in groups.items():
@@ -136,8 +133,9 @@ def collect(
     found: dict[str, torch.Tensor] = {}
 
     def take(entry: Entry, tensor: torch.Tensor) -> None:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
-        found.update(dict.fromkeys(entry.names, copy))
+        if keep:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+            found.update(dict.fromkeys(entry.names, copy))
 
-    visit(model, take if keep else None, only=only)
+    visit(model, take, only=only)
     return {name: found[name] for name, _ in named_tensors(model) if name in found}

@@ -108,7 +108,8 @@ def trace(source: Source, settings: Settings) -> Outline:
         model = source.build()
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(
-            f"{source.name} returns {type(model).__name__}: expected a torch.nn.Module."
+            f"{source.name} returned {type(model).__name__}: expected a torch.nn.Module, or, of "
+            "module:function, a bmtrain.plan.Source."
         )
     with without_memory():
         model = without_values(model, DTYPES[settings.dtype])

@@ -41,14 +41,7 @@ def of_function(name: str) -> Source:
 
     with torch.device("meta"):
         made = build()
-    if isinstance(made, Source):
-        return made
-    if not isinstance(made, torch.nn.Module):
-        raise ConfigurationError(
-            f"plan: {name} returned {type(made).__name__}: expected a torch.nn.Module or a "
-            "bmtrain.plan.Source."
-        )
-    return Source(name=name, build=build, loss=loss_of)
+    return made if isinstance(made, Source) else Source(name=name, build=build, loss=loss_of)
 
 
 def of_transformers(name: str) -> Source:

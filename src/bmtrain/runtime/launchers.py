@@ -23,6 +23,7 @@ _PORT: Final = 29500  # torch's, where nothing tells one run from another
 # Below the ports that systems hand out to clients (from 32768 on Linux).
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 _STEPS_PER_JOB = 16  # whose ports differ from those of the next job
+_NODES: Final = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 # Numbers of Slurm's steps that srun has not started: `salloc`'s shell, the batch script.
 _SHELLS = ("4294967290", "4294967291")
 
@@ -185,10 +186,8 @@ def tcp_url(address: str, port: int) -> str:
 
 def local_rank_hint(environment: Environment) -> int:
     """This process's local rank as any launcher says it; 0 if none does. Checks nothing else."""
-    for name in ("LOCAL_RANK", *(names[2] for names in _MPI.values()), "SLURM_LOCALID"):
-        if name in environment:
-            return number(environment, name)
-    return 0
+    names = ("LOCAL_RANK", *(names[2] for names in _MPI.values()), "SLURM_LOCALID")
+    return _first_number(environment, *names) or 0
 
 
 def number(environment: Environment, name: str) -> int:
@@ -271,38 +270,32 @@ def _slurm(environment: Environment) -> Launch | None:
     is_script = environment.get("ENVIRONMENT") == "BATCH" or "SLURM_TASK_PID" in environment
     if step is None and "SLURM_STEP_NUM_TASKS" not in environment and rank == 0 and is_script:
         return None
-    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"):
-        if name in environment:
-            size = number(environment, name)
-            break
-    else:
-        if rank == 0:
-            return None  # `_check_alone` looks for others
+    size = _first_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    if size is None and rank == 0:
+        return None  # `_check_alone` looks for others
+    if size is None:
         raise ConfigurationError(
             f"SLURM_PROCID is {rank} but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set: "
             "start the program with srun, and leave its variables in the environment."
         )
-    local_rank = number(environment, "SLURM_LOCALID") if "SLURM_LOCALID" in environment else None
     return Launch(
         launcher=_SRUN,
         rank=rank,
         size=size,
-        local_rank=0 if size == 1 else local_rank,
-        local_size=size if _num_nodes(environment) == 1 or size == 1 else None,
+        local_rank=0 if size == 1 else _first_number(environment, "SLURM_LOCALID"),
+        local_size=size if size == 1 or _first_number(environment, *_NODES) == 1 else None,
         run=f"srun {environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '0')}",
     )
 
 
-def _num_nodes(environment: Environment) -> int | None:
-    for name in ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
-        if name in environment:
-            return number(environment, name)
-    return None
+def _first_number(environment: Environment, *names: str) -> int | None:
+    """That in the first of these variables that is set; None if none is."""
+    return next((number(environment, name) for name in names if name in environment), None)
 
 
 def _meeting_place_of_slurm(launch: Launch, environment: Environment) -> tuple[str, int]:
     """The host of rank 0, and a port that other jobs and steps do not have."""
-    if number({"SLURM_HET_SIZE": "1", **environment}, "SLURM_HET_SIZE") > 1:
+    if (_first_number(environment, "SLURM_HET_SIZE") or 1) > 1:
         raise ConfigurationError(
             "this is one part of a heterogeneous Slurm job, whose parts number their tasks each "
             "for itself: set RANK and WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each task."
@@ -317,7 +310,7 @@ def _meeting_place_of_slurm(launch: Launch, environment: Environment) -> tuple[s
     port = _FIRST_PORT + (numbers[0] * _STEPS_PER_JOB + numbers[1]) % _NUM_PORTS
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"], port
-    if _num_nodes(environment) == 1:
+    if _first_number(environment, *_NODES) == 1:
         return "127.0.0.1", port
     if environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         raise ConfigurationError(

@@ -82,9 +82,8 @@ class Mesh:
 
     def close(self) -> None:
         """Drop all process groups."""
-        axes = (self.world, self.pipe, self.tp, self.tp_zero, self.pp_zero, self.pp_tp_zero)
-        for axis in (*axes, self.upstream, self.downstream):
-            if axis is not None:
+        for axis in vars(self).values():
+            if isinstance(axis, Axis):
                 axis.communicators.close()
 
     def shard_axis(self, *, tensor_parallel: bool, pipelined: bool) -> Axis:

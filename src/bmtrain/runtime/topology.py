@@ -40,6 +40,7 @@ class Topology:
         self.stages, self.stage_size = pipe_size, world_size // pipe_size
         self.zero_idx, self.zero_id = 0, rank
         self.stage_id, self.pipe_idx = divmod(rank, self.stage_size)
+        self.pipe_id = self.stage_id
         self.pp_zero_idx, self.pp_zero_id = self.stage_id, self.pipe_idx
         self.tp_idx, self.tp_id = divmod(rank, tp_size)
         self.tp_zero_idx, self.tp_zero_id = self.tp_id, self.tp_idx
@@ -52,7 +53,7 @@ class Topology:
 
     def get_group_rank(self, group_name: str) -> int:
         """This rank's position in its group of a kind: pipe, zero, tp_zero or tp."""
-        return self.stage_id if group_name == "pipe" else self._number(group_name, "id")
+        return self._number(group_name, "id")
 
     def _number(self, name: str, kind: str) -> int:
         if name not in _GROUPS:

@@ -591,7 +591,7 @@ def _state(host: str, number: int) -> str:
 
 def _as_text(reports: Mapping[int, Report]) -> str:
     """What the ranks that have answered say: first who is behind, then each of them."""
-    found = _behind(reports) or _differing(reports)
+    found = _comparison(reports)
     for rank in sorted(reports):
         own = reports[rank]
         doing = "waits for others or its device" if own.is_waiting else "does not wait for others"
@@ -613,42 +613,30 @@ def _as_text(reports: Mapping[int, Report]) -> str:
     return "\n".join(found) + "\n"
 
 
-def _behind(reports: Mapping[int, Report]) -> list[str]:
-    """Ranks that have not reached a collective that others have begun."""
-    found = []
-    for rank, own in sorted(reports.items()):
-        for line in () if own.is_waiting else own.lines:
-            others = {
-                other: theirs
-                for other in sorted(reports)
-                for theirs in reports[other].lines
-                if theirs.ranks == line.ranks and theirs.number > line.number
-            }
-            if others:
-                number = max(theirs.number for theirs in others.values())
-                ahead = [other for other, theirs in others.items() if theirs.number == number]
-                what = " ".join(others[ahead[0]].last[-1:]) or "the next collective"
-                found.append(
-                    f"rank {rank} has not reached {what} (number {number}), in which "
-                    f"{named(ahead)} {'waits' if len(ahead) == 1 else 'wait'}; it is at {own.place}"
-                )
-                break
-    return found
-
-
-def _differing(reports: Mapping[int, Report]) -> list[str]:
-    """Ranks that wait in different collectives."""
-    found: list[str] = []
+def _comparison(reports: Mapping[int, Report]) -> list[str]:
+    """Ranks that have not reached a collective that others have begun; if there are none, ranks
+    that wait in different ones.
+    """
+    behind: dict[int, str] = {}
+    differing: list[str] = []
     for axis in dict.fromkeys(line.ranks for own in reports.values() for line in own.lines):
-        by_deed: dict[tuple[int, int, str], list[int]] = {}
+        deeds: dict[tuple[int, int, str], list[int]] = {}
         for rank, own in sorted(reports.items()):
             for line in own.lines:
                 if line.ranks == axis:
-                    deed = (line.number, line.digest, "".join(line.last[-1:]))
-                    by_deed.setdefault(deed, []).append(rank)
-        if len(by_deed) > 1:
-            found += [
-                f"{named(ranks)} did number {number}: {last}"
-                for (number, _, last), ranks in by_deed.items()
-            ]
-    return found
+                    last = "".join(line.last[-1:]) or "the next collective"
+                    deeds.setdefault((line.number, line.digest, last), []).append(rank)
+        most, _, what = max(deeds)
+        ahead = sorted(rank for deed, ranks in deeds.items() if deed[0] == most for rank in ranks)
+        for (number, _, last), ranks in deeds.items():
+            for rank in ranks if number < most else ():
+                if not reports[rank].is_waiting:
+                    text = (
+                        f"rank {rank} has not reached {what} (number {most}), in which "
+                        f"{named(ahead)} {'waits' if len(ahead) == 1 else 'wait'}; it is at "
+                        f"{reports[rank].place}"
+                    )
+                    behind.setdefault(rank, text)
+            if len(deeds) > 1:
+                differing.append(f"{named(ranks)} did number {number}: {last}")
+    return [text for _, text in sorted(behind.items())] or differing

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -153,10 +153,8 @@ class Program:
         """Run one training step and return its loss."""
         if self.step is not None:
             return self.step(trainer, model, batch)
-        if self.loss is None:
-            raise ConfigurationError("a Program needs a loss.")
         trainer.zero_grad()
-        loss = self.loss(model, batch)
+        loss: torch.Tensor = cast(Any, self.loss)(model, batch)  # there is one: `__post_init__`
         trainer.backward(loss)
         if self.clip is not None:
             trainer.clip_grad_norm(self.clip)
