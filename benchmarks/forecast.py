@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from as_written import TRANSFORMERS, loss_of, of_transformers
 from backends import fused_loss
 
-import bmtrain.plan as bp
-from bmtrain.plan.forecast import trace
-from bmtrain.plan.step import Memory
+import model_center.plan as bp
+from model_center.plan.forecast import trace
+from model_center.plan.step import Memory
 from models import SHAPES, projected_cross_entropy
 
 RESULTS = pathlib.Path(__file__).with_name("results")

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from bmtrain.checkpoint import commands
-from bmtrain.plan import command as plan
-from bmtrain.plan import environment
-from bmtrain.runtime import running
 from bmtrain.runtime.arguments import unknown
-from bmtrain.verification import command as verify
 from bmtrain.version import __version__
 
 BAD_INPUT = 2  # as argparse's
-# What has `add_arguments(parser)` and `run(arguments)`, which returns the exit status; its help.
-COMMANDS: dict[str, tuple[Any, str]] = {
+# Where `add_arguments(parser)` is, and `run(arguments)`, which returns the exit status: imported
+# when they are asked for. The command's help.
+COMMANDS = {
     "verify": (
-        verify,
+        "bmtrain.verification.command",
         "run a program's steps in one process and on ranks, and compare them tensor by tensor",
     ),
-    "check": (commands.CHECK, "compare the files of checkpoints with their checksums"),
-    "consolidate": (commands.CONSOLIDATE, "write the weights of a checkpoint into one file"),
-    "run": (running, "start a program once for each GPU of this host, as ranks of one run"),
-    "plan": (plan, "forecast the memory of a run: does it fit, where is its peak, what changes it"),
-    "env": (environment, "show versions, GPUs, links, limits and variables, for a bug report"),
+    "check": (
+        "bmtrain.checkpoint.commands:CHECK",
+        "compare the files of checkpoints with their checksums",
+    ),
+    "consolidate": (
+        "bmtrain.checkpoint.commands:CONSOLIDATE",
+        "write the weights of a checkpoint into one file",
+    ),
+    "run": (
+        "bmtrain.runtime.running",
+        "start a program once for each GPU of this host, as ranks of one run",
+    ),
+    "plan": (
+        "model_center.plan.command",
+        "forecast the memory of a run: does it fit, where is its peak, what changes it",
+    ),
+    "env": (
+        "bmtrain.runtime.environment",
+        "show versions, GPUs, links, limits and variables, for a bug report",
+    ),
 }
 
 
@@ -36,12 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bmtrain", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, (module, about) in COMMANDS.items():
+    for name, (path, about) in COMMANDS.items():
         chosen = commands.add_parser(
             name, help=about, description=f"{about[0].upper()}{about[1:]}."
         )
-        module.add_arguments(chosen)
-        chosen.set_defaults(run=module.run)
+        if name in arguments[:1]:
+            module = pkgutil.resolve_name(path)
+            module.add_arguments(chosen)
+            chosen.set_defaults(run=module.run)
     if not arguments:
         print(listing())
         return 0

@@ -21,7 +21,7 @@ LAYERS = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 MODEL_CENTER_LAYERS = (
     {"errors", "optional", "version"},
-    {"hub", "kernels"},
+    {"hub", "kernels", "plan"},
     {"config"},
     {"layer"},
     {"weights"},

@@ -15,27 +15,27 @@ from tests.ranks.runner import run_ranks
 from torch import Tensor, nn
 
 import bmtrain as bmt
-import bmtrain.plan as bp
+import model_center.plan as bp
 from bmtrain.__main__ import COMMANDS, main
 from bmtrain.errors import ConfigurationError
 from bmtrain.loss import linear_cross_entropy
 from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS
-from bmtrain.plan.blocks import Case, costs
-from bmtrain.plan.environment import collect
-from bmtrain.plan.forecast import trace
-from bmtrain.plan.meter import Meter
-from bmtrain.plan.outline import without_values
-from bmtrain.plan.settings import DTYPES, GIB, Settings
-from bmtrain.plan.sources import of_function, of_transformers
-from bmtrain.plan.step import Memory
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.runner import Selective, call
+from bmtrain.runtime.environment import collect
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 from bmtrain.torch_internals import without_memory
 from model_center import arguments
 from model_center.commands import plan as model_center_plan
 from model_center.commands import train
+from model_center.plan.blocks import Case, costs
+from model_center.plan.forecast import trace
+from model_center.plan.meter import Meter
+from model_center.plan.outline import without_values
+from model_center.plan.settings import DTYPES, GIB, Settings
+from model_center.plan.sources import of_function, of_transformers
+from model_center.plan.step import Memory
 from model_center.training import make_loader
 from model_center.training.objectives import goal_of
 

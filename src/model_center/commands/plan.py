@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
-from bmtrain.plan import Source, command
 from model_center.commands import train
 from model_center.dataset.packing import segment_mask
 from model_center.errors import ConfigError
@@ -21,6 +20,7 @@ from model_center.layer.quantized import BLOCK_SIZE, frozen
 from model_center.model.causal import CausalModel
 from model_center.model.gptj import GPTj
 from model_center.optional import package
+from model_center.plan import Source, command
 from model_center.training.adapters import ALL, ATTENTION, layers_to_adapt
 from model_center.training.objectives import Objective
 from model_center.training.trained_model import LARGE, TRANSFORMERS_ATTENTION, head_of, native_class

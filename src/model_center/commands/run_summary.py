@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import bmtrain as bmt
-from bmtrain.plan import Settings
-from bmtrain.plan.outline import groups_of
-from bmtrain.plan.step import shard_of
 from model_center.dataset.concatenated import ConcatenatedTexts
 from model_center.dataset.mixture import MixturePart
 from model_center.dataset.packing import PackedSamples
 from model_center.dataset.padding import Item, Overview
 from model_center.dataset.preferences import PreferencePairs
+from model_center.plan import Settings
+from model_center.plan.outline import groups_of
+from model_center.plan.step import shard_of
 from model_center.training.optimization import in_steps
 from model_center.training.trained_model import TrainedModel
 

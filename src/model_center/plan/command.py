@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.plan.forecast import Forecast, Source, trace
-from bmtrain.plan.settings import GIB, RECOMPUTE, Machine, Settings
-from bmtrain.plan.sources import of_function, of_transformers
-from bmtrain.plan.step import Memory
+from model_center.plan.forecast import Forecast, Source, trace
+from model_center.plan.settings import GIB, RECOMPUTE, Machine, Settings
+from model_center.plan.sources import of_function, of_transformers
+from model_center.plan.step import Memory
 
 # Exit statuses. argparse exits with 2 for bad arguments, as BAD_INPUT does.
 FITS, TOO_LARGE, BAD_INPUT = 0, 1, 2

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.utils.collect_env import get_env_info
 
-from bmtrain.plan.settings import GIB
 from bmtrain.runtime import world
 from bmtrain.version import __version__
 
@@ -137,7 +136,7 @@ ITEMS: dict[str, Callable[[], Any]] = {
     "limit of the control group, of memory": lambda: (_GROUP / "memory.max").read_text().strip(),
     # in all, free and available
     "host memory": lambda: pathlib.Path("/proc/meminfo").read_text("ascii").splitlines()[:3],
-    "shared memory (/dev/shm)": lambda: f"{shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB",
+    "shared memory (/dev/shm)": lambda: f"{shutil.disk_usage('/dev/shm').total / 2**30:.1f} GiB",
     "network interfaces": lambda: sorted(os.listdir("/sys/class/net")),
     "variables": lambda: shown(world.environment(), VARIABLES),
     "launcher's variables": lambda: shown(world.environment(), LAUNCHERS),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.plan.forecast import Source
+from model_center.plan.forecast import Source
 
 CONFIG = "config.json"
 

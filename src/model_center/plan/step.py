@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from bmtrain.distributed.transport import SMALLEST_SHARED_BYTES, Transport
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim.streaming import LOAD_BYTES, NUM_SLOTS
-from bmtrain.plan.outline import Group, Outline, numel_of
-from bmtrain.plan.settings import DTYPES, GIB, LEVELS, Machine, Settings
 from bmtrain.recompute import plan
 from bmtrain.recompute.level import AUTO, Level
 from bmtrain.shard.gradient import LEAST_FREED
 from bmtrain.shard.layout import Layout
+from model_center.plan.outline import Group, Outline, numel_of
+from model_center.plan.settings import DTYPES, GIB, LEVELS, Machine, Settings
 
 NUM_BUFFERS = 2  # of each size that ZeRO-3 gathers at a time: the block in use and the next
 _PAGE = 2**21  # granularity of memory that other ranks map

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.plan.outline import Outline, numel_of, outline, without_values
-from bmtrain.plan.settings import DTYPES, GIB, Machine, Settings
-from bmtrain.plan.step import Memory, Moment
 from bmtrain.torch_internals import without_memory
+from model_center.plan.outline import Outline, numel_of, outline, without_values
+from model_center.plan.settings import DTYPES, GIB, Machine, Settings
+from model_center.plan.step import Memory, Moment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

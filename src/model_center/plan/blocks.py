@@ -12,11 +12,11 @@ import torch
 
 from bmtrain.compile import backend
 from bmtrain.compile.compiled import recomputing
-from bmtrain.plan import lifetimes
-from bmtrain.plan.meter import Meter, tensors_in
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Saved, storages_of
 from bmtrain.recompute.runner import Selective, call
+from model_center.plan import lifetimes
+from model_center.plan.meter import Meter, tensors_in
 
 COUNTED = (Level.NOTHING, Level.CHEAP, Level.BLOCK)
 

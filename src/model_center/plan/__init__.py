@@ -1,6 +1,6 @@
 """Before a run: does it fit, where does its memory peak, and what is the machine."""
 
-from bmtrain.plan.forecast import Forecast, Source, forecast
-from bmtrain.plan.settings import GPUS, Machine, Settings
+from model_center.plan.forecast import Forecast, Source, forecast
+from model_center.plan.settings import GPUS, Machine, Settings
 
 __all__ = ["GPUS", "Forecast", "Machine", "Settings", "Source", "forecast"]
