@@ -27,7 +27,7 @@ COMMANDS = {
         "write the weights of a checkpoint into one file",
     ),
     "run": (
-        "bmtrain.runtime.running",
+        "model_center.commands.running",
         "start a program once for each GPU of this host, as ranks of one run",
     ),
     "plan": (
@@ -35,7 +35,7 @@ COMMANDS = {
         "forecast the memory of a run: does it fit, where is its peak, what changes it",
     ),
     "env": (
-        "bmtrain.runtime.environment",
+        "model_center.plan.environment",
         "show versions, GPUs, links, limits and variables, for a bug report",
     ),
 }

@@ -221,9 +221,9 @@ def inductor_mode(name: str) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(name))
 
 
-def has_joint_pass() -> bool:
-    """Whether the program has set inductor's custom pass over the joint forward-backward graph."""
-    return torch._inductor.config.joint_custom_post_pass is not None
+def inductor_config() -> Any:
+    """Inductor's options, as the program has set them."""
+    return torch._inductor.config
 
 
 def graph_pass_class() -> type[Any]:
@@ -237,17 +237,12 @@ def lowering_config() -> Any:
     return torch._functorch.config
 
 
-# The inductor option behind `cacheable_functions`.
+# Inductor's option: the functions that may be cached, by name, each with a key of its code.
 CACHEABLE = "unsafe_marked_cacheable_functions"
 
 
-def cacheable_functions() -> dict[str, str]:
-    """The functions that the program lets torch cache, by name, each with a key of its code."""
-    return dict(torch._inductor.config.unsafe_marked_cacheable_functions)
-
-
 def call_of_autograd_function() -> str:
-    """The name of the operator that calls an autograd function, as in `cacheable_functions`."""
+    """The name of the operator that calls an autograd function, as in CACHEABLE."""
     operator = torch.ops.higher_order.autograd_function_apply
     return f"{operator.__module__}.{operator.__name__}"
 

@@ -22,7 +22,6 @@ from bmtrain.loss import linear_cross_entropy
 from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.runner import Selective, call
-from bmtrain.runtime.environment import collect
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 from bmtrain.torch_internals import without_memory
@@ -30,6 +29,7 @@ from model_center import arguments
 from model_center.commands import plan as model_center_plan
 from model_center.commands import train
 from model_center.plan.blocks import Case, costs
+from model_center.plan.environment import collect
 from model_center.plan.forecast import trace
 from model_center.plan.meter import Meter
 from model_center.plan.outline import without_values

@@ -19,7 +19,7 @@ from bmtrain.torch_internals import (
     TORCH_VERSION,
     find_backend,
     graph_pass_class,
-    has_joint_pass,
+    inductor_config,
     inductor_mode,
     lower_as_inductor,
     lowering_config,
@@ -103,7 +103,8 @@ def traced(
 
 
 def _with_joint_pass(patches: dict[str, Any]) -> dict[str, Any]:
-    if not has_joint_pass():  # inductor has one slot: a pass that the program has set keeps it
+    # inductor has one slot: a pass that the program has set keeps it
+    if inductor_config().joint_custom_post_pass is None:
         patches.setdefault("joint_custom_post_pass", _joint_pass())
     return patches
 

@@ -17,7 +17,12 @@ import torch
 from bmtrain.compile import fp8, fusions
 from bmtrain.compile.graph import calls, parts
 from bmtrain.kernels.gelu import gelu
-from bmtrain.torch_internals import cacheable_functions, call_of_autograd_function, is_selective
+from bmtrain.torch_internals import (
+    CACHEABLE,
+    call_of_autograd_function,
+    inductor_config,
+    is_selective,
+)
 from bmtrain.version import __version__
 
 # Functions that rewriting puts into graphs. torch traces into them only after a miss.
@@ -48,7 +53,7 @@ def cacheable(graph: torch.fx.GraphModule, marked: dict[str, str]) -> dict[str, 
     levels = "".join("01"[is_selective(part)] for part in parts(graph))
     key = f"bmtrain {sources()} {levels}"
     names.append(call_of_autograd_function())
-    return {**cacheable_functions(), **marked, **dict.fromkeys(names, key)}
+    return {**getattr(inductor_config(), CACHEABLE), **marked, **dict.fromkeys(names, key)}
 
 
 def is_told(graph: torch.fx.GraphModule) -> bool:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from bmtrain.distributed import tensor_parallel
 from bmtrain.errors import ConfigurationError
-from bmtrain.nn.linear import check_sizes, part_of
+from bmtrain.nn.linear import check_sizes, options_of, part_of
 from bmtrain.nn.parallel_linear import OpParallelLinear
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
@@ -85,42 +85,28 @@ class VPEmbedding(DistributedModule):
                 f"VPEmbedding got ids of {x.dtype}: expected integers; projection=True "
                 "takes hidden states."
             )
-        if self._num_ranks == 1:
-            self._check_range(x)
-            return F.embedding(x, computed_with(self.weight))
-        return tensor_parallel.scatter_rows(
-            self._look_up(tensor_parallel.gather_rows(x.reshape(-1)))
-        ).view(*x.shape, self.embedding_size)
-
-    def extra_repr(self) -> str:
-        """Sizes, for printing."""
-        return f"vocab_size={self.vocab_size}, embedding_size={self.embedding_size}"
-
-    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows (ids, embedding_size) of ids (ids,), zeros for ids of other ranks."""
-        self._check_range(ids)
+        ids = x if self._num_ranks == 1 else tensor_parallel.gather_rows(x.reshape(-1))
+        # Reading values would synchronise with a GPU and break the graph of a compiler; there the
+        # lookup itself fails. All ranks have gathered the same ids, so all raise alike.
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            bad = ids[(ids < 0) | (ids >= self.vocab_size)]
+            if bad.numel():
+                raise ConfigurationError(
+                    f"VPEmbedding got the id {int(bad[0])} ({bad.numel()} of {ids.numel()} ids of "
+                    "the tensor-parallel ranks are out of range): expected 0 to "
+                    f"{self.vocab_size - 1}; check that the vocabulary of the data is that of the "
+                    "model."
+                )
         weight = computed_with(self.weight)
+        if self._num_ranks == 1:
+            return F.embedding(x, weight)
         local = ids - self._first
         here = (local >= 0) & (local < weight.shape[0])
         exists = (ids >= 0) & (ids < self.vocab_size)
         # An id outside the vocabulary stays out of range and makes the lookup fail. Mapped to 0, as
         # other ranks' ids are, it would silently yield zeros.
-        rows = F.embedding(
-            torch.where(here, local, torch.where(exists, 0, weight.shape[0])), weight
-        )
-        return torch.where(here[:, None], rows, 0)
+        places = torch.where(here, local, torch.where(exists, 0, weight.shape[0]))
+        own = torch.where(here[:, None], F.embedding(places, weight), 0)
+        return tensor_parallel.scatter_rows(own).view(*x.shape, self.embedding_size)
 
-    def _check_range(self, ids: torch.Tensor) -> None:
-        """Check ids on a CPU. All ranks have gathered the same ids, so all raise alike."""
-        # Reading values would synchronise with a GPU and break the graph of a compiler. In these
-        # cases the lookup itself fails.
-        if ids.device.type != "cpu" or torch.compiler.is_compiling():
-            return
-        bad = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if bad.numel():
-            raise ConfigurationError(
-                f"VPEmbedding got the id {int(bad[0])} ({bad.numel()} of {ids.numel()} "
-                "ids of the tensor-parallel ranks are out of "
-                f"range): expected 0 to {self.vocab_size - 1}; check that the "
-                "vocabulary of the data is that of the model."
-            )
+    extra_repr = options_of

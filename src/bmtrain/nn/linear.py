@@ -21,6 +21,13 @@ from bmtrain.shard.parameter import (
 ZEROS = ParameterInitializer(torch.nn.init.zeros_)
 
 
+def options_of(layer: torch.nn.Module) -> str:
+    """A layer's sizes and options, for printing."""
+    own = {name: param is not None for name, param in layer._parameters.items() if name == "bias"}
+    own |= {name: value for name, value in vars(layer).items() if name != "training"}
+    return ", ".join(f"{name}={own[name]}" for name in own if name[0] != "_")
+
+
 class OpLinear:
     """F.linear on distributed parameters, under BMTrain's name."""
 
@@ -76,12 +83,7 @@ class Linear(DistributedModule):
         """`input` (..., in_features) -> (..., out_features)."""
         return OpLinear.apply(input, self.weight, self._parameters["bias"])
 
-    def extra_repr(self) -> str:
-        """The sizes, for printing."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self._parameters['bias'] is not None}"
-        )
+    extra_repr = options_of
 
 
 def fan_in_uniform(in_features: int) -> ParameterInitializer:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from bmtrain.distributed import tensor_parallel
 from bmtrain.errors import ConfigurationError
-from bmtrain.nn.linear import ZEROS, check_sizes, fan_in_uniform, part_of
+from bmtrain.nn.linear import ZEROS, check_sizes, fan_in_uniform, options_of, part_of
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, Initializer, computed_with
@@ -164,12 +164,7 @@ class _ParallelLinear(DistributedModule):
             vars(self)[self.chunks],
         )
 
-    def extra_repr(self) -> str:
-        """Sizes and options, for printing."""
-        own = {"bias": self._parameters["bias"] is not None, **vars(self)}
-        return ", ".join(
-            f"{name}={own[name]}" for name in own if name[0] != "_" and name != "training"
-        )
+    extra_repr = options_of
 
 
 class ColumnParallelLinear(_ParallelLinear):

@@ -88,13 +88,30 @@ def read_call(
                 f"{hidden[0].shape[0]}: expected a row per sample."
             )
     rest, num_rows = args[num_hidden:], hidden[0].shape[0]
-    marked = None if batch_related is None else _checked(batch_related, len(rest), kwargs)
+    marked = None if batch_related is None else [*batch_related]
+    for key in marked or ():
+        known = (
+            key in kwargs if isinstance(key, str) else type(key) is int and key in range(len(rest))
+        )
+        if not known:
+            raise ConfigurationError(
+                f"batch_related has {key!r}: expected positions 0 to {len(rest) - 1} of the "
+                "arguments after the hidden ones, or names of "
+                f"{sorted(kwargs) or 'keyword arguments (there are none)'}."
+            )
     leaves, spec = tree_flatten((tuple(rest), kwargs))
     keyed: list[tuple[int | str, Any]] = [*enumerate(rest), *kwargs.items()]
     owners = [key for key, value in keyed for _ in tree_flatten(value)[0]]
-    is_cut = [
-        _is_cut(leaf, owner, num_rows, marked) for leaf, owner in zip(leaves, owners, strict=True)
-    ]
+    is_cut = []
+    for leaf, owner in zip(leaves, owners, strict=True):
+        is_tensor, is_marked = isinstance(leaf, torch.Tensor), marked is None or owner in marked
+        has_rows = is_tensor and leaf.dim() > 0 and leaf.shape[0] == num_rows
+        if marked is not None and is_marked and is_tensor and not has_rows:
+            raise ConfigurationError(
+                f"batch_related has {owner!r}, a tensor of shape {tuple(leaf.shape)}: expected "
+                f"{num_rows} rows in dim 0, as the hidden ones have."
+            )
+        is_cut.append(is_marked and has_rows)
     return Call(hidden, tuple(leaves), tuple(is_cut), spec)
 
 
@@ -111,36 +128,6 @@ def rows_per_micro_batch(num_rows: int, num_ranks: int, num_micro_batches: int) 
             "choose a batch size or num_micro_batches so that it divides."
         )
     return num_rows * num_ranks // num_micro_batches
-
-
-def _checked(
-    batch_related: Iterable[int | str], num_rest: int, kwargs: dict[str, Any]
-) -> set[int | str]:
-    marked = list(batch_related)
-    for key in marked:
-        known = (
-            key in kwargs if isinstance(key, str) else (type(key) is int and 0 <= key < num_rest)
-        )
-        if not known:
-            raise ConfigurationError(
-                f"batch_related has {key!r}: expected positions 0 to {num_rest - 1} of "
-                "the arguments after the hidden ones, or "
-                f"names of {sorted(kwargs) or 'keyword arguments (there are none)'}."
-            )
-    return set(marked)
-
-
-def _is_cut(leaf: Any, owner: int | str, num_rows: int, marked: set[int | str] | None) -> bool:
-    has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == num_rows
-    if marked is None:
-        return has_rows
-    if owner in marked and isinstance(leaf, torch.Tensor) and not has_rows:
-        raise ConfigurationError(
-            f"batch_related has {owner!r}, a tensor of shape {tuple(leaf.shape)}: "
-            f"expected {num_rows} "
-            "rows in dim 0, as the hidden ones have."
-        )
-    return owner in marked and has_rows
 
 
 def _kind(value: Any) -> object:

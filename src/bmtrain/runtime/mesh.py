@@ -15,6 +15,7 @@ from bmtrain.runtime.topology import Topology
 _GROUPS = {"group", "gather", "reduce"}
 
 
+@dataclasses.dataclass(eq=False)
 class Communicators:
     """The process groups of an axis. After `close`, reading one raises NotInitializedError.
 
@@ -27,10 +28,9 @@ class Communicators:
     is killed by the interpreter, and takes the process down with it.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, gather: dist.ProcessGroup, reduce: dist.ProcessGroup
-    ) -> None:
-        self.group, self.gather, self.reduce = group, gather, reduce
+    group: dist.ProcessGroup
+    gather: dist.ProcessGroup
+    reduce: dist.ProcessGroup
 
     def __getattr__(self, name: str) -> dist.ProcessGroup:
         """Only reached for a group that `close` has deleted."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from bmtrain.errors import ConfigurationError
 
 _GROUPS = ("pipe", "zero", "tp_zero", "tp")
@@ -47,20 +49,16 @@ class Topology:
         self.pp_tp_zero_idx = self.stage_id * tp_size + self.tp_id
         self.pp_tp_zero_id = self.pipe_idx // tp_size
 
-    def get_group_id(self, group_name: str) -> int:
-        """Index of this rank's group among those of a kind: pipe, zero, tp_zero or tp."""
-        return self._number(group_name, "idx")
-
-    def get_group_rank(self, group_name: str) -> int:
+    def get_group_rank(self, group_name: str, kind: str = "id") -> int:
         """This rank's position in its group of a kind: pipe, zero, tp_zero or tp."""
-        return self._number(group_name, "id")
-
-    def _number(self, name: str, kind: str) -> int:
-        if name not in _GROUPS:
+        if group_name not in _GROUPS:
             raise ConfigurationError(
-                f"unknown group {name!r}: expected one of {', '.join(_GROUPS)}."
+                f"unknown group {group_name!r}: expected one of {', '.join(_GROUPS)}."
             )
-        return int(vars(self)[f"{name}_{kind}"])
+        return int(vars(self)[f"{group_name}_{kind}"])
+
+    #: index of this rank's group among those of a kind: pipe, zero, tp_zero or tp
+    get_group_id = functools.partialmethod(get_group_rank, kind="idx")
 
     def partition(self, kind: str) -> list[tuple[int, ...]]:
         """All groups of a kind, as tuples of ranks; every rank is in exactly one.

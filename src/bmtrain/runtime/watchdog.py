@@ -115,11 +115,6 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def own_process() -> tuple[str, int]:
-    """Host and number of this process, for `Watchdog.start`."""
-    return socket.gethostname(), os.getpid()
-
-
 class Watchdog:
     """Notices that a run hangs. One per rank, from `init_distributed` to `shutdown`.
 
@@ -153,10 +148,12 @@ class Watchdog:
         progress: collectives and optimizer steps so far; whoever makes progress adds to it.
         num_steps: optimizer steps so far.
         collectives: the ledger, as lines for the report; set by it.
+        store_is_gone: whether rank 0 has failed and taken the store with it.
     """
 
     def __init__(self, place: Place, seconds: float | None, store: Store | None) -> None:
         self.progress = self.num_steps = 0
+        self.store_is_gone = False
         self.collectives: Callable[[], list[Line]] = list
         self._place, self._seconds = place, seconds
         self._off = 0
@@ -175,7 +172,7 @@ class Watchdog:
         self._alarm = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._idle = 0.0
-        self._host_words: str | None = None
+        self._host_words = ""
         # the one that trains, which is not the main one in a worker of others
         self._thread = threading.current_thread()
         self._asked, self._was_asked = 0, False  # while nothing goes on
@@ -185,7 +182,7 @@ class Watchdog:
         """Begin to watch and, with other ranks, to listen to them.
 
         Args:
-            processes: what all ranks say by `own_process`.
+            processes: host and number of the process of each rank.
             is_on: whether this rank watches itself. It answers the others in any case.
         """
         self._processes = processes
@@ -257,16 +254,11 @@ class Watchdog:
             self._post(_STORE_ENDS + words, range(self._place.size))
             time.sleep(_HEARD_S)
 
-    @property
-    def store_is_gone(self) -> bool:
-        """Whether rank 0 has failed and taken the store with it."""
-        return self._host_words is not None
-
     def whereabouts(self, ranks: Collection[int]) -> dict[int, str]:
         """Why ranks do not come, as far as is known; without those that may still come."""
         found: dict[int, str] = {}
         store = self._store
-        if self._host_words is not None:
+        if self.store_is_gone:
             found, store = {0: self._host_words} if 0 in ranks else {}, None
 
         def read() -> None:
@@ -436,7 +428,7 @@ class Watchdog:
             except RuntimeError:
                 return  # who hosts it has ended, which ends the run in another way
             if word.startswith(_STORE_ENDS):
-                self._host_words = word.removeprefix(_STORE_ENDS)
+                self._host_words, self.store_is_gone = word.removeprefix(_STORE_ENDS), True
             elif word != _LEAVE and not self._ending.is_set():
                 self._end(float(word))
             return

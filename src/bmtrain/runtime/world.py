@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -49,7 +50,7 @@ from bmtrain.runtime.mesh import Mesh, build_mesh
 from bmtrain.runtime.process import Exit, Launcher, say, this_host
 from bmtrain.runtime.seeding import Draws, seed_everything
 from bmtrain.runtime.topology import Topology
-from bmtrain.runtime.watchdog import Place, Watchdog, own_process
+from bmtrain.runtime.watchdog import Place, Watchdog
 from bmtrain.torch_internals import default_store
 
 Service = TypeVar("Service")
@@ -335,8 +336,9 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     is_main = threading.current_thread() is threading.main_thread()
     is_ours = os.environ.get(TORCHRUN, "").startswith(_OURS)
     if is_main and is_ours and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # see `starting.start`
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # see `starting`
     is_adopted, is_torchrun = dist.is_initialized(), TORCHRUN in os.environ
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the store
     launcher = None
     if is_torchrun and not is_adopted:
         launcher = Launcher(number(os.environ, "RANK") if "RANK" in os.environ else 0)
@@ -372,14 +374,14 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         if url == "env://" and not is_adopted:
             url = meeting_place(launch, os.environ)
         with _joining(launch, url, timeout):
-            store = _meet(launch, url, timeout, is_adopted)
+            store = _meet(launch, url, timeout, is_adopted, not agent_hosts)
             (local_rank, local_size), chosen = _settle(launch, store, device, is_adopted)
             place = Place(
                 launch.rank,
                 launch.size,
                 chosen,
                 timeout,
-                is_host=launch.rank == 0 and not is_adopted and not _agent_hosts(),
+                is_host=launch.rank == 0 and not is_adopted and not agent_hosts,
                 # a process that torchrun has started is the program's own
                 is_guest=is_adopted or not (is_main or is_torchrun),
             )
@@ -584,8 +586,8 @@ def _joining(launch: Launch, url: str, timeout: float) -> Iterator[None]:
         ) from None
 
 
-def _meet(launch: Launch, url: str, timeout: float, is_adopted: bool) -> Store:
-    """A store that the ranks of this run share. Collective."""
+def _meet(launch: Launch, url: str, timeout: float, is_adopted: bool, is_hosted: bool) -> Store:
+    """A store that the ranks of this run share. Collective. `is_hosted`: by rank 0."""
     if is_adopted:
         return adopt(default_store(), launch.rank, launch.size, timeout)
     if url == "env://":
@@ -607,14 +609,9 @@ def _meet(launch: Launch, url: str, timeout: float, is_adopted: bool) -> Store:
         launch.size,
         timeout,
         launch.run,
-        is_hosted=not _agent_hosts(),
+        is_hosted=is_hosted,
         is_local=launch.local_size == launch.size,
     )
-
-
-def _agent_hosts() -> bool:
-    """Whether torchrun hosts the store."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _open(place: Place, store: Store, is_adopted: bool) -> Groups:
@@ -652,9 +649,10 @@ def _join(
         mesh = build_mesh(topology, groups)
         seconds = watchdog if isinstance(watchdog, int | float) else None
         dog = Watchdog(place, seconds, None if place.size == 1 else store)
-        processes = [own_process()] * place.size
+        own = socket.gethostname(), os.getpid()
+        processes = [own] * place.size
         if place.size > 1:
-            dist.all_gather_object(processes, own_process(), group=mesh.world.group)
+            dist.all_gather_object(processes, own, group=mesh.world.group)
     except BaseException:
         groups.close()
         raise

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from bmtrain.errors import CheckpointError, printable
 from bmtrain.runtime import world
-from bmtrain.runtime.starting import num_to_start, start
 from model_center.commands.configuration import words_of
+from model_center.commands.starting import num_to_start, start
 from model_center.errors import (
     ConfigError,
     DataError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bmtrain.runtime.starting import num_to_start, start
+from model_center.commands.starting import num_to_start, start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
