@@ -14,7 +14,6 @@ from bmtrain.block.adopt import Place, places_of
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import Slices
-from bmtrain.shard.unshard import Use
 from bmtrain.shard.window import as_copy
 from bmtrain.torch_internals import no_torch_function, renew_weights, versions_of
 
@@ -187,18 +186,19 @@ class Binding:
 
     @contextlib.contextmanager
     def running(
-        self, table: ParameterTable, bound: Sequence[torch.Tensor], *, is_compiled: bool
+        self, table: ParameterTable, views: Sequence[torch.Tensor], *, is_compiled: bool
     ) -> Iterator[None]:
         """Bind full tensors to the modules while the body runs.
 
         Args:
-            bound: one for each parameter of the table, new views.
+            views: one for each slot of the table's storages, new ones.
             is_compiled: whether compiled code computes. It gets plain tensors, no `Bound`.
 
         Raises:
             ParameterError: if the body rebinds or writes a parameter.
         """
         outer, lent = self.is_running, self._lent
+        bound = [views[position] for position in table.positions]
         standing = [home[name] for home, name in table.homes]
         addresses, versions = list(map(_address, bound)), versions_of(bound)
         if not is_compiled:
@@ -257,14 +257,14 @@ class Binding:
             return False
         return not (bound[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
-    def lend(
-        self, table: ParameterTable, use: Use, tensors: Sequence[torch.Tensor]
-    ) -> Callable[[], None]:
-        """Bind `tensors` of `use` outside of calls too, until the returned function is called.
+    def lend(self, table: ParameterTable, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Bind tensors outside of calls too, until the returned function is called.
+
+        There is one for each slot of the table's storages.
 
         For hooks and checkpoints inside the module, whose Python code runs during backward.
         """
-        lent = use.select(tensors, table.storages, table.positions)
+        lent = [tensors[position] for position in table.positions]
         self._replaced, self._lent = table, lent
         self._put(table, lent)
 

@@ -28,7 +28,7 @@ from bmtrain.compile.programs import NoProgramError, Program, changing, is_watch
 from bmtrain.distributed.agreement import largest
 from bmtrain.errors import StaleParameterError
 from bmtrain.recompute.memory import memory_of, storages_of
-from bmtrain.recompute.runner import ModuleCall
+from bmtrain.recompute.recomputation import ModuleCall
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.seeding import get_random_state, set_random_state
@@ -506,12 +506,11 @@ class WholeModel:
         draws_own = model.training and not draws.are_own
         with self._plain_blocks(), draws.own() if draws_own else contextlib.nullcontext():
             leaves = self._leaves_for(use, table)
-            bound = use.select(leaves, table.storages, table.positions)
             try:
                 # What is said once was said in the call after the first attempt.
                 with (
                     told_once() if self._num_failed else contextlib.nullcontext(),
-                    self._binding.running(table, bound, is_compiled=True),
+                    self._binding.running(table, leaves, is_compiled=True),
                 ):
                     out = self._program(model.training)(model, args, kwargs)
             except NoProgramError as error:
@@ -597,8 +596,7 @@ class WholeModel:
     ) -> Any:
         with use.running():
             views = use.open()
-            bound = use.select(views, table.storages, table.positions)
-            with self._binding.running(table, bound, is_compiled=False):
+            with self._binding.running(table, views, is_compiled=False):
                 out = self._forward(model, args, kwargs)
         if self._axis.size > 1:
             out = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=False)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from bmtrain.compile import backend
 from bmtrain.compile.programs import Structure
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.runner import ModuleCall, Runner, SeveralGraphsError, call, policy
+from bmtrain.recompute.recomputation import ModuleCall, Runner, SeveralGraphsError, call, policy
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import several_graphs_error
 

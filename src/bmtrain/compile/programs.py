@@ -14,7 +14,7 @@ import torch
 
 from bmtrain.compile import backend
 from bmtrain.compile.fp8 import call_in_fp8
-from bmtrain.recompute.runner import ModuleCall, call
+from bmtrain.recompute.recomputation import ModuleCall, call
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import refuse_create_graph

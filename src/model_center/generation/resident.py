@@ -120,8 +120,7 @@ class ResidentWeights:
                     for storage in table.storages
                     for view in storage.views(self._full[storage])
                 ]
-                bound = [slots[position] for position in table.positions]
-                stack.enter_context(binding.running(table, bound, is_compiled=False))
+                stack.enter_context(binding.running(table, slots, is_compiled=False))
             yield
 
     def addresses(self) -> list[object]:
