@@ -3,7 +3,7 @@
 import torch
 
 import bmtrain as bmt
-from bmtrain.shard.residence import Gathered
+from bmtrain.shard.engine import Gathered
 from bmtrain.shard.slices import Slices
 
 

@@ -34,10 +34,10 @@ from bmtrain.runtime.log import warn
 from bmtrain.runtime.seeding import get_random_state, set_random_state
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import refuse_create_graph
+from bmtrain.shard.engine import Residence
 from bmtrain.shard.outputs import map_tensors, tensors_of, tied_to
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import note_call
-from bmtrain.shard.residence import Residence
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Use

@@ -15,8 +15,8 @@ import torch
 
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.shard.backward import refuse_create_graph
+from bmtrain.shard.engine import Residence
 from bmtrain.shard.label import Phase
-from bmtrain.shard.residence import Residence
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 from bmtrain.torch_internals import (
