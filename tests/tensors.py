@@ -6,7 +6,7 @@ import torch
 
 import bmtrain as bmt
 from bmtrain.kernels import launch
-from bmtrain.shard.residence import Gathered
+from bmtrain.shard.engine import Gathered
 from bmtrain.shard.slices import Slices
 
 

@@ -29,7 +29,7 @@ from bmtrain.plan.settings import DTYPES, GIB, Settings
 from bmtrain.plan.sources import of_function, of_transformers
 from bmtrain.plan.step import Memory
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.runner import Selective, call
+from bmtrain.recompute.recomputation import Selective, call
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 from bmtrain.torch_internals import without_memory

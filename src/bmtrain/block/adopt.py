@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.placement import EVERYWHERE, Placement
 from bmtrain.shard.storage import ShardPolicy, Storage
+from bmtrain.torch_internals import compiled_script
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,3 +300,37 @@ def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -
                 )
             else:  # in place: modules may share the buffer
                 buffer.copy_(value)
+
+
+class Slots(dict[str, Any]):
+    """The parameters or buffers of a compiled module, which live outside of Python's dicts.
+
+    It writes its tensors through to the module.
+    """
+
+    def __init__(self, module: torch.jit.ScriptModule, entries: Iterable[tuple[str, Any]]) -> None:
+        super().__init__(entries)
+        self._compiled = compiled_script(module)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if value is not None:
+            self._compiled.setattr(name, value)
+
+    def update(self, *others: Mapping[str, Any], **more: Any) -> None:  # type: ignore[override]  # only the forms used here
+        for other in (*others, more):
+            for name, value in other.items():
+                self[name] = value
+
+
+def open_slots(module: torch.nn.Module) -> None:
+    """Give `module` and its descendants dicts that can be written to, as plain modules have."""
+    for found in list(module.modules()):
+        part = found.__dict__.get("_actual_script_module", found)  # set by torch.jit.trace
+        if isinstance(part, torch.jit.ScriptModule) and not isinstance(
+            part.__dict__.get("_parameters"), dict
+        ):
+            own = part.__dict__
+            own["_modules"] = dict(own["_modules"].items())
+            own["_parameters"] = Slots(part, own["_parameters"].items())
+            own["_buffers"] = Slots(part, own["_buffers"].items())

@@ -15,7 +15,6 @@ from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
-from bmtrain.shard.unshard import Use
 from bmtrain.shard.window import as_copy
 from bmtrain.torch_internals import (
     no_torch_function,
@@ -76,7 +75,6 @@ class ParameterTable(tuple[Row, ...]):
         self.positions = [
             starts[param.storage_of] + param.index_in_storage for param in self.params
         ]
-        self.owners = [param.storage_of for param in self.params]
         self.are_copies = any(storage.axis.size > 1 for storage in self.storages)
         self.rnns = [module for _, module in modules if isinstance(module, torch.nn.RNNBase)]
         self._dicts: list[dict[str, Any]] = [
@@ -88,12 +86,12 @@ class ParameterTable(tuple[Row, ...]):
         self._engine = self.storages[0].engine if self.storages else None
         self._num_registered = self._engine.num_registered if self._engine else 0
 
-    def lapse(self, bound: Sequence[torch.Tensor]) -> None:
-        """A call is over for which these were gathered, one for each parameter."""
+    def lapse(self, views: Sequence[torch.Tensor]) -> None:
+        """A call is over for which these were gathered, one for each slot of the storages."""
         behind = {storage: (storage, storage.version()) for storage in self.storages}
-        for view, owner in zip(bound, self.owners, strict=True):
-            view.__class__ = Lapsed
-            view.behind = behind[owner]  # type: ignore[attr-defined]
+        for param, position in zip(self.params, self.positions, strict=True):
+            views[position].__class__ = Lapsed
+            views[position].behind = behind[param.storage_of]  # type: ignore[attr-defined]
 
     def are_current(self) -> bool:
         """Whether the modules still have the same children and parameters, in the same storages."""
@@ -225,18 +223,19 @@ class Binding:
 
     @contextlib.contextmanager
     def running(
-        self, table: ParameterTable, bound: Sequence[torch.Tensor], *, is_compiled: bool
+        self, table: ParameterTable, views: Sequence[torch.Tensor], *, is_compiled: bool
     ) -> Iterator[None]:
         """Bind full tensors to the modules while the body runs.
 
         Args:
-            bound: one for each parameter of the table, new views.
+            views: one for each slot of the table's storages, new ones.
             is_compiled: whether compiled code computes. It gets plain tensors, no `Bound`.
 
         Raises:
             ParameterError: if the body rebinds or writes a parameter.
         """
         outer, lent = self.is_running, self._lent
+        bound = [views[position] for position in table.positions]
         standing = [home[name] for home, name in table.homes]
         addresses, versions = list(map(_address, bound)), versions_of(bound)
         if not is_compiled:
@@ -302,14 +301,14 @@ class Binding:
             return False
         return not (bound[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
-    def lend(
-        self, table: ParameterTable, use: Use, tensors: Sequence[torch.Tensor]
-    ) -> Callable[[], None]:
-        """Bind `tensors` of `use` outside of calls too, until the returned function is called.
+    def lend(self, table: ParameterTable, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Bind tensors outside of calls too, until the returned function is called.
+
+        There is one for each slot of the table's storages.
 
         For hooks and checkpoints inside the module, whose Python code runs during backward.
         """
-        lent = use.select(tensors, table.storages, table.positions)
+        lent = [tensors[position] for position in table.positions]
         self._replaced, self._lent = table, lent
         self._put(table, lent)
 

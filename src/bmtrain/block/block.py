@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 
-from bmtrain.block.adopt import adopt, move_buffers, move_to_stage, places_of, share_buffers
-from bmtrain.block.binding import Binding
-from bmtrain.block.calls import BlockCall
+from bmtrain.block.adopt import (
+    adopt,
+    move_buffers,
+    move_to_stage,
+    open_slots,
+    places_of,
+    share_buffers,
+)
+from bmtrain.block.binding import Binding, ParameterTable
 from bmtrain.block.context import Context
 from bmtrain.block.shardable import check_shardable
 from bmtrain.compile.compiled import CompiledModule
@@ -27,10 +33,8 @@ from bmtrain.recompute.offload import is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.planner import Subject
 from bmtrain.recompute.probe import Trials, measure
-from bmtrain.recompute.recomputation import Recomputation
-from bmtrain.recompute.runner import Runner, SeveralGraphsError
-from bmtrain.recompute.runner import call as call_module
-from bmtrain.recompute.scripts import open_slots
+from bmtrain.recompute.recomputation import ModuleCall, Recomputation, Runner, SeveralGraphsError
+from bmtrain.recompute.recomputation import call as call_module
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import known_keywords
 from bmtrain.runtime.log import warn
@@ -39,7 +43,7 @@ from bmtrain.shard.outputs import PLAIN, before_backward_of, map_tensors, tied_t
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import ShardPolicy, Storage
-from bmtrain.shard.unshard import Use, refuse_transforms
+from bmtrain.shard.unshard import Kept, Use, refuse_transforms
 from bmtrain.torch_internals import in_backward, next_node_number
 
 MODES = ("BLOCK", "PIPE")
@@ -51,6 +55,23 @@ _STATE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+
+
+@dataclasses.dataclass
+class BlockCall:
+    """One call. Holds no arguments: it lives as long as the graph of the call, and would keep
+    inputs resident that are recomputed or offloaded to the host.
+
+    table, use: the sharded parameters, and what gathers them. runner, run: what runs the module,
+    and its function for this call. lends: whether Python code of the module, such as hooks or inner
+    recomputation, may run in backward and need full parameters.
+    """
+
+    table: ParameterTable
+    use: Use
+    runner: Runner
+    run: ModuleCall
+    lends: bool = True
 
 
 class Block(DistributedModule):
@@ -286,15 +307,26 @@ class Block(DistributedModule):
         if not PLAIN.issuperset(map(type, (*args, *kwargs.values()))):
             args, kwargs = map_tensors(ordinary, (args, kwargs))
         use = Use(table.storages) if self._shared is None else self._shared
-        runner = self._runner_now((*args, *kwargs.values()))
-        call = BlockCall(table, use, runner, runner.plain, packs=torch.is_grad_enabled())
+        if use.storages is not table.storages:
+            raise RuntimeError(
+                "the parameters of a block changed while its calls were made together"
+            )
+        # Recorders cannot see tensors inside compiled code. The choice is made once per call:
+        # recomputation runs what forward ran, even if recording has stopped by then.
+        runner = self._runner
+        if runner is not self._eager and (
+            self._context.recorder.is_listening
+            or not runner.accepts([part for _, part in self._parts()], (*args, *kwargs.values()))
+        ):
+            runner = self._eager
+        call = BlockCall(table, use, runner, runner.plain)
         level = self._level if torch.is_grad_enabled() else Level.NOTHING
         if level is None and use.hooks is not None:
             # What they do with what is kept is their business: they recompute it, or move it. Once
             # more the same level, if they are those of a checkpoint.
             level = Level.NOTHING
         draws = self._context.draws
-        draws_own = self.training and not (draws.are_own or self._holds_blocks)
+        draws_own = self._inner.training and not (draws.are_own or self._holds_blocks)
         with draws.own() if draws_own else contextlib.nullcontext():
             # During an outer block's recomputation this call belongs to no pass of the planner.
             if level is None and not in_backward():
@@ -353,7 +385,7 @@ class Block(DistributedModule):
         named = itertools.chain(enumerate(args), kwargs.items())
         begun = self._host_state.begin(named, self._context.draws)
         trials = Trials(self._inner, call.runner, self._host_state, begun)
-        with self._bound(call, views):
+        with self.binding.running(call.table, views, is_compiled=call.runner.is_compiled):
             return measure(trials, levels, views, args, kwargs)
 
     def _is_repeatable(self, call: BlockCall) -> bool | None:
@@ -378,24 +410,49 @@ class Block(DistributedModule):
     def _run_at(
         self, level: Level, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        runner = call.runner
-        if level is Level.NOTHING:
-            return self._run(call, args, kwargs)
-        moved = (
-            [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
-            if level is Level.OFFLOADED
-            else []
-        )
-        inside = runner.recomputing(level)
+        """Run the call, and connect its output to the graph.
+
+        On several ranks, backward from any output then reaches this call's gathers and reduction,
+        as it does on the other ranks: a rank that skipped them would hang the others. Before
+        backward enters the call, its full parameters are lent to the module.
+        """
+        first_node = next_node_number()
+        out, views = self._ran(level, call, args, kwargs)
+        use, table, tied = call.use, call.table, out
+        if torch.is_grad_enabled() and table.are_copies:
+            again = use.is_gathered_again
+            tied = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=again)
+        if torch.is_grad_enabled() and (call.lends or tied is not out):
+            end = next((view.grad_fn for view in views if view.requires_grad), None)
+            binding, fp8 = self.binding, self._fp8
+
+            def bind(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+                return binding.lend(table, marked(tensors) if fp8 else tensors)
+
+            before_backward_of(tied, first_node, lambda: use.lend(bind, end))
+        # Compiled code that keeps views in its graph would be slowed down in backward.
+        if table.are_copies and (use.is_gathered_again or not call.runner.is_compiled):
+            table.lapse(views)
+        return tied
+
+    def _ran(
+        self, level: Level, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """The output of the call at a level, and the gathered parameters."""
+        runner, use, context = call.runner, call.use, self._context
+        offloads = level is Level.OFFLOADED
+        moved = [x for x in args if offloads and isinstance(x, torch.Tensor) and is_movable(x)]
+        inside = runner.plain if level is Level.NOTHING else runner.recomputing(level)
         if inside is not None:
+            call.run, call.lends = inside, level is Level.NOTHING or runner.runs_python
+            hooks = use.saving() if torch.is_grad_enabled() else contextlib.nullcontext()
+            if moved:
+                hooks = context.pinned.saving(moved, use.keep)
             # The runner has warned and recomputes from outside from now on: go on below.
             with contextlib.suppress(SeveralGraphsError):
-                own = dataclasses.replace(call, run=inside, lends=runner.runs_python, moved=moved)
-                return self._run(own, args, kwargs)
-        again, use = runner.repeatable(level), call.use
-        context = self._context
-        call = dataclasses.replace(call, run=again, packs=False)
-        first_node = next_node_number()
+                return self._compute(call, hooks, args, kwargs)
+        call.run = again = runner.repeatable(level)
+        call.lends = True
 
         def keep(reason: str) -> None:
             again.forget()
@@ -403,12 +460,11 @@ class Block(DistributedModule):
 
         named = itertools.chain(enumerate(args), kwargs.items())
         begun = self._host_state.begin(named, context.draws)
-        body = functools.partial(self._compute, call)
-        recomputation = Recomputation(body, begun, use.place_of, use.find, keep)
-        with context.pinned.saving(moved, None) if moved else contextlib.nullcontext():
+        body = functools.partial(self._compute, call, contextlib.nullcontext())
+        recomputation = Recomputation(body, begun, use.place_of, use.keep, keep)
+        with context.pinned.saving(moved, Kept) if moved else contextlib.nullcontext():
             recomputation.save(args, kwargs)
-        out, views = recomputation.run(args, kwargs)
-        return self._tied(out, views, call, (args, kwargs), first_node)
+        return recomputation.run(args, kwargs)
 
     def _warn_of_keeping(self, reason: str) -> None:
         name = type(self._inner).__name__
@@ -418,18 +474,6 @@ class Block(DistributedModule):
                 f"{name} keeps its activations, as with use_checkpoint=False, where {reason}: "
                 "computing it again would give other values."
             )
-
-    def _runner_now(self, arguments: Sequence[Any] = ()) -> Runner:
-        """The runner of this call."""
-        # Recorders cannot see tensors inside compiled code. The choice is made once per call:
-        # recomputation runs what forward ran, even if recording has stopped by then.
-        if self._runner is self._eager or self._context.recorder.is_listening:
-            return self._eager
-        return (
-            self._runner
-            if self._runner.accepts([part for _, part in self._parts()], arguments)
-            else self._eager
-        )
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -457,13 +501,13 @@ class Block(DistributedModule):
         if self._stage is not None:
             share_buffers([part for _, part in self._parts()], self._stage, self._context.mesh.pipe)
 
-    def _run(self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first_node = next_node_number()
-        out, views = self._compute(call, args, kwargs)
-        return self._tied(out, views, call, (args, kwargs), first_node)
-
     def _compute(
-        self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any], is_again: bool = False
+        self,
+        call: BlockCall,
+        hooks: contextlib.AbstractContextManager[object],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_again: bool = False,
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run the module on gathered parameters, for its saved tensors only if it runs again.
 
@@ -480,52 +524,11 @@ class Block(DistributedModule):
             if is_again:  # leaves of their own graph: recomputation takes their gradients itself
                 flags = zip(views, use.trainable, strict=True)
                 views = [view.detach().requires_grad_(flag) for view, flag in flags]
-            with self._bound(call, views):
-                hooks = use.saving() if call.packs else contextlib.nullcontext()
-                if call.moved:
-                    hooks = self._context.pinned.saving(call.moved, hooks)
-                with hooks:
-                    out = call.run(self._inner, args, kwargs)
-            return out, views
-
-    def _bound(
-        self, call: BlockCall, views: Sequence[torch.Tensor]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Inside, the module holds views of the call's use."""
-        table = call.table
-        bound = call.use.select(views, table.storages, table.positions)
-        return self.binding.running(table, bound, is_compiled=call.runner.is_compiled)
-
-    def _tied(
-        self,
-        out: Any,
-        views: Sequence[torch.Tensor],
-        call: BlockCall,
-        arguments: Any,
-        first_node: int,
-    ) -> Any:
-        """Connect the output of a call to the graph.
-
-        On several ranks, backward from any output then reaches this call's gathers and reduction,
-        as it does on the other ranks: a rank that skipped them would hang the others. Before
-        backward enters the call, its full parameters are lent to the module.
-        """
-        use, table, tied = call.use, call.table, out
-        if torch.is_grad_enabled() and table.are_copies:
-            again = use.is_gathered_again
-            tied = tied_to(views, out, arguments, first_node, is_gathered_again=again)
-        if torch.is_grad_enabled() and (call.lends or tied is not out):
-            end = next((view.grad_fn for view in views if view.requires_grad), None)
-            binding, fp8 = self.binding, self._fp8
-
-            def bind(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-                return binding.lend(table, use, marked(tensors) if fp8 else tensors)
-
-            before_backward_of(tied, first_node, lambda: use.lend(bind, end))
-        # Compiled code that keeps views in its graph would be slowed down in backward.
-        if table.are_copies and (use.is_gathered_again or not call.runner.is_compiled):
-            table.lapse(use.select(views, table.storages, table.positions))
-        return tied
+            with (
+                self.binding.running(call.table, views, is_compiled=call.runner.is_compiled),
+                hooks,
+            ):
+                return call.run(self._inner, args, kwargs), views
 
     def compile(self, **options: Any) -> None:
         """Compile the inner module; `options` are the keywords of torch.compile.

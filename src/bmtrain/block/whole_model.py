@@ -36,15 +36,15 @@ from bmtrain.distributed.agreement import largest
 from bmtrain.errors import StaleParameterError
 from bmtrain.recompute.host_state import Trial, all_modules
 from bmtrain.recompute.memory import memory_of
-from bmtrain.recompute.runner import ModuleCall
+from bmtrain.recompute.recomputation import ModuleCall
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import refuse_create_graph
+from bmtrain.shard.engine import Residence
 from bmtrain.shard.outputs import map_tensors, tensors_of, tied_to
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import note_call
-from bmtrain.shard.residence import Residence
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Use
@@ -502,12 +502,11 @@ class WholeModel:
         draws_own = model.training and not draws.are_own
         with self._plain_blocks(), draws.own() if draws_own else contextlib.nullcontext():
             leaves = self._leaves_for(use, table)
-            bound = use.select(leaves, table.storages, table.positions)
             try:
                 # What is said once was said in the call after the first attempt.
                 with (
                     told_once() if self._num_failed else contextlib.nullcontext(),
-                    self._binding.running(table, bound, is_compiled=True),
+                    self._binding.running(table, leaves, is_compiled=True),
                 ):
                     out = self._program(model)(model, args, kwargs, runs=runs)
             except NoProgramError as error:
@@ -593,12 +592,11 @@ class WholeModel:
     ) -> Any:
         with use.running():
             views = use.open()
-            bound = use.select(views, table.storages, table.positions)
-            with self._binding.running(table, bound, is_compiled=False):
+            with self._binding.running(table, views, is_compiled=False):
                 out = self._forward(model, args, kwargs)
         if self._axis.size > 1:
             out = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=False)
-            table.lapse(bound)
+            table.lapse(views)
         return out
 
     def _program(self, model: torch.nn.Module) -> Program:

@@ -11,7 +11,7 @@ import torch
 from bmtrain.compile import backend
 from bmtrain.compile.programs import Structure, recomputing
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.runner import ModuleCall, Runner, SeveralGraphsError, call
+from bmtrain.recompute.recomputation import ModuleCall, Runner, SeveralGraphsError, call
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import several_graphs_error
 

@@ -18,7 +18,7 @@ from bmtrain.compile import backend
 from bmtrain.compile.fp8 import call_in_fp8
 from bmtrain.recompute.host_state import Snapshot, Trial, all_modules
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.runner import ModuleCall, Runner, call, policy
+from bmtrain.recompute.recomputation import ModuleCall, Runner, call, policy
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import refuse_create_graph

@@ -16,8 +16,8 @@ from bmtrain.kernels.blockwise import Blocks
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
 from bmtrain.optim.form import CODES, MOMENT_NAMES, NAMES, SCALES, StateForm, cut_of
 from bmtrain.shard.cut import Cut
+from bmtrain.shard.engine import num_references
 from bmtrain.shard.parameter import DistributedParameter
-from bmtrain.shard.residence import num_references
 from bmtrain.shard.sharded import Sharded, cut_like
 from bmtrain.shard.slices import Slices, local_of
 

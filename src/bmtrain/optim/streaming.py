@@ -18,7 +18,7 @@ from bmtrain.kernels.adam import AdamSettings, AdamTensors, update_tensors
 from bmtrain.kernels.blockwise import BLOCK
 from bmtrain.optim.adam_state import UpdatePart
 from bmtrain.runtime.world import World
-from bmtrain.shard.residence import alias
+from bmtrain.shard.engine import alias
 
 # Bytes of a chunk of states: enough that a copy takes far longer than its launch.
 LOAD_BYTES = 1 << 27

@@ -16,7 +16,7 @@ from bmtrain.plan import lifetimes
 from bmtrain.plan.meter import Meter, tensors_in
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Saved, storages_of
-from bmtrain.recompute.runner import Selective, call
+from bmtrain.recompute.recomputation import Selective, call
 
 COUNTED = (Level.NOTHING, Level.CHEAP, Level.BLOCK)
 

@@ -28,19 +28,25 @@ import numpy as np
 import torch
 
 from bmtrain.errors import RecomputationError
-from bmtrain.recompute.ambient import AmbientState
-from bmtrain.recompute.scripts import Scripts
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.seeding import (
     Draws,
     default_generators,
     is_generator,
+    is_same_state,
     read_generator,
     write_generator,
 )
+from bmtrain.runtime.world import World
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.slices import Slices
-from bmtrain.torch_internals import version_of, versions_of
+from bmtrain.torch_internals import (
+    DeviceContext,
+    function_modes,
+    last_script_graph,
+    version_of,
+    versions_of,
+)
 
 _SCALARS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), torch.Size}
@@ -55,6 +61,15 @@ _FOLLOWED: frozenset[type] = frozenset(
 _STANDARD = frozenset(torch.nn.Module().__dict__) - {"training", "_modules", "_buffers"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _MISSING = object()
+_NUM_WARM = 4  # calls after which the executor keeps the same graph
+# Getter and setter of each. They select kernels, and so which tensors are saved for backward.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,6 +356,36 @@ class Trial:
                 return
 
 
+class Scripts:
+    """Counts sightings of TorchScript on this rank. One per run, from `world.service(Scripts)`.
+
+    TorchScript only tells which graph ran last.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scripts:
+        """Itself: a copy of a block belongs to the same run."""
+        return self
+
+    def __init__(self, world: World) -> None:
+        self._idle: Any = None  # compiled on the first sighting
+        self._graph: Any = None
+        self._count = 0
+
+    def count(self) -> int:
+        """A counter that grows if TorchScript has run on this thread since the last call."""
+        last = last_script_graph()
+        if last is not None and last is not self._graph:
+            self._count += 1
+            # Run a no-op, so that a second call of the same function shows as another last graph.
+            if self._idle is None:
+                self._idle = torch.jit.CompilationUnit("def idle():\n    return\n").idle
+                for _ in range(_NUM_WARM):
+                    self._idle()
+            self._idle()
+            self._graph = last_script_graph()
+        return self._count
+
+
 class HostState:
     """The state that calls of one block read.
 
@@ -387,8 +432,14 @@ class Begun:
         self._copies: dict[int, torch.Tensor] = {}  # of buffers, by position
         if owner.writes_buffers:
             self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
-        generators = default_generators(draws.device)
-        self._ambient = AmbientState(draws, [*generators, *snapshot.generators, *given.generators])
+        self._draws, self._are_own = draws, draws.are_own
+        generators = [*default_generators(draws.device), *snapshot.generators, *given.generators]
+        self._generators = [(each, read_generator(each)) for each in generators]
+        self._switches = [read() for read, _ in _SWITCHES]
+        self._default_device = _default_device()
+        self._autocast = [
+            (kind, _autocast_of(kind)) for kind in dict.fromkeys((draws.device.type, "cpu"))
+        ]
 
     def obstacle(self) -> str | None:
         """After the pass: why it cannot be recomputed from this state, or None."""
@@ -430,7 +481,10 @@ class Begun:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """The state of the beginning inside, then the present one again."""
+        """The state of the beginning inside, then the present one again.
+
+        Generators continue where the program left them: a recomputation draws nothing new.
+        """
         changed = [held for part in self._parts for held in part.held if not held.is_unchanged()]
         snapshot = self._parts[0]
         # Copies of all buffers: batch norms write running statistics without counting it.
@@ -446,8 +500,23 @@ class Begun:
                 changed.append(_Held(held.owner, contents, held.where))
         everything = [each for part in self._parts for each in part.held]
         now = [copy.copy(each.owner) for each in everything]
-        with self._ambient.restored():
+        drawn = [(generator, read_generator(generator)) for generator, _ in self._generators]
+        switches = [read() for read, _ in _SWITCHES]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._draws.kept(self._are_own))
+            if _default_device() is not self._default_device:
+                stack.enter_context(self._default_device or torch.device("cpu"))
+            for kind, state in self._autocast:
+                if state != _autocast_of(kind):
+                    enabled, dtype, caches = state
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches)
+                    )
             try:
+                _set(self._switches, switches)
+                for (generator, state), (_, present) in zip(self._generators, drawn, strict=True):
+                    if not is_same_state(state, present):
+                        write_generator(generator, state)
                 for each in changed:
                     each.put(each.contents)
                 yield
@@ -455,6 +524,30 @@ class Begun:
                 for each, contents in zip(everything, now, strict=True):
                     if not _Held(each.owner, contents, "").is_unchanged():
                         each.put(contents)
+                for generator, state in drawn:
+                    write_generator(generator, state)
+                _set(switches, [read() for read, _ in _SWITCHES])
+
+
+def _set(wanted: Iterable[Any], present: Iterable[Any]) -> None:
+    for (_, write), value, found in zip(_SWITCHES, wanted, present, strict=True):
+        if value != found:
+            write(value)
+
+
+def _default_device() -> DeviceContext | None:
+    for mode in reversed(function_modes()):
+        if isinstance(mode, DeviceContext):
+            return mode
+    return None
+
+
+def _autocast_of(kind: str) -> tuple[bool, torch.dtype, bool]:
+    return (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 @contextlib.contextmanager

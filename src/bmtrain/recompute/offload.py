@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -16,7 +17,7 @@ from bmtrain.distributed.transport import Streams
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.memory import free_host_memory
 from bmtrain.runtime.world import World
-from bmtrain.shard.unshard import Kept
+from bmtrain.shard.unshard import Saved
 from bmtrain.torch_internals import sharing_versions
 
 
@@ -40,11 +41,31 @@ class Host:
         """Bytes that tensors may take: the pool, and this rank's share of half of what is free."""
         return self.num_bytes + free_host_memory() // (2 * self._local_size)
 
-    def saving(self, inputs: Sequence[torch.Tensor], inner: object) -> saved_tensors_hooks:
-        """Hooks that save `inputs` on the host and treat other tensors like the hooks `inner`."""
-        return _Saving(
-            _Moves(self, inputs, inner if isinstance(inner, saved_tensors_hooks) else None)
-        )
+    @contextlib.contextmanager
+    def saving(
+        self, inputs: Sequence[torch.Tensor], keep: Callable[[torch.Tensor], Saved]
+    ) -> Iterator[None]:
+        """Inside, autograd saves `inputs` on the host, and of other tensors what `keep` returns."""
+        # The event precedes the block's own kernels: the copies need not wait for those.
+        ready = self.streams.mark_compute()
+        movable = {x.untyped_storage().data_ptr(): x for x in inputs if is_movable(x)}
+        sent: dict[int, Away] = {}
+
+        def pack(tensor: torch.Tensor) -> Saved:
+            address = tensor.untyped_storage().data_ptr()
+            if address not in movable:
+                return keep(tensor)
+            if address not in sent:
+                sent[address] = self.send(movable[address], ready)
+            place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            return functools.partial(_fetched, sent[address], *place)
+
+        try:
+            with saved_tensors_hooks(pack, lambda saved: saved()):
+                yield
+        finally:  # the references would keep inputs on the device
+            movable.clear()
+            sent.clear()
 
     def settle(self) -> None:
         """Release the tensors whose copies to the host have been issued.
@@ -198,62 +219,9 @@ class Away:
         self._host.give_back(self.buffer)
 
 
-class _Saving(saved_tensors_hooks):
-    """Hooks for the body of one call of a block."""
-
-    def __init__(self, moves: _Moves) -> None:
-        super().__init__(moves.pack, moves.unpack)
-        self._moves = moves
-
-    def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)
-        self._moves.close()
-
-
-class _Moves:
-    """The pack and unpack functions of the hooks, which live as long as the graph."""
-
-    def __init__(
-        self, host: Host, inputs: Sequence[torch.Tensor], inner: saved_tensors_hooks | None
-    ) -> None:
-        # The event precedes the block's own kernels: the copies need not wait for those.
-        self._host, self._inner, self._ready = host, inner, host.streams.mark_compute()
-        self._movable = {x.untyped_storage().data_ptr(): x for x in inputs if is_movable(x)}
-        self._away: dict[int, Away] = {}
-
-    def close(self) -> None:
-        """End of the forward pass: drop references, which would keep inputs on the device."""
-        self._movable.clear()
-        self._away.clear()
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """The placeholder that autograd saves for `tensor`."""
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self._movable:
-            return Kept(tensor) if self._inner is None else self._inner.pack_hook(tensor)
-        if address not in self._away:
-            self._away[address] = self._host.send(self._movable[address], self._ready)
-        return Saved(
-            self._away[address], tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        )
-
-    def unpack(self, saved: Any) -> Any:
-        """The tensor that `pack` saved."""
-        if isinstance(saved, Saved):
-            return saved.away.fetch().as_strided(saved.size, saved.stride, saved.offset)
-        if isinstance(saved, Kept) or self._inner is None:
-            return saved.get()
-        return self._inner.unpack_hook(saved)
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
+def _fetched(away: Away, size: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
     """A view of a tensor that is on the host."""
-
-    away: Away
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    return away.fetch().as_strided(size, stride, offset)
 
 
 def is_movable(x: torch.Tensor) -> bool:

@@ -16,10 +16,10 @@ from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Memory, Saved, memory_of
 from bmtrain.recompute.offload import Host, is_movable
 from bmtrain.recompute.plan import Option
-from bmtrain.recompute.recomputation import Recomputation
-from bmtrain.recompute.runner import Runner, SeveralGraphsError
+from bmtrain.recompute.recomputation import Recomputation, Runner, SeveralGraphsError
 from bmtrain.runtime import world
 from bmtrain.shard.outputs import map_tensors, tensors_of
+from bmtrain.shard.unshard import Kept
 from bmtrain.torch_internals import tree_leaves
 
 _NUM_RUNS = 4  # the first is not timed: it compiles and fills caches
@@ -53,9 +53,7 @@ class Trials:
 
         draws = world.current("Block").draws
         begun = self._state.begin([*enumerate(args), *kwargs.items()], draws)
-        recomputation = Recomputation(
-            body, begun, lambda _: None, lambda place: place, lambda _: call.forget()
-        )
+        recomputation = Recomputation(body, begun, lambda _: None, Kept, lambda _: call.forget())
         recomputation.save(args, kwargs)
         return recomputation.run(args, kwargs), call.num_bytes()
 

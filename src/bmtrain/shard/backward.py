@@ -173,9 +173,7 @@ class Backward:
         for use in self._uses:
             use.drop()
         self._uses.clear()
-        if not self._deferring:
-            self._flush_deferred()
-        self._close()
+        self._close(flushes=not self._deferring)
         self._on_finish()
 
     def flush(self) -> None:
@@ -188,19 +186,17 @@ class Backward:
         self._refuse_lost()
         self._waiting = [gradient for gradient in self._waiting if gradient.has_deferred]
         if self._waiting:
-            self._flush_deferred()
-            self._close()
+            self._close(flushes=True)
 
-    def _flush_deferred(self) -> None:
-        for gradient in self._waiting:
+    def _close(self, *, flushes: bool) -> None:
+        """Show the finished gradients, as all ranks agree; deferred ones stay hidden."""
+        for gradient in self._waiting if flushes else ():
             self._open(gradient)
             reduction = gradient.flush()
             if reduction is not None:
                 self._transport.reduce([reduction], gradient.axis)
-        self._waiting.clear()
-
-    def _close(self) -> None:
-        """Show the finished gradients, as all ranks agree; deferred ones stay hidden."""
+        if flushes:
+            self._waiting.clear()
         self._waiting += [
             gradient
             for gradient in self._gradients
@@ -213,8 +209,8 @@ class Backward:
         # `close` reads and writes the sums on the compute stream. Without this wait it would race
         # with the reductions in flight, and so would the optimizer.
         self._transport.wait_for_reductions()
-        for gradient, flags in zip(done, touched, strict=True):
-            gradient.close(flags)
+        for gradient in done:
+            gradient.close(touched[gradient])
         # Collectives too: at this place on every rank.
         try:
             for participant in self.participants:
@@ -294,7 +290,7 @@ class Backward:
             participant.discard()
         self._on_finish()
 
-    def _agree(self, gradients: Sequence[Gradient]) -> list[list[bool]]:
+    def _agree(self, gradients: Sequence[Gradient]) -> dict[Gradient, list[bool]]:
         """For each slot of each gradient, whether any rank that shares it has touched it.
 
         All ranks of an axis bring the same gradients in the same order, and every rank goes through
@@ -315,14 +311,11 @@ class Backward:
                 f"the end of a backward pass with {len(members)} gradients ({sum(added)} of "
                 f"{len(added)} parameters had one before: {zlib.crc32(bytes(added)):08x})",
             )
-            flags = iter(
-                any_rank(
-                    self._transport.ledger,
-                    [flag for gradient in members for flag in gradient.touched],
-                    members[0].axis,
+            touched = [flag for gradient in members for flag in gradient.touched]
+            flags = any_rank(self._transport.ledger, touched, members[0].axis)
+            for gradient in members:
+                agreed[gradient], flags = (
+                    flags[: len(gradient.touched)],
+                    flags[len(gradient.touched) :],
                 )
-            )
-            agreed.update(
-                {gradient: [next(flags) for _ in gradient.touched] for gradient in members}
-            )
-        return [agreed[gradient] for gradient in gradients]
+        return agreed

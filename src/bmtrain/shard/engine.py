@@ -1,18 +1,20 @@
-"""What all storages of a run share: streams, rings, the gather schedule, the backward pass."""
+"""Where and when full values are gathered; what all storages of a run share."""
 
 from __future__ import annotations
 
+import enum
 import itertools
 import weakref
-from collections.abc import Hashable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar, cast
 
 import torch
 
 from bmtrain.distributed.agreement import largest
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import PeerGroups
-from bmtrain.distributed.transport import Streams, Transport
+from bmtrain.distributed.transport import Gather, ShardSource, Streams, Transport
+from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import NO_PASS, Backward
@@ -20,8 +22,284 @@ from bmtrain.shard.label import Label, Phase
 from bmtrain.shard.layout import Slot
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
-from bmtrain.shard.residence import Fixed, Residence
 from bmtrain.shard.steps import Steps
+from bmtrain.torch_internals import num_users, version_of
+
+
+def num_references(tensor: torch.Tensor) -> int:
+    """Tensors and other objects that share the memory of this one."""
+    count: int = num_users(tensor.untyped_storage())
+    return count
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of the contiguous `tensor`, apart from its version and graph."""
+    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    out.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return out
+
+
+class Residence:
+    """The full values of a storage on a rank that needs no gather: the shard is the full buffer.
+
+    Every `acquire` is matched by a `release`.
+    """
+
+    #: whether backward reads the buffer of forward; if not, saved views are packed and looked up
+    #: after another gather
+    survives_forward: bool = True
+    #: whether only the ranks of one pipeline stage have the storage
+    is_pipelined: bool = False
+    #: version of the parameters when the last gather was started; None where nothing is gathered
+    version: int | None = None
+    #: place in the last pass that gathered it
+    turn: int = 0
+    #: whether an update may still be under way: prefetching would make the host wait too early. The
+    #: same on all ranks, whichever of them has waited already.
+    is_late: bool = False
+
+    def __init__(self, source: ShardSource, label: Label) -> None:
+        self._source, self.label = source, label
+        self._updates: list[Callable[[], None]] = []
+
+    def expect(self, finish: Callable[[], None], *, is_late: bool) -> None:
+        """Values of the shard are computed beside the program: whoever asks for them waits.
+
+        Called at the same place on all ranks, those without elements of it too. The caller has
+        counted the write, so that versions do not depend on when the values come.
+
+        Args:
+            finish: waits for the values and writes them, so that later work on the current stream
+                finds them. May be called again.
+            is_late: whether that may be in the next pass; the same on all ranks.
+        """
+        self._updates.append(finish)
+        self.is_late = is_late or self.is_late
+
+    def settle(self) -> None:
+        """Wait for updates that are under way. Not collective.
+
+        Raises:
+            Exception: what ended an update; then the values are not to be had any more.
+        """
+        while self._updates:
+            finish = self._updates[0]
+            finish()
+            self._updates = [other for other in self._updates if other is not finish]
+
+    def prefetch(self, phase: Phase) -> None:
+        """Start the gather, unless the values are resident or in flight."""
+
+    def acquire(self, phase: Phase) -> torch.Tensor:
+        """The full buffer (layout.numel,), readable on the compute stream."""
+        return alias(self._source.get())
+
+    def release(self, full: torch.Tensor) -> None:
+        """The holder of `full` has issued its last read."""
+
+    def fixed(self) -> Residence:
+        """One of the same values whose full buffer never moves: a CUDA graph reads its address."""
+        return self
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The full buffer of a residence that never moves, whatever it holds now."""
+        return self._source.get()
+
+    def bring(self) -> None:
+        """Make the values of a residence that never moves readable on the compute stream."""
+
+    def forget(self) -> None:
+        """Parameters may change now: the next `acquire` gathers them anew.
+
+        Called at the same places of the program on every rank. Whether to gather must never depend
+        on what can differ between ranks: versions of parameters (a rank whose slice is empty sees
+        no change), or which old graphs are still alive. Ranks that decide differently hang.
+        """
+
+
+class Absent(Residence):
+    """A block of another pipeline stage: this rank has no values and takes part in no gather."""
+
+    def acquire(self, phase: Phase) -> torch.Tensor:
+        raise ParameterError(
+            "this parameter belongs to another stage of the pipeline and has no values "
+            "on this rank: use it through the "
+            "PipelineTransformerBlockList, or read it with bmtrain.save, state_dict() "
+            "or bmtrain.inspect."
+        )
+
+
+class Gathered(Residence):
+    """Several ranks: each gather fills a new buffer, which dies with its last reader.
+
+    The gather waits for all that was issued on the compute stream before it, and so for the last
+    reader of the memory that the allocator has handed out again. Holders in the same pass share a
+    buffer. What a program keeps of a buffer (a weight that a block returned, one that a custom
+    function has kept) keeps the memory, and its values never change.
+
+    Args:
+        source: the shard.
+        survives_forward: ZeRO-2: the buffer stays for backward.
+    """
+
+    def __init__(
+        self, source: ShardSource, label: Label, transport: Transport, *, survives_forward: bool
+    ) -> None:
+        super().__init__(source, label)
+        self._transport, self.survives_forward = transport, survives_forward
+        self._full: torch.Tensor | None = None
+        self._arrived: torch.Event | None = None
+        self._num_holders = 0
+        # Weak: the memory lives as long as the graphs that read it.
+        self._fixed: weakref.ref[Fixed] | None = None
+
+    def fixed(self) -> Residence:
+        found = None if self._fixed is None else self._fixed()
+        if found is None:
+            found = Fixed(self._source, self.label, self._transport)
+            self._fixed = weakref.ref(found)
+        return found
+
+    def prefetch(self, phase: Phase) -> None:
+        if self._full is None:
+            axis, self.version = self.label.axis, version_of(self._source.get())
+            self._full = self._source.new_full(axis.size)
+            self._arrived = self._transport.gather(
+                Gather(self._full, self._source, axis, self.label.places[phase])
+            )
+
+    def acquire(self, phase: Phase) -> torch.Tensor:
+        self.prefetch(phase)
+        self._num_holders += 1
+        # Without this wait, the module would read the buffer before the gather has filled it.
+        self._transport.streams.compute_waits(self._arrived)
+        return cast(torch.Tensor, self._full)
+
+    def release(self, full: torch.Tensor) -> None:
+        if full is not self._full:
+            return  # a holder from before `forget`
+        self._num_holders -= 1
+        if self._num_holders == 0:
+            self._full = None  # back to the allocator, behind the last read on the compute stream
+
+    def forget(self) -> None:
+        # A prefetched buffer may have no holder, so that nothing has waited for its gather: without
+        # this wait, the allocator could hand its memory to compute kernels while the gather still
+        # writes it.
+        self._transport.streams.compute_waits(self._arrived)
+        self._full, self._arrived, self._num_holders = None, None, 0
+
+
+class Values(enum.Enum):
+    """What a fixed buffer holds.
+
+    A gather makes NONE and PAST to CURRENT; `forget` makes CURRENT to PAST, and `keep` takes that
+    back; `lose` ends with NONE.
+    """
+
+    NONE = enum.auto()
+    #: those of the last gather, since which shards may have been written
+    PAST = enum.auto()
+    CURRENT = enum.auto()
+
+
+class Fixed(Residence):
+    """A buffer whose address never changes, gathered once between two calls of `forget`.
+
+    It stays allocated for as long as this object lives. Each gather waits for all that was issued
+    on the compute stream before it: holders need not say when they have read the buffer.
+    """
+
+    def __init__(self, source: ShardSource, label: Label, transport: Transport) -> None:
+        super().__init__(source, label)
+        self._transport = transport
+        self._full: torch.Tensor | None = None
+        # What holders of the last gather's values get, and its version, which counts what they
+        # write.
+        self._shown: torch.Tensor | None = None
+        self._shown_version = 0
+        self._ready: torch.Event | None = None
+        self._values = Values.NONE
+
+    @property
+    def has_memory(self) -> bool:
+        """False until the first gather."""
+        return self._full is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the values are resident or in flight."""
+        return self._values is Values.CURRENT
+
+    def prefetch(self, phase: Phase) -> None:
+        if not self.is_current:
+            self.arrives(self._transport.gather(self.missing(phase)))
+
+    def missing(self, phase: Phase) -> Gather:
+        """The gather that brings the values; `arrives` says that it was started."""
+        axis = self.label.axis
+        if self._full is None:
+            self._full = self._source.new_full(axis.size)
+        self._values, self.version = Values.NONE, version_of(self._source.get())
+        return Gather(self._full, self._source, axis, self.label.places[phase])
+
+    def arrives(self, ready: torch.Event | None) -> None:
+        """The values are there after `ready`."""
+        with torch.inference_mode(False):  # which counts no writes
+            self._shown = alias(self.memory)
+        self._shown_version = version_of(self._shown)
+        self._ready, self._values = ready, Values.CURRENT
+
+    @property
+    def memory(self) -> torch.Tensor:
+        if self._full is None:
+            raise RuntimeError("a fixed buffer was read before its first gather")
+        return self._full
+
+    def bring(self) -> None:
+        self.prefetch(Phase.FORWARD)
+        # Without this wait, the module would read the buffer before the gather has filled it.
+        self._transport.streams.compute_waits(self._ready)
+
+    def acquire(self, phase: Phase) -> torch.Tensor:
+        self.bring()
+        if self._shown is None:
+            raise RuntimeError("a gather left no buffer")
+        return self._shown
+
+    def forget(self) -> None:
+        # Nobody may have waited for the gather: without this wait, what follows on the compute
+        # stream could write the shard while a peer still copies from it.
+        self._transport.streams.compute_waits(self._ready)
+        if self._values is Values.CURRENT:
+            self._values = Values.PAST
+
+    def differs(self) -> torch.Tensor:
+        """Whether this rank's part of the buffer is other than its shard; bool (), on the device.
+
+        The bits are compared: versions do not count what is written past torch, by replays of
+        graphs for example. True where there are no values. If it is False on all ranks, the whole
+        buffer is on each what another gather would make it.
+        """
+        shard, shown = self._source.get(), self._shown
+        is_intact = shown is not None and version_of(shown) == self._shown_version
+        if self._full is None or self._values is Values.NONE or not is_intact:
+            return torch.ones((), dtype=torch.bool, device=shard.device)
+        axis = self.label.axis
+        own = self._full.chunk(axis.size)[axis.index]
+        return (own.view(torch.int64) != shard.view(torch.int64)).any()
+
+    def keep(self) -> None:
+        """After `forget`: the values of the last gather are right. All ranks say so, or none."""
+        if self._values is not Values.PAST:
+            raise RuntimeError("there are no values of an earlier gather")
+        self._values, self.version = Values.CURRENT, version_of(self._source.get())
+
+    def lose(self) -> None:
+        """Somebody may have written the buffer: the next gather must come."""
+        self._values = Values.NONE
+
 
 Item = TypeVar("Item", bound=Hashable)
 

@@ -93,9 +93,11 @@ class Gradient:
         Collective the first time.
         """
         # While a pass is writing there it must not be freed.
-        if self._total is not None and not self.is_open and not any(self._has_grad()):
-            self._total = self.flat = None
-            self._views = [None] * len(self._views)
+        if self._total is not None and not self.is_open:
+            params = [reference() for reference in self._params]
+            if all(param is None or param.shown_grad is None for param in params):
+                self._total = self.flat = None
+                self._views = [None] * len(params)
         self._transport.expect(self.layout.numel, self.policy.reduce_dtype, self.axis)
 
     def open(self) -> None:
@@ -292,11 +294,6 @@ class Gradient:
         return len(shown) == len(grads) and all(
             view is not None and grad is view for grad, view in zip(grads, shown, strict=True)
         )
-
-    def _has_grad(self) -> list[bool]:
-        """Whether `.grad` of each parameter shows one."""
-        params = [reference() for reference in self._params]
-        return [param is not None and param.shown_grad is not None for param in params]
 
     def _slice(self, flat: Any, index: int) -> torch.Tensor:
         piece = self.layout.piece(index, self.axis.index)

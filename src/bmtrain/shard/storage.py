@@ -13,11 +13,10 @@ from bmtrain.distributed.transport import Gather, ShardSource
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.world import check_zero_level
 from bmtrain.shard.cut import Cut
-from bmtrain.shard.engine import Engine
+from bmtrain.shard.engine import Absent, Engine, Gathered, Residence, num_references
 from bmtrain.shard.gradient import Gradient, GradientPolicy
 from bmtrain.shard.layout import Layout, Piece, Split
 from bmtrain.shard.placement import EVERYWHERE, Placement
-from bmtrain.shard.residence import Absent, Gathered, Residence, num_references
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import version_of
 

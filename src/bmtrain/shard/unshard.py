@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ import torch
 
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.shard.backward import refuse_create_graph
+from bmtrain.shard.engine import Residence
 from bmtrain.shard.label import Phase
-from bmtrain.shard.residence import Residence
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 from bmtrain.torch_internals import (
@@ -78,11 +79,19 @@ def refuse_transforms() -> None:
 class Packed:
     """A saved tensor in a full buffer: where to find it after the next gather."""
 
+    use: Use
     storage: Storage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+    def __call__(self) -> torch.Tensor:
+        """The tensor at this place."""
+        full = self.use.hold(self.storage)
+        if full.dtype != self.dtype:
+            full = full.view(self.dtype)
+        return full.as_strided(self.size, self.stride, self.offset)
 
 
 class Kept:
@@ -96,7 +105,7 @@ class Kept:
             self._tensor = tensor.detach()
         self._version = version_of(self._tensor)
 
-    def get(self) -> torch.Tensor:
+    def __call__(self) -> torch.Tensor:
         """The tensor.
 
         Raises:
@@ -111,6 +120,9 @@ class Kept:
             )
         return self._tensor
 
+
+# What is kept of a saved tensor; called for it.
+Saved = Callable[[], torch.Tensor]
 
 # Gives a module the tensors of a use, one per slot of all storages; returns a function that takes
 # them back.
@@ -178,7 +190,7 @@ class Use:
     def __init__(
         self, storages: Sequence[Storage], residences: Sequence[Residence] | None = None
     ) -> None:
-        self._storages = storages
+        self.storages = storages
         if residences is None:
             residences = [storage.residence for storage in storages]
         self._residences = dict(zip(storages, residences, strict=True))
@@ -228,7 +240,7 @@ class Use:
 
     def open(self) -> list[torch.Tensor]:
         """Gather; one view per slot of all storages, in the graph where gradients are wanted."""
-        if not self._storages:
+        if not self.storages:
             return []
         if not (torch.is_grad_enabled() and any(self.trainable)):
             return self.views()
@@ -236,9 +248,9 @@ class Use:
         if self._tied is not None:
             return self._tied
         self.expect()
-        leaf = self._storages[0].engine.leaf
+        leaf = self.storages[0].engine.leaf
         # the leaf in the place of those that the program has dropped
-        params = [leaf if x is None else x for one in self._storages for x in one.params]
+        params = [leaf if x is None else x for one in self.storages for x in one.params]
         with torch.no_grad():
             views = self.views()
         views = list(Unshard.apply(self, views, leaf, *params))
@@ -251,20 +263,10 @@ class Use:
         for storage, _ in self._trained():
             storage.gradient.expect()
 
-    def select(
-        self, views: Sequence[torch.Tensor], storages: Sequence[Storage], positions: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """The views at `positions` among the slots of `storages`, which must be this use's."""
-        if storages is not self._storages:  # several calls share this use
-            raise RuntimeError(
-                "the parameters of a block changed while its calls were made together"
-            )
-        return [views[position] for position in positions]
-
     def views(self) -> list[torch.Tensor]:
         """One view per slot of all storages, outside the graph."""
         views: list[torch.Tensor] = []
-        for storage in self._storages:
+        for storage in self.storages:
             views += storage.views(self.hold(storage))
         return views
 
@@ -332,10 +334,10 @@ class Use:
             bind: gives the module the tensors.
             end: the node that will end this use; None if all parameters are frozen.
         """
-        if not self._storages or self._ended_in == backward_pass() or self._open_loan() is not None:
+        if not self.storages or self._ended_in == backward_pass() or self._open_loan() is not None:
             return
         self._check_versions()
-        self._storages[0].engine.backward.begin_use(self)
+        self.storages[0].engine.backward.begin_use(self)
         # No gradient gets past a checkpoint that runs a nested backward pass: then this pass may
         # have no path to the node that ends the use.
         self._has_end = end is not None and will_run(end)
@@ -381,7 +383,7 @@ class Use:
                 for grad, late in zip(grads, loan.end(), strict=True)
             ]
         self._ended_in = backward_pass()
-        self._storages[0].engine.backward.end_use(self)
+        self.storages[0].engine.backward.end_use(self)
         self._reduce(grads)
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -396,36 +398,35 @@ class Use:
             ]
             found.append((storage.gradient, shown))
         if found:
-            self._storages[0].engine.backward.add(found)
+            self.storages[0].engine.backward.add(found)
 
     def _trained(self) -> Iterator[tuple[Storage, slice]]:
         """The storages with something to train, each with its range of slots among those of all."""
         end = 0
-        for storage in self._storages:
+        for storage in self.storages:
             own = slice(end, end := end + len(storage.layout.slots))
             if any(self.trainable[own]):
                 yield storage, own
 
     def saving(self) -> contextlib.AbstractContextManager[object]:
-        """Hooks of a call that keeps what autograd saves.
+        """Hooks of a call that keeps what autograd saves."""
+        if self.hooks is None and not self.is_gathered_again:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda saved: saved())
+
+    def keep(self, tensor: torch.Tensor) -> Saved:
+        """Keep a saved tensor.
 
         Of parameters their places are kept: views would keep buffers until backward. All else goes
         the way of the program's own hooks.
         """
+        place = self.place_of(tensor)
+        if place is not None:
+            return place
         if self.hooks is None:
-            if not self.is_gathered_again:
-                return contextlib.nullcontext()
-            return torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: self.place_of(tensor) or Kept(tensor),
-                lambda saved: self.find(saved) if isinstance(saved, Packed) else saved.get(),
-            )
+            return Kept(tensor)
         pack, unpack = self.hooks
-
-        def keep(tensor: torch.Tensor) -> tuple[Callable[[Any], torch.Tensor], Any]:
-            place = self.place_of(tensor)
-            return (unpack, pack(tensor)) if place is None else (self.find, place)
-
-        return torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved[0](saved[1]))
+        return functools.partial(unpack, pack(tensor))
 
     def place_of(self, tensor: torch.Tensor) -> Packed | None:
         """Where `tensor` is in a full buffer; None if it is in none.
@@ -448,17 +449,10 @@ class Use:
             slots = [(slot.shape, slot.stride, slot.offset) for slot in storage.layout.slots]
             if (tuple(size), stride, begin) not in slots:
                 return None
-        return Packed(storage, tensor.dtype, size, stride, offset)
-
-    def find(self, saved: Packed) -> torch.Tensor:
-        """The tensor at this place."""
-        full = self.hold(saved.storage)
-        if full.dtype != saved.dtype:
-            full = full.view(saved.dtype)
-        return full.as_strided(saved.size, saved.stride, saved.offset)
+        return Packed(self, storage, tensor.dtype, size, stride, offset)
 
     def _check_versions(self) -> None:
-        for storage, version in zip(self._storages, self._versions, strict=True):
+        for storage, version in zip(self.storages, self._versions, strict=True):
             if storage.version() != version:
                 raise StaleParameterError(
                     f"parameters ({_names(storage)}) were changed in place after the "

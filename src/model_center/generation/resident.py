@@ -13,10 +13,9 @@ from bmtrain.block.block import Block, parts_of
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.runtime import world
-from bmtrain.shard.engine import Engine
+from bmtrain.shard.engine import Engine, Fixed, Residence
 from bmtrain.shard.label import Phase
 from bmtrain.shard.placement import EVERYWHERE
-from bmtrain.shard.residence import Fixed, Residence
 from bmtrain.shard.storage import Storage
 
 
@@ -120,8 +119,7 @@ class ResidentWeights:
                     for storage in table.storages
                     for view in storage.views(self._full[storage])
                 ]
-                bound = [slots[position] for position in table.positions]
-                stack.enter_context(binding.running(table, bound, is_compiled=False))
+                stack.enter_context(binding.running(table, slots, is_compiled=False))
             yield
 
     def addresses(self) -> list[object]:
