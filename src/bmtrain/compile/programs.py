@@ -188,8 +188,8 @@ class Methods:
             found = Snapshot()
             found.add_modules(modules)
             bases = [base for kind in kinds for base in kind.__mro__]
-            classes = set(found.classes).union(bases) - {object, torch.nn.Module}
-            self._classes[kinds] = classes = list(classes)
+            classes = list({*found.classes, *bases} - {object, torch.nn.Module})
+            self._classes[kinds] = classes
         return tuple(
             [x for kind in classes for x in vars(kind).values() if type(x) in _KINDS_OF_METHODS]
         )
@@ -299,7 +299,8 @@ class Program:
             if not runs:
                 raise
         modules = all_modules(module)
-        params = [x for part in modules for x in part._parameters.values() if type(x) is _TENSOR]
+        held = [x for part in modules for x in part._parameters.values()]
+        params = [x for x in held if x is not None and type(x) is _TENSOR]
         device = params[0].device if params else torch.device("cpu")
         trial = Trial(modules, (*args, *kwargs.values()), device)
         self._gate.is_shut = False

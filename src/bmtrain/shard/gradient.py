@@ -53,6 +53,8 @@ class Gradient:
         self.layout, self.policy, self.axis, self.label = layout, policy, label.axis, label
         self._params: Sequence[weakref.ref[Hooked]] = params  # filled in by the storage later
         self._device, self._transport, self._cuts = device, transport, cuts
+        pieces = [layout.piece(index, self.axis.index) for index in range(len(cuts))]
+        self._places = [slice(piece.begin, piece.end) for piece in pieces]
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
         # The same in the parameters' dtype, shown in `.grad`; one tensor if the dtypes agree.
         self.flat: torch.Tensor | None = None
@@ -133,13 +135,13 @@ class Gradient:
                     self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device
                 )
         for index, grad in enumerate(grads) if self._accumulates else ():
-            own = self._slice(self._total, index)
             if grad is None or not carried[index]:
-                own.zero_()
+                self._slice(self._total, index).zero_()
             elif not (is_kept[index] and is_intact):
-                own.copy_(grad.local)  # the program has written or replaced it
+                # the program has written or replaced it
+                self._slice(self._total, index).copy_(grad.local)
             elif is_moved:
-                own.copy_(self._slice(old, index))
+                self._slice(self._total, index).copy_(self._slice(old, index))
         self.had_deferred = self.has_deferred
         if not self.has_deferred:
             self.touched = [False] * len(self.continued)
@@ -296,8 +298,8 @@ class Gradient:
         )
 
     def _slice(self, flat: Any, index: int) -> torch.Tensor:
-        piece = self.layout.piece(index, self.axis.index)
-        return flat[piece.begin : piece.end]
+        own: torch.Tensor = flat[self._places[index]]
+        return own
 
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Flat pieces that make up the full gradient (layout.numel,) in reduce_dtype, in order.
