@@ -32,14 +32,20 @@ class SpanState:
         span: in a compact form of one parameter: the places of its elements make random bits.
         make: makes its tensors.
         form: in how many bits; fp32 is fp64 for fp64 parameters.
-        number: of the span's first parameter in its optimizer.
+        group, number: of the span's first parameter in its optimizer.
 
     Attributes:
         tensors: by name, (numel,) each; scales have one number for each block.
+        states: what the optimizer shows of each parameter.
+        num_holders: how many tensors and other objects share the memory of the layout itself.
     """
 
-    def __init__(self, span: FlatSpan, make: Make, form: StateForm, number: int) -> None:
-        self.span, self._number, self._is_compact = span, number, form.is_compact
+    def __init__(
+        self, span: FlatSpan, make: Make, form: StateForm, group: int, number: int
+    ) -> None:
+        self.span, self.group, self._number = span, group, number
+        self._is_compact, self.num_holders = form.is_compact, 0
+        self.states: list[dict[str, Any]] = []
         values = span.values
         exact = torch.promote_types(values.dtype, torch.float32)
         # Weights that are their own masters are not held: see `Storage.is_held`.
@@ -89,6 +95,10 @@ class SpanState:
         if remainder is not None and "master" in old:
             masters = old["master"].reshape(-1).to(remainder.device, torch.float32)
             remainder.copy_(remainders_of(masters, self.span.values))
+
+    def count_holders(self) -> int:
+        """How many tensors and other objects share the memory of the state."""
+        return sum(map(num_references, self.tensors.values()))
 
     def _moments(self) -> list[torch.Tensor | Blocks]:
         own = self.tensors
@@ -178,7 +188,7 @@ class AdamLayout:
         wait_for_copies: Callable[[], None],
     ) -> None:
         self._states, self._wait_for_copies = states, wait_for_copies
-        self._span_states: dict[int, tuple[int, SpanState]] = {}  # by id of the span: group, state
+        self._span_states: dict[int, SpanState] = {}  # by id of the span
         # by id of the storage or parameter: states whose master weights follow the weights
         self._rounded: dict[int, list[SpanState]] = {}
         self._versions: dict[int, int] = {}  # of their memory when it was last looked at
@@ -191,28 +201,30 @@ class AdamLayout:
         for group, own in enumerate(groups):
             for whole in spans_of(own["params"]):
                 for span in whole.split(id) if form.is_compact else [whole]:
-                    state = SpanState(span, memory_of(span), form, numbers[span.params[0]])
-                    self._span_states[id(span)] = group, state
+                    number = numbers[span.params[0]]
+                    state = SpanState(span, memory_of(span), form, group, number)
+                    self._span_states[id(span)] = state
                     if "master" in state.tensors:
                         self._rounded.setdefault(span.owner, []).append(state)
                     if "remainder" in state.tensors:
                         self._bound.append(span)
                     for param in span.params:
                         self._show(param, state)
+                    state.states = [states[param] for param in span.params]
                     self._spans.append(span)
-        self._ids = _ids(groups)
-        self._states_of = {id(x): [states[param] for param in x.params] for x in self._spans}
+        # the layout holds its parameters, so that ids are not used again
+        self._ids = [list(map(id, group["params"])) for group in groups]
         self._params = parameters_of(groups)
         self._dicts = [states[param] for param in self._params]
         # of tensors: a step count is another object after each step
         views = [(own, name) for own in self._dicts for name in own if name != "step"]
         self._places = [own for own, _ in views], [name for _, name in views]
         self._views = list(map(dict.get, *self._places))
-        self._sharded = [span for span in self._spans if span.storage is not None]
         for view in self._views:
             if isinstance(view, ShardedState):
                 view.count_holders()
-        self._num_holders = self._count_holders()
+        for state in self._span_states.values():
+            state.num_holders = state.count_holders()
         self.trust_weights()
 
     def is_current(
@@ -221,7 +233,7 @@ class AdamLayout:
         """Whether the groups still hold the same parameters, and the states are this layout's."""
         return (
             states is self._states
-            and _ids(groups) == self._ids
+            and [list(map(id, group["params"])) for group in groups] == self._ids
             and all(map(operator.is_, map(states.get, self._params), self._dicts))
             and all(map(operator.is_, map(dict.get, *self._places), self._views))
         )
@@ -264,25 +276,20 @@ class AdamLayout:
 
         It can read that at any time without asking.
         """
-        now = self._count_holders()
         return {
-            span.owner
-            for span in self._sharded
-            if now[id(span)] > self._num_holders[id(span)]
-            or any(
-                x.is_held
-                for param in span.params
-                for x in self._states[param].values()
-                if isinstance(x, ShardedState)
+            state.span.owner
+            for state in self._span_states.values()
+            if state.span.storage is not None
+            and (
+                state.count_holders() > state.num_holders
+                or any(
+                    x.is_held
+                    for own in state.states
+                    for x in own.values()
+                    if isinstance(x, ShardedState)
+                )
+                or state.span.storage.is_held
             )
-            or (span.storage is not None and span.storage.is_held)
-        }
-
-    def _count_holders(self) -> dict[int, int]:
-        """By span, how many tensors and other objects share the memory of its state."""
-        return {
-            id(span): sum(map(num_references, self._span_states[id(span)][1].tensors.values()))
-            for span in self._sharded
         }
 
     def _writes(self) -> dict[int, tuple[int, int, int]]:
@@ -323,13 +330,12 @@ class AdamLayout:
                     "Adam does not take: give the embedding sparse=False, or leave it to "
                     "torch.optim.SparseAdam."
                 )
-            group, state = self._span_states[id(part.span)]
-            flat = part.grad.reshape(-1)
-            known = self._states_of[id(part.span)] if part.piece is part.span else []
+            state, flat = self._span_states[id(part.span)], part.grad.reshape(-1)
+            known = state.states if part.piece is part.span else []
             are_alike = bool(known) and all(x["step"] == known[0]["step"] for x in known)
             for piece in [part.piece] if are_alike else part.piece.split(self._step_of):
-                key = group, self._step_of(piece.params[0])
-                batch = batches.setdefault(key, ParamBatch(group))
+                key = state.group, self._step_of(piece.params[0])
+                batch = batches.setdefault(key, ParamBatch(state.group))
                 batch.states += (
                     known if are_alike else [self._states[param] for param in piece.params]
                 )
@@ -352,11 +358,6 @@ class AdamLayout:
     def _step_of(self, param: torch.nn.Parameter) -> int:
         step: int = self._states[param]["step"]
         return step
-
-
-def _ids(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Which parameters there are; the layout holds its own, so that ids are not used again."""
-    return [list(map(id, group["params"])) for group in groups]
 
 
 def _local(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

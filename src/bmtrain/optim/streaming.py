@@ -140,7 +140,7 @@ class StateStreamer:
         slots = itertools.cycle(self._slots)
         try:
             chunk = [ChunkPart(x, x.tensors, True) for x in here if x.tensors is not None]
-            compute(chunk, [part.tensors for part in chunk], verdict)
+            compute(chunk, verdict)
             for update in here:
                 update.is_issued, update.tensors = True, None
             for update in away:
@@ -166,7 +166,7 @@ class StateStreamer:
     ) -> torch.Event | None:
         """Update a chunk; the event after which its weights are there."""
         if slot is None:
-            compute(chunk, [part.tensors for part in chunk], verdict)
+            compute(chunk, verdict)
             return None
         slot.write_back()
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -180,13 +180,13 @@ class StateStreamer:
         with torch.cuda.stream(self._up):
             if slot.free is not None:
                 self._up.wait_event(slot.free)  # else this chunk would overwrite one going down
-            here = [part.tensors.placed(take) for part in chunk]
+            chunk = [part._replace(tensors=part.tensors.placed(take)) for part in chunk]
         self._update.wait_stream(self._up)
         # Without it, updates would read gradients that are being computed and write weights that
         # are being read.
         self._update.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._update):
-            compute(chunk, here, verdict)
+            compute(chunk, verdict)
             done = self._update.record_event()
         self._down.wait_event(done)
         with torch.cuda.stream(self._down):
@@ -276,19 +276,19 @@ def chunks_of(updates: Sequence[PendingUpdate], num_bytes: int) -> Iterator[Chun
         yield chunk
 
 
-def compute(chunk: Chunk, tensors: list[AdamTensors], verdict: torch.Tensor | None) -> None:
-    """Update a chunk, of which the states are in `tensors`, with few kernels.
+def compute(chunk: Chunk, verdict: torch.Tensor | None) -> None:
+    """Update a chunk with few kernels.
 
     What is recorded are changes of the weights in as many bits as there are in one tensor.
     """
     watched, by_settings = [], dict[AdamSettings, list[AdamTensors]]()
-    for part, own in zip(chunk, tensors, strict=True):
-        by_settings.setdefault(part.update.settings, []).append(own)
-        if part.update.records:
+    for update, own, _ in chunk:
+        by_settings.setdefault(update.settings, []).append(own)
+        if update.records:
             master = own.master
             is_wide = master is not None and master.is_floating_point()
             values = master if is_wide and master is not None else own.weight
-            watched.append((part.update, values, values.clone()))
+            watched.append((update, values, values.clone()))
     for settings, members in by_settings.items():
         update_tensors(members, settings, verdict)
     for update, values, before in watched:
