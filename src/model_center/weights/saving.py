@@ -68,13 +68,17 @@ def save_hugging_face(
         exporter = _on_writer(
             staging, lambda staging: _exporter(staging, key_map, headers, max_shard_size, origin)
         )
-        take = _taking(exporter, pathlib.Path(folder), changes) if exporter else None
+        take = _taking(exporter, pathlib.Path(folder), changes) if exporter else _skip
         visit(model, take, WeightsError)
     extra = [name for name in headers if name not in key_map.pieces]
     if extra and bmt.rank() == 0:
         log.warn(
             f"{folder}: kept under our names, which transformers does not use: {', '.join(extra)}."
         )
+
+
+def _skip(entry: Entry, tensor: torch.Tensor) -> None:
+    """What ranks do that write nothing."""
 
 
 def save_model_center(
