@@ -19,8 +19,9 @@ class Config(Mapping[str, Any]):
 
     Before `init_distributed` it holds the values of a single process. Communicators (`comm`,
     `zero_comm`, ...) are `Axis` objects, None before `init_distributed`; streams and events are
-    None on a CPU. One key can be assigned: `config["save_param_to_cpu"] = False` makes
-    `state_dict()` of sharded modules leave full tensors on the rank's device.
+    None on a CPU. `config["save_param_to_cpu"] = False` makes `state_dict()` of sharded modules
+    leave full tensors on the rank's device. Keys that it does not have are the program's: in a run
+    they can be assigned and read.
 
     Raises:
         UnknownNameError: for a name that it does not have; a KeyError too.
@@ -29,45 +30,43 @@ class Config(Mapping[str, Any]):
         NotInitializedError: on assignment before `init_distributed`.
     """
 
+    def _now(self) -> Mapping[str, Any]:
+        return _values(world.current("config")) if world.is_initialized() else _BEFORE
+
     def __getitem__(self, key: str) -> Any:
-        if key not in _BEFORE:
-            near = difflib.get_close_matches(str(key), _BEFORE, n=1, cutoff=0.0)
+        values = self._now()
+        if key not in values:
+            near = difflib.get_close_matches(str(key), values, n=1, cutoff=0.0)
             raise UnknownNameError(f"config has no {key!r}: the nearest name is {near[0]!r}.")
-        return (_values(world.current("config")) if world.is_initialized() else _BEFORE)[key]
+        return values[key]
 
     def __setitem__(self, key: str, value: object) -> None:
-        if key != "save_param_to_cpu":
+        if key in _BEFORE and not (key == "save_param_to_cpu" and isinstance(value, bool)):
             raise ConfigurationError(
-                f"config[{key!r}] cannot be written: it would have no effect. Give settings to "
-                'init_distributed(); only config["save_param_to_cpu"] can be written.'
+                f"config[{key!r}] = {value!r} would have no effect: give settings to "
+                "init_distributed(); config['save_param_to_cpu'] can be True or False."
             )
-        if not isinstance(value, bool):
-            raise ConfigurationError(
-                f"config['save_param_to_cpu'] got {value!r}: expected True or False."
-            )
-        world.current("config['save_param_to_cpu']").service(_Saving).to_cpu = value
+        world.current(f"config[{key!r}]").service(_written)[key] = value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_BEFORE)
+        return iter(self._now())
 
     def __len__(self) -> int:
-        return len(_BEFORE)
+        return len(self._now())
 
     def __repr__(self) -> str:
         return f"Config({dict(self)})"
 
 
-class _Saving:
-    """Whether state dicts are moved to the CPU. One per run."""
-
-    def __init__(self, current: World) -> None:
-        self.to_cpu = True
+def _written(current: World) -> dict[str, Any]:
+    """What the program has written. One per run."""
+    return {"save_param_to_cpu": True}
 
 
 def device_of_state_dicts() -> torch.device:
     """The device on which `state_dict()` of sharded modules puts full tensors."""
     current = world.current("state_dict")
-    return torch.device("cpu") if current.service(_Saving).to_cpu else current.device
+    return torch.device("cpu") if current.service(_written)["save_param_to_cpu"] else current.device
 
 
 class _Streams:
@@ -108,9 +107,7 @@ def _values(current: World) -> dict[str, Any]:
         "pipe_comm": mesh.pipe,
         "pp_zero_comm": mesh.pp_zero,
         "pp_tp_zero_comm": mesh.pp_tp_zero,
-        "calc_stream": (
-            None if current.device.type == "cpu" else torch.cuda.current_stream(current.device)
-        ),
+        "calc_stream": streams.load and torch.cuda.current_stream(current.device),
         "load_stream": streams.load,
         "tp_comm_stream": streams.tensor_parallel,
         "pp_comm_stream": streams.pipeline,
@@ -120,13 +117,13 @@ def _values(current: World) -> dict[str, Any]:
         "num_micro_batches": current.num_micro_batches,
         "loss_scale_factor": defaults.loss_scale_factor,
         "loss_scale_steps": defaults.loss_scale_steps,
-        "save_param_to_cpu": current.service(_Saving).to_cpu,
+        **current.service(_written),
     }
 
 
 _NONE = """comm zero_comm tp_comm tp_zero_comm pipe_comm pp_zero_comm pp_tp_zero_comm
 calc_stream load_stream tp_comm_stream pp_comm_stream barrier_stream load_event"""
-# All keys, with the values of a single process before `init_distributed`.
+# All keys of the library, with the values of a single process before `init_distributed`.
 _BEFORE: dict[str, Any] = {
     **dict.fromkeys(_NONE.split()),
     **dict.fromkeys(("rank", "local_rank", "tp_rank", "tp_zero_rank", "zero_rank"), 0),
