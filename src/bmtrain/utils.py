@@ -100,7 +100,7 @@ def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = Non
     """Print `title` as a rule and a table of `content` below it, on rank 0, to stdout or `file`."""
     table, text = rich("table").Table.grid(padding=(0, 2)), rich("text").Text
     for row in content.items():
-        table.add_row(*(text(str(part)) for part in row))
+        table.add_row(*map(text, map(str, row)))
     _print(table, text(title), file)
 
 

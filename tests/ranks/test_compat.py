@@ -474,9 +474,12 @@ def written_config():
         assert bmt.global_var.config["save_param_to_cpu"] is value
         device = torch.device("cpu") if value else bmt.device()
         assert {x.device for x in layer.state_dict().values()} == {device}
-    for key, bad in (("save_param_to_cpu", 1), ("zero_level", 2), ("rank", 0), ("no_such", 1)):
+    for key, bad in (("save_param_to_cpu", 1), ("zero_level", 2), ("rank", 0)):
         with pytest.raises(ConfigurationError, match=key):
             bmt.config[key] = bad
+    assert "own" not in bmt.config
+    bmt.config["own"] = layer  # programs keep what is theirs here
+    assert bmt.config["own"] is layer and "own" in dict(bmt.config)
     found = [bmt.config[key] for key in ("zero_level", "num_micro_batches", "micros")]
     assert found == [2, 1, 1]
 

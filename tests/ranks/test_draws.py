@@ -1,7 +1,9 @@
 """Random numbers in training: other ones for other rows, and nothing else that differs by rank."""
 
+import contextlib
 import pathlib
 
+import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
@@ -141,6 +143,67 @@ def resume(folder):
         model, manager = build()
         assert checkpoints.restore(model, manager) is not None
     assert train(model, manager) == want
+
+
+class Growing(nn.Module):
+    """Makes a map in its first pass, as adapters do that ask for the width of what they get."""
+
+    def __init__(self, as_parameter=None):
+        super().__init__()
+        self.map, self.more, self.p = nn.Linear(WIDTH, WIDTH), None, 0.5
+        self.as_parameter = as_parameter
+
+    def forward(self, x):
+        h = torch.tanh(self.map(x))
+        if self.more is None:
+            self.more = nn.Linear(h.shape[-1], WIDTH)
+            if self.as_parameter:
+                self.own = self.as_parameter(torch.randn(WIDTH))
+        if self.as_parameter:
+            return F.dropout(h * self.own, self.p, self.training)
+        return F.dropout(self.more(h), self.p, self.training)
+
+
+def grow():
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    pair = []
+    for wrap in (bmt.BMTrainModelWrapper, lambda plain: plain):
+        torch.manual_seed(3)
+        pair.append(wrap(Growing()))
+        pair[-1](x)
+        pair[-1].p = 0.0
+    model, plain = pair
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.01)
+    manager, twin = bmt.optim.OptimManager(), torch.optim.Adam(plain.parameters(), lr=0.01)
+    manager.add_optimizer(optimizer)
+    for _ in range(3):
+        manager.zero_grad()
+        manager.backward(model(x[2 * bmt.rank() : 2 * bmt.rank() + 2]).square().mean())
+        manager.step()
+        twin.zero_grad()
+        plain(x).square().mean().backward()
+        twin.step()
+    got, want = model.state_dict(), plain.state_dict()
+    for name, value in want.items():
+        torch.testing.assert_close(torch.as_tensor(got[name]), value, rtol=1e-5, atol=1e-6)
+
+    found = []
+    for use_checkpoint in (True, False):
+        torch.manual_seed(3)
+        block = bmt.Block(Growing(bmt.DistributedParameter), use_checkpoint=use_checkpoint)
+        row = x.clone().requires_grad_()
+        said = pytest.warns(UserWarning, match="Growing keeps its activations")
+        with said if use_checkpoint else contextlib.nullcontext():
+            block(row).sum().backward()
+        found.append(row.grad)
+    assert torch.equal(*found) and found[0].any()
+
+
+def test_parameters_made_in_a_pass_are_those_of_one_process():
+    """Made in training, where ranks draw numbers of their own; the pass is not recomputed, which
+    would not make them again.
+    """
+    run_ranks(grow, 2)
 
 
 def test_masks_go_on_after_a_resume(tmp_path):

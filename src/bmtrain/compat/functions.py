@@ -195,8 +195,8 @@ def state_of_rank0(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
 
 def allgather_objects(obj: Any, comm: Axis | None = None) -> list[Any]:
     """Gather every rank's `obj`, which must be picklable, in rank order. Collective."""
-    axis = world.current("allgather_objects").mesh.world
-    axis = axis if comm is None else checked("allgather_objects", comm)
+    every = world.current("allgather_objects").mesh.world
+    axis = checked("allgather_objects", every if comm is None else comm)
     return collectives.gather_objects(obj, axis, "allgather_objects")
 
 

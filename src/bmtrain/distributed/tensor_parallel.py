@@ -48,9 +48,8 @@ def check_rows(what: str, rows: int) -> None:
     size = axis().size
     if rows % size:
         raise ConfigurationError(
-            f"{what} got {rows} rows (dim 0) to spread over tp_size={size} ranks: "
-            f"expected a multiple of {size}, the rows of all "
-            "tensor-parallel ranks together."
+            f"{what} got {rows} rows (dim 0) to spread over tp_size={size} ranks: expected a "
+            f"multiple of {size}, the rows of all tensor-parallel ranks together."
         )
 
 
@@ -141,8 +140,7 @@ def _check_factors(what: str, x: torch.Tensor, weight: torch.Tensor, expected: i
     if x.dtype != weight.dtype:
         raise ConfigurationError(
             f"{what} got an input of {x.dtype} for a weight of {weight.dtype}: "
-            "expected equal dtypes; convert the input, or use "
-            "autocast."
+            "expected equal dtypes; convert the input, or use autocast."
         )
 
 

@@ -14,9 +14,11 @@ from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError, UnknownNameError
 from bmtrain.inspect.statistics import entry, statistics_of
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import unknown
+from bmtrain.runtime.arguments import Rule, check, optional, unknown
 from bmtrain.shard.recording import Position, Recorder
 from bmtrain.shard.unshard import Unshard
+
+TEXT = Rule("a string such as 'hidden'", lambda text: isinstance(text, str) and text != "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,14 +272,7 @@ def record_tensor(
     """
     if torch.compiler.is_compiling():  # a copy kept by Python would cause a graph break
         return
-    if not isinstance(name, str) or not name:
-        raise ConfigurationError(
-            f"record_tensor got the name {name!r}: expected a string such as 'hidden'."
-        )
-    if not (group is None or (isinstance(group, str) and group)):
-        raise ConfigurationError(
-            f"record_tensor got the group {group!r} for {name!r}: expected a string or None."
-        )
+    check("record_tensor", name=(name, TEXT), group=(group, optional(TEXT)))
     if not isinstance(x, torch.Tensor):
         raise ConfigurationError(
             f"record_tensor got {type(x).__name__} as {name!r}: expected a tensor."

@@ -81,8 +81,7 @@ class AdamBase(torch.optim.Optimizer):
         self.form = StateForm.checked(name, moments, master_weights)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
         defaults |= {"weight_decay": weight_decay, "hold_steps": hold_steps}
-        check(name, **{key: (defaults[key], rule) for key, rule in RULES.items()})
-        super().__init__(params, {**defaults, "betas": tuple(betas)})
+        super().__init__(params, defaults)
         for group in self.param_groups:
             check(name, **{key: (group[key], rule) for key, rule in RULES.items()})
         flat = parameters_of(self.param_groups)

@@ -20,13 +20,13 @@ from bmtrain.optim.flat import FlatSpan, parameters_of, spans_of
 from bmtrain.optim.streaming import NUM_SLOTS, PendingUpdate, StateStreamer, file_zeros, host_zeros
 from bmtrain.recompute.memory import memory_of
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import COUNT, FLAG, Rule, check, known_keywords
+from bmtrain.runtime.arguments import COUNT, FLAG, Rule, check, known_keywords, optional
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 
 AUTO = "auto"
 ROOM = Rule('bytes, or "auto"', lambda value: value == AUTO or COUNT.holds(value))
-LIMIT = Rule("bytes, or None", lambda value: value is None or COUNT.holds(value))
+LIMIT = optional(Rule("bytes", COUNT.holds))
 # Of the GPU's limit, what "auto" leaves to batches that take more than the first.
 MARGIN = 0.05
 GIB = 2**30

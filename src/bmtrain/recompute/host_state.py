@@ -81,12 +81,10 @@ class _Held:
     where: str
 
     def is_unchanged(self) -> bool:
-        if len(self.owner) != len(self.contents):
-            return False
-        if isinstance(self.owner, list):
-            return all(map(operator.is_, self.owner, self.contents))
-        return all(map(operator.is_, self.owner.values(), self.contents.values())) and all(
-            map(operator.is_, self.owner, self.contents)
+        now, then = self.owner, self.contents
+        has_same_keys = len(now) == len(then) and all(map(operator.is_, now, then))
+        return has_same_keys and (
+            isinstance(now, list) or all(map(operator.is_, now.values(), then.values()))
         )
 
     def put(self, contents: Any) -> None:
@@ -161,6 +159,7 @@ class Snapshot:
 
     def add_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         """Attributes, buffers, children and hooks of modules, and what their code reads."""
+        self._add_noticed(lambda: [len(x._parameters) for x in modules], "the number of parameters")
         for module in modules:
             name, own = type(module).__name__, module.__dict__
             for key, buffer in module._buffers.items():
@@ -222,8 +221,10 @@ class Snapshot:
         self.tensors.append(tensor)
         self.names.append(where)
 
-    def _add_noticed(self, read: Callable[[], Sequence[Any]], where: str) -> None:
-        self.noticed.append(_Noticed(read, read(), where))
+    def _add_noticed(
+        self, read: Callable[[], Sequence[Any]], where: str, names: Sequence[str] = ()
+    ) -> None:
+        self.noticed.append(_Noticed(read, read(), where, names))
 
     def _add_container(self, value: Any, where: str) -> None:
         contents: Any = (
@@ -300,8 +301,8 @@ class Snapshot:
         """Whatever these names stand for there, functions too, which may be exchanged."""
         present = tuple(name for name in names if name in space)
         if present:
-            read = functools.partial(_values, space, present)
-            self.noticed.append(_Noticed(read, read(), of, present))
+            gone = itertools.repeat(_MISSING)
+            self._add_noticed(lambda: list(map(space.get, present, gone)), of, present)
         for name in present:
             if _is_data(space[name]):
                 self.add(space[name], f"{name!r} {of}")
@@ -601,10 +602,6 @@ def _without_graph(value: Any) -> Any:
         entries = [_without_graph(entry) for entry in value]
         return tuple(entries) if type(value) is tuple else tuple.__new__(type(value), entries)
     return value
-
-
-def _values(space: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-    return list(map(space.get, names, itertools.repeat(_MISSING)))
 
 
 def _contents(cell: types.CellType) -> tuple[Any]:

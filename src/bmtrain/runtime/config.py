@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,8 +19,9 @@ class Config(Mapping[str, Any]):
 
     Before `init_distributed` it holds the values of a single process. Communicators (`comm`,
     `zero_comm`, ...) are `Axis` objects, None before `init_distributed`; streams and events are
-    None on a CPU. One key can be assigned: `config["save_param_to_cpu"] = False` makes
-    `state_dict()` of sharded modules leave full tensors on the rank's device.
+    None on a CPU. `config["save_param_to_cpu"] = False` makes `state_dict()` of sharded modules
+    leave full tensors on the rank's device. Keys that it does not have are the program's: in a run
+    they can be assigned and read.
 
     Raises:
         UnknownNameError: for a name that it does not have; a KeyError too.
@@ -31,49 +30,49 @@ class Config(Mapping[str, Any]):
         NotInitializedError: on assignment before `init_distributed`.
     """
 
+    def _now(self) -> Mapping[str, Any]:
+        return _values(world.current("config")) if world.is_initialized() else _BEFORE
+
     def __getitem__(self, key: str) -> Any:
-        if key not in _KEYS:
-            near = difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=0.0)
+        values = self._now()
+        if key not in values:
+            near = difflib.get_close_matches(str(key), values, n=1, cutoff=0.0)
             raise UnknownNameError(f"config has no {key!r}: the nearest name is {near[0]!r}.")
-        path, before = _KEYS[key]
-        if not world.is_initialized():
-            return before
-        return operator.attrgetter(path)(world.current("config").service(_Shown))
+        return values[key]
 
     def __setitem__(self, key: str, value: object) -> None:
-        if key != "save_param_to_cpu":
+        if key in _BEFORE and not (key == "save_param_to_cpu" and isinstance(value, bool)):
             raise ConfigurationError(
-                f"config[{key!r}] cannot be written: it would have no effect. Give settings to "
-                'init_distributed(); only config["save_param_to_cpu"] can be written.'
+                f"config[{key!r}] = {value!r} would have no effect: give settings to "
+                "init_distributed(); config['save_param_to_cpu'] can be True or False."
             )
-        if not isinstance(value, bool):
-            raise ConfigurationError(
-                f"config['save_param_to_cpu'] got {value!r}: expected True or False."
-            )
-        world.current("config['save_param_to_cpu']").service(_Shown).save_param_to_cpu = value
+        world.current(f"config[{key!r}]").service(_written)[key] = value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_KEYS)
+        return iter(self._now())
 
     def __len__(self) -> int:
-        return len(_KEYS)
+        return len(self._now())
 
     def __repr__(self) -> str:
         return f"Config({dict(self)})"
 
 
-class _Shown:
-    """What `config` shows of a run. One per run.
+def _written(current: World) -> dict[str, Any]:
+    """What the program has written. One per run."""
+    return {"save_param_to_cpu": True}
 
-    Attributes:
-        world: the run.
-        load, tensor_parallel, pipeline, barrier, event: side streams and an event for the program's
-            own use; None on a CPU.
-        save_param_to_cpu: whether state dicts are moved to the CPU.
-    """
+
+def device_of_state_dicts() -> torch.device:
+    """The device on which `state_dict()` of sharded modules puts full tensors."""
+    current = world.current("state_dict")
+    return torch.device("cpu") if current.service(_written)["save_param_to_cpu"] else current.device
+
+
+class _Streams:
+    """Side streams and one event for the program's own use; None on a CPU. One set per run."""
 
     def __init__(self, current: World) -> None:
-        self.world, self.initialized, self.save_param_to_cpu = current, True, True
         is_gpu = current.device.type != "cpu"
         self.load, self.tensor_parallel, self.pipeline, self.barrier = (
             torch.cuda.Stream(current.device, priority=priority) if is_gpu else None
@@ -81,59 +80,61 @@ class _Shown:
         )
         self.event = torch.cuda.Event() if is_gpu else None
 
-    @property
-    def compute(self) -> torch.cuda.Stream | None:
-        """The current stream."""
-        device = self.world.device
-        return None if device.type == "cpu" else torch.cuda.current_stream(device)
+
+def _values(current: World) -> dict[str, Any]:
+    streams, mesh, defaults = current.service(_Streams), current.mesh, current.defaults
+    topology = mesh.topology
+    return {
+        "rank": current.rank,
+        "local_rank": current.local_rank,
+        "world_size": current.world_size,
+        "local_size": current.local_size,
+        "initialized": True,
+        "pipe_size": topology.pipe_size,
+        "pipe_enabled": current.pipe_enabled,
+        "tp_size": topology.tp_size,
+        "tp_rank": mesh.tp.index,
+        "tp_zero_rank": mesh.tp_zero.index,
+        "tp_zero_size": mesh.tp_zero.size,
+        "zero_rank": mesh.world.index,
+        "zero_size": mesh.world.size,
+        "micros": current.num_micro_batches,
+        "topology": topology,
+        "comm": mesh.world,
+        "zero_comm": mesh.world,
+        "tp_comm": mesh.tp,
+        "tp_zero_comm": mesh.tp_zero,
+        "pipe_comm": mesh.pipe,
+        "pp_zero_comm": mesh.pp_zero,
+        "pp_tp_zero_comm": mesh.pp_tp_zero,
+        "calc_stream": streams.load and torch.cuda.current_stream(current.device),
+        "load_stream": streams.load,
+        "tp_comm_stream": streams.tensor_parallel,
+        "pp_comm_stream": streams.pipeline,
+        "barrier_stream": streams.barrier,
+        "load_event": streams.event,
+        "zero_level": defaults.zero_level,
+        "num_micro_batches": current.num_micro_batches,
+        "loss_scale_factor": defaults.loss_scale_factor,
+        "loss_scale_steps": defaults.loss_scale_steps,
+        **current.service(_written),
+    }
 
 
-def device_of_state_dicts() -> torch.device:
-    """The device on which `state_dict()` of sharded modules puts full tensors."""
-    current = world.current("state_dict")
-    to_cpu = current.service(_Shown).save_param_to_cpu
-    return torch.device("cpu") if to_cpu else current.device
-
-
-# All keys, where in _Shown their values are, and the values before `init_distributed`.
-_TABLE = """
-rank                world.rank                        0
-local_rank          world.local_rank                  0
-world_size          world.world_size                  1
-local_size          world.local_size                  1
-initialized         initialized                       False
-pipe_size           world.mesh.topology.pipe_size     1
-pipe_enabled        world.pipe_enabled                False
-tp_size             world.mesh.topology.tp_size       1
-tp_rank             world.mesh.tp.index               0
-tp_zero_rank        world.mesh.tp_zero.index          0
-tp_zero_size        world.mesh.tp_zero.size           1
-zero_rank           world.mesh.world.index            0
-zero_size           world.mesh.world.size             1
-micros              world.num_micro_batches           1
-num_micro_batches   world.num_micro_batches           1
-comm                world.mesh.world                  None
-zero_comm           world.mesh.world                  None
-tp_comm             world.mesh.tp                     None
-tp_zero_comm        world.mesh.tp_zero                None
-pipe_comm           world.mesh.pipe                   None
-pp_zero_comm        world.mesh.pp_zero                None
-pp_tp_zero_comm     world.mesh.pp_tp_zero             None
-calc_stream         compute                           None
-load_stream         load                              None
-tp_comm_stream      tensor_parallel                   None
-pp_comm_stream      pipeline                          None
-barrier_stream      barrier                           None
-load_event          event                             None
-zero_level          world.defaults.zero_level         3
-loss_scale_factor   world.defaults.loss_scale_factor  2
-loss_scale_steps    world.defaults.loss_scale_steps   1024
-save_param_to_cpu   save_param_to_cpu                 True
-"""
-_KEYS: dict[str, tuple[str, Any]] = {
-    key: (path, ast.literal_eval(before))
-    for key, path, before in map(str.split, _TABLE.strip().splitlines())
+_NONE = """comm zero_comm tp_comm tp_zero_comm pipe_comm pp_zero_comm pp_tp_zero_comm
+calc_stream load_stream tp_comm_stream pp_comm_stream barrier_stream load_event"""
+# All keys of the library, with the values of a single process before `init_distributed`.
+_BEFORE: dict[str, Any] = {
+    **dict.fromkeys(_NONE.split()),
+    **dict.fromkeys(("rank", "local_rank", "tp_rank", "tp_zero_rank", "zero_rank"), 0),
+    **dict.fromkeys(("world_size", "local_size", "pipe_size", "tp_size", "tp_zero_size"), 1),
+    **dict.fromkeys(("zero_size", "micros", "num_micro_batches"), 1),
+    **dict.fromkeys(("initialized", "pipe_enabled"), False),
+    "zero_level": 3,
+    "save_param_to_cpu": True,
+    "loss_scale_factor": 2,
+    "loss_scale_steps": 1024,
+    "topology": Topology(rank=0, world_size=1),
 }
-_KEYS["topology"] = ("world.mesh.topology", Topology(rank=0, world_size=1))
 
 config = Config()

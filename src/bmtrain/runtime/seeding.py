@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from bmtrain.runtime.topology import Topology
 from bmtrain.torch_internals import in_transform
@@ -77,7 +78,9 @@ class Draws:
     Torch's default generators are the same on all ranks and stay so: models that are made later,
     orders of rows, and what a program decides by them between two layers are alike. While a block
     or a layer runs, that of the device draws numbers of this rank's own, which follow from its
-    state. Tensor-parallel ranks draw the same.
+    state. Tensor-parallel ranks draw the same. Once a module gets a parameter in there (adapters
+    made in a first forward pass), the rest of the pass draws from the common state, so that its
+    first values are alike, too.
 
     Attributes:
         are_own: whether the generator draws this rank's numbers now.
@@ -117,12 +120,21 @@ class Draws:
         seed = int.from_bytes(state.digest(), "little")
         generator.manual_seed(seed)
         begin = generator.get_state()
+
+        def share(*registered: Any) -> None:
+            if generator.initial_seed() == seed:
+                generator.set_state(before)
+
+        hook = register_module_parameter_registration_hook(share)
         self.are_own = True
         try:
             yield
         finally:
+            hook.remove()
             self.are_own = False
-            if generator.initial_seed() == seed:  # else the module has seeded it
+            if (
+                generator.initial_seed() == seed
+            ):  # else the module has seeded it, or made parameters
                 has_drawn = not torch.equal(generator.get_state(), begin)
                 generator.set_state(before)
                 if has_drawn:
