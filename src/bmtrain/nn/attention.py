@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from bmtrain.errors import ConfigurationError
 
+_DEVICE = "cuda"  # FlexAttention has a backward pass there only
 _BLOCK = 128  # queries, and keys, that the kernel skips or takes together
 
 
@@ -40,7 +41,11 @@ def segment_attention(
         ConfigurationError: for other shapes, or a window below 1.
     """
     wanted = (*query.shape[:1], key.shape[2])
-    if segments.shape != wanted or query.shape[2] != key.shape[2] or (window or 1) < 1:
+    if (
+        segments.shape != wanted
+        or query.shape[2] != key.shape[2]
+        or (window is not None and window < 1)
+    ):
         raise ConfigurationError(
             f"segment_attention got segments {tuple(segments.shape)}, query {tuple(query.shape)}, "
             f"key {tuple(key.shape)} and window {window}: expected segments (batch, tokens), as "
@@ -48,7 +53,7 @@ def segment_attention(
         )
     first = first_keys(segments, window)
     is_grouped = query.shape[1] != key.shape[1]
-    if torch.compiler.is_compiling() and query.is_cuda:
+    if torch.compiler.is_compiling() and query.device.type == _DEVICE:
         blocks = block_mask(first.int())
         out = flex_attention(
             query, key, value, block_mask=blocks, scale=scale, enable_gqa=is_grouped
