@@ -45,8 +45,12 @@ from startup import code_in
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import bmtrain as bmt
+from model_center.layer.mask import AttentionMask
+from model_center.model import Qwen3, Qwen3Config
+from model_center.training.adapters import ALL, Lora
 
 GIB = 2**30
 RESULT = "RESULT "
@@ -58,7 +62,9 @@ WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Of a decoder. `kv_heads` is set for models like Llama."""
+    """Of a decoder. `kv_heads` is set for models like Llama, `head_dim` for those like Qwen3, which
+    norm heads and whose head is the embedding.
+    """
 
     layers: int
     dim: int
@@ -67,11 +73,12 @@ class Geometry:
     seq: int
     vocab: int
     kv_heads: int | None = None
+    head_dim: int | None = None
 
     def tiny(self) -> Geometry:
         """To try the programs."""
-        kv_heads = None if self.kv_heads is None else 2
-        return Geometry(2, 64, 4, 128, 32, 512, kv_heads)
+        kv_heads, head_dim = self.kv_heads and 2, self.head_dim and 32
+        return Geometry(2, 64, 4, 128, 320 if head_dim else 32, 512, kv_heads, head_dim)
 
 
 GEOMETRIES = {
@@ -79,30 +86,63 @@ GEOMETRIES = {
     "1b": Geometry(16, 2048, 32, 8192, 4096, 128256, kv_heads=8),
     "llama-8b": Geometry(32, 4096, 32, 14336, 4096, 128256, kv_heads=8),
     "13b": Geometry(40, 5120, 128, 20480, 512, 50304),
+    "qwen3-4b": Geometry(36, 2560, 32, 9728, 16384, 151936, kv_heads=8, head_dim=128),
 }
 TRANSFORMERS = {"bert-large": 128, "t5-base": 512, "llama-8b-lora": 4096}  # tokens of a row
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of (batch, heads, tokens, dim)."""
+def rotated(x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """(batch, heads, tokens, dim), turned by `positions` (batch, tokens), or by all places."""
     half = x.shape[-1] // 2
     rates = 500000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * rates
+    places = torch.arange(x.shape[-2], device=x.device) if positions is None else positions[:, None]
+    angles = places.float()[..., None] * rates
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-class Layer(nn.Module):
-    """A layer of GPT-2 or Llama."""
+class Flex:
+    """Packed rows, as an expert of PyTorch has them: a mask of blocks for all layers."""
 
-    def __init__(self, g: Geometry) -> None:
+    @staticmethod
+    def shown(segments: torch.Tensor) -> BlockMask:
+        """Which pairs are seen, of segments (batch, tokens)."""
+
+        def mask_mod(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+            return (k <= q) & (segments[b, q] == segments[b, k])
+
+        rows, seq = segments.shape
+        return create_block_mask(mask_mod, rows, None, seq, seq, device=DEVICE, _compile=True)
+
+    @staticmethod
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Any) -> torch.Tensor:
+        """Of (batch, heads, tokens, dim)."""
+        return flex_attention(q, k, v, block_mask=shown, enable_gqa=True)
+
+
+class Ours:
+    """The same by this library's function."""
+
+    shown = staticmethod(lambda segments: segments)
+    attend = staticmethod(bmt.nn.segment_attention)
+
+
+class Layer(nn.Module):
+    """A layer of GPT-2, Llama or Qwen3."""
+
+    def __init__(self, g: Geometry, packed: type[Flex | Ours]) -> None:
         super().__init__()
-        self.is_llama, self.dim = g.kv_heads is not None, g.dim // g.heads
+        self.is_llama, self.dim = g.kv_heads is not None, g.head_dim or g.dim // g.heads
+        self.attend = packed.attend
+        self.norm_q, self.norm_k = (
+            nn.RMSNorm(g.head_dim, eps=1e-6) if g.head_dim else nn.Identity() for _ in range(2)
+        )
         own, norm = self.dim * (g.kv_heads or g.heads), nn.RMSNorm if g.kv_heads else nn.LayerNorm
         bias = not self.is_llama
         self.norm1, self.norm2 = norm(g.dim, eps=1e-5), norm(g.dim, eps=1e-5)
-        self.q, self.o = (nn.Linear(g.dim, g.dim, bias=bias) for _ in range(2))
+        self.q = nn.Linear(g.dim, self.dim * g.heads, bias=bias)
+        self.o = nn.Linear(self.dim * g.heads, g.dim, bias=bias)
         self.k, self.v = (nn.Linear(g.dim, own, bias=bias) for _ in range(2))
         self.up, self.down = (
             nn.Linear(g.dim, g.hidden, bias=bias),
@@ -111,14 +151,19 @@ class Layer(nn.Module):
         if self.is_llama:
             self.gate = nn.Linear(g.dim, g.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, shown: Any = None
+    ) -> torch.Tensor:
         h = self.norm1(x)
         q, k, v = (
             p(h).unflatten(-1, (-1, self.dim)).transpose(1, 2) for p in (self.q, self.k, self.v)
         )
         if self.is_llama:
-            q, k = rotated(q), rotated(k)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_llama)
+            q, k = rotated(self.norm_q(q), positions), rotated(self.norm_k(k), positions)
+        if shown is None:
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_llama)
+        else:
+            a = self.attend(q, k, v, shown)
         x = x + self.o(a.transpose(1, 2).flatten(2))
         h = self.norm2(x)
         if self.is_llama:
@@ -129,24 +174,35 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Gives the loss. `recomputes` is for peers that do not decide that by themselves."""
 
-    def __init__(self, g: Geometry, recomputes: bool = False) -> None:
+    def __init__(
+        self, g: Geometry, recomputes: bool = False, packed: type[Flex | Ours] = Flex
+    ) -> None:
         super().__init__()
-        self.recomputes, self.vocab = recomputes, g.vocab
+        self.recomputes, self.vocab, self.shown = recomputes, g.vocab, packed.shown
         self.tokens = nn.Embedding(g.vocab, g.dim)
         self.positions = None if g.kv_heads else nn.Embedding(g.seq, g.dim)
-        self.layers = nn.ModuleList(Layer(g) for _ in range(g.layers))
+        self.layers = nn.ModuleList(Layer(g, packed) for _ in range(g.layers))
         self.norm = (nn.RMSNorm if g.kv_heads else nn.LayerNorm)(g.dim, eps=1e-5)
         self.head = nn.Linear(g.dim, g.vocab, bias=False)
+        if g.head_dim:
+            self.head.weight = self.tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         x = self.tokens(input_ids)
+        packed = () if segments is None else (positions, self.shown(segments))
         if self.positions is not None:
             x = x + self.positions(torch.arange(input_ids.shape[1], device=x.device))
         for layer in self.layers:
             if self.recomputes:
-                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(layer, x, *packed, use_reentrant=False)
             else:
-                x = layer(x)
+                x = layer(x, *packed)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.view(-1, self.vocab), labels.reshape(-1))
 
@@ -155,17 +211,27 @@ def model_of(args: argparse.Namespace, dtype: torch.dtype, recomputes: bool) -> 
     """The model on this rank's GPU, with the same values on all."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        if args.model in GEOMETRIES:
-            geometry = GEOMETRIES[args.model]
-            model: nn.Module = Decoder(geometry.tiny() if args.tiny else geometry, recomputes)
+        if args.model.removesuffix("-lora") in GEOMETRIES:
+            packed = Ours if args.backend == "ours" else Flex
+            model: nn.Module = Decoder(geometry_of(args), recomputes, packed)
         else:
             model = of_transformers(args.model, recomputes, tiny=args.tiny)
+    if args.model == "qwen3-4b-lora":
+        found = {"target_modules": ["q", "k", "v", "o", "gate", "up", "down"]}
+        lora = peft.LoraConfig(r=16, lora_alpha=32, **found)
+        peft.inject_adapter_in_model(lora, model.bfloat16())
     with torch.no_grad():
         for param in model.parameters():
             _ = param.normal_(0, 0.02) if param.dim() > 1 else param.fill_(0.5)
     # Masters of all begin at numbers of bf16. A step of 1e-4 is about what these are apart: from
     # other numbers the losses of the first steps would differ by some hundredths.
     return model.bfloat16().to(dtype)
+
+
+def geometry_of(args: argparse.Namespace) -> Geometry:
+    """Of the model, or with --tiny a small one of its kind."""
+    found = GEOMETRIES[args.model.removesuffix("-lora")]
+    return found.tiny() if args.tiny else found
 
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
@@ -230,6 +296,49 @@ def ours(args: argparse.Namespace) -> Step:
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         manager.zero_grad()
         loss = loss_of(model(**batch))
+        manager.backward(loss)
+        manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+        manager.step()
+        return loss.detach()
+
+    return step
+
+
+def center(args: argparse.Namespace) -> Step:
+    """Qwen3 of `model_center`, as `python -m model_center train` computes it."""
+    bmt.init_distributed(seed=0, device=DEVICE)
+    g = geometry_of(args)
+    config = Qwen3Config(
+        vocab_size=g.vocab,
+        dim_model=g.dim,
+        num_heads=g.heads,
+        num_heads_kv=g.kv_heads,
+        dim_head=g.head_dim,
+        dim_ff=g.hidden,
+        num_layers=g.layers,
+        tied=True,
+        dtype=torch.bfloat16,
+    )
+    model = Qwen3(config)
+    bmt.init_parameters(model)
+    if args.model.endswith("lora"):
+        Lora(model, 16, 32, 0.0, [ALL], "")
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = bmt.optim.AdamOptimizer(trained, lr=1e-4, weight_decay=0.01)
+    manager = bmt.optim.OptimManager(loss_scale=None)
+    manager.add_optimizer(optimizer)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        manager.zero_grad()
+        named: dict[str, Any] = {"output_logits": False}
+        if "segments" in batch:
+            named["attention_mask"] = AttentionMask(causal=True, segments=batch["segments"])
+            named["position_ids"] = batch["positions"]
+        hidden = model(batch["input_ids"], **named).last_hidden_state
+        is_counted = batch["labels"] != -100
+        targets = batch["labels"].clamp(min=0).flatten()
+        found = model.log_probs(hidden.flatten(0, 1), targets)
+        loss = -(found * is_counted.flatten()).sum() / is_counted.sum()
         manager.backward(loss)
         manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
         manager.step()
@@ -315,6 +424,7 @@ def communicate_symmetrically(module: FSDPModule) -> None:
 
 BACKENDS: dict[str, Callable[[argparse.Namespace], Step]] = {
     "ours": ours,
+    "center": center,
     "plain": plain,
     "fsdp2": fsdp2,
 }
@@ -328,21 +438,39 @@ def lengths_of(rows: int, seq: int) -> torch.Tensor:
     return found.chunk(world)[rank]
 
 
+def packed_rows(rows: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of conversations, and places in them, of this rank's rows (rows, tokens). Lengths are
+    uniform from 200 to 4,000 tokens of 16,384; the last of a row is cut.
+    """
+    draw = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    least, most = seq * 200 // 16384, seq * 4000 // 16384
+    lengths = torch.randint(least, most + 1, (rows, -(-seq // least)), generator=draw)
+    ends = lengths.cumsum(1)
+    places = torch.arange(seq).expand(rows, seq).contiguous()
+    segments = torch.searchsorted(ends, places, right=True)
+    return segments, places - F.pad(ends, (1, 0)).gather(1, segments)
+
+
 def batch_of(args: argparse.Namespace, rows: int) -> dict[str, torch.Tensor]:
-    """Ids and labels (rows, tokens) of this rank; with --padded, a mask of what is no padding."""
-    if args.model in GEOMETRIES:
-        seq, vocab = GEOMETRIES[args.model].seq, GEOMETRIES[args.model].vocab
+    """Ids and labels (rows, tokens) of this rank; with --padded a mask of what is no padding, with
+    --packed segments and the positions in them.
+    """
+    if args.model.removesuffix("-lora") in GEOMETRIES:
+        seq, vocab = geometry_of(args).seq, geometry_of(args).vocab
     else:
-        seq = TRANSFORMERS[args.model]
+        seq = 32 if args.tiny else TRANSFORMERS[args.model]
         vocab = {"bert-large": 30528, "t5-base": 32128}.get(args.model, 128256)
-    if args.tiny:
-        seq, vocab = 32, 512
+        vocab = 512 if args.tiny else vocab
     ids = torch.randint(0, vocab, (rows, seq + 1), device=DEVICE)
-    batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    batch = {"input_ids": ids[:, :-1].clone(), "labels": ids[:, 1:].clone()}
     if args.padded:
         mask = torch.arange(seq) < lengths_of(rows, seq)[:, None]
         batch["attention_mask"] = mask.long().to(DEVICE)
         batch["labels"].masked_fill_(~mask.to(DEVICE), -100)
+    if args.packed:
+        segments, positions = (x.to(DEVICE) for x in packed_rows(rows, seq))
+        batch |= {"segments": segments, "positions": positions}
+        batch["labels"][:, :-1].masked_fill_(segments[:, 1:] != segments[:, :-1], -100)
     return batch
 
 
@@ -403,6 +531,7 @@ def rates(batch: Mapping[str, torch.Tensor], seconds: float, world: int) -> dict
 # What runs: a name for --peers, and words of `measure`.
 PEERS = {
     "ours": "ours",
+    "center": "center",
     "ours-fp8": "ours --options fp8",
     "ours-small": "ours --options small",
     "plain": "plain",
@@ -435,6 +564,8 @@ ALONE = ("ours", "plain", "plain-graphs")
 SEVERAL = ("ours", "plain", "plain-graphs", "fsdp2", "fsdp2-graphs", "fsdp2-symmetric")
 LARGE = ("ours", "ours-fp8", "ours-small", "fsdp2", "fsdp2-symmetric")
 LARGE += ("fsdp2-recomputed", "fsdp2-symmetric-recomputed")
+PACKED = ("ours", "center", "fsdp2-recomputed")
+PACKED_LORA = ("ours", "center", "plain", "plain-recomputed")
 SUITES = {
     "gpt2-one-gpu": Suite(1, "gpt2 --batch 8 32", ALONE),
     "gpt2-two-gpus": Suite(2, "gpt2 --batch 8 32", SEVERAL),
@@ -450,6 +581,10 @@ SUITES = {
     "1b-two-gpus": Suite(2, "1b --batch 4", SEVERAL),
     "1b-four-gpus": Suite(4, "1b --batch 4", SEVERAL),
     "gpt2-four-gpus": Suite(4, "gpt2 --batch 8 32", SEVERAL),
+    "packed-two-gpus": Suite(2, "qwen3-4b --batch 1 --packed", PACKED),
+    "causal-two-gpus": Suite(2, "qwen3-4b --batch 1", PACKED),
+    "packed-lora-one-gpu": Suite(1, "qwen3-4b-lora --batch 1 --packed", PACKED_LORA),
+    "causal-lora-one-gpu": Suite(1, "qwen3-4b-lora --batch 1", PACKED_LORA),
     "llama-two-gpus": Suite(2, "llama-8b --batch 3", LARGE),
     "llama-four-gpus": Suite(4, "llama-8b --batch 3", LARGE),
     "13b-four-gpus": Suite(4, "13b --batch 8 24", LARGE),
@@ -463,7 +598,8 @@ def common_of(words: Sequence[str], gpus: int) -> dict[str, Any]:
     common = {"what": "as written", "backend": args.backend, "mode": args.mode}
     common |= {"model": args.names[0], "gpus": gpus, "recomputes": args.recomputes}
     # Where they are off, records look as those of before these were there.
-    apart = {"padded": args.padded, "symmetric": args.symmetric, "options": args.options}
+    apart = {"padded": args.padded, "packed": args.packed}
+    apart |= {"symmetric": args.symmetric, "options": args.options}
     return common | {name: value for name, value in apart.items() if value}
 
 
@@ -523,7 +659,7 @@ def ratios(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             found[each["suite"], each["rows"]][variant_of(each)] = each["tokens_per_s"]
     out = []
     for (suite, rows), speeds in found.items():
-        peers = {name: rate for name, rate in speeds.items() if name.split()[0] != "ours"}
+        peers = {x: rate for x, rate in speeds.items() if x.split()[0] not in ("ours", "center")}
         if "ours" in speeds and peers:
             best = max(peers, key=peers.__getitem__)
             ratio = round(speeds["ours"] / peers[best], 3)
@@ -579,6 +715,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--options", choices=("fp8", "small"), help="of ours; small: Adam's states")
     found.add_argument("--batch", type=int, nargs="+", default=[8])
     found.add_argument("--padded", action="store_true", help="rows of real lengths, with a mask")
+    found.add_argument("--packed", action="store_true", help="rows of several conversations")
     found.add_argument("--steps", type=int, default=8)
     found.add_argument("--warmup", type=int, default=6)
     found.add_argument("--tiny", action="store_true", help="small models, to try the programs")

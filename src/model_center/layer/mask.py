@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+import bmtrain as bmt
 from model_center.errors import InputError
 
 
@@ -26,6 +27,8 @@ class AttentionMask(NamedTuple):
         blind: with `blanks` and once materialized, the queries that see no key: bool (batch or 1,
             heads or 1, queries, 1).
         is_materialized: whether `pairs` is what `visible` would make of all of it.
+        segments: with `causal`, integers (batch, keys): of packed rows. A query sees its own run of
+            equal numbers. On a GPU no tensor of pairs is made of them.
         reach: int64 (2, batch): the first key that the one query of each row sees, and the one
             after the last. With it `causal` adds nothing. Numbers in the device's memory can differ
             between steps that are the same work.
@@ -39,6 +42,7 @@ class AttentionMask(NamedTuple):
     blind: torch.Tensor | None = None
     is_materialized: bool = False
     reach: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
 
     def is_plain(self, num_queries: int, num_keys: int) -> bool:
         """Whether "causal" or "everything" says it all."""
@@ -46,11 +50,22 @@ class AttentionMask(NamedTuple):
             self.keys is not None
             or self.pairs is not None
             or self.reach is not None
+            or self.segments is not None
             or (self.window is not None and self.window < num_keys)
         ):
             return False
         # A set would ask for hashes, for which the compiler specialises to the lengths at hand.
         return not self.causal or num_queries in (1, num_keys)
+
+    def is_packed(self, num_queries: int) -> bool:
+        """Whether "causal within segments, perhaps in a window" says it all, for whole rows."""
+        return (
+            self.segments is not None
+            and self.segments.shape[1] == num_queries
+            and self.causal
+            and self.keys is None
+            and self.pairs is None
+        )
 
     def hides_later_keys(self, num_queries: int) -> bool:
         """Whether causality hides a key from one of the queries: the last sees all.
@@ -81,6 +96,9 @@ class AttentionMask(NamedTuple):
         seen = self.pairs
         if self.causal and (num_queries > 1 or self.window is not None):
             seen = _both(seen, causal_pairs(num_queries, num_keys, device, self.window))
+        if self.segments is not None:
+            first = bmt.nn.first_keys(self.segments)[:, None, -num_queries:, None]
+            seen = _both(seen, torch.arange(num_keys, device=device) >= first)
         return seen if self.keys is None else _both(seen, self.keys[:, None, None, :])
 
     @property
@@ -102,6 +120,8 @@ class AttentionMask(NamedTuple):
         if self.reach is not None:
             return self
         if self.is_materialized or self.is_plain(num_queries, num_keys):
+            return self
+        if self.is_packed(num_queries) and device.type == "cuda":
             return self
         seen = self._seen(num_queries, num_keys, device)
         blind = None

@@ -21,10 +21,10 @@ import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.shard.parameter import computed_with
 from model_center.config.base import CONFIG_FILE, SPECIAL_IDS, read_json
-from model_center.dataset.packing import segment_mask
 from model_center.errors import ConfigError, WeightsError
 from model_center.generation import generate
 from model_center.hub.resolving import resolve
+from model_center.layer.mask import AttentionMask
 from model_center.model.causal import CausalModel, TokenModel
 from model_center.model.gptj import GPTj
 from model_center.model.llama import Llama
@@ -257,7 +257,7 @@ class NativeModel(TrainedModel):
     def _hidden(self, batch: Batch) -> torch.Tensor:
         apart = {}
         if "segments" in batch:
-            apart["attention_mask"] = segment_mask(batch["segments"])
+            apart["attention_mask"] = AttentionMask(causal=True, segments=batch["segments"])
             apart["position_ids"] = self.model.position_ids_of(batch["position_ids"])
         out = self.model(batch["input_ids"], **apart, output_logits=False)
         hidden: torch.Tensor = out.last_hidden_state
