@@ -145,15 +145,7 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
         if storage.placement.stage == stage:
             continue
         placement = dataclasses.replace(storage.placement, stage=stage)
-        slots = storage.layout.slots
-        new = Storage(
-            storage.engine,
-            [(slot.name, torch.Size(slot.shape)) for slot in slots],
-            storage.dtype,
-            policy,
-            placement=placement,
-            splits=[slot.split for slot in slots],
-        )
+        new = storage.emptied(policy, placement)
         views = storage.views(storage.gather())
         for index, param in enumerate(params):
             new.fill(index, views[index])

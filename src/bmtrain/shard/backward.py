@@ -7,7 +7,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -29,36 +29,6 @@ def any_rank(ledger: Ledger, flags: list[bool], axis: Axis) -> list[bool]:
     if axis.size == 1 or not flags:
         return flags
     return [bool(flag) for flag in ledger.largest(flags, axis, "parameters with gradients")]
-
-
-class Participant(Protocol):
-    """Takes part in the end of every backward pass, like the gradients of storages."""
-
-    def reduce(self) -> None:
-        """The pass is over. Collective."""
-
-    def discard(self) -> None:
-        """The pass has failed: drop what it has left."""
-
-
-class OpenUse(Protocol):
-    """A use of gathered parameters that backward has reached."""
-
-    order: int  # number of the call; backward reaches later calls first
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether backward reaches it once per micro-batch of a pipelined pass."""
-
-    @property
-    def is_droppable(self) -> bool:
-        """Whether no gradient will end this use and no module is running in it.
-
-        No gradient ends the use of parameters that are all frozen, for example.
-        """
-
-    def drop(self) -> None:
-        """Release the full buffers."""
 
 
 def refuse_create_graph() -> None:
@@ -84,19 +54,19 @@ class Backward:
 
     Attributes:
         task: autograd's number of the pass; NO_PASS while none runs.
-        participants: called at the end of every pass too.
+        replicated: takes part in the end of every pass too.
     """
 
     def __init__(self, transport: Transport, on_finish: Callable[[], None]) -> None:
         self._transport, self._on_finish = transport, on_finish
         self._gradients: list[Gradient] = []
         self._waiting: list[Gradient] = []  # their gradients are deferred on this rank
-        self._uses: list[OpenUse] = []
+        self._uses: list[Any] = []  # that backward has reached, of class Use
         self.task = NO_PASS
         # Called by autograd at the end of the pass. Autograd alone keeps it, so it dies with a pass
         # that raises.
         self._end: weakref.ref[object] | None = None
-        self.participants: list[Participant] = []
+        self.replicated: Any = None  # the ordinary parameters, once there are some
         self._deferring = False
 
     @property
@@ -116,7 +86,7 @@ class Backward:
         finally:
             self._deferring = before
 
-    def begin_use(self, use: OpenUse) -> None:
+    def begin_use(self, use: Any) -> None:
         """Backward has reached `use`: drop the uses it has left behind that nothing will end.
 
         Without this, the buffers of frozen blocks would stay resident until the end of the pass.
@@ -136,7 +106,7 @@ class Backward:
         if use not in self._uses:
             self._uses.append(use)
 
-    def end_use(self, use: OpenUse) -> None:
+    def end_use(self, use: Any) -> None:
         """All gradients of `use` are computed."""
         use.drop()
         if use in self._uses:
@@ -213,8 +183,8 @@ class Backward:
             gradient.close(touched[gradient])
         # Collectives too: at this place on every rank.
         try:
-            for participant in self.participants:
-                participant.reduce()
+            if self.replicated is not None:
+                self.replicated.reduce()
         finally:  # what one of them refuses must not come up in the next pass
             self._gradients.clear()
 
@@ -286,8 +256,8 @@ class Backward:
                 gradient.lose_deferred()
         self._uses.clear()
         self._gradients.clear()
-        for participant in self.participants:
-            participant.discard()
+        if self.replicated is not None:
+            self.replicated.discard()
         self._on_finish()
 
     def _agree(self, gradients: Sequence[Gradient]) -> dict[Gradient, list[bool]]:

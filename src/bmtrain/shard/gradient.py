@@ -12,22 +12,25 @@ import torch
 
 from bmtrain.distributed.transport import Reduction, Transport
 from bmtrain.errors import ParameterError
+from bmtrain.runtime.world import check_zero_level
 from bmtrain.shard.cut import Cut
-from bmtrain.shard.hooks import Hooked
 from bmtrain.shard.label import Label
 from bmtrain.shard.layout import Layout
-from bmtrain.shard.sharded import Sharded
+from bmtrain.shard.sharded import Sharded, cut_like
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import plain_functions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GradientPolicy:
-    """Dtypes of a gradient: of the parameters, on the wire and of the sum over micro-batches."""
+class ShardPolicy:
+    """How a storage is sharded, and the dtypes of its gradient; None is the parameters' dtype."""
 
-    dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    accumulate_dtype: torch.dtype
+    zero_level: int = 3
+    reduce_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_zero_level(self.zero_level)
 
 
 class Gradient:
@@ -44,14 +47,18 @@ class Gradient:
         self,
         layout: Layout,
         params: Sequence[weakref.ref[Any]],
-        policy: GradientPolicy,
+        dtype: torch.dtype,
+        policy: ShardPolicy,
         device: torch.device,
         transport: Transport,
         label: Label,
         cuts: Sequence[Cut],
     ) -> None:
-        self.layout, self.policy, self.axis, self.label = layout, policy, label.axis, label
-        self._params: Sequence[weakref.ref[Hooked]] = params  # filled in by the storage later
+        self.layout, self.axis, self.label = layout, label.axis, label
+        # of the parameters, on the wire, and of the sum over micro-batches
+        self._dtype, self._reduce_dtype = dtype, policy.reduce_dtype or dtype
+        self._accumulate_dtype = policy.accumulate_dtype or dtype
+        self._params = params  # filled in by the storage later
         self._device, self._transport, self._cuts = device, transport, cuts
         pieces = [layout.piece(index, self.axis.index) for index in range(len(cuts))]
         self._places = [slice(piece.begin, piece.end) for piece in pieces]
@@ -100,7 +107,7 @@ class Gradient:
             if all(param is None or param.shown_grad is None for param in params):
                 self._total = self.flat = None
                 self._views = [None] * len(params)
-        self._transport.expect(self.layout.numel, self.policy.reduce_dtype, self.axis)
+        self._transport.expect(self.layout.numel, self._reduce_dtype, self.axis)
 
     def open(self) -> None:
         """Begin a backward pass: keep what is in `.grad`, drop the rest of the sum."""
@@ -132,7 +139,7 @@ class Gradient:
             make = torch.zeros if self._accumulates else torch.empty
             with torch.inference_mode(False):
                 self._total = make(
-                    self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device
+                    self.layout.shard_numel, dtype=self._accumulate_dtype, device=self._device
                 )
         for index, grad in enumerate(grads) if self._accumulates else ():
             if grad is None or not carried[index]:
@@ -163,9 +170,7 @@ class Gradient:
             )
         full = torch.cat(self._parts(grads))
         self._deferred = (
-            full.to(self.policy.accumulate_dtype)
-            if self._deferred is None
-            else self._deferred.add_(full)
+            full.to(self._accumulate_dtype) if self._deferred is None else self._deferred.add_(full)
         )
         return None if defer else self.flush()
 
@@ -215,7 +220,7 @@ class Gradient:
         deferred, self._deferred, self._keeps_slices = self._deferred, None, False
         if deferred is None:
             return None
-        return self._reduction(lambda: [_flat(deferred, self.policy.reduce_dtype)], [deferred])
+        return self._reduction(lambda: [_flat(deferred, self._reduce_dtype)], [deferred])
 
     def close(self, touched: Sequence[bool]) -> None:
         """End the pass: show the sum in `.grad`.
@@ -235,9 +240,9 @@ class Gradient:
             for index, grad in self._slices:
                 self._slice(total, index).add_(grad)
             self._slices.clear()
-        if self.flat is None and total.dtype != self.policy.dtype:
+        if self.flat is None and total.dtype != self._dtype:
             with torch.inference_mode(False):
-                self.flat = torch.empty_like(total, dtype=self.policy.dtype)
+                self.flat = torch.empty_like(total, dtype=self._dtype)
         self.flat = flat = total if self.flat is None else self.flat
         if flat is not total:
             flat.copy_(total)
@@ -264,13 +269,18 @@ class Gradient:
         self._version = flat._version
         for index, param in shown:
             if touched[index] and index in self._hooked:
-                param.run_post_hooks()
+                for hook in list(param.post_hooks.values()):
+                    hook(param)
 
-    def _run_hooks(self, param: Hooked, own: torch.Tensor, index: int, *, is_touched: bool) -> None:
+    def _run_hooks(self, param: Any, own: torch.Tensor, index: int, *, is_touched: bool) -> None:
         """Hand what the pass adds to the hooks, then add what `.grad` held before."""
         with torch.no_grad():
             if is_touched:
-                own.copy_(param.hooked(self._shown(own.clone(), index)).local)
+                grad = self._shown(own.clone(), index)
+                for hook in list(param.grad_hooks.values()):
+                    result = hook(grad)
+                    grad = grad if result is None else cut_like(result, param)
+                own.copy_(grad.local)
             if param.shown_grad is not None:
                 own.add_(param.shown_grad.local)
             if self.flat is not self._total:
@@ -306,14 +316,12 @@ class Gradient:
 
         Missing gradients and padding are zeros.
         """
-        zeros = functools.partial(torch.zeros, dtype=self.policy.reduce_dtype, device=self._device)
+        zeros = functools.partial(torch.zeros, dtype=self._reduce_dtype, device=self._device)
         parts, end = [], 0
         for slot, grad in zip(self.layout.slots, grads, strict=True):
             if slot.offset > end:
                 parts.append(zeros(slot.offset - end))
-            parts.append(
-                zeros(slot.numel) if grad is None else _flat(grad, self.policy.reduce_dtype)
-            )
+            parts.append(zeros(slot.numel) if grad is None else _flat(grad, self._reduce_dtype))
             end = slot.end
         if self.layout.numel > end:
             parts.append(zeros(self.layout.numel - end))
@@ -329,7 +337,7 @@ class Gradient:
         # different orders would add up gradients of different storages in silence.
         self._transport.ledger.note(self.axis, f"the gradient of {self.label.text}")
         accumulates, self._accumulates = self._accumulates, True
-        return Reduction(self._total, self.policy.reduce_dtype, parts, reads, accumulates)
+        return Reduction(self._total, self._reduce_dtype, parts, reads, accumulates)
 
 
 def _flat(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import seeding, world
+from bmtrain.shard.listing import stood_in
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.whole import Whole
@@ -60,8 +61,12 @@ def _reset(owner: torch.nn.Module, done: set[DistributedParameter]) -> None:
     ]
     if reset is None or not waiting:
         return
-    with full_parameters(module, done):
+    # Zeros where there were no values. At the end they are copied back.
+    with stood_in(module, lambda params: list(map(_full_copy, params))) as wholes:
         reset()
+    for param, full in wholes.items():
+        param.set_full(full)
+        done.add(param)
 
 
 def reset_method(owner: torch.nn.Module) -> Callable[[], object] | None:
@@ -71,31 +76,6 @@ def reset_method(owner: torch.nn.Module) -> Callable[[], object] | None:
         if callable(method):
             return lambda: method(owner)
     return None
-
-
-@contextlib.contextmanager
-def full_parameters(owner: torch.nn.Module, done: set[DistributedParameter]) -> Iterator[None]:
-    """Inside, `owner` and its children have full nn.Parameters in place of distributed ones.
-
-    They are zeros where there were no values. At the end the values are copied back.
-    """
-    places = [
-        (module._parameters, name, param)
-        for module in owner.modules()
-        for name, param in module._parameters.items()
-        if isinstance(param, DistributedParameter)
-    ]
-    stand_ins = {param: torch.nn.Parameter(_full_copy(param)) for _, _, param in places}
-    try:
-        for parameters, name, param in places:
-            parameters[name] = stand_ins[param]
-        yield
-    finally:
-        for parameters, name, param in places:
-            parameters[name] = param
-    for param, full in stand_ins.items():
-        param.set_full(full)
-        done.add(param)
 
 
 def _full_copy(param: DistributedParameter) -> torch.Tensor:

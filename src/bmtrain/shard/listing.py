@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -34,13 +34,29 @@ def full_values(
         del whole, value  # or two full buffers would be resident at a time
 
 
-@contextlib.contextmanager
-def in_whole(module: torch.nn.Module) -> Iterator[None]:
+def in_whole(module: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
     """Put copies of whole parameters in the places of sharded ones while the body runs, on every
     rank, one copy for the places of a tied one. Collective.
 
     For code that writes files and looks at the memory of what it writes. The copies are on the CPU
     (`config["save_param_to_cpu"] = False`: on the rank's device); what is written to them is lost.
+    """
+
+    def copies(params: Sequence[DistributedParameter]) -> list[torch.Tensor]:
+        values = full_values((str(number), param) for number, param in enumerate(params))
+        found = {name: value.to(device_of_state_dicts()) for name, value in values}
+        return [found[str(number)] for number in range(len(params))]
+
+    return stood_in(module, copies)
+
+
+@contextlib.contextmanager
+def stood_in(
+    module: torch.nn.Module,
+    make: Callable[[Sequence[DistributedParameter]], Sequence[torch.Tensor]],
+) -> Iterator[dict[DistributedParameter, torch.nn.Parameter]]:
+    """Inside, ordinary parameters of the tensors that `make` gives stand in the places of sharded
+    ones of `module` and its children. Yields which stands for which.
     """
     places = [
         (part._parameters, name, param)
@@ -49,17 +65,12 @@ def in_whole(module: torch.nn.Module) -> Iterator[None]:
         if isinstance(param, DistributedParameter)
     ]
     params = list(dict.fromkeys(param for _, _, param in places))
-    values = dict(full_values((str(number), param) for number, param in enumerate(params)))
-    wholes = {
-        param: torch.nn.Parameter(
-            values.pop(str(number)).to(device_of_state_dicts()), param.requires_grad
-        )
-        for number, param in enumerate(params)
-    }
+    pairs = zip(params, make(params), strict=True)
+    wholes = {param: torch.nn.Parameter(value, param.requires_grad) for param, value in pairs}
     try:
         for home, name, param in places:
             home[name] = wholes[param]
-        yield
+        yield wholes
     finally:
         for home, name, param in places:
             home[name] = param

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from bmtrain.distributed import autograd
 from bmtrain.errors import ParameterError
@@ -17,7 +18,6 @@ from bmtrain.runtime import world
 from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.grad_function import gradients
-from bmtrain.shard.hooks import Hooked
 from bmtrain.shard.placement import Placement, split_of
 from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, described, run
 from bmtrain.shard.slices import Slices, without_memory
@@ -25,6 +25,7 @@ from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import native_gradients, plain_functions
 
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
 Initializer = Callable[[torch.Tensor], object]
 
 
@@ -43,7 +44,7 @@ class ParameterInitializer:
         self.func(tensor, *self.args, **self.kwargs)
 
 
-class DistributedParameter(Hooked, torch.nn.Parameter):
+class DistributedParameter(Sharded, torch.nn.Parameter):
     """An nn.Parameter that looks whole; this rank stores a slice of the flattened tensor.
 
     Shape, dim and numel are the whole's (with `tp_mode`, of this tensor rank's part), `local` is
@@ -68,6 +69,9 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     storage_of: Storage
     index_in_storage: int  # its slot in the storage
+    #: called by the engine, from which its gradient comes
+    grad_hooks: collections.OrderedDict[int, Hook]
+    post_hooks: collections.OrderedDict[int, Callable[[Any], None]]
     _original_shape: torch.Size
     _tp_original_shape: torch.Size
     _init_method: Initializer | None
@@ -250,6 +254,34 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         self.grad = None
 
     _grad = grad  # torch's other name of it
+
+    def register_hook(self, hook: Hook) -> RemovableHandle:
+        """Call `hook(grad)` at the end of each backward pass; it may return another gradient.
+
+        `grad` is the gradient of that pass alone, summed over ranks.
+
+        Raises:
+            ParameterError: if the parameter does not require grad.
+        """
+        return self._register(self.grad_hooks, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call `hook(param)` once `.grad` is complete, after each pass that gave it a gradient.
+
+        Raises:
+            ParameterError: if the parameter does not require grad.
+        """
+        return self._register(self.post_hooks, hook)
+
+    def _register(self, hooks: collections.OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+        if not self.requires_grad:
+            raise ParameterError(
+                "a hook was registered on a sharded parameter that does not require grad: call "
+                "param.requires_grad_() first."
+            )
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     @property
     def local(self) -> torch.Tensor:
@@ -471,16 +503,7 @@ def _forget_native_gradient(param: torch.Tensor) -> None:
 
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
     """Copy a storage with all its parameters; they stay together, as in the original."""
-    shapes = [(slot.name, torch.Size(slot.shape)) for slot in source.layout.slots]
-    target = Storage(
-        source.engine,
-        shapes,
-        source.dtype,
-        source.policy,
-        placement=source.placement,
-        splits=[slot.split for slot in source.layout.slots],
-        adoptable=source.adoptable,
-    )
+    target = source.emptied(source.policy, source.placement, adoptable=source.adoptable)
     target.shard.copy_(source.shard)
     params = []
     for index, old in enumerate(source.params):

@@ -64,8 +64,7 @@ class Replicated:
 
         Collective.
         """
-        if self not in self._backward.participants:
-            self._backward.participants.append(self)
+        self._backward.replicated = self
         known = {id(param) for param in self}
         new = {id(param): param for param in params if id(param) not in known}.values()
         self.refuse_retired(new)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 
@@ -11,26 +10,13 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.distributed.transport import Gather, ShardSource
 from bmtrain.errors import ParameterError
-from bmtrain.runtime.world import check_zero_level
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.engine import Absent, Engine, Gathered, Residence, num_references
-from bmtrain.shard.gradient import Gradient, GradientPolicy
+from bmtrain.shard.gradient import Gradient, ShardPolicy
 from bmtrain.shard.layout import Layout, Piece, Split
 from bmtrain.shard.placement import EVERYWHERE, Placement
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import version_of
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardPolicy:
-    """How a storage is sharded, and the dtypes of its gradient; None is the parameters' dtype."""
-
-    zero_level: int = 3
-    reduce_dtype: torch.dtype | None = None
-    accumulate_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        check_zero_level(self.zero_level)
 
 
 class Storage:
@@ -89,13 +75,15 @@ class Storage:
         # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
         # Python's collector finds the cycle, at different times on different ranks.
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
-        wire = GradientPolicy(
-            dtype=dtype,
-            reduce_dtype=policy.reduce_dtype or dtype,
-            accumulate_dtype=policy.accumulate_dtype or dtype,
-        )
         self.gradient = Gradient(
-            self.layout, self._params, wire, engine.device, engine.transport, label, self.cuts
+            self.layout,
+            self._params,
+            dtype,
+            policy,
+            engine.device,
+            engine.transport,
+            label,
+            self.cuts,
         )
         # The schedule keeps residences, which therefore hold the shards of dropped models weakly.
         self.residence: Residence
@@ -125,6 +113,20 @@ class Storage:
         own = self._num_own + len(params)
         return num_references(self._shard) > own or any(
             isinstance(param, Slices) and param.is_held for param in params
+        )
+
+    def emptied(
+        self, policy: ShardPolicy, placement: Placement, *, adoptable: bool = False
+    ) -> Storage:
+        """Another one for as many values, all zeros. Collective."""
+        return Storage(
+            self.engine,
+            [(slot.name, torch.Size(slot.shape)) for slot in self.layout.slots],
+            self.dtype,
+            policy,
+            placement=placement,
+            splits=[slot.split for slot in self.layout.slots],
+            adoptable=adoptable,
         )
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
