@@ -15,15 +15,15 @@ BAD_INPUT = 2  # as argparse's
 # when they are asked for. The command's help.
 COMMANDS = {
     "verify": (
-        "bmtrain.verification.command",
+        "model_center.commands.verify",
         "run a program's steps in one process and on ranks, and compare them tensor by tensor",
     ),
     "check": (
-        "bmtrain.checkpoint.commands:CHECK",
+        "model_center.commands.checkpoint_files:CHECK",
         "compare the files of checkpoints with their checksums",
     ),
     "consolidate": (
-        "bmtrain.checkpoint.commands:CONSOLIDATE",
+        "model_center.commands.checkpoint_files:CONSOLIDATE",
         "write the weights of a checkpoint into one file",
     ),
     "run": (

@@ -11,7 +11,7 @@ from tests.arch.source import ROOT
 
 ENGINE = ROOT / "src" / "bmtrain"
 SPINE = ("shard", "block", "recompute")
-MOST_TOKENS, MOST_SPINE_TOKENS = 198_174, 66_360
+MOST_TOKENS, MOST_SPINE_TOKENS = 197_431, 66_360
 MOST_OF_ONE_STATEMENT, MOST_SMALL_FILES = 437, 26
 _COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
-from bmtrain.runtime import world
-from bmtrain.verification.verify import verify
 
 # Exit statuses. argparse exits with 2 for bad arguments, as BAD_INPUT does.
 STATUS = {"same": 0, "different": 1, "refused": 3, "failed": 4}
@@ -51,10 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     given = dict(vars(arguments))
     given.pop("run")
     try:
-        report = verify(given.pop("program"), **given)
+        report = bmt.verify(given.pop("program"), **given)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    if world.rank() == 0:
+    if bmt.rank() == 0:
         print(report, flush=True)
     return STATUS[report.verdict]
