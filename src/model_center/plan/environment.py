@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils.collect_env import get_env_info
 
+import bmtrain as bmt
 from bmtrain.runtime import world
-from bmtrain.version import __version__
 
 PACKAGES = """torch triton transformers tokenizers peft safetensors datasets accelerate deepspeed
 plainshard bmtrain model-center numpy ray tensorboard wandb"""
@@ -124,7 +124,7 @@ def _nvidia_smi(*words: str) -> list[str]:
 
 
 ITEMS: dict[str, Callable[[], Any]] = {
-    "bmtrain": lambda: __version__,
+    "bmtrain": lambda: bmt.__version__,
     "python": lambda: f"{platform.python_version()} ({sys.executable})",
     "packages": _packages,
     "torch": _of_torch,
