@@ -584,7 +584,9 @@ def recorded_models(dtype=torch.float32):
         assert stage_of(model) is Stage.WHOLE
         for name, value in results[0].items():
             if value is not None:
-                models.assert_same(results[1][name], value, name, 4 * torch.finfo(dtype).eps)
+                # Kernels of a GPU round functions as GELU's otherwise than torch's.
+                tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+                models.assert_same(results[1][name], value, name, tolerance)
 
 
 @on_ranks(2, init=COMPILED)

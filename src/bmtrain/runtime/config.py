@@ -107,7 +107,9 @@ def _values(current: World) -> dict[str, Any]:
         "pipe_comm": mesh.pipe,
         "pp_zero_comm": mesh.pp_zero,
         "pp_tp_zero_comm": mesh.pp_tp_zero,
-        "calc_stream": streams.load and torch.cuda.current_stream(current.device),
+        "calc_stream": (
+            None if current.device.type == "cpu" else torch.cuda.current_stream(current.device)
+        ),
         "load_stream": streams.load,
         "tp_comm_stream": streams.tensor_parallel,
         "pp_comm_stream": streams.pipeline,
