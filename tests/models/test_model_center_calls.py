@@ -72,6 +72,54 @@ def test_which_argument_counts(name):
     assert torch.equal(scores(model, input_ids=IDS, **others), plain)
 
 
+def attend(self, query, key_value, attention_mask, position_bias=None, use_cache=False, past=None):
+    """An attention as ModelCenter's programs write it (InfLLM)."""
+    batch, queries = query.shape[:2]
+    q, k, v = (
+        part.view(batch, part.shape[1], -1, self.dim_head).transpose(1, 2)
+        for part in (self.project_q(query), self.project_k(key_value), self.project_v(key_value))
+    )
+    if past is not None:
+        k, v = torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)
+    score = q @ k.transpose(-1, -2) * self.scale
+    if position_bias is not None:
+        score = score + position_bias
+    hidden = attention_mask.view(batch, 1, queries, k.shape[-2]) == False  # noqa: E712
+    mixed = torch.masked_fill(score, hidden, -torch.inf).softmax(-1) @ v
+    out = self.attention_out(mixed.transpose(1, 2).reshape(batch, queries, -1))
+    return (out, (k, v)) if use_cache else out
+
+
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "T5"])
+def test_an_attention_of_the_program(name):
+    """`forward` exchanged on each layer: it gets ModelCenter's arguments, masks of pairs, and its
+    own keys and values back.
+    """
+    model = randomized(made(name)).eval()
+    steps = [IDS[:, :5], IDS[:, 5:6], IDS[:, 6:]]
+
+    def run():
+        found = [scores(model, input_ids=IDS, attention_mask=MASK)]
+        past = None
+        for ids in steps if name == "GPT2" else ():
+            out = model(ids, use_cache=True, past_key_values=past, return_dict=True)
+            past = out.past_key_values
+            found += [out.logits, *(part for pair in past for part in pair)]
+        return found
+
+    with torch.no_grad():
+        want = run()
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.forward = attend.__get__(module)
+        for got, one in zip(run(), want, strict=True):
+            assert_close(got, one)
+        if name == "GPT2":
+            model.encoder.layers[0].self_att.self_attention.forward = lambda *args: (args[0], 3)
+            with pytest.raises(InputError, match="returned int as its cache"):
+                model(IDS, use_cache=True)
+
+
 @pytest.mark.parametrize("name", [*NAMES, "CPM2", "GLM"])
 def test_dropout_and_first_values(name):
     """Dropout of embeddings, but for OPT, and in layers; in training only. First values have the

@@ -415,8 +415,8 @@ def bad_records():
         ((nn.Parameter(one), "w"), r"parameter of shape \(1,\) as 'w'.*inspect_model"),
         ((bias, "w"), "parameter of shape"),
         (([1.0], "x"), "got list as 'x': expected a tensor"),
-        ((one, ""), "the name ''"),
-        ((one, "x", 3), "the group 3 for 'x'"),
+        ((one, ""), "name is ''"),
+        ((one, "x", 3), "group is 3"),
     ):
         for context in (contextlib.nullcontext, inspect_tensor):
             with pytest.raises(ConfigurationError, match=message), context():

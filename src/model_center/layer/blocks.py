@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from model_center.errors import ConfigError
-from model_center.layer.cache import KeyValues, LayerCache
+from model_center.errors import ConfigError, InputError
+from model_center.layer.cache import KeyValues, LayerCache, layer_of
 from model_center.layer.decode_row import is_inactive_dropout, is_row
 from model_center.layer.dense_attention import Attention, PositionBias
 from model_center.layer.feedforward import FeedForward
@@ -27,6 +27,7 @@ from model_center.layer.sparse_attention import SparseMask, SparseSelfAttention
 
 Mask = torch.Tensor | AttentionMask | SparseMask | None
 Past = LayerCache | KeyValues | None
+_FORWARD = Attention.forward
 
 
 class SelfAttentionBlock(torch.nn.Module):
@@ -94,12 +95,16 @@ class SelfAttentionBlock(torch.nn.Module):
             if row is not None:
                 return (row, past_key_value) if use_cache else row
         normed = self.layernorm_before_attention(hidden_states)
-        states = (
-            (normed,) if isinstance(self.self_attention, SparseSelfAttention) else (normed, normed)
-        )
-        out = self.self_attention(
-            *states, attention_mask, position_bias, use_cache, past_key_value, output_attentions
-        )
+        of_cache = (use_cache, past_key_value)
+        more = {"output_attentions": True} if output_attentions else {}
+        if isinstance(self.self_attention, SparseSelfAttention):
+            out = self.self_attention(normed, attention_mask, position_bias, *of_cache, **more)
+        elif _is_own(self.self_attention):
+            given = (normed, normed, attention_mask, position_bias, *of_cache)
+            out = _attend_by(self.self_attention, *given, **more)
+        else:
+            given = (normed, normed, attention_mask, position_bias, *of_cache)
+            out = self.self_attention(*given, **more)
         out, extras = split_extras(out)
         out = (normed if self.post_layer_norm else hidden_states) + self.dropout(out)
         extras = (*extras, normed) if output_normed else extras
@@ -175,15 +180,18 @@ class CrossAttentionBlock(torch.nn.Module):
             isinstance(past_key_value, LayerCache) and past_key_value.length == 0
         )
         normed = self.layernorm_before_attention(hidden_states)
-        out = self.self_attention(
-            normed,
-            None if is_known else key_value_states,
-            attention_mask,
-            position_bias,
-            use_cache,
-            past_key_value,
-            output_attentions=output_attentions,
-        )
+        more = {"output_attentions": True} if output_attentions else {}
+        of_cache = (use_cache, past_key_value)
+        if _is_own(self.self_attention):
+            # It does not know a cache of the encoder's keys.
+            states = (normed, key_value_states)
+            of_cache = (use_cache, None) if isinstance(past_key_value, LayerCache) else of_cache
+            out = _attend_by(
+                self.self_attention, *states, attention_mask, position_bias, *of_cache, **more
+            )
+        else:
+            states = (normed, None if is_known else key_value_states)
+            out = self.self_attention(*states, attention_mask, position_bias, *of_cache, **more)
         out, extras = split_extras(out)
         out = (normed if self.post_layer_norm else hidden_states) + self.dropout(out)
         return (out, *extras) if extras else out
@@ -294,14 +302,16 @@ class TransformerBlock(torch.nn.Module):
         """
         hidden, extras = self_hidden_states, (past_key_value,) if use_cache else ()
         if self.self_att is not None:
+            # By name, and nothing that nobody asks for: as ModelCenter calls it, whose programs
+            # exchange `forward`.
+            asked = {"output_attentions": output_attentions, "output_normed": output_normed}
             out = self.self_att(
                 hidden,
-                self_attention_mask,
-                self_position_bias,
-                use_cache,
-                past_key_value,
-                output_attentions,
-                output_normed,
+                attention_mask=self_attention_mask,
+                position_bias=self_position_bias,
+                use_cache=use_cache,
+                past_key_value=past_key_value,
+                **{name: value for name, value in asked.items() if value},
             )
             hidden, extras = split_extras(out)
         elif output_normed:
@@ -310,13 +320,15 @@ class TransformerBlock(torch.nn.Module):
             extras = (*extras, None)  # the place of its probabilities
         if self.cross_att is not None:
             known = past_key_value.cross if isinstance(past_key_value, LayerCache) else None
+            more: dict[str, Any] = {} if known is None else {"past_key_value": known}
+            if output_attentions:
+                more["output_attentions"] = True
             out = self.cross_att(
-                hidden,
-                cross_hidden_states,
-                cross_attention_mask,
-                cross_position_bias,
-                past_key_value=known,
-                output_attentions=output_attentions,
+                hidden_states=hidden,
+                key_value_states=cross_hidden_states,
+                attention_mask=cross_attention_mask,
+                position_bias=cross_position_bias,
+                **more,
             )
             hidden, of_cross = split_extras(out)
             extras = (*extras, *of_cross)
@@ -330,6 +342,58 @@ class TransformerBlock(torch.nn.Module):
         if self.parallel_ffn:
             return hidden + ffn.added(ffn.layernorm_before_ffn(entered))
         return ffn(hidden)
+
+
+def _is_own(attention: Attention) -> bool:
+    """Whether the program has exchanged `forward`."""
+    return getattr(attention.forward, "__func__", None) is not _FORWARD
+
+
+def _attend_by(
+    attention: Attention,
+    query: torch.Tensor,
+    key_value: torch.Tensor | None,
+    mask: Mask,
+    position_bias: PositionBias | None,
+    use_cache: bool,
+    past: Past,
+    **more: bool,
+) -> Any:
+    """Call a `forward` of the program's own as ModelCenter does: the mask is bool (batch, queries,
+    keys), the cache (keys, values), or None before the first token.
+
+    Raises:
+        InputError: without keys, or if it returns another thing than keys and values as its cache.
+    """
+    if key_value is None:
+        raise InputError(
+            f"the exchanged forward of {type(attention).__name__} got no key_value: give the "
+            "encoder's states in every call."
+        )
+    cache = layer_of(past) if use_cache or past is not None else None
+    num_queries = query.shape[1]
+    num_keys = key_value.shape[1] + (0 if cache is None else cache.length)
+    if isinstance(mask, AttentionMask):
+        seen = mask.visible(num_queries, num_keys, query.device)
+        if seen is None:
+            seen = torch.ones((), dtype=torch.bool, device=query.device)
+        heads = seen.shape[1] if seen.dim() == 4 else 1
+        mask = seen.expand(query.shape[0], heads, num_queries, num_keys).squeeze(1)
+    pair = cache.pair if cache is not None and cache.length else None
+    out = attention(query, key_value, mask, position_bias, use_cache, pair, **more)
+    if cache is None or not use_cache:
+        return out
+    out, current, *rest = out
+    if not isinstance(current, tuple | list):
+        raise InputError(
+            f"the exchanged forward of {type(attention).__name__} returned "
+            f"{type(current).__name__} as its cache: expected (keys, values), two tensors."
+        )
+    kept = layer_of((current[0], current[1]))
+    if cache is past:
+        cache.truncate(0)
+        cache.append(*kept)
+    return (out, cache if cache is past else kept.pair, *rest)
 
 
 def split_extras(out: Any) -> tuple[torch.Tensor, tuple[Any, ...]]:
