@@ -17,7 +17,7 @@ def build() -> tuple[Any, Any, bmt.optim.OptimManager]:
     layers = [torch.nn.Embedding(WORDS, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, WORDS)]
     model = bmt.BMTrainModelWrapper(torch.nn.Sequential(*layers))
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
-    manager = bmt.optim.OptimManager()
+    manager = bmt.optim.OptimManager(max_skipped_steps=2)
     manager.add_optimizer(optimizer, bmt.lr_scheduler.Cosine(optimizer, 1e-2, 2, STEPS))
     return model, optimizer, manager
 

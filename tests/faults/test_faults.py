@@ -15,7 +15,8 @@ from tests.training.lm_programs import tiny
 
 import bmtrain as bmt
 from bmtrain.errors import RanksDivergedError
-from bmtrain.runtime import watchdog
+from bmtrain.runtime import watchdog, world
+from bmtrain.runtime.meeting import room
 from bmtrain.runtime.process import Exit
 from model_center.commands import train, vocabulary
 
@@ -167,6 +168,32 @@ def test_nothing_is_said_while_one_rank_works_for_all(stops, tmp_path):
         return
     assert left.codes == [0, 0] and "vocabulary: 300 tokens" in said, said
     assert "no progress" not in said, said
+
+
+def among_strangers():
+    """One who has found out the names in the store, which has no password, says that the run ends."""
+    bmt.init_distributed(device="cpu", timeout=60)
+    training = program.Training()
+    training.step(0)
+    if bmt.rank() == 1:
+        place = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+        silent = [socket.create_connection(place) for _ in range(40)]
+        for other in silent[:20]:
+            other.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(64))
+        stranger = room(world.current().store.clone(), "watch")
+        for word in ("1.0", "the store ends: no", "ask 0 1 2", "leave", "\xff" * 40):
+            for rank in (0, 1):
+                number = stranger.add(f"words to {rank}", 1)
+                stranger.set(f"to {rank} {number}", word)
+    for number in range(1, 8):
+        training.step(number)
+        time.sleep(0.2)
+    training.save()
+
+
+def test_a_stranger_does_not_end_a_run(tmp_path):
+    left = run(among_strangers, folder=tmp_path, hosted=True)
+    assert (left.codes, left.printed) == ([0, 0], ["", ""])
 
 
 ALL = -1  # ranks

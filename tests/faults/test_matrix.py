@@ -60,7 +60,7 @@ def test_a_run_that_loses_something_is_red(bench):
 
 @pytest.mark.long
 def test_what_is_damaged_and_lost(bench, tmp_path):
-    folder = shutil.copytree(bench.stopped, tmp_path / "stopped")
+    folder = shutil.copytree(bench.begun("stopped"), tmp_path / "stopped")
     assert damaged(folder) == [] and records(folder)[-1]["step"] == 7
     file = next((folder / "step-00000007").glob("rank-00000-*.bin"))
     file.write_bytes(file.read_bytes()[:-1])
@@ -83,7 +83,7 @@ def test_the_table_counts_what_is_red(tmp_path):
     """Cells, which differ, kills and runs; a red one is written as such."""
     keys = [one.key for one in cells()]
     assert len(set(keys)) == len(keys)
-    good = Result("program", "abort", "forward", 1, 82, 1.0, 1, True, [1], [])
+    good = Result("program", "abort", "forward", 1, 82, 1.0, 0.5, 1, True, [1], [], "commit")
     bad = dataclasses.replace(good, wrong=["lost 9 steps"])
     kill = Kill("program", "launcher", 1.0, 9, 1, 1.0, None, [])
     far = with_step(kill, 2)

@@ -217,7 +217,7 @@ class CheckpointManager:
                 different ones, or if weights, buffers, states of optimizers or learning rates are
                 not finite; earlier ones are intact.
         """
-        axis, device = self._axis, self._world.device
+        axis = self._axis
         self._writer.settle()
         self._snapshot = None
         asked = attempt(lambda: _asked(step, model, optim_manager, facts or {}, only), axis)
@@ -239,7 +239,7 @@ class CheckpointManager:
         def collect() -> tuple[Image, dict[str, str], bytes]:
             parts, ties = model_parts(model, only)
             rest: dict[str, Any] = {
-                "random": random_states(device),
+                "random": random_states(self._world.device),
                 "state": state and dict(state),
                 "optim_manager": None,
             }
@@ -280,13 +280,12 @@ class CheckpointManager:
 
     def _make(self, path: pathlib.Path, step: int) -> None:
         """Make the folder of a checkpoint."""
-        found = folders.complete(self.folder)
-        later = [one for one in found if (folders.step_of(one) or 0) > step]
-        if later and later[-1] not in self._damaged:
-            log.warn(
-                f"{later[-1]} is of a later step than {step}, which is saved now, and restore "
-                "takes the latest step: remove it if the run continues from here."
-            )
+        for newest in folders.complete(self.folder)[-1:]:
+            if (folders.step_of(newest) or 0) > step and newest not in self._damaged:
+                log.warn(
+                    f"{newest} is of a later step than {step}, which is saved now, and restore "
+                    "takes the latest step: remove it if the run continues from here."
+                )
         try:
             path.mkdir(exist_ok=True)
         except OSError as error:
@@ -466,10 +465,9 @@ def restore_from(
         [] if manager is None else manager.optimizers,
         outcome=f"{path} is loaded, but cannot be used",
     )
-    if not is_alike:
-        return Restored(manifest.step, manifest.facts, None)
-    set_random_states(rest["random"], current.device)
-    return Restored(manifest.step, manifest.facts, rest["state"])
+    if is_alike:
+        set_random_states(rest["random"], current.device)
+    return Restored(manifest.step, manifest.facts, rest["state"] if is_alike else None)
 
 
 def _sizes(current: World) -> dict[str, int]:

@@ -8,7 +8,6 @@ draws a name for each run and tells it to the ranks that have come for it.
 from __future__ import annotations
 
 import datetime
-import functools
 import ipaddress
 import socket
 import threading
@@ -60,8 +59,7 @@ def meet(
     """
     key, end = f"{url} {rank} {size}", time.monotonic() + timeout
     if key not in stores:
-        opened = functools.partial(_opened, url, rank, size, end, is_hosted, is_local)
-        stores[key] = _in_time(opened, url, end)
+        stores[key] = _in_time(lambda: _opened(url, rank, size, end, is_hosted, is_local), url, end)
     stores[key].set_timeout(datetime.timedelta(seconds=timeout))
     return _own_room(room(stores[key], f"job {job}"), rank, size, end)
 

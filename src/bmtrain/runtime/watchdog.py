@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import itertools
 import json
 import math
@@ -158,16 +159,14 @@ class Watchdog:
         self._place, self._seconds = place, seconds
         self._off = 0
         self._store: Store | None = None
-        self._ear: Store | None = None  # the listener's connection
         if store is not None:
-            # Connections of their own: a thread that waits in one keeps others from using it.
+            # A connection of its own: a thread that waits in one keeps others from using it.
             self._store = room(store.clone(), "watch")
-            self._ear = self._store.clone()
         self._processes: Sequence[tuple[str, int]] = ()
+        self._secret = b""
         self._ending = threading.Event()
-        self._last = place.timeout + AFTER_S
-        if place.device.type != "cpu":
-            self._last = place.timeout * SHARE
+        self._is_cpu = place.device.type == "cpu"
+        self._last = place.timeout + AFTER_S if self._is_cpu else place.timeout * SHARE
         self._seen, self._since = 0, time.monotonic()
         self._alarm = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -178,18 +177,21 @@ class Watchdog:
         self._asked, self._was_asked = 0, False  # while nothing goes on
         self._looks: dict[int, _Look] = {}  # at the ranks of this host, when it asked last
 
-    def start(self, processes: Sequence[tuple[str, int]], *, is_on: bool) -> None:
+    def start(self, processes: Sequence[tuple[str, int]], secret: bytes, *, is_on: bool) -> None:
         """Begin to watch and, with other ranks, to listen to them.
 
         Args:
             processes: host and number of the process of each rank.
+            secret: of the ranks. Other users of a host reach the store, which has no password, and
+                could end the run by a word.
             is_on: whether this rank watches itself. It answers the others in any case.
         """
-        self._processes = processes
+        self._processes, self._secret = processes, secret
         if is_on:
             self._start(self._watch, "watch")
-        if self._ear is not None:
-            self._start(self._listen, "listen")
+        if self._store is not None:
+            ear = self._store.clone()
+            self._start(lambda: self._listen(ear), "listen")
 
     def _start(self, job: Callable[[], object], name: str) -> threading.Thread:
         thread = threading.Thread(target=job, name=f"watchdog {name}", daemon=True)
@@ -239,9 +241,7 @@ class Watchdog:
 
     def say_last(self, words: str) -> None:
         """Leave for the others why this rank is gone; the form continues "rank 1 "."""
-        store = self._store
-        if store is not None:
-            self._patiently(lambda: store.set(f"end {self._place.rank}", words))
+        self._patiently(lambda store: store.set(f"end {self._place.rank}", words))
 
     def take_store_down(self, words: str) -> None:
         """`say_last`, when this process is about to end and the others are not.
@@ -257,17 +257,17 @@ class Watchdog:
     def whereabouts(self, ranks: Collection[int]) -> dict[int, str]:
         """Why ranks do not come, as far as is known; without those that may still come."""
         found: dict[int, str] = {}
-        store = self._store
-        if self.store_is_gone:
-            found, store = {0: self._host_words} if 0 in ranks else {}, None
 
-        def read() -> None:
+        def read(store: Store) -> None:
             for rank in ranks:
                 key = f"end {rank}"
-                if store is not None and store.check([key]):
+                if store.check([key]):
                     found[rank] = store.get(key).decode(errors="replace")
 
-        self._patiently(read)
+        if not self.store_is_gone:
+            self._patiently(read)
+        elif 0 in ranks:
+            found[0] = self._host_words
         for rank in {*ranks} - found.keys():
             state = _state(*self._processes[rank])
             if state.startswith(("has ended", "is stopped")):
@@ -276,19 +276,21 @@ class Watchdog:
 
     def is_first(self, deed: str) -> bool:
         """Whether no other rank has asked this before, as far as is known."""
-        store, found = self._store, list[int]()
-        if store is not None and not self.store_is_gone:
-            self._patiently(lambda: found.append(store.add(f"first {deed}", 1)))
-        return found == [1] or not (found or self.store_is_gone)
+        found = list[int]()
+        if not self.store_is_gone:
+            self._patiently(lambda store: found.append(store.add(f"first {deed}", 1)))
+        return found in ([], [1]) and not self.store_is_gone
 
-    def _patiently(self, deed: Callable[[], object]) -> None:
+    def _patiently(self, deed: Callable[[Store], object]) -> None:
         """Do what needs the store, unless that takes long or fails: its host may be gone."""
+        store = self._store
 
         def attempt() -> None:
             with contextlib.suppress(RuntimeError):
-                deed()
+                deed(store)
 
-        self._start(attempt, "store").join(_WORDS_S)
+        if store is not None:
+            self._start(attempt, "store").join(_WORDS_S)
 
     def let_speak(self) -> None:
         """Wait for the end of this process, if the alarm is raised.
@@ -307,12 +309,12 @@ class Watchdog:
         if self._seconds is not None and is_settled:
             return self._seconds
         is_free = not is_settled and self._idle > self._last and not self._is_waiting()
-        return float("inf") if self._place.size == 1 or is_free else self._last
+        return math.inf if self._place.size == 1 or is_free else self._last
 
     def _is_waiting(self) -> bool:
         if process.is_communicating():
             return True
-        if self._place.device.type == "cpu":
+        if self._is_cpu:
             return False
         try:
             return not torch.cuda.default_stream(self._place.device).query()
@@ -412,15 +414,17 @@ class Watchdog:
                     reports[rank] = Report.loaded(store.get(f"{key} {rank}"))
             time.sleep(0.05)
 
-    def _listen(self) -> None:
+    def _listen(self, store: Store) -> None:
         """Wait for a word of another rank's watchdog."""
-        store, rank = self._ear, self._place.rank
+        rank = self._place.rank
         for number in itertools.count(1):
-            if store is None:
-                return
+            key = f"to {rank} {number}"
             try:
-                store.wait([f"to {rank} {number}"], FOREVER)
-                word = store.get(f"to {rank} {number}").decode()
+                store.wait([key], FOREVER)
+                sealed = store.get(key)
+                word = sealed[32:].decode(errors="replace")  # after a SHA-256
+                if sealed != self._sealed(key, word):  # a stranger's
+                    continue
                 if word.startswith(_ASK):
                     self._was_asked = True
                     store.set(f"{word} {rank}", json.dumps(dataclasses.asdict(self._report())))
@@ -435,14 +439,17 @@ class Watchdog:
 
     def _post(self, word: str, ranks: Collection[int]) -> None:
         """Leave a word for the listeners of these ranks."""
-        store = self._store
-        if store is not None:
-            self._patiently(
-                lambda: [
-                    store.set(f"to {rank} {store.add(f'words to {rank}', 1)}", word)
-                    for rank in ranks
-                ]
-            )
+
+        def post(store: Store) -> None:
+            for rank in ranks:
+                key = f"to {rank} {store.add(f'words to {rank}', 1)}"
+                store.set(key, self._sealed(key, word))
+
+        self._patiently(post)
+
+    def _sealed(self, key: str, word: str) -> bytes:
+        seal = hmac.digest(self._secret, f"{key} {word}".encode(), "sha256")
+        return seal + word.encode()
 
     def _report(self) -> Report:
         """Where this rank is."""
@@ -463,7 +470,7 @@ class Watchdog:
             own = dataclasses.replace(
                 self._report(),
                 stacks=process.stacks()[-_MOST_STACKS:],
-                extra=flight_record() if self._place.device.type != "cpu" else "",
+                extra="" if self._is_cpu else flight_record(),
             )
             thread = self._start(lambda: self._tell(own, limit), "tell")
             thread.join(_END_S)
@@ -492,11 +499,9 @@ class Watchdog:
         except (RuntimeError, ValueError, KeyError):
             reports = {own.rank: own}
         self._print(reports, limit)
-        if store is not None:
-            with contextlib.suppress(RuntimeError):
-                store.set("told", "")
-            if self._place.is_host:
-                time.sleep(_HEARD_S)
+        self._patiently(lambda store: store.set("told", ""))
+        if self._place.is_host:
+            time.sleep(_HEARD_S)
 
     def _print(self, reports: Mapping[int, Report], limit: float) -> None:
         outcome = f"It ends with exit code {Exit.HUNG}."
@@ -507,7 +512,7 @@ class Watchdog:
             )
         missing = [rank for rank in range(self._place.size) if rank not in reports]
         silent = {rank: _state(*self._processes[rank]) for rank in missing}
-        silent |= self.whereabouts(missing) if missing else {}
+        silent |= self.whereabouts(missing)
         text = "".join(f"rank {rank} {what}.\n" for rank, what in sorted(silent.items()))
         text += _as_text(reports)
         say(

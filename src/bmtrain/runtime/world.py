@@ -12,6 +12,7 @@ import datetime
 import faulthandler
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -486,15 +487,14 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.device:
-    asked = None if wanted is None else torch.device(wanted)
+def _pick_device(local_rank: int, asked: torch.device | None) -> torch.device:
     if not (torch.cuda.is_available() if asked is None else asked.type == "cuda"):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if asked is not None and asked.index is not None:
         if asked.index >= count:
             raise ConfigurationError(
-                f"device {wanted!r} does not exist: this machine shows {count} GPU(s)."
+                f"device '{asked}' does not exist: this machine shows {count} GPU(s)."
             )
         return asked
     if local_rank >= count:
@@ -650,15 +650,14 @@ def _join(
         mesh = build_mesh(topology, groups)
         seconds = watchdog if isinstance(watchdog, int | float) else None
         dog = Watchdog(place, seconds, None if place.size == 1 else store)
-        own = socket.gethostname(), os.getpid()
-        processes = [own] * place.size
+        told = [((socket.gethostname(), os.getpid()), secrets.token_bytes(32))] * place.size
         if place.size > 1:
-            dist.all_gather_object(processes, own, group=mesh.world.group)
+            dist.all_gather_object(told, told[0], group=mesh.world.group)
     except BaseException:
         groups.close()
         raise
     is_on = seconds is not None or (watchdog == "auto" and place.size > 1)
-    dog.start(processes, is_on=is_on)
+    dog.start([process for process, _ in told], told[0][1], is_on=is_on)
     return mesh, dog
 
 
