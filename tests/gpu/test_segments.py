@@ -65,9 +65,8 @@ def test_nothing_leaks_into_another_text(compiled):
     after = results(lambda *x: compiled(*x, segments), tensors, towards)
     for one, same, other in zip(before, again, after, strict=True):
         assert torch.equal(one, same), "the same rows have other bits"
-        one, other = (x.transpose(1, 2) for x in (one, other))
-        assert torch.equal(one[~own], other[~own])
-        assert not torch.equal(one[own], other[own])
+        differs = (one != other).any(1).any(-1)
+        assert differs.any() and not (differs & ~own).any()
 
 
 def in_a_block():
