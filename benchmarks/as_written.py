@@ -54,6 +54,7 @@ from model_center.training.adapters import ALL, Lora
 
 GIB = 2**30
 RESULT = "RESULT "
+TOLERATED = 0.05  # how much slower than the saved results is no regression
 LEAST = 20  # seconds: nothing is measured in less
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # NVLink multicast stays off: a program that uses it can put GPUs out of service that others share.
@@ -667,6 +668,33 @@ def ratios(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
+def saved_rates(gpu: object) -> dict[tuple[Any, ...], float]:
+    """Tokens a second and GPU in the newest results that are kept, of this kind of GPU, by suite,
+    variant and rows.
+    """
+    paths = pathlib.Path(__file__).with_name("results").glob("as-written*.json")
+    reports = [json.loads(path.read_text()) for path in paths]
+    reports.sort(key=lambda report: (report["date"], report.get("time", "")))
+    return {
+        (each["suite"], variant_of(each), each["rows"]): each["tokens_per_s"]
+        for report in reports
+        if report["machine"]["gpu"] == gpu
+        for each in report["records"]
+        if "tokens_per_s" in each
+    }
+
+
+def compare(record: dict[str, Any], suite: str, saved: Mapping[tuple[Any, ...], float]) -> None:
+    """Put beside a record how many times as fast it is as the saved one; say where it is slower."""
+    before = saved.get((suite, variant_of(record), record["rows"]))
+    if before is None or "tokens_per_s" not in record:
+        return
+    record["of_saved"] = round(record["tokens_per_s"] / before, 3)
+    if record["of_saved"] < 1 - TOLERATED:
+        text = f"{suite}, {variant_of(record)}, {record['rows']} rows: {record['of_saved']:.2f} x"
+        print(f"SLOWER than the saved results: {text}", flush=True)
+
+
 def merged(
     old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
@@ -697,6 +725,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("names", nargs="*", help="suites; with --measure a model")
+    found.add_argument("--gpus", type=int, nargs="+", help="all suites for so many")
     found.add_argument("--list", action="store_true", help="say which suites and peers there are")
     found.add_argument("--peers", nargs="+", choices=PEERS, help="only these of each suite")
     found.add_argument("--limit", type=float, default=200, help="seconds of one peer's run")
@@ -728,12 +757,14 @@ def main() -> None:
     if args.measure:
         (args.model,) = args.names
         measure(args)
+    args.names += [name for name, suite in SUITES.items() if suite.gpus in (args.gpus or ())]
     unknown = set(args.names) - SUITES.keys()
     if args.list or unknown or not args.names:
         for name, suite in SUITES.items():
             print(f"{name:22} {suite.gpus} GPUs: {', '.join(suite.peers)}")
         raise SystemExit(f"no suite {', '.join(sorted(unknown))}" if unknown else 0)
     facts = machine_from_outside() if DEVICE == "cuda" else machine("cpu")
+    saved = saved_rates(facts["gpu"])
     records = earlier(args.out, args.commit, facts) if args.add and args.out else []
     began = time.monotonic()
     extra = [f"--steps={args.steps}", f"--warmup={args.warmup}", *(["--tiny"] if args.tiny else [])]
@@ -745,6 +776,7 @@ def main() -> None:
                 continue
             found = run(SUITES[name], peer, limit, warm=args.warm, extra=extra)
             for record in found:
+                compare(record, name, saved)
                 print(json.dumps(record), flush=True)
             records = [*merged(records, [{"suite": name, **record} for record in found])]
             if args.out is not None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import pathlib
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,15 +16,19 @@ from suites import SUITES
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
-def parser_of(text: str | None, *, timeout: float) -> argparse.ArgumentParser:
-    """A parser that says `text`, with the arguments of all; `timeout` seconds by default."""
+def parser_of(
+    text: str | None, *, timeout: float, more: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """A parser that says `text`, with the arguments of all; `timeout` seconds by default, and names
+    of `more` suites.
+    """
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--suite",
         nargs="+",
-        choices=[suite.name for suite in SUITES],
+        choices=[*(suite.name for suite in SUITES), *more],
         help="by default all that fit the machine",
     )
     parser.add_argument(

@@ -1,8 +1,10 @@
 r"""Run several backends on the same machine one after another; write JSON with machine, versions
 and commit, a table and a plot.
 
-make bench                               what fits this machine and its number of GPUs
+make bench                               what fits this machine and its number of GPUs; then the
+                                         programs without an option of as_written.py
 make bench ARGS="--suite quick"          minutes
+make bench ARGS="--suite as-written"     those programs alone
 make bench ARGS="--list"                 the suites, and how long each takes here
 make bench ARGS="--gpus 2 --suite 2.7b"  fewer GPUs than there are
 
@@ -18,9 +20,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import json
 import math
 import pathlib
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +40,7 @@ from tables import failure_of, mode_of, tables_of
 
 from options import from_words
 
+AS_WRITTEN = "as-written"
 SHORTEST = 40.0  # seconds: little is measured in less
 
 
@@ -148,11 +154,27 @@ def say_what_there_is(available: int) -> None:
             else f"needs {suite.least} GPUs"
         )
         print(f"{suite.name:19} {suite.about}; {len(suite.runs)} runs, {here}")
+    about = "programs without an option beside others at their fastest; 1 and 2 GPUs"
+    print(f"{AS_WRITTEN:19} {about}, about 40 min each")
+
+
+def measure_as_written(args: argparse.Namespace, gpus: int) -> None:
+    """The suites of as_written.py for one GPU and for two, each beside the results that are kept:
+    what is more than 5 % slower is marked.
+    """
+    for count in (1, 2):
+        if count <= gpus:
+            path = args.folder / f"as-written-{count}gpu.json"
+            words = ["--gpus", str(count), "--limit", f"{args.timeout:g}", "--out", str(path)]
+            program = str(pathlib.Path(__file__).with_name("as_written.py"))
+            command = [sys.executable, program, *words, "--warm", "--commit", args.commit]
+            subprocess.run(command, check=True)
+            print(tables_of(json.loads(path.read_text())), flush=True)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = parser_of(__doc__, timeout=900.0)
+    parser = parser_of(__doc__, timeout=900.0, more=(AS_WRITTEN,))
     parser.add_argument("--list", action="store_true", help="say which suites there are")
     parser.add_argument(
         "--repeat",
@@ -209,8 +231,11 @@ def main() -> None:
     if args.list:
         say_what_there_is(args.gpus or torch.cuda.device_count())
         return
-    for job in jobs_of(args, available(args)):
+    gpus = available(args)
+    for job in jobs_of(args, gpus):
         present(measure(job, args), args.folder / f"{job.name}.json")
+    if not args.run and (args.suite is None or AS_WRITTEN in args.suite):
+        measure_as_written(args, gpus)
 
 
 if __name__ == "__main__":

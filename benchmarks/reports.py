@@ -23,8 +23,10 @@ def report_of(
 
     The list itself is in it.
     """
+    now = datetime.datetime.now(datetime.timezone.utc)
     return {
-        "date": datetime.date.today().isoformat(),
+        "date": now.date().isoformat(),
+        "time": now.strftime("%H:%M:%S"),
         "commit": commit,
         "command": command,
         "machine": machine,

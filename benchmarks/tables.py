@@ -30,6 +30,9 @@ RECIPES = tuple(
 )
 # Tokens of a row in as_written.py.
 TOKENS = {"gpt2": 1024, "llama-8b": 4096, "bert-large": 128, "t5-base": 512, "llama-8b-lora": 4096}
+TOKENS |= {"qwen3-4b": 16384, "qwen3-4b-lora": 16384}
+# Kinds of rows and of peers in its records, where they are not the usual ones.
+KINDS_OF_ROWS, OWN = ("padded", "packed"), ("ours", "center")
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
 OURS = "bmtrain + "
 LOAD_COLUMNS = (
@@ -460,21 +463,40 @@ def table(columns: Sequence[str], rows: Sequence[str]) -> str:
 
 def as_written_cells(records: Sequence[Record]) -> list[dict[str, object]]:
     """Programs without an option, and their peers."""
-    return [
-        {
-            "model": r["model"],
+    names = {"ours": "bmtrain", "center": "model_center"}
+    cells: list[dict[str, object]] = []
+    for r in records:
+        how = [names.get(r["backend"], r["backend"]), r["mode"], r.get("options")]
+        how += [
+            name
+            for name, key in (("recomputed", "recomputes"), ("symmetric", "symmetric"))
+            if r.get(key)
+        ]
+        cell: dict[str, object] = {
+            "model": " ".join([r["model"], *filter(r.get, KINDS_OF_ROWS)]),
             "GPUs": r["gpus"],
-            "rows": r["rows"],
-            "library": "bmtrain"
-            if r["backend"] == "ours"
-            else f"{r['backend']} {r['mode'] or ''}{' recomputed' if r['recomputes'] else ''}",
-            "tokens/s a GPU": f"{r['tokens_per_s']:,}",
-            "GiB allocated": r["peak_gib"],
-            "s to the first step": r["first_step_s"],
+            "rows": r.get("rows", ""),
+            "library": " ".join(filter(None, how)),
         }
-        for r in records
-        if "tokens_per_s" in r
-    ]
+        if "failed" in r:
+            cells.append(cell | {"tokens/s a GPU": str(r["failed"]).replace("|", "/")})
+            continue
+        cell |= {"tokens/s a GPU": f"{r['tokens_per_s']:,}"}
+        if "real_tokens_per_s" in r:
+            cell["without padding"] = f"{r['real_tokens_per_s']:,}"
+        if "of_saved" in r:
+            slower = " (slower)" if r["of_saved"] < 0.95 else ""
+            cell["of the saved results"] = f"{r['of_saved']:.2f} x{slower}"
+        cell["GiB allocated"] = r["peak_gib"]
+        for key, column in (
+            ("first_step_s", "s to the first step"),
+            ("warm_first_step_s", "with warm caches"),
+            ("compiled", "files compiled"),
+            ("warm_compiled", "then"),
+        ):
+            cell |= {column: r[key]} if key in r else {}
+        cells.append(cell)
+    return cells
 
 
 def tables_of(report: dict[str, Any]) -> str:
@@ -558,11 +580,13 @@ class Beside(NamedTuple):
     Attributes:
         gpu: the kind of GPU.
         ours, other: records of as_written.py.
+        options: those of ours with an option, of the same run.
     """
 
     gpu: str
     ours: Record
     other: Record
+    options: Sequence[Record] = ()
 
     @property
     def ratio(self) -> float:
@@ -572,7 +596,14 @@ class Beside(NamedTuple):
     @property
     def what(self) -> str:
         """Model and rows of a GPU."""
-        return f"{self.ours['model']}, {self.ours['rows']} x {TOKENS[self.ours['model']]}"
+        rows = f"{self.ours['model']}, {self.ours['rows']} x {TOKENS[self.ours['model']]}"
+        return " ".join([rows, *filter(self.ours.get, KINDS_OF_ROWS)])
+
+    @property
+    def gain(self) -> str:
+        """Of each option, in times the speed without one."""
+        rates = {r["options"]: r["tokens_per_s"] / self.ours["tokens_per_s"] for r in self.options}
+        return ", ".join(f"{name} {rate:.2f} x" for name, rate in rates.items())
 
     @property
     def place(self) -> str:
@@ -586,7 +617,7 @@ class Beside(NamedTuple):
         alone = "DDP" if self.ours["gpus"] > 1 else "PyTorch"
         name = "FSDP2" if self.other["backend"] == "fsdp2" else alone
         mode = self.other["mode"] or ("recomputed" if self.other["recomputes"] else "compile")
-        return f"{name} {mode}"
+        return f"{name} symmetric {mode}" if self.other.get("symmetric") else f"{name} {mode}"
 
 
 def reports() -> dict[pathlib.Path, dict[str, Any]]:
@@ -598,21 +629,29 @@ def reports() -> dict[pathlib.Path, dict[str, Any]]:
 
 
 def beside_others() -> list[Beside]:
-    """Where another library was measured too, by programs without an option."""
-    found = []
+    """Where another library was measured too, by programs without an option: of each model, number
+    of GPUs and rows the newest report.
+    """
+    found: dict[tuple[Any, ...], tuple[tuple[str, str], Beside]] = {}
     for report in reports().values():
         groups: dict[tuple[Any, ...], list[Record]] = {}
         for record in report["records"]:
             if record.get("what") == "as written" and "tokens_per_s" in record:
-                key = record["model"], record["gpus"], record["rows"]
+                kind = [record.get(name) for name in KINDS_OF_ROWS]
+                key = record["model"], record["gpus"], record["rows"], *kind
                 groups.setdefault(key, []).append(record)
-        for group in groups.values():
-            ours = [record for record in group if record["backend"] == "ours"]
-            others = [record for record in group if record["backend"] != "ours"]
+        for key, group in groups.items():
+            own = [record for record in group if record["backend"] == "ours"]
+            ours = [record for record in own if not record.get("options")]
+            others = [record for record in group if record["backend"] not in OWN]
             if ours and others:
                 other = max(others, key=lambda record: float(record["tokens_per_s"]))
-                found.append(Beside(report["machine"]["gpu"], ours[0], other))
-    return found
+                options = [record for record in own if record.get("options")]
+                row = Beside(report["machine"]["gpu"], ours[0], other, options)
+                when = report["date"], report.get("time", "")
+                if key not in found or when >= found[key][0]:
+                    found[key] = when, row
+    return [row for _, row in found.values()]
 
 
 def short_table(rows: Sequence[Beside]) -> str:
@@ -624,6 +663,7 @@ def short_table(rows: Sequence[Beside]) -> str:
             "bmtrain": f"{row.ours['tokens_per_s']:,}",
             "fastest other": f"{row.peer} {row.other['tokens_per_s']:,}",
             "ratio": f"{row.ratio:.2f}",
+            **({"ours with options": row.gain} if row.gain else {}),
             "GiB": f"{row.ours['peak_gib']:.1f}, {row.other['peak_gib']:.1f}",
         }
         for row in rows
@@ -634,7 +674,7 @@ def short_table(rows: Sequence[Beside]) -> str:
 def text_picture(rows: Sequence[Beside]) -> str:
     """Bars of text; the fastest other is 1.0. The largest batch of each model and machine."""
     shown = {
-        (row.ours["model"], row.place): row
+        (row.ours["model"], *map(row.ours.get, KINDS_OF_ROWS), row.place): row
         for row in sorted(rows, key=lambda row: int(row.ours["rows"]))
     }
     lines = [f"{'':41}0         0.5       1.0       1.5"]

@@ -152,13 +152,16 @@ def test_like_is_compared_with_like(bench):
     assert all(both[1].strip(" |") == "" for both in (*rows[:5], rows[8]))
 
 
-def written(backend, rate, model, rows, gpus=1, mode=None):
+def written(backend, rate, model, rows, gpus=1, mode=None, **others):
     found = {"what": "as written", "backend": backend, "model": model, "rows": rows, "gpus": gpus}
-    return found | {"mode": mode, "tokens_per_s": rate, "peak_gib": 6.25, "recomputes": rows == 3}
+    found |= {"mode": mode, "tokens_per_s": rate, "peak_gib": 6.25, "recomputes": rows == 3}
+    return found | others
 
 
 def test_this_library_beside_others(bench, tmp_path, monkeypatch):
-    """The fastest other of each model, machine and number of rows; nothing where none was measured."""
+    """The fastest other of each model, number of GPUs and rows, in the newest results; nothing where
+    none was measured. Options of ours have a column, and rows of another kind a line.
+    """
     ours, others = "ours", [("plain", None), ("plain", "reduce-overhead"), ("fsdp2", None)]
     for name, found in {
         "x": report(
@@ -174,7 +177,18 @@ def test_this_library_beside_others(bench, tmp_path, monkeypatch):
             written(ours, 300, "gpt2", 8, 2), written("plain", 200, "gpt2", 8, 2), gpu="NVIDIA H100"
         ),
         "z": report(written(ours, 300, "llama-8b", 3, 2)),
-        "zz": report(written(ours, 9, "llama-8b", 3, 2), written("fsdp2", 6, "llama-8b", 3, 2)),
+        "zz": report(
+            written(ours, 9, "llama-8b", 3, 2),
+            written(ours, 12, "llama-8b", 3, 2, options="fp8"),
+            written("center", 99, "llama-8b", 3, 2),
+            written("fsdp2", 6, "llama-8b", 3, 2, symmetric=True),
+            written(ours, 2, "t5-base", 16, padded=True),
+            written("plain", 1, "t5-base", 16, padded=True),
+            written(ours, 3, "t5-base", 16),
+            written("plain", 1, "t5-base", 16),
+        ),
+        "older": report(written(ours, 9, "t5-base", 16), written("plain", 1, "t5-base", 16))
+        | {"time": "", "date": "2026-11-20"},
         "trees": {"what": "trees", "records": []},
     }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
@@ -182,19 +196,24 @@ def test_this_library_beside_others(bench, tmp_path, monkeypatch):
     rows = bench.tables.beside_others()
     lines = bench.tables.short_table(rows).splitlines()
     assert (
-        lines[0] == "| model, rows x tokens a GPU | GPUs | bmtrain | fastest other | ratio | GiB |"
+        lines[0] == "| model, rows x tokens a GPU | GPUs | bmtrain | fastest other | ratio "
+        "| ours with options | GiB |"
     )
     assert lines[2:] == [
-        "| gpt2, 8 x 1024 | 1 x H200 | 1,000 | FSDP2 compile 900 | 1.11 | 6.2, 6.2 |",
-        "| gpt2, 32 x 1024 | 1 x H200 | 1,500 | PyTorch reduce-overhead 2,000 | 0.75 | 6.2, 6.2 |",
-        "| gpt2, 8 x 1024 | 2 x H100 | 300 | DDP compile 200 | 1.50 | 6.2, 6.2 |",
-        "| llama-8b, 3 x 4096 | 2 x H200 | 9 | FSDP2 recomputed 6 | 1.50 | 6.2, 6.2 |",
+        "| t5-base, 16 x 512 | 1 x H200 | 3 | PyTorch compile 1 | 3.00 |  | 6.2, 6.2 |",
+        "| gpt2, 8 x 1024 | 1 x H200 | 1,000 | FSDP2 compile 900 | 1.11 |  | 6.2, 6.2 |",
+        "| gpt2, 32 x 1024 | 1 x H200 | 1,500 | PyTorch reduce-overhead 2,000 | 0.75 |  | 6.2, 6.2 |",
+        "| gpt2, 8 x 1024 | 2 x H100 | 300 | DDP compile 200 | 1.50 |  | 6.2, 6.2 |",
+        "| llama-8b, 3 x 4096 | 2 x H200 | 9 | FSDP2 symmetric recomputed 6 | 1.50 | fp8 1.33 x | 6.2, 6.2 |",
+        "| t5-base, 16 x 512 padded | 1 x H200 | 2 | PyTorch compile 1 | 2.00 |  | 6.2, 6.2 |",
     ]
     bars = bench.tables.text_picture(rows).splitlines()
-    assert [bar[41:] for bar in bars[2:-1]] == [
+    assert [bar[41:].strip() for bar in bars[2:-1]] == [
+        f"{'█' * 20}|{'█' * 40} 3.00 x PyTorch compile",
         f"{'█' * 15}     | 0.75 x PyTorch reduce-overhead",
         f"{'█' * 20}|{'█' * 10} 1.50 x DDP compile",
-        f"{'█' * 20}|{'█' * 10} 1.50 x FSDP2 recomputed",
+        f"{'█' * 20}|{'█' * 10} 1.50 x FSDP2 symmetric recomputed",
+        f"{'█' * 20}|{'█' * 20} 2.00 x PyTorch compile",
     ]
     pytest.importorskip("matplotlib")
     first, second = (

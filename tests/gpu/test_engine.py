@@ -2,6 +2,7 @@
 of them.
 """
 
+import contextlib
 import itertools
 import pathlib
 import warnings
@@ -161,6 +162,77 @@ def test_a_step_does_not_wait_for_the_device_and_memory_is_static():
     """No synchronisation after warm-up, the same allocation after every later step."""
     for allocated in on_gpus(train_quietly):
         assert len(set(allocated[3:])) == 1, allocated
+
+
+class Wrapped(torch.nn.Module):
+    """A stranger's model: embedding, layers in a list, head and loss."""
+
+    def __init__(self, vocab=512, dim=256):
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(vocab, dim), torch.nn.Linear(dim, vocab)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.LayerNorm(dim), torch.nn.Linear(dim, dim), torch.nn.GELU("tanh")
+            )
+            for _ in range(4)
+        )
+
+    def forward(self, ids, labels):
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Also for events, of which torch's mode knows nothing: whether the host would wait for one."""
+    plain = torch.cuda.Event.synchronize
+
+    def checked(event):
+        assert event.query(), "the host waits for the device"
+        plain(event)
+
+    forbid_waiting(True)
+    torch.cuda.Event.synchronize = checked
+    try:
+        yield
+    finally:
+        torch.cuda.Event.synchronize = plain
+        forbid_waiting(False)
+
+
+def train_wrapped_quietly():
+    """Steps of a wrapped model as the README has them, while the device is far behind the host."""
+    model = bmt.BMTrainModelWrapper(Wrapped().bfloat16())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
+    manager = bmt.optim.OptimManager(loss_scale=None)
+    manager.add_optimizer(optimizer)
+    ids = torch.randint(512, (4, 65), device=bmt.device())
+
+    def step():
+        loss = model(ids[:, :-1], ids[:, 1:])
+        manager.zero_grad()
+        manager.backward(loss)
+        manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+        manager.step()
+        return loss.detach()
+
+    first = step().item()
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    with no_waiting():
+        for _ in range(20):
+            torch.cuda._sleep(10**7)  # some milliseconds
+            last = step()
+    assert last.item() < first
+
+
+@pytest.mark.parametrize("init", [{}, {"compile": False}], ids=["whole", "by block"])
+def test_a_step_of_a_wrapped_model_does_not_wait_for_the_device(init):
+    """By default, small models as one graph, and block by block."""
+    on_gpus(train_wrapped_quietly, init=init)
 
 
 def peaks_of_forward():
