@@ -118,8 +118,6 @@ def _gpus() -> list[str]:
 
 
 def _output(*words: str) -> list[str]:
-    if shutil.which(words[0]) is None:
-        raise FileNotFoundError(f"{words[0]} is not installed")
     done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
