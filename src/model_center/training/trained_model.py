@@ -728,7 +728,8 @@ def irreplaceable(model: torch.nn.Module) -> dict[str, str]:
     stand in for, and why: a module reads the layer's weight and does not call it (kernels of Mamba
     do more than the layer), or the layer is of a class of its own (a router that returns more).
     """
-    found, children = {}, {}
+    found: dict[str, str] = {}
+    children: dict[tuple[type, str], type] = {}
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, torch.nn.Linear):
