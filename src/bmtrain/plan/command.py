@@ -150,9 +150,9 @@ def _lines(name: str, wanted: Forecast, changed: dict[str, Forecast]) -> Iterato
     yield from ("", f"memory of a GPU at its peak (in {MOMENTS_OF_A_STEP[peak.name]}):")
     room = f" of {machine.room / GIB:.1f} that can be used"
     limit = "" if machine.host_memory is None else f" of {machine.host_memory:.1f}"
-    sizes = {**peak.parts, "all": peak.total, "memory of a host": wanted.host}
+    parts = {**peak.parts, "all": peak.total, "memory of a host": wanted.host}
     behind = {"all": room, "memory of a host": limit}
-    for part, size in sizes.items():
+    for part, size in parts.items():
         if size:
             yield f"  {part:<26}{size / GIB:8.2f} GiB{behind.get(part, '')}"
     over = (peak.total - machine.room) / GIB
