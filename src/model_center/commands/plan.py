@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -119,13 +120,19 @@ def source_of(
 
     def of_rows(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
         # A pair is two rows. The reference keeps nothing: it is computed before, without backward.
+        before = logging.root.manager.disable
+        logging.disable(logging.ERROR)  # torch's of what fails without values: the error says it
         try:
             return loss(model, batch * (2 if objective.takes_pairs else 1), seq)
+        except ConfigError:
+            raise
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ConfigError(
                 f"{name}: {type(model).__name__} computes sizes from values, which a plan has not: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        finally:
+            logging.disable(before)
 
     return Source(name=name, build=made, loss=of_rows, adapt=adapt)
 
