@@ -26,13 +26,10 @@ LINKS
 """
 
 
-def build(folder: str, output: pathlib.Path, repository: str | None) -> int:
-    """Build one language; Sphinx's exit status. Pages link to their source if it is named."""
-    source = f"{repository}/edit/main/docs/site/{folder}/{{filename}}"
-    edit = f"html_theme_options.source_edit_link={source}"
+def build(folder: str, output: pathlib.Path) -> int:
+    """Build one language; Sphinx's exit status."""
     return build_main(
         [
-            *(("-D", edit) if repository else ()),
             *("-n", "-W", "--keep-going", "-q", "-j", "auto"),
             *("-c", str(SITE), "-D", f"language={LANGUAGES[folder]}"),
             *("-d", str(output / ".doctrees" / folder)),
@@ -47,9 +44,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="(%(default)s)")
     parser.add_argument("--language", nargs="+", choices=there, default=there, help="(all)")
-    parser.add_argument("--repository", help="its address on a forge, for links that edit a page")
     options = parser.parse_args()
-    statuses = [build(folder, options.output, options.repository) for folder in options.language]
+    statuses = [build(folder, options.output) for folder in options.language]
     if any(statuses):
         return 1
     links = "\n".join(f'<p><a href="{name}/index.html">{name}</a></p>' for name in there)

@@ -16,11 +16,16 @@ from typing import Any
 import jieba
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.config import Config
 
 from bmtrain.version import __version__
 
 SITE = pathlib.Path(__file__).resolve().parent
 LANGUAGES = {"en": "English", "zh": "简体中文"}  # a folder, and what its readers call it
+
+# The repository's address on a forge, from which pages get a link "Edit this page". Empty: there is
+# no such address yet, and no link. For one build: sphinx-build -D repository=https://...
+repository = ""
 
 project = "bmtrain"
 copyright = "the maintainers of bmtrain"
@@ -152,8 +157,17 @@ def offer_languages(
     ]
 
 
+def link_to_source(app: Sphinx, config: Config) -> None:
+    """Have the theme link each page to its file on the forge."""
+    if config.repository:
+        source = f"{config.repository}/edit/main/docs/site/{folder_of(app)}/{{filename}}"
+        config.html_theme_options["source_edit_link"] = source
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """What Sphinx calls."""
+    app.add_config_value("repository", "", "html")
+    app.connect("config-inited", link_to_source)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)
     app.connect("source-read", name_links_out)
     app.connect("doctree-read", point_to_languages)

@@ -154,6 +154,11 @@ def _adder(
     return add
 
 
+def optimizer(text: str) -> str:
+    """Of OPTIMIZERS, also by the name that `plan` has for it."""
+    return {"offload": "adam-offload"}.get(text, text)
+
+
 def _add_data_flags(add: Callable[..., object]) -> None:
     where = "where the data are: FOLDER/down_data/superglue/BoolQ, for example"
     add("--base-path", None, where, metavar="FOLDER")
@@ -182,7 +187,8 @@ def _add_length_flags(add: Callable[..., object]) -> None:
 
 
 def _add_optimizer_flags(add: Callable[..., object], defaults: Mapping[str, Any]) -> None:
-    add("--optimizer", "adam", "adam-offload keeps its states in host memory", choices=OPTIMIZERS)
+    which = "adam-offload (or offload, as plan says) keeps its states in host memory"
+    add("--optimizer", "adam", which, choices=OPTIMIZERS, type=optimizer)
     small = "of Adam's two moments: 8bit takes 2.1 bytes an element, fp32 8"
     add("--moments", "fp32", small, choices=MOMENTS)
     masters = "of bf16 weights: fp32 takes 4 bytes an element, split 2; with none, weights are "

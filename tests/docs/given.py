@@ -1,6 +1,5 @@
 """What pages take for granted where they say `<!-- given: ... -->`: a small sharded model, its
-optimizer, and batches, run in the place of such a block's own beginning; or, for
-`<!-- given: adapter MODEL FOLDER -->`, the adapter that a command of the page leaves.
+optimizer, and batches, run in the place of such a block's own beginning.
 """
 
 TEXT = """
@@ -52,18 +51,3 @@ targets = torch.arange(6)
 stage, parts, outputs, run_layers = 0, [batches[0]], [], model
 rebuild_index = list
 """
-
-
-def adapter(name, folder):
-    """A LoRA adapter of a model of the hub, with its tokenizer, in the folder.
-
-    In a process of its own: the libraries import Triton, whose interpreter tests/kernels asks for
-    before that.
-    """
-    import peft
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(name)
-    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    peft.get_peft_model(model, config).save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(name).save_pretrained(folder)

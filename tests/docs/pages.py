@@ -3,7 +3,7 @@
 A comment in the lines before a block says what is special about it:
 
     <!-- not run: REASON -->            the block is shown only; REASON is for readers of the source
-    <!-- given: model, optimizer -->    names that the block takes for granted: see given.py, also for adapters
+    <!-- given: model, optimizer -->    names that the block takes for granted: see given.py
     <!-- file: NAME -->                 the block is written into the folder, and run as well
     <!-- run -->                        a shell block that is run as it stands, not only parsed
     <!-- ranks: 2 -->                   anywhere on the page: its Python blocks run on two ranks

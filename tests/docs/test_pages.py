@@ -98,10 +98,7 @@ def run_blocks(page, parts, folder, cache):
             file.write_text(block.text, "utf-8")
             exec(code, {"__name__": file.stem})  # as if it were imported
             continue
-        kind, *words = block.remarks.get("given", "nothing").split()
-        if kind == "adapter":
-            given.adapter(*words)
-        elif "given" in block.remarks:
+        if "given" in block.remarks:
             exec(compile(given.TEXT, "given", "exec"), names)
         if "init_distributed(" in block.text:
             world.shutdown()

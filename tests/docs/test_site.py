@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+from sphinx.cmd.build import build_main
 from tests.docs.pages import ROOT, SITE, name_of, pages
 
 import bmtrain as bmt
@@ -67,6 +68,35 @@ def test_every_public_name_is_in_the_api(built):
     member = r'<dl class="py (?:method|property)">\s*<dt class="sig[^>]* id="([^"]+)\.\w+"'
     members = collections.Counter(one for text in texts for one in re.findall(member, text))
     assert not {name: count for name, count in members.items() if count > 10}
+
+
+def test_chinese_api_pages_have_all_names():
+    """The same directives as in English, and a line in Chinese for each name."""
+    for page in (SITE / "en" / "api").glob("*.md"):
+        english, chinese = (
+            (SITE / language / "api" / page.name).read_text("utf-8") for language in ("en", "zh")
+        )
+        directive = r"^(?:\.\. \w+:: .*|   :.*)"
+        shown = [re.findall(directive, text, flags=re.M) for text in (english, chinese)]
+        assert shown[0] == shown[1], page.name
+        names = re.findall(
+            r"^\.\. auto(?:function|class|data):: \S*?(\w+)(?:\.__call__)?$", english, re.M
+        )
+        lines = re.findall(r"^\| `(\w+)` \| .*[\u4e00-\u9fff]", chinese, re.M)
+        assert not {name.lower() for name in names} - {name.lower() for name in lines}, page.name
+
+
+@pytest.mark.long
+def test_pages_link_to_their_source_where_the_repository_has_an_address(tmp_path):
+    """Of a site of one page; the repository's address is a setting of docs/site/conf.py, empty so far."""
+    (tmp_path / "en").mkdir()
+    (tmp_path / "en" / "index.md").write_text("# A page\n")
+    for address, count in (("", 0), ("https://forge.example/bmtrain", 1)):
+        words = ["-q", "-c", SITE, "-D", f"repository={address}", tmp_path / "en", tmp_path / "out"]
+        assert build_main([*map(str, words), "-E"]) == 0
+        text = (tmp_path / "out" / "index.html").read_text("utf-8")
+        assert text.count(f'href="{address}/edit/main/docs/site/en/index.md"') == count
+        assert ("edit/main" in text) == bool(count)
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from bmtrain.__main__ import COMMANDS, main
 from bmtrain.errors import ConfigurationError
 from bmtrain.loss import linear_cross_entropy
 from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS
+from bmtrain.plan import command
 from bmtrain.plan.blocks import Case, costs
 from bmtrain.plan.environment import collect
 from bmtrain.plan.forecast import trace
@@ -27,7 +28,7 @@ from bmtrain.plan.meter import Meter
 from bmtrain.plan.outline import without_values
 from bmtrain.plan.settings import DTYPES, GIB, Settings
 from bmtrain.plan.sources import of_function, of_transformers
-from bmtrain.plan.step import Memory
+from bmtrain.plan.step import LEAST_SLACK, SLACK, Memory
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.recomputation import Selective, call
 from bmtrain.shard.parameter import DistributedParameter
@@ -39,6 +40,7 @@ from model_center.commands import train
 from model_center.training import make_loader
 from model_center.training.objectives import goal_of
 
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 TOKENIZERS = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
 MACHINE, TWO = bp.Machine(gpu="h200"), bp.Machine(gpu="h200", gpus=2)
 EAGER = Settings(batch=2, seq=16, compiled=False, recompute="nothing")
@@ -354,13 +356,17 @@ def taken(words):
     return meter.peak
 
 
-def forecast_of(words, capsys):
+def said_of(words, capsys):
     parser = argparse.ArgumentParser()
     model_center_plan.add_arguments(parser)
     with pytest.raises(SystemExit):
         line = [*words, "--gpu", "h200", "--json", "--brief", "--no-compile"]
         model_center_plan.run(parser.parse_args(line))
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return capsys.readouterr()
+
+
+def forecast_of(words, capsys):
+    found: dict[str, Any] = json.loads(said_of(words, capsys).out)
     return found
 
 
@@ -421,6 +427,13 @@ def test_the_flags_of_train(tmp_path, capsys):
     assert abs(weights[2] - cut) <= 2 * 28 * 128
     few, pairs, rows = (forecast(x)["peak_bytes"] for x in ("2", "2 --objective dpo", "4"))
     assert few < pairs < rows
+    # experts whose tokens are counted in forward
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "kv_channels": 8}
+    config = transformers.JetMoeConfig(**sizes, num_key_value_heads=2, intermediate_size=24)
+    config.save_pretrained(tmp_path)
+    out, err = said_of(["--model-config", str(tmp_path), "--max-length", "32"], capsys)
+    assert not out and "JetMoeForCausalLM computes sizes from values" in err
+    assert err.count("\n") == 1
 
 
 REFUSED = f"""
@@ -524,6 +537,30 @@ def test_env_shows_no_secrets_and_survives_what_it_cannot_read(monkeypatch, caps
     assert found["variables"]["HF_ENDPOINT"] == "https://***@host/?***"
     assert main(["env"]) == 0
     assert "NCCL_DEBUG: INFO" in (shown := capsys.readouterr().out) and "geheim" not in shown
+
+
+def test_what_is_kept_in_spare_is_what_was_measured(capsys):
+    """Constants of the plan, against the figures that the program derives of all records; and what it
+    says of a forecast that leaves less than them.
+    """
+    measured = json.loads((RESULTS / "forecast.json").read_text(encoding="utf-8"))
+    kept = measured["allocator"]
+    assert (kept["median_share"], int(kept["median_gib_of_small"] * GIB)) == (SLACK, LEAST_SLACK)
+    assert measured["margin"] == command.ERROR > measured["nine_of_ten_too_low_by"]
+    words = ["plan", "--no-compile", WIDE, "--recompute", "nothing", "--batch", "2"]
+    assert main([*words, "--gpu", "h200", "--json", "--brief"]) == 0
+    room = json.loads(capsys.readouterr().out)["peak_bytes"] / 0.97 / GIB
+    tight = "than forecasts err by (6%)."
+    for share, status, text in (
+        (1.1, 0, "\nfits.\n"),
+        (1.02, 0, tight),
+        (0.99, 1, "does not fit:"),
+    ):
+        assert main([*words, "--gpu-memory", str(room * share)]) == status
+        said = capsys.readouterr().out
+        assert text in said and (tight in said) == (text == tight)
+        if text == tight:
+            assert f"{said.partition('--moments 8bit')[2].splitlines()[0]}".endswith(" yes")
 
 
 def test_the_page_has_the_table_of_the_program():

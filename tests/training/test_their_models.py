@@ -133,6 +133,47 @@ def test_a_run_of_one(kind, dtype, tmp_path):
     ] == str(path)
 
 
+def adapters_are_computed(folders):
+    """On a rank: scores beside adapters are those of transformers' model with A and B in its weights."""
+    ids = torch.arange(5, 21)[None]
+    for path, wrong, why in folders:
+        trained_model: Any = trained_model_of(path)
+        trained_model.load(arguments(Path(path)))
+        with pytest.raises(ConfigError, match=why):
+            trained_model.adapt(arguments(Path(path), lora_rank=4, lora_targets=[wrong]))
+        for targets in (None, ["all-linear"]):
+            args = arguments(Path(path), lora_rank=4, lora_alpha=8, lora_targets=targets)
+            trained_model = trained_model_of(path)
+            trained_model.load(args)
+            trained_model.adapt(args)
+            plain: Any = transformers.AutoModelForCausalLM.from_pretrained(path)
+            before = plain(input_ids=ids, use_cache=False).logits
+            for name, param in trained_model.model.named_parameters():
+                if ".lora_B." in name:
+                    torch.nn.init.normal_(param, std=0.1)
+                    a = trained_model.model.get_parameter(name.replace(".lora_B.", ".lora_A."))
+                    layer = plain.get_submodule(name.partition(".lora_")[0].split(".model.", 1)[1])
+                    layer.weight.data += 2 * param.detach() @ a.detach()
+            found = trained_model.logits(ids)
+            want = plain(input_ids=ids, use_cache=False).logits
+            assert (want - before).abs().max() > 0.01, path
+            assert torch.allclose(found, want, rtol=1e-3, atol=1e-4), path
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+def test_layers_that_are_not_called_get_no_adapters(tmp_path):
+    """Mamba's kernels read weights themselves; Llama 4's router is a linear layer that returns two."""
+    cases = [
+        ("falcon_mamba", "dt_proj", "dt_proj is not called: FalconMambaMixer reads its weight"),
+        ("mamba", "out_proj", "out_proj is not called: MambaMixer reads its weight"),
+        ("jamba", "dt_proj", "dt_proj is not called: JambaMambaMixer reads its weight"),
+        ("llama4_text", "router", "router is a Llama4Router"),
+        ("olmo2", "nowhere", "nowhere"),
+    ]
+    run_ranks(adapters_are_computed, 1, [(str(make(kind, tmp_path)), *how) for kind, *how in cases])
+
+
 def test_adapters_beside_the_experts(tmp_path):
     """The short part of the above: a run by LoRA, whose files peft reads."""
     path = make("qwen3_moe", tmp_path)

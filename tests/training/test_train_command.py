@@ -122,7 +122,7 @@ FORMS = (
     "--moments 8bit",
     "--master-weights split",
     "--moments 8bit --master-weights none",
-    "--moments 8bit --optimizer adam-offload --device-states auto",
+    "--moments 8bit --optimizer offload --device-states auto",
 )
 
 

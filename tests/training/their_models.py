@@ -93,7 +93,7 @@ def arguments(path, **values):
 
 def check_learning(path):
     """On a rank: loss and gradients of packed rows are those of transformers' own model on each
-    sample alone. Returns whether samples share rows.
+    sample alone, and in bf16 the loss. Returns whether samples share rows.
     """
     trained_model = trained_model_of(str(path))
     trained_model.load(arguments(path, max_length=2**40))  # so that scores are not held
@@ -127,4 +127,8 @@ def check_learning(path):
         error = float((found - expected).abs().max())
         limit = 2e-4 * max(float(expected.abs().max()), 1e-2 * largest)
         assert error <= limit, f"{path.name}: {name} is off by {error:g} of {limit:g}"
+    trained_model.load(arguments(path, max_length=2**40, dtype="bf16"))
+    loss = mean(trained_model.loss_sum(batch))
+    (loss / bmt.world_size()).backward()
+    assert float(bmt.sum_loss(loss.detach())) == pytest.approx(mean_loss, rel=1e-2), path.name
     return trained_model.is_packed

@@ -255,11 +255,11 @@ class CheckpointManager:
         def begin() -> ShardWriter:
             blocks: Snapshot | Live
             if self.background:
-                blocks = self._snapshot = Snapshot(image, self._memory, device)
+                blocks = self._snapshot = Snapshot(image, self._memory, self._world.device)
                 # Without it, the next step would write what is still being copied.
                 self._world.service(Engine).steps.waits.append(blocks.wait)
             else:
-                blocks = Live(image, device)
+                blocks = Live(image, self._world.device)
             return ShardWriter(path, token, manifest, image, blocks, rest, self._board)
 
         writer = attempt(begin, axis)

@@ -81,8 +81,7 @@ class Forecast:
     def fits(self) -> bool:
         """Whether both GPU and host have the memory."""
         limit = self.machine.host_memory
-        fits = self.peak.total <= self.machine.room
-        return fits and (limit is None or self.host <= limit * GIB)
+        return self.peak.total <= self.machine.room and (limit is None or self.host <= limit * GIB)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, bytes as integers."""

@@ -245,18 +245,18 @@ class _Watch:
         )
         kind = type(block), params, shapes
         if kind not in self.cases:
-            made = {id(x): _like(x) for x in tensors}
+            made = {
+                id(x): torch.empty_strided(
+                    x.shape, x.stride(), dtype=x.dtype, requires_grad=x.requires_grad
+                )
+                for x in tensors
+            }
             copies = [made.get(id(x), x) for x in leaves]
             own = [] if first is None else [made[id(first)]]
             new_args, new_kwargs = tree_unflatten(copies, tree)
             self.cases[kind] = Case(block, new_args, new_kwargs, own)
         self.calls.append(_Seen(block, kind, self.meter.live))
         return self.calls[-1]
-
-
-def _like(x: torch.Tensor) -> torch.Tensor:
-    grad = x.requires_grad
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, requires_grad=grad)
 
 
 class _Opaque(torch.autograd.Function):

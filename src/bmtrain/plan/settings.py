@@ -15,12 +15,7 @@ from bmtrain.recompute.memory import MARGIN
 from bmtrain.runtime.arguments import AMOUNT, POSITIVE, SIZE, check, unknown
 
 GIB = 2**30
-LEVELS = {
-    "nothing": Level.NOTHING,
-    "cheap": Level.CHEAP,
-    "block": Level.BLOCK,
-    "offloaded": Level.OFFLOADED,
-}
+LEVELS = {level.name.lower(): level for level in Level}
 RECOMPUTE = (*LEVELS, AUTO)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MOST_GPUS = 16  # of one host
@@ -88,8 +83,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         sizes = ("batch", "seq", "tp_size", "pipe_size")
-        check("plan", **{name: (vars(self)[name], SIZE) for name in sizes})
-        check("plan", device_states=(self.device_states, AMOUNT))
+        given = {name: (vars(self)[name], SIZE) for name in sizes}
+        check("plan", device_states=(self.device_states, AMOUNT), **given)
         for field in dataclasses.fields(self):
             value, known = vars(self)[field.name], field.metadata["choices"]
             if known and value not in known:
@@ -137,9 +132,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         check("plan", gpus=(self.gpus, SIZE), hosts=(self.hosts, SIZE))
-        for name in ("gpu_memory", "host_memory"):
-            if vars(self)[name] is not None:
-                check("plan", **{name: (vars(self)[name], POSITIVE)})
+        memory = {"gpu_memory": self.gpu_memory, "host_memory": self.host_memory}
+        check("plan", **{name: (x, POSITIVE) for name, x in memory.items() if x is not None})
         if self.gpus > MOST_GPUS:
             raise ConfigurationError(
                 f"plan: gpus (--gpus) counts the GPUs of one host, and {self.gpus} are more than "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -21,9 +22,15 @@ from model_center.layer.quantized import BLOCK_SIZE, frozen
 from model_center.model.causal import CausalModel
 from model_center.model.gptj import GPTj
 from model_center.optional import package
-from model_center.training.adapters import ALL, ATTENTION, layers_to_adapt
+from model_center.training import adapters
 from model_center.training.objectives import Objective
-from model_center.training.trained_model import LARGE, TRANSFORMERS_ATTENTION, head_of, native_class
+from model_center.training.trained_model import (
+    LARGE,
+    head_of,
+    irreplaceable,
+    layers_to_adapt,
+    native_class,
+)
 
 RECOMPUTE = {True: "block", False: "nothing", "auto": "auto"}
 OPTIMIZERS = {"adam": "adam", "adam-offload": "offload", "offload": "offload", "torch": "torch"}
@@ -84,18 +91,19 @@ def source_of(
     """
     own = None if objective is Objective.REWARD else native_class(name)
     if own is None or own is GPTj:
-        build, loss, targets = *_theirs(name, objective, vocab_size), [*TRANSFORMERS_ATTENTION]
+        build, loss = _theirs(name, objective, vocab_size)
     else:
         changes = {"vocab_size": vocab_size} if vocab_size else {}
         build = functools.partial(own, own._CONFIG_TYPE.from_pretrained(name, **changes))
-        loss, targets = functools.partial(loss_of, objective=objective), [*ATTENTION]
+        loss = functools.partial(loss_of, objective=objective)
 
     def made() -> torch.nn.Module:
         model: torch.nn.Module = build()
+        targets = _layers_to_adapt(model, lora_targets) if lora_rank else {}
         if load_in_4bit:
             _in_4_bits(model)
         if lora_rank:
-            _adapt(model, lora_rank, lora_targets or targets, lora_dropout)
+            _adapt(model, targets, lora_rank, lora_dropout)
         return model
 
     def adapt(model: torch.nn.Module) -> None:
@@ -112,7 +120,19 @@ def source_of(
 
     def of_rows(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
         # A pair is two rows. The reference keeps nothing: it is computed before, without backward.
-        return loss(model, batch * (2 if objective.takes_pairs else 1), seq)
+        before = logging.root.manager.disable
+        logging.disable(logging.ERROR)  # torch's of what fails without values: the error says it
+        try:
+            return loss(model, batch * (2 if objective.takes_pairs else 1), seq)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+            raise ConfigError(
+                f"{name}: {type(model).__name__} computes sizes from values, which a plan has not: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            logging.disable(before)
 
     return Source(name=name, build=made, loss=of_rows, adapt=adapt)
 
@@ -160,7 +180,7 @@ def _theirs(name: str, objective: Objective, vocab_size: int | None) -> tuple[An
             out: torch.Tensor = model(**inputs).logits.float().mean()
             return out
         if objective.takes_pairs or ids.numel() * layer.weight.shape[0] * 2 > LARGE:
-            hidden = body(**inputs).last_hidden_state.flatten(0, 1)
+            hidden = body(**inputs).last_hidden_state.flatten(0, 1).to(layer.weight.dtype)
             return head.losses(hidden, layer, ids.flatten(), "sum")
         return bmt.loss.FusedCrossEntropy()(model(**inputs).logits.flatten(0, 1), ids.flatten())
 
@@ -173,20 +193,21 @@ def _rows(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(batch, seq, dtype=torch.long), places
 
 
-def _adapt(model: torch.nn.Module, rank: int, targets: list[str], dropout: float) -> None:
+def _layers_to_adapt(model: torch.nn.Module, targets: list[str] | None) -> dict[str, Any]:
+    if isinstance(model, CausalModel):
+        return {"target_modules": adapters.layers_to_adapt(model, targets or adapters.ATTENTION)}
+    return layers_to_adapt(model, targets)
+
+
+def _adapt(model: torch.nn.Module, targets: dict[str, Any], rank: int, dropout: float) -> None:
     """Adapters as `train` makes them, all else frozen."""
     peft = package("peft", "LoRA", ConfigError)
-    if isinstance(model, CausalModel):
-        chosen: Any = layers_to_adapt(model, targets)
-    else:
-        names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-        chosen = [name for name in targets if name in names]
-        chosen = "all-linear" if targets == [ALL] or not chosen else chosen
-    config = peft.LoraConfig(r=rank, target_modules=chosen, lora_dropout=dropout)
     try:
-        peft.inject_adapter_in_model(config, model)
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(r=rank, lora_dropout=dropout, **targets), model
+        )
     except ValueError as error:
-        raise ConfigError(f"--lora-targets {' '.join(targets)}: {error}") from error
+        raise ConfigError(f"--lora-targets: {error}") from error
 
 
 class _Product(torch.autograd.Function):
@@ -224,6 +245,7 @@ def _in_4_bits(model: torch.nn.Module) -> None:
     """As `training.quantization.quantize`."""
     model.requires_grad_(False)
     heads = {"lm_head", "output_projection", "cls_projection"}
+    heads |= set() if isinstance(model, CausalModel) else {*irreplaceable(model)}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear) and name not in heads:

@@ -6,6 +6,7 @@ Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
 from __future__ import annotations
 
 import types
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from model_center.layer.linear import Linear
 from model_center.layer.quantized import QuantizedLinear, frozen, library, whole
 
 
-def quantize(model: torch.nn.Module, head: torch.nn.Module | None = None) -> None:
+def quantize(model: torch.nn.Module, others: Collection[torch.nn.Module | None] = ()) -> None:
     """Freeze a model and keep the weights of its linear layers, but for the head's, in 4 bits.
     Collective if it is sharded; the memory of a block is free once all of it was replaced.
 
     Args:
         model: of this package or of transformers.
-        head: of one of transformers.
+        others: layers that stay as they are: the head of one of transformers.
 
     Raises:
         ConfigError: where bitsandbytes is missing; the model is unchanged.
@@ -30,7 +31,7 @@ def quantize(model: torch.nn.Module, head: torch.nn.Module | None = None) -> Non
     made: dict[torch.nn.Module, torch.nn.Module] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
         is_layer = isinstance(module, Linear) and not path.endswith("_projection")
-        if is_layer or (type(module) is torch.nn.Linear and module is not head):
+        if is_layer or (type(module) is torch.nn.Linear and module not in others):
             parent, _, name = path.rpartition(".")
             made[module] = made.get(module) or QuantizedLinear(_linear_attributes(module))
             model.get_submodule(parent).add_module(name, made[module])

@@ -9,8 +9,9 @@ import abc
 import argparse
 import inspect
 import pathlib
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,10 @@ TRANSFORMERS_ATTENTION = (
 # What configurations call the factor of the scores, and what they are divided by.
 FACTORS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
 LARGE = 2**30  # bytes of scores that are worth a head that does not hold them
+# A line of a module that computes with a layer's weight and does not call the layer.
+WEIGHT_READ = re.compile(
+    r"^(?!.*init).*self\.(\w+)\.weight\b(?!\s*=|\[|\.(?:_|dtype|device|shape|data))", re.MULTILINE
+)
 
 
 class Head(NamedTuple):
@@ -491,8 +496,9 @@ class TransformersModel(TrainedModel):
         return dict(model.named_children()).get(model.base_model_prefix)
 
     def _hidden(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """As the head takes them: some bodies compute in fp32 beside weights in 16 bits."""
         out: torch.Tensor = self._body()(**self._completed(inputs)).last_hidden_state
-        return out
+        return out.to(self.model.get_output_embeddings().weight.dtype)
 
     def _logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         out: torch.Tensor = self.model(**self._completed(inputs)).logits
@@ -559,25 +565,25 @@ class TransformersModel(TrainedModel):
 
     def adapt(self, args: argparse.Namespace) -> None:
         """As in TrainedModel."""
+        targets = layers_to_adapt(self.model, args.lora_targets) if args.lora_rank else {}
         if args.load_in_4bit:
             self.quantize()
         if not args.lora_rank:
             return
         peft = package("peft", "LoRA", ConfigError, instead="use all weights, without adapters")
-        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
-        targets = args.lora_targets or [name for name in TRANSFORMERS_ATTENTION if name in names]
         config = peft.LoraConfig(
             r=args.lora_rank,
             lora_alpha=args.lora_alpha,
             lora_dropout=args.lora_dropout,
-            target_modules=ALL if list(targets) in ([ALL], []) else list(targets),
             task_type=self._TASK,
             modules_to_save=self._trained_heads() or None,
+            **targets,
         )
         try:
             model = _quietly(lambda: peft.get_peft_model(self.model, config))
         except ValueError as error:
-            raise ConfigError(f"--lora-targets {' '.join(targets)}: {error}") from error
+            named = " ".join(args.lora_targets or ["(default)"])
+            raise ConfigError(f"--lora-targets {named}: {error}") from error
         model.peft_config["default"].base_model_name_or_path = args.model_config
         self.model = bmt.BMTrainModelWrapper(model, use_checkpoint=args.use_checkpoint)
         self._is_adapted = True
@@ -615,7 +621,10 @@ class TransformersModel(TrainedModel):
 
     def quantize(self) -> None:
         """Keep the weights of linear layers in 4 bits. Collective."""
-        quantize(self.model, self.model.get_output_embeddings())
+        names, head = irreplaceable(self.model), self.model.get_output_embeddings()
+        layers = self.model.named_modules(remove_duplicate=False)
+        kept = [layer for path, layer in layers if path.rpartition(".")[2] in names]
+        quantize(self.model, [head, *kept])
 
     def add_adapters(self, folder: pathlib.Path) -> None:
         """Put the adapters of a folder beside the model's layers. Collective.
@@ -713,6 +722,47 @@ class RewardModel(TransformersModel):
         inputs = {"input_ids": batch["input_ids"]}
         inputs["attention_mask"] = (batch["segments"] > 0).long()
         return self._logits(inputs)[:, 0].float()
+
+
+def irreplaceable(model: torch.nn.Module) -> dict[str, str]:
+    """The names of linear layers of a model of transformers that neither an adapter nor 4 bits can
+    stand in for, and why: a module reads the layer's weight and does not call it (kernels of Mamba
+    do more than the layer), or the layer is of a class of its own (a router that returns more).
+    """
+    found: dict[str, str] = {}
+    children: dict[tuple[type, str], type] = {}
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.Linear):
+                children[type(module), name] = type(child)
+    for (kind, name), layer in children.items():
+        if layer is not torch.nn.Linear:
+            found[name] = f"is a {layer.__name__}"
+        elif name in WEIGHT_READ.findall(inspect.getsource(kind)):
+            found[name] = f"is not called: {kind.__name__} reads its weight"
+    return found
+
+
+def layers_to_adapt(model: torch.nn.Module, targets: Sequence[str] | None) -> dict[str, Any]:
+    """What a configuration of peft says of the layers of a model of transformers that get adapters:
+    the projections of attention, of a model without any all linear layers.
+
+    Raises:
+        ConfigError: for a layer beside which an adapter would not be computed.
+    """
+    without = irreplaceable(model)
+    for name in targets or ():
+        if name in without:
+            raise ConfigError(
+                f"--lora-targets: {name} {without[name]}, and an adapter beside it would not be "
+                "computed. Name other layers."
+            )
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()} - {*without}
+    chosen = list(targets or (name for name in TRANSFORMERS_ATTENTION if name in names)) or [ALL]
+    return {
+        "target_modules": ALL if chosen == [ALL] else chosen,
+        "exclude_modules": sorted(without) or None,
+    }
 
 
 def _quietly(make: Callable[[], Any]) -> Any:
