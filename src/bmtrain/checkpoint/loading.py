@@ -219,7 +219,7 @@ def fill(plan: Plan, source: Source) -> None:
             reads.append(Read(values.view(-1), name, 0, values.numel()))
         else:
             values.copy_(source.whole(name))
-    read_all([read for read in reads if read is not None], source)
+    read_all(reads, source)
     for entry in plan.copies.values():
         if isinstance(entry.tensor, DistributedParameter):
             entry.tensor.mark_set()
