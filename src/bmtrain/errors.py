@@ -14,6 +14,12 @@ def printable(text: str) -> str:
     return text.translate(_HARMLESS)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first; its type if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class BMTrainError(Exception):
     """What the library raises to its users; each is an error of Python's of that kind as well.
 

@@ -38,6 +38,11 @@ __all__ = [
 ]  # re-exports only; this module's own functions are below
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, data classes of transformers' among them."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))  # major, minor
 
 

@@ -29,8 +29,16 @@ def check_torch_version(version_str: str) -> int:
     Raises:
         ConfigurationError: for a text that is no version.
     """
-    ours, theirs = (_version_number(text) for text in (torch.__version__, version_str))
-    return ours - theirs
+    numbers = []
+    for text in (torch.__version__, version_str):
+        found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+        if found is None:
+            raise ConfigurationError(
+                f"check_torch_version got {text!r}: expected a version such as '1.12.0'."
+            )
+        major, minor, patch = (int(part or 0) for part in found.groups())
+        numbers.append(major * 10000 + minor * 100 + patch)
+    return numbers[0] - numbers[1]
 
 
 def tp_split_tensor(tensor: torch.Tensor, split_dim: int) -> torch.Tensor:
@@ -137,17 +145,6 @@ def see_memory(message: str, detail: bool = False) -> None:
     )
     if detail:
         print_rank(torch.cuda.memory_summary(current.device))
-
-
-def _version_number(text: str) -> int:
-    """20800 for "2.8.0+cpu"."""
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
-    if found is None:
-        raise ConfigurationError(
-            f"check_torch_version got {text!r}: expected a version such as '1.12.0'."
-        )
-    major, minor, patch = (int(part or 0) for part in found.groups())
-    return major * 10000 + minor * 100 + patch
 
 
 def _print(body: object, title: object, file: TextIO | None) -> None:

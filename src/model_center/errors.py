@@ -5,9 +5,6 @@ Every message names the thing, what was got, what was expected and the remedy.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 from bmtrain.errors import BMTrainError
 
 
@@ -41,9 +38,3 @@ class ResumeError(BMTrainError, ValueError):
 
 class DivergenceError(BMTrainError, RuntimeError):
     """Losses that stay far above those before. Raised on every rank."""
-
-
-def with_nearest(name: str, known: Iterable[str]) -> str:
-    """A name that is not among those `known`, for a message, with the nearest of them."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"{name!r}" + (f" (nearest: {near[0]!r})" if near else "")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.errors import CheckpointError, DamagedError
+from bmtrain.errors import CheckpointError, DamagedError, first_line
 
 ZIP_MAGIC = b"PK\x03\x04"
 LARGEST_TEXT = 2**28  # bytes: the largest tokenizers have some 2**25
@@ -195,9 +195,8 @@ def read_torch(path: pathlib.Path, *, mmap: bool = True) -> Any:
         with reading(path):
             raise
     except Exception as error:  # damaged files end in errors of any kind
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         # torch's advice is to load what it cannot read without care
-        more = "" if "weights_only" in str(error) else f" ({reason})"
+        more = "" if "weights_only" in str(error) else f" ({first_line(error)})"
         raise CheckpointError(
             unreadable(path, f"it is damaged or not a checkpoint{more}")
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import zlib
@@ -20,6 +19,7 @@ from bmtrain.checkpoint.writer import Writer
 from bmtrain.distributed.agreement import attempt, told_apart
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import log, world
+from bmtrain.runtime.arguments import with_nearest
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.parameter import DistributedParameter
@@ -198,10 +198,7 @@ def _report(
     what: str, names: Sequence[str], unmatched: Collection[str], others: Collection[str]
 ) -> list[str]:
     """One line per name, with the closest name of `unmatched`, without any of `others`."""
-    lines = []
-    for name in names[:SHOWN]:
-        near = difflib.get_close_matches(name, unmatched or others, n=1)
-        lines.append(f"{what}: {name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
+    lines = [f"{what}: {with_nearest(name, unmatched or others)}" for name in names[:SHOWN]]
     if len(names) > SHOWN:
         lines.append(f"{what}: {len(names) - SHOWN} more")
     return lines
@@ -222,7 +219,7 @@ def fill(plan: Plan, source: Source) -> None:
             reads.append(Read(values.view(-1), name, 0, values.numel()))
         else:
             values.copy_(source.whole(name))
-    read_all([read for read in reads if read is not None], source)
+    read_all(reads, source)
     for entry in plan.copies.values():
         if isinstance(entry.tensor, DistributedParameter):
             entry.tensor.mark_set()

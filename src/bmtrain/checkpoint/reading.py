@@ -52,8 +52,10 @@ def cuts(start: int, stop: int, row: int, limit: int) -> list[int]:
     return sorted({start, stop, *inner, *([last] if first <= last else [])})
 
 
-def read_all(reads: Iterable[Read], source: Source, chunk: int = CHUNK) -> None:
+def read_all(reads: Iterable[Read | None], source: Source, chunk: int = CHUNK) -> None:
     """Fill the targets of all reads, converted to their dtypes, in the order of the file.
+
+    None stands for what has been read already.
 
     Args:
         chunk: bytes per read; a row that is longer is read at once.
@@ -61,7 +63,11 @@ def read_all(reads: Iterable[Read], source: Source, chunk: int = CHUNK) -> None:
     Raises the first error of any thread; the targets' values are then undefined.
     """
     order = {name: place for place, name in enumerate(source.headers)}
-    pieces = [piece for read in reads for piece in read.pieces(source.headers[read.name], chunk)]
+    pieces = [
+        piece
+        for read in filter(None, reads)
+        for piece in read.pieces(source.headers[read.name], chunk)
+    ]
     pieces.sort(key=lambda piece: (order[piece.name], piece.start))
     if not pieces:
         return

@@ -278,4 +278,4 @@ class SavedOptimizer:
             else Read(target.view(-1), full, 0, target.numel())
             for _, _, full, target in targets
         ]
-        read_all([read for read in reads if read is not None], self._source)
+        read_all(reads, self._source)

@@ -34,7 +34,6 @@ class Writing:
     def __init__(self, path: pathlib.Path, step: Callable[[], None] | None, axis: Axis) -> None:
         self.path = path
         self._axis, self._step = axis, step
-        self._error: BaseException | None = None
         self._failure: str | None = None
         self.is_told = False  # whether `wait` has returned or raised
         self._thread: threading.Thread | None = None
@@ -44,23 +43,27 @@ class Writing:
 
         def run() -> None:
             self.run()
-            if self._error is not None:
+            if self._failure is not None:
                 # Only the next wait, save or load raises the error, and there may be none.
                 rank = self._axis.ranks[self._axis.index]
-                say(f"[rank {rank}] {_explain(self.path, self._error)}\n")
+                say(f"[rank {rank}] {self._failure}\n")
 
         if self._step is not None:
             self._thread = threading.Thread(target=run, name=f"save {self.path.name}", daemon=False)
             self._thread.start()
 
     def run(self) -> None:
-        """Write in this thread; an error is kept for `wait`."""
+        """Write in this thread; the text of an error is kept for `wait`. The error itself would pin
+        the tensors that were written.
+        """
         step, self._step = self._step, None  # a handle that outlives the write must not pin tensors
         try:
             if step is not None:
                 step()
+        except CheckpointError as error:
+            self._failure = str(error)
         except Exception as error:
-            self._error = error
+            self._failure = unsaved(self.path, reason_of(error))
 
     @property
     def done(self) -> bool:
@@ -82,12 +85,8 @@ class Writing:
         # A disk may take minutes: the ranks that wait for this one do not hang.
         with unwatched():
             self.join()
-            # The text alone is kept: the error's traceback would pin the tensors that were written.
-            error, self._error = self._error, None
-            if error is not None:
-                self._failure = _explain(self.path, error)
             self.is_told = True  # on all ranks, since this is collective
-            agree(self._failure, self._axis, error)
+            agree(self._failure, self._axis)
 
 
 class Writer:
@@ -214,10 +213,9 @@ def reason_of(error: BaseException) -> str:
     return plain or f"{type(error).__name__}: {error}"
 
 
-def _explain(path: pathlib.Path, error: BaseException) -> str:
-    if isinstance(error, CheckpointError):
-        return str(error)
+def unsaved(path: pathlib.Path, reason: str) -> str:
+    """The message about a file, or a checkpoint, that could not be written."""
     return (
-        f"cannot save to {path}: {reason_of(error)}; a file that was there before is intact. Free "
-        "some space or choose another folder, and save again."
+        f"cannot save to {path}: {reason}; what was saved before is intact. Free some space or "
+        "choose another folder, and save again."
     )

@@ -19,9 +19,9 @@ import torch
 
 from bmtrain.checkpoint.image import NUM_THREADS, Image, Live, Snapshot
 from bmtrain.checkpoint.shards import BLOCK, NAME, FileFacts, Manifest, TensorFacts, parse
-from bmtrain.checkpoint.writer import flush_to_disk, reason_of
+from bmtrain.checkpoint.writer import flush_to_disk, reason_of, unsaved
 from bmtrain.distributed.collectives import Board
-from bmtrain.errors import CheckpointError
+from bmtrain.errors import CheckpointError, first_line
 from bmtrain.runtime import world
 
 # A new file or none: a link at its name is not followed.
@@ -73,8 +73,8 @@ class ShardWriter:
         """Wait until the files are on the disk; on rank 0 wait for the others, and publish.
 
         Raises:
-            CheckpointError: if that cannot be done on this rank, or on rank 0 if it cannot on
-                another.
+            OSError and others: if that cannot be done on this rank.
+            CheckpointError: on rank 0, if it cannot on another.
         """
         try:
             try:
@@ -94,10 +94,9 @@ class ShardWriter:
             for path in (self._file, self._beside):
                 with contextlib.suppress(OSError):
                     path.unlink()
-            reason = reason_of(error)
             with contextlib.suppress(TimeoutError):  # this error is the first one
-                self._board.gather(json.dumps({"error": reason}))
-            raise self._failed(reason) from error
+                self._board.gather(json.dumps({"error": reason_of(error)}))
+            raise
         tensors = self._image.tensors(self._file.name)
         own = dataclasses.replace(self._manifest, facts={}, ties={}, files=files, tensors=tensors)
         texts = self._board.gather(json.dumps({"manifest": own.to_json()}))
@@ -110,7 +109,7 @@ class ShardWriter:
         tensors: dict[str, dict[str, TensorFacts]] = {}
         for rank, part in enumerate(parts):
             if "error" in part:
-                raise self._failed(f"{part['error']} (on rank {rank})")
+                raise CheckpointError(unsaved(self._folder, f"{part['error']} (on rank {rank})"))
             one = parse(part["manifest"], is_part=True)
             files |= one.files
             for section, found in one.tensors.items():
@@ -124,16 +123,10 @@ class ShardWriter:
         try:
             _write_bytes(temporary, text.encode())
             os.replace(temporary, path)
-        except OSError as error:
+        except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            raise self._failed(reason_of(error)) from error
-
-    def _failed(self, reason: str) -> CheckpointError:
-        return CheckpointError(
-            f"cannot save to {self._folder}: {reason}; earlier checkpoints are intact. Free some "
-            "space or choose another folder, and save again."
-        )
+            raise
 
 
 def _write_bytes(path: pathlib.Path, content: bytes) -> FileFacts:
@@ -166,9 +159,8 @@ def as_bytes(state: Mapping[str, Any]) -> bytes:
         torch.save(dict(state), buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             "the state of optimizers, schedules and the program cannot be kept: expected numbers, "
-            f"strings, tensors, and lists, tuples and dicts of these ({reason})."
+            f"strings, tensors, and lists, tuples and dicts of these ({first_line(error)})."
         ) from error
     return buffer.getvalue()

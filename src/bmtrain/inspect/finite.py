@@ -12,7 +12,7 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.runtime import world
 from bmtrain.shard.slices import local_of
-from bmtrain.torch_internals import tree_leaves
+from bmtrain.torch_internals import tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +99,10 @@ def find_non_finite(
 
     def hook(name: str, module: torch.nn.Module, args: Any, out: Any) -> None:
         label = f"{name or 'the model'} ({type(module).__name__})"
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                look("output", label, leaf)
-                if leaf.requires_grad:
-                    leaf.register_hook(functools.partial(look, "output_gradient", label))
+        for x in tensors_in(out):
+            look("output", label, x)
+            if x.requires_grad:
+                x.register_hook(functools.partial(look, "output_gradient", label))
 
     model.zero_grad()
     handles = [

@@ -12,11 +12,13 @@ import torch
 
 from bmtrain.compile import backend
 from bmtrain.compile.programs import recomputing
+from bmtrain.errors import first_line
 from bmtrain.plan import lifetimes
-from bmtrain.plan.meter import Meter, tensors_in
+from bmtrain.plan.meter import Meter
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Saved, storages_of
 from bmtrain.recompute.recomputation import Selective, call
+from bmtrain.torch_internals import tensors_in
 
 COUNTED = (Level.NOTHING, Level.CHEAP, Level.BLOCK)
 
@@ -88,7 +90,7 @@ def costs(case: Case, *, compiled: bool) -> BlockCosts:
         try:
             found = {level: _compiled(case, level) for level in COUNTED}
         except Exception as error:  # whatever the compiler raises, a Block then runs uncompiled
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
     found = found or _eager(case)
     inputs = sum(x.nbytes for x in case.own if x.is_floating_point())
     block = found[Level.BLOCK]

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from bmtrain.plan.meter import tensors_in, workspace
-from bmtrain.torch_internals import overloads
+from bmtrain.plan.meter import workspace
+from bmtrain.torch_internals import overloads, tensors_in
 
 # Operators that are fused though torch does not tag them as element-wise.
 _FUSED = frozenset(

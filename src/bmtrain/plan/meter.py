@@ -11,12 +11,7 @@ import torch
 
 from bmtrain.loss.linear_cross_entropy import chunk_rows
 from bmtrain.recompute.memory import storages_of
-from bmtrain.torch_internals import TorchDispatchMode, tree_leaves
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers, data classes of transformers' among them."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+from bmtrain.torch_internals import TorchDispatchMode, tensors_in
 
 
 def workspace(func: Any, args: Any) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from bmtrain.plan.blocks import BlockCosts, Case, costs
-from bmtrain.plan.meter import Meter, tensors_in
+from bmtrain.plan.meter import Meter
 from bmtrain.recompute.level import Level
-from bmtrain.torch_internals import tree_flatten, tree_unflatten
+from bmtrain.torch_internals import tensors_in, tree_flatten, tree_unflatten
 
 # Parameters of one storage: names and shapes, dtype, whether they are trained.
 Group = tuple[tuple[tuple[str, tuple[int, ...]], ...], torch.dtype, bool]

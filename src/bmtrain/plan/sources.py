@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, first_line
 from bmtrain.plan.forecast import Source
 
 CONFIG = "config.json"
@@ -64,10 +64,9 @@ def of_transformers(name: str) -> Source:
     try:
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, json.JSONDecodeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
-            f"plan: transformers has read no config.json of {name}: {reason} Name a folder that "
-            "has one, or give module:function."
+            f"plan: transformers has read no config.json of {name}: {first_line(error)} Name a "
+            "folder that has one, or give module:function."
         ) from error
 
     def build() -> torch.nn.Module:

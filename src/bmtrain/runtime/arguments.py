@@ -88,14 +88,16 @@ def check(
             raise error(f"{owner}: {name} is {value!r}: expected {rule.expected}.")
 
 
+def with_nearest(name: str, known: Iterable[str]) -> str:
+    """A name that is not among those `known`, for a message, with the nearest of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"{name!r}" + (f" (nearest: {near[0]!r})" if near else "")
+
+
 def unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> str | None:
     """The message about names that are not known, with the nearest that are; None if all are."""
     known = list(known)
-    parts = []
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            parts.append(f"{name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
+    parts = [with_nearest(name, known) for name in names if name not in known]
     return f"{owner} does not know {', '.join(parts)}." if parts else None
 
 

@@ -15,7 +15,7 @@ from bmtrain.runtime.topology import Topology
 _GROUPS = {"group", "gather", "reduce"}
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Communicators:
     """The process groups of an axis. After `close`, reading one raises NotInitializedError.
 

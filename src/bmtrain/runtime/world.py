@@ -34,6 +34,7 @@ from bmtrain.errors import (
     JoinError,
     NotInitializedError,
     RanksDivergedError,
+    first_line,
 )
 from bmtrain.runtime import process
 from bmtrain.runtime.arguments import COUNT, POSITIVE, SIZE, Rule, check, optional
@@ -582,7 +583,7 @@ def _joining(launch: Launch, url: str, timeout: float) -> Iterator[None]:
             f"rank {launch.rank} of {launch.size} could not join the run at "
             f"{where if url == 'env://' else url} ({time.monotonic() - begin:.0f} s, timeout "
             f"{timeout:g} s): "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. All ranks must "
+            f"{first_line(error)}. All ranks must "
             "be started, with the same address and world size, each with a rank of its own."
         ) from None
 

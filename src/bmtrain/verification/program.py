@@ -13,7 +13,7 @@ import torch
 from bmtrain.block.wrapper import BMTrainModelWrapper
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim.manager import OptimManager
-from bmtrain.torch_internals import tree_leaves, tree_map
+from bmtrain.torch_internals import tensors_in, tree_map
 from bmtrain.verification.record import Kind, Record
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -167,7 +167,7 @@ class Program:
         if callable(self.batch):
             batch = self.batch(batch, rank, ranks)
         elif self.batch == "split" and ranks > 1:
-            rows = {x.shape[0] for x in tree_leaves(batch) if _has_rows(x)}
+            rows = {x.shape[0] for x in tensors_in(batch) if x.dim()}
             if len(rows) != 1 or next(iter(rows)) % ranks:
                 raise ConfigurationError(
                     f"a batch whose tensors have {sorted(rows)} rows cannot be split over "
@@ -175,12 +175,11 @@ class Program:
                     'divide; or give batch="same", or a function (batch, rank, ranks) that '
                     "returns a rank's part."
                 )
-            batch = tree_map(lambda x: x.chunk(ranks)[rank] if _has_rows(x) else x, batch)
+            batch = tree_map(
+                lambda x: x.chunk(ranks)[rank] if isinstance(x, torch.Tensor) and x.dim() else x,
+                batch,
+            )
         return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, batch)
-
-
-def _has_rows(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.dim() > 0
 
 
 def load_program(source: str | Callable[[], Program]) -> Program:

@@ -8,7 +8,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from model_center.errors import ConfigError, with_nearest
+from bmtrain.runtime.arguments import with_nearest
+from model_center.errors import ConfigError
 from model_center.optional import package
 from model_center.training.files import write_whole
 

@@ -15,10 +15,11 @@ import torch
 from bmtrain.checkpoint.files import read_object
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
+from bmtrain.runtime.arguments import with_nearest
 from bmtrain.runtime.log import warn
 from model_center.config.positional import Positional
 from model_center.config.rules import GATED, check_fields
-from model_center.errors import ConfigError, with_nearest
+from model_center.errors import ConfigError
 from model_center.hub.resolving import resolve
 
 Self = TypeVar("Self", bound="Config")

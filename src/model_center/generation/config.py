@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from model_center.errors import ConfigError, with_nearest
+from bmtrain.runtime.arguments import with_nearest
+from model_center.errors import ConfigError
 
 DEFAULT_NEW_TOKENS = 100  # ModelCenter's
 

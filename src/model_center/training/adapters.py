@@ -16,7 +16,8 @@ from bmtrain.checkpoint.files import check_file
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import log
-from model_center.errors import ConfigError, WeightsError, with_nearest
+from bmtrain.runtime.arguments import with_nearest
+from model_center.errors import ConfigError, WeightsError
 from model_center.layer.linear import Linear
 from model_center.model.base import BaseModel
 from model_center.optional import package

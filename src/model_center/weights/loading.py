@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from bmtrain.checkpoint.source import Source
 from bmtrain.checkpoint.sources import open_source, without_prefix
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime import log
+from bmtrain.runtime.arguments import with_nearest
 from model_center.errors import WeightsError
 from model_center.layer.parameter import PlainParameter
 from model_center.weights.keymap import KeyMap, TensorPart
@@ -239,9 +239,8 @@ def _mismatch(name: str, shape: tuple[int, ...], source: MappedSource) -> str:
 
 def _expected(name: str, source: MappedSource, key_map: KeyMap) -> str:
     piece = key_map.pieces.get(name)
-    near = difflib.get_close_matches(name, source.headers, n=1)
-    theirs = f", in their names {piece.name!r}" if piece is not None else ""
-    return f"{name!r}{theirs}" + (f" (nearest: {near[0]!r})" if near else "")
+    theirs = f"; in their names {piece.name!r}" if piece is not None else ""
+    return f"{with_nearest(name, source.headers)}{theirs}"
 
 
 def _listing(opening: str, lines: Sequence[str]) -> str:
