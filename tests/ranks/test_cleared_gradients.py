@@ -341,6 +341,17 @@ def overlapping(run):
     run.look()
 
 
+def held_beside_cleared(run):
+    """What the program holds is added to, whatever else of the block it has cleared."""
+    run.backward(0)
+    held, cleared = run.weight.grad, run.net.parts[1].a.bias.grad
+    before = cleared.clone()
+    run.clear(run.net.parts[1].a.bias)
+    run.backward(1)
+    assert held is run.weight.grad and torch.equal(cleared, before)
+    run.look()
+
+
 PROGRAMS = [
     failed_backward,
     failed_before_one_that_was_ready,
@@ -358,6 +369,7 @@ PROGRAMS = [
     retained,
     put_back,
     overlapping,
+    held_beside_cleared,
 ]
 
 

@@ -242,7 +242,14 @@ class Binding:
             kind = BoundCopy if table.are_copies else Bound
             for view in bound:
                 view.__class__ = kind
-        sums = _sums(bound) if self._is_looking(table, bound) else None
+        self._num_runs += 1
+        # Only in the first runs, as it synchronises, which a stream that is captured cannot do.
+        is_looking = (
+            table.are_copies
+            and self._num_runs <= _NUM_LOOKS
+            and not (bound[0].is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+        sums = _sums(bound) if is_looking else None
         self._replaced, self.is_running = table, True
         self._put(table, bound)
         try:
@@ -293,13 +300,6 @@ class Binding:
         if sums is not None:
             are_equal = map(torch.equal, _sums(bound), sums)
             _refuse(table, map(operator.not_, are_equal), cause)
-
-    def _is_looking(self, table: ParameterTable, bound: Sequence[torch.Tensor]) -> bool:
-        """Whether to compare checksums in this run: only in the first, as it synchronises."""
-        self._num_runs += 1
-        if not table.are_copies or self._num_runs > _NUM_LOOKS:
-            return False
-        return not (bound[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
     def lend(self, table: ParameterTable, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Bind tensors outside of calls too, until the returned function is called.

@@ -27,13 +27,19 @@ from bmtrain.compile.compiled import CompiledModule
 from bmtrain.compile.fp8 import call_in_fp8, check_fp8, marked
 from bmtrain.compile.programs import Structure
 from bmtrain.errors import ConfigurationError
-from bmtrain.recompute.host_state import HostState, all_modules, spare_buffers
+from bmtrain.recompute.host_state import HostState, parts_with_blocks, spare_buffers
 from bmtrain.recompute.level import Level, level_of
 from bmtrain.recompute.offload import is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.planner import Subject
 from bmtrain.recompute.probe import Trials, measure
-from bmtrain.recompute.recomputation import ModuleCall, Recomputation, Runner, SeveralGraphsError
+from bmtrain.recompute.recomputation import (
+    ModuleCall,
+    Recomputation,
+    Runner,
+    Selective,
+    SeveralGraphsError,
+)
 from bmtrain.recompute.recomputation import call as call_module
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import known_keywords
@@ -167,7 +173,7 @@ class Block(DistributedModule):
         self._shared: Use | None = None  # one use for all calls inside `together`
         #: puts full tensors in the place of the parameters: calls are those of the module then
         self.binding = Binding(functools.partial(parts_of, inner))
-        self._host_state = HostState(functools.partial(all_modules, inner), context.scripts)
+        self._host_state = HostState(functools.partial(parts_with_blocks, inner), context.scripts)
         self.shard()
         self._is_made = True
 
@@ -416,9 +422,32 @@ class Block(DistributedModule):
         as it does on the other ranks: a rank that skipped them would hang the others. Before
         backward enters the call, its full parameters are lent to the module.
         """
-        first_node = next_node_number()
-        out, views = self._ran(level, call, args, kwargs)
-        use, table, tied = call.use, call.table, out
+        first_node, found = next_node_number(), None
+        runner, use, context = call.runner, call.use, self._context
+        offloads = level is Level.OFFLOADED
+        moved = [x for x in args if offloads and isinstance(x, torch.Tensor) and is_movable(x)]
+        inside = runner.plain if level is Level.NOTHING else runner.recomputing(level)
+        if inside is not None:
+            call.run, call.lends = inside, level is Level.NOTHING or runner.runs_python
+            hooks = use.saving() if torch.is_grad_enabled() else contextlib.nullcontext()
+            if moved:
+                hooks = context.pinned.saving(moved, use.keep)
+            # The runner has warned and recomputes from outside from now on: go on below.
+            with contextlib.suppress(SeveralGraphsError):
+                found = self._compute(call, hooks, args, kwargs)
+        if found is None:
+            results, call.lends = runner.results(level), True
+            call.run = runner.plain if results is None else results
+            named = itertools.chain(enumerate(args), kwargs.items())
+            begun = self._host_state.begin(named, context.draws)
+            body = functools.partial(self._compute, call, contextlib.nullcontext())
+            keep = functools.partial(self._warn_of_keeping, results)
+            recomputation = Recomputation(body, begun, use.place_of, use.keep, keep)
+            with context.pinned.saving(moved, Kept) if moved else contextlib.nullcontext():
+                recomputation.save(args, kwargs)
+            found = recomputation.run(args, kwargs)
+        out, views = found
+        table, tied = call.table, out
         if torch.is_grad_enabled() and table.are_copies:
             again = use.is_gathered_again
             tied = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=again)
@@ -435,38 +464,10 @@ class Block(DistributedModule):
             table.lapse(views)
         return tied
 
-    def _ran(
-        self, level: Level, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[torch.Tensor]]:
-        """The output of the call at a level, and the gathered parameters."""
-        runner, use, context = call.runner, call.use, self._context
-        offloads = level is Level.OFFLOADED
-        moved = [x for x in args if offloads and isinstance(x, torch.Tensor) and is_movable(x)]
-        inside = runner.plain if level is Level.NOTHING else runner.recomputing(level)
-        if inside is not None:
-            call.run, call.lends = inside, level is Level.NOTHING or runner.runs_python
-            hooks = use.saving() if torch.is_grad_enabled() else contextlib.nullcontext()
-            if moved:
-                hooks = context.pinned.saving(moved, use.keep)
-            # The runner has warned and recomputes from outside from now on: go on below.
-            with contextlib.suppress(SeveralGraphsError):
-                return self._compute(call, hooks, args, kwargs)
-        call.run = again = runner.repeatable(level)
-        call.lends = True
-
-        def keep(reason: str) -> None:
-            again.forget()
-            self._warn_of_keeping(reason)
-
-        named = itertools.chain(enumerate(args), kwargs.items())
-        begun = self._host_state.begin(named, context.draws)
-        body = functools.partial(self._compute, call, contextlib.nullcontext())
-        recomputation = Recomputation(body, begun, use.place_of, use.keep, keep)
-        with context.pinned.saving(moved, Kept) if moved else contextlib.nullcontext():
-            recomputation.save(args, kwargs)
-        return recomputation.run(args, kwargs)
-
-    def _warn_of_keeping(self, reason: str) -> None:
+    def _warn_of_keeping(self, results: Selective | None, reason: str) -> None:
+        """The call is not recomputed: its tensors are kept, so results need not be."""
+        if results is not None:
+            results.forget()
         name = type(self._inner).__name__
         if name not in self._context.kept:
             self._context.kept.add(name)

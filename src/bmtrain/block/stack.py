@@ -119,21 +119,16 @@ def wrap_all(
     if num_hidden < 1:
         raise ConfigurationError(f"num_hidden is {num_hidden}: expected at least 1.")
     wrapped: dict[int, Block] = {}
-    return [_wrap_once(module, wrapped, use_checkpoint) for module in modules]
-
-
-def _wrap_once(
-    module: torch.nn.Module, wrapped: dict[int, Block], use_checkpoint: bool | str | Level
-) -> Block:
-    if isinstance(module, Block):
-        return module
-    if not isinstance(module, torch.nn.Module):
-        raise ConfigurationError(
-            f"the block list got {type(module).__name__}: expected torch.nn.Modules."
-        )
-    if id(module) not in wrapped:
-        wrapped[id(module)] = Block(module, use_checkpoint=use_checkpoint)
-    return wrapped[id(module)]
+    blocks = []
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigurationError(
+                f"the block list got {type(module).__name__}: expected torch.nn.Modules."
+            )
+        if not isinstance(module, Block) and id(module) not in wrapped:
+            wrapped[id(module)] = Block(module, use_checkpoint=use_checkpoint)
+        blocks.append(module if isinstance(module, Block) else wrapped[id(module)])
+    return blocks
 
 
 def plan_gathers(blocks: Iterable[Block]) -> None:

@@ -34,7 +34,7 @@ from bmtrain.compile.programs import (
 )
 from bmtrain.distributed.agreement import largest
 from bmtrain.errors import StaleParameterError
-from bmtrain.recompute.host_state import Trial, all_modules
+from bmtrain.recompute.host_state import Trial, parts_with_blocks
 from bmtrain.recompute.memory import memory_of
 from bmtrain.recompute.recomputation import ModuleCall
 from bmtrain.runtime import world
@@ -277,7 +277,7 @@ class WholeModel:
         self._root = torch.nn.Module()
         for name in ("_parameters", "_buffers", "_modules"):
             self._root.__dict__[name] = model.__dict__[name]
-        self._binding = Binding(self._parts)
+        self._binding = Binding(functools.partial(parts_with_blocks, self._root))
         self._lower = Copying(backend.AtOnce(backend.Seeded(backend.inductor)))
         self._programs: dict[Hashable, Program] = {}  # by training mode and methods
         self._methods = Methods()
@@ -318,22 +318,6 @@ class WholeModel:
             return num_bytes <= _MOST_ON_CPU
         return num_bytes <= _MOST * torch.cuda.mem_get_info(self._context.device)[1]
 
-    def _parts(self) -> list[tuple[str, torch.nn.Module]]:
-        """The model and all modules below it, blocks replaced by their inner modules."""
-        found: dict[int, tuple[str, torch.nn.Module]] = {}
-        waiting = [("", self._root)]
-        while waiting:
-            path, module = waiting.pop()
-            module = _inner(module) if isinstance(module, Block) else module
-            if id(module) not in found:
-                found[id(module)] = (path, module)
-                waiting += [
-                    (f"{path}{name}.", child)
-                    for name, child in reversed(module._modules.items())
-                    if child is not None
-                ]
-        return list(found.values())
-
     def call(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any] | None:
@@ -367,7 +351,7 @@ class WholeModel:
     def _is_sharded(self) -> bool:
         return (self._table is not None and self._table.are_current()) or all(
             isinstance(param, DistributedParameter)
-            for _, part in self._parts()
+            for _, part in parts_with_blocks(self._root)
             for param in part._parameters.values()
             if param is not None
         )
@@ -430,7 +414,7 @@ class WholeModel:
                     self._end(reason or _ELSEWHERE)
                 return None
         memory, given = self._memory, (*args, *kwargs.values())
-        trial = Trial(all_modules(model), given, self._context.device)
+        trial = Trial([part for _, part in parts_with_blocks(model)], given, self._context.device)
         before = memory.allocated()
         out, fits, reason = None, True, "its activations would not leave enough memory"
         try:

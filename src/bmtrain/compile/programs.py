@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from bmtrain.compile import backend
 from bmtrain.compile.fp8 import call_in_fp8
-from bmtrain.recompute.host_state import Snapshot, Trial, all_modules
+from bmtrain.recompute.host_state import Snapshot, Trial, parts_with_blocks
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.recomputation import ModuleCall, Runner, call, policy
 from bmtrain.runtime.log import warn
@@ -298,7 +298,7 @@ class Program:
         except CompiledOnly:
             if not runs:
                 raise
-        modules = all_modules(module)
+        modules = [part for _, part in parts_with_blocks(module)]
         held = [x for part in modules for x in part._parameters.values()]
         params = [x for x in held if x is not None and type(x) is _TENSOR]
         device = params[0].device if params else torch.device("cpu")

@@ -391,11 +391,13 @@ class HostState:
     """The state that calls of one block read.
 
     Args:
-        modules: returns all modules that run.
+        modules: returns all modules that run, with their paths.
         scripts: tells whether TorchScript has run.
     """
 
-    def __init__(self, modules: Callable[[], Iterable[torch.nn.Module]], scripts: Scripts) -> None:
+    def __init__(
+        self, modules: Callable[[], Iterable[tuple[str, torch.nn.Module]]], scripts: Scripts
+    ) -> None:
         self._modules, self.scripts = modules, scripts
         self._snapshot: Snapshot | None = None
         self.writes_buffers = True  # until a pass has been seen that does not
@@ -415,7 +417,7 @@ class HostState:
         """
         if self._snapshot is None or not self._snapshot.is_current():
             self._snapshot = Snapshot()
-            self._snapshot.add_modules(self._modules())
+            self._snapshot.add_modules(module for _, module in self._modules())
         given = Snapshot()
         for name, value in arguments:
             if not isinstance(value, torch.Tensor):
@@ -576,17 +578,18 @@ def changed_in_place(where: str) -> RecomputationError:
     )
 
 
-def all_modules(module: torch.nn.Module) -> Sequence[torch.nn.Module]:
-    """`module` and its descendants, each block replaced by its inner module."""
-    found: dict[int, torch.nn.Module] = {}
-    ways = [module]
+def parts_with_blocks(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """A module and all below it, with their paths; each block is replaced by its inner module."""
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    ways = [("", module)]
     while ways:
-        module = ways.pop()
+        path, module = ways.pop()
         inner = module.__dict__.get("_hidden")
         module = inner[0] if isinstance(module, DistributedModule) and inner else module
         if id(module) not in found:
-            found[id(module)] = module
-            ways.extend(child for child in module._modules.values() if child is not None)
+            found[id(module)] = (path, module)
+            children = reversed(module._modules.items())
+            ways += [(f"{path}{name}.", child) for name, child in children if child is not None]
     return list(found.values())
 
 

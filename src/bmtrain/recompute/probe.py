@@ -46,16 +46,20 @@ class Trials:
         inside = self._runner.plain if level is Level.NOTHING else self._runner.recomputing(level)
         if inside is not None:
             return inside(self._module, args, kwargs), 0
-        call = self._runner.repeatable(level)
+        results = self._runner.results(level)
+        call = self._runner.plain if results is None else results
 
         def body(given: tuple[Any, ...], named: dict[str, Any], _: bool) -> Any:
             return call(self._module, given, named)
 
         draws = world.current("Block").draws
         begun = self._state.begin([*enumerate(args), *kwargs.items()], draws)
-        recomputation = Recomputation(body, begun, lambda _: None, Kept, lambda _: call.forget())
+        recomputation = Recomputation(
+            body, begun, lambda _: None, Kept, lambda _: results and results.forget()
+        )
         recomputation.save(args, kwargs)
-        return recomputation.run(args, kwargs), call.num_bytes()
+        out = recomputation.run(args, kwargs)
+        return out, 0 if results is None else results.num_bytes()
 
 
 def measure(

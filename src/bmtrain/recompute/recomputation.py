@@ -63,17 +63,18 @@ class Runner:
     def recomputing(self, level: Level) -> ModuleCall | None:
         """A function like `plain` that recomputes by itself and keeps what `level` says.
 
-        None if the caller must recompute, by `repeatable`. The function raises SeveralGraphsError
+        None if the caller must recompute, by `results`. The function raises SeveralGraphsError
         if the module does not compile as one graph.
         """
         return None
 
-    def repeatable(self, level: Level) -> Selective:
-        """A function for one call at `level`, which the caller runs once more in backward.
+    def results(self, level: Level) -> Selective | None:
+        """Runs one call at `level`, which the caller runs once more in backward, in the place of
+        `plain`; None if no results are kept.
 
         Compiled code keeps nothing: a mode that catches operators does not reach into it.
         """
-        return Selective(self.plain, keeps=level is Level.CHEAP and not self.is_compiled)
+        return Selective(self.plain) if level is Level.CHEAP and not self.is_compiled else None
 
 
 def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,8 +124,6 @@ def policy(
 class Selective:
     """One call at CHEAP: the first run keeps expensive results, runs in backward reuse them.
 
-    At another level it keeps nothing (`keeps=False`).
-
     A result that the module has since changed in place is recomputed. So is one that drew random
     numbers: skipping the draw would shift the numbers of everything after it.
 
@@ -132,16 +131,14 @@ class Selective:
     (2022).
     """
 
-    def __init__(self, call: Callable[..., Any], *, keeps: bool = True) -> None:
-        self._call, self._keeps = call, keeps
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
         self._kept: dict[Any, deque[_Result]] = defaultdict(deque)
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`module(*args, **kwargs)`."""
-        if not self._keeps:
-            return self._call(module, args, kwargs)
         if not in_backward():
             with _Keeping(self._kept, recalls=False):
                 return self._call(module, args, kwargs)
@@ -207,6 +204,7 @@ class _Keeping(TorchDispatchMode):
 Body = Callable[[tuple[Any, ...], dict[str, Any], bool], Any]
 
 
+@dataclasses.dataclass(eq=False)
 class _Saved:
     """What autograd holds in the place of a saved tensor.
 
@@ -215,9 +213,10 @@ class _Saved:
             then what is kept of it, if the call is not recomputed.
     """
 
-    def __init__(self, index: int, tensor: torch.Tensor, place: Saved | None) -> None:
-        self.index, self.shape, self.dtype = index, tensor.shape, tensor.dtype
-        self.value: torch.Tensor | Saved | None = tensor if place is None else place
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+    value: torch.Tensor | Saved | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +313,8 @@ class Recomputation:
         return out
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = _Saved(len(self._saved), tensor, self._place_of(tensor))
+        value = self._place_of(tensor) or tensor
+        saved = _Saved(len(self._saved), tensor.shape, tensor.dtype, value)
         self._saved.append(weakref.ref(saved))
         return saved
 

@@ -57,35 +57,17 @@ class Residence:
     #: whether an update may still be under way: prefetching would make the host wait too early. The
     #: same on all ranks, whichever of them has waited already.
     is_late: bool = False
+    #: gives what waits for updates of the shard; weak, as updates hold the shard
+    updates: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
 
     def __init__(self, source: ShardSource, label: Label) -> None:
         self._source, self.label = source, label
-        self._updates: list[Callable[[], None]] = []
-
-    def expect(self, finish: Callable[[], None], *, is_late: bool) -> None:
-        """Values of the shard are computed beside the program: whoever asks for them waits.
-
-        Called at the same place on all ranks, those without elements of it too. The caller has
-        counted the write, so that versions do not depend on when the values come.
-
-        Args:
-            finish: waits for the values and writes them, so that later work on the current stream
-                finds them. May be called again.
-            is_late: whether that may be in the next pass; the same on all ranks.
-        """
-        self._updates.append(finish)
-        self.is_late = is_late or self.is_late
 
     def settle(self) -> None:
-        """Wait for updates that are under way. Not collective.
-
-        Raises:
-            Exception: what ended an update; then the values are not to be had any more.
-        """
-        while self._updates:
-            finish = self._updates[0]
-            finish()
-            self._updates = [other for other in self._updates if other is not finish]
+        """Wait for updates of the shard that are under way, if its storage is alive."""
+        settle = self.updates()
+        if settle is not None:
+            settle()
 
     def prefetch(self, phase: Phase) -> None:
         """Start the gather, unless the values are resident or in flight."""

@@ -289,7 +289,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
 
         It shares the parameter's memory. Waits for an update of an optimizer in flight.
         """
-        self.storage_of.residence.settle()
+        self.storage_of.settle()
         return self._local
 
     @property
@@ -460,7 +460,7 @@ class ParameterAlias(Sharded):
 
     @property
     def local(self) -> torch.Tensor:
-        self.param.storage_of.residence.settle()
+        self.param.storage_of.settle()
         return self._local
 
     @property

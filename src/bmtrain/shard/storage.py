@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -71,6 +71,7 @@ class Storage:
         self._shard, source = engine.transport.new_shard(
             numel, dtype, self.axis, shared=self.is_here and not adoptable
         )
+        self._updates: list[Callable[[], None]] = []
         self._num_own = num_references(self._shard)  # if no one has made a view of it
         # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
         # Python's collector finds the cycle, at different times on different ranks.
@@ -95,13 +96,39 @@ class Storage:
             survives = policy.zero_level == 2
             self.residence = Gathered(source, label, engine.transport, survives_forward=survives)
         self.residence.is_pipelined = placement.stage is not None
+        self.residence.updates = weakref.WeakMethod(self.settle)
         engine.residences.add(self.residence)
 
     @property
     def shard(self) -> torch.Tensor:
         """This rank's values (shard_numel,); waits for an update that is under way."""
-        self.residence.settle()
+        self.settle()
         return self._shard
+
+    def expect(self, finish: Callable[[], None], *, is_late: bool) -> None:
+        """Values of the shard are computed beside the program: whoever asks for them waits.
+
+        Called at the same place on all ranks, those without elements of it too. The caller has
+        counted the write, so that versions do not depend on when the values come.
+
+        Args:
+            finish: waits for the values and writes them, so that later work on the current stream
+                finds them. May be called again.
+            is_late: whether that may be in the next pass; the same on all ranks.
+        """
+        self._updates.append(finish)
+        self.residence.is_late = is_late or self.residence.is_late
+
+    def settle(self) -> None:
+        """Wait for updates that are under way. Not collective.
+
+        Raises:
+            Exception: what ended an update; then the values are not to be had any more.
+        """
+        while self._updates:
+            finish = self._updates[0]
+            finish()
+            self._updates = [other for other in self._updates if other is not finish]
 
     @property
     def is_held(self) -> bool:
