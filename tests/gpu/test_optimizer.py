@@ -4,6 +4,7 @@ in the way of the device.
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_fused_adam_is_that_of_torch(dtype, grad_dtype):
     mean, square = torch.zeros(700_000, device="cuda"), torch.zeros(700_000, device="cuda")
     # Not torch's fused kernel, whose 1 - beta2 has the accuracy of fp32 (torch 2.11).
     plain = [x.clone().requires_grad_() for x in cut(weight.float())]
-    rates = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.1}
+    rates: Any = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.1}
     torchs = torch.optim.AdamW(plain, betas=(0.9, 0.999), foreach=False, **rates)
     expected = [master.clone(), mean.clone(), square.clone()]
     for step in range(1, 11):

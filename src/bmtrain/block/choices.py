@@ -138,10 +138,9 @@ def _chooses(method: types.FunctionType, name: str) -> bool:
         before = len(rows) + len(members)
         for node in nodes:
             is_loop = isinstance(node, ast.For | ast.comprehension)
-            value: Any = node.iter if is_loop else getattr(node, "value", None)
-            targets = (
-                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            )
+            value: Any = getattr(node, "iter" if is_loop else "value", None)
+            own = getattr(node, "target", None)
+            targets: list[Any] = node.targets if isinstance(node, ast.Assign) else [own]
             if value is None or targets == [None]:
                 continue
             names = {x.id for each in targets for x in ast.walk(each) if isinstance(x, ast.Name)}
