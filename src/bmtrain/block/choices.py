@@ -139,8 +139,8 @@ def _chooses(method: types.FunctionType, name: str) -> bool:
         for node in nodes:
             is_loop = isinstance(node, ast.For | ast.comprehension)
             value: Any = getattr(node, "iter" if is_loop else "value", None)
-            own = getattr(node, "target", None)
-            targets: list[Any] = node.targets if isinstance(node, ast.Assign) else [own]
+            target: Any = getattr(node, "target", None)
+            targets = node.targets if isinstance(node, ast.Assign) else [target]
             if value is None or targets == [None]:
                 continue
             names = {x.id for each in targets for x in ast.walk(each) if isinstance(x, ast.Name)}
