@@ -159,8 +159,9 @@ class Snapshot:
 
     def add_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         """Attributes, buffers, children and hooks of modules, and what their code reads."""
-        self._add_noticed(lambda: [len(x._parameters) for x in modules], "the number of parameters")
-        for module in modules:
+        parts = list(modules)
+        self._add_noticed(lambda: [len(x._parameters) for x in parts], "the number of parameters")
+        for module in parts:
             name, own = type(module).__name__, module.__dict__
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in self._known:
