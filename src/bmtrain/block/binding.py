@@ -88,7 +88,9 @@ class ParameterTable(tuple[Row, ...]):
 
     def lapse(self, views: Sequence[torch.Tensor]) -> None:
         """A call is over for which these were gathered, one for each slot of the storages."""
-        behind = {storage: (storage, storage.version()) for storage in self.storages}
+        behind = dict[Storage, tuple[Storage, int]]()
+        for storage in self.storages:
+            behind[storage] = storage, storage.version()
         for param, position in zip(self.params, self.positions, strict=True):
             views[position].__class__ = Lapsed
             views[position].behind = behind[param.storage_of]  # type: ignore[attr-defined]

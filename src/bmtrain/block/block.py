@@ -460,8 +460,10 @@ class Block(DistributedModule):
                 return binding.lend(table, marked(tensors) if fp8 else tensors)
 
             before_backward_of(tied, first_node, lambda: use.lend(bind, end))
-        # Compiled code that keeps views in its graph would be slowed down in backward.
-        if table.are_copies and (use.is_gathered_again or not call.runner.is_compiled):
+        # Compiled code that keeps views in its graph would be slowed down in backward; calls made
+        # together share them.
+        is_shared = call.runner.is_compiled or self._shared is not None
+        if table.are_copies and (use.is_gathered_again or not is_shared):
             table.lapse(views)
         return tied
 

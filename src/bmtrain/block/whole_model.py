@@ -406,7 +406,13 @@ class WholeModel:
         On all ranks or on none. Where a rank has no room, random numbers and buffers are as before.
         """
         if self._stage is Stage.UNTRIED:
-            reason = self._compile(model, args, kwargs)
+            reason: str | None = "it computes nothing"
+            try:
+                self._run(model, args, kwargs, runs=False)
+            except CompiledOnly:
+                reason = None
+            except NoProgramError as error:
+                reason = str(error)
             (has_failed,) = largest([reason is not None], self._axis, "compiling a model")
             if has_failed:
                 self._num_failed += 1
@@ -414,9 +420,9 @@ class WholeModel:
                     self._end(reason or _ELSEWHERE)
                 return None
         memory, given = self._memory, (*args, *kwargs.values())
-        trial = Trial([part for _, part in parts_with_blocks(model)], given, self._context.device)
+        trial = Trial([part for _, part in parts_with_blocks(model)], given)
         before = memory.allocated()
-        out, fits, reason = None, True, "its activations would not leave enough memory"
+        out, fits, why = None, True, "its activations would not leave enough memory"
         try:
             with warnings.catch_warnings():
                 # The compiler's memory pool for graphs begins with one.
@@ -428,7 +434,7 @@ class WholeModel:
                 limit = memory.limit()
                 fits = memory.allocated() + to_come + _MARGIN * limit < limit
         except NoProgramError as error:
-            fits, reason = False, str(error)
+            fits, why = False, str(error)
         except torch.OutOfMemoryError:
             fits = False
         (is_too_large,) = largest([not fits], self._axis, "room for a model")
@@ -437,20 +443,8 @@ class WholeModel:
             return (out,)
         out = None
         trial.undo(self._name)
-        self._end(reason)
+        self._end(why)
         return None
-
-    def _compile(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str | None:
-        """Compile without running anything; returns why that failed, or None."""
-        try:
-            self._run(model, args, kwargs, runs=False)
-        except CompiledOnly:
-            return None
-        except NoProgramError as error:
-            return str(error)
-        return "it computes nothing"
 
     def _end(self, reason: str) -> None:
         """No call runs whole any more."""

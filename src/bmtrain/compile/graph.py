@@ -57,14 +57,11 @@ def copies(results: Sequence[Any], arguments: Iterable[Any]) -> list[Any]:
     given = storages_of(x for x in arguments if isinstance(x, torch.Tensor))
     made: dict[int, torch.Tensor] = {}
     out = list(results)
-    tensors = [(n, x) for n, x in enumerate(out) if isinstance(x, torch.Tensor)]
-    held = storages_of(x for _, x in tensors)
-    for n, x in sorted(tensors, key=lambda each: not each[1].requires_grad):
-        place = id(x.untyped_storage())
-        if place not in given:
-            known = made.get(place)
-            out[n] = made[place] = x.clone() if known is None else known.detach()
-    held.clear()
+    found = [(n, x, x.untyped_storage()) for n, x in enumerate(out) if isinstance(x, torch.Tensor)]
+    for n, x, place in sorted(found, key=lambda each: not each[1].requires_grad):
+        if id(place) not in given:
+            known = made.get(id(place))
+            out[n] = made[id(place)] = x.clone() if known is None else known.detach()
     return out
 
 

@@ -301,8 +301,7 @@ class Program:
         modules = [part for _, part in parts_with_blocks(module)]
         held = [x for part in modules for x in part._parameters.values()]
         params = [x for x in held if x is not None and type(x) is _TENSOR]
-        device = params[0].device if params else torch.device("cpu")
-        trial = Trial(modules, (*args, *kwargs.values()), device)
+        trial = Trial(modules, (*args, *kwargs.values()))
         self._gate.is_shut = False
         try:
             out = self._run(module, args, kwargs)

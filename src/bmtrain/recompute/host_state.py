@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from bmtrain.errors import RecomputationError
+from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.seeding import (
     Draws,
@@ -74,11 +75,10 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A list or a dict, what it held, and its name in messages."""
+    """A list or a dict, and what it held."""
 
     owner: Any
     contents: Any
-    where: str
 
     def is_unchanged(self) -> bool:
         now, then = self.owner, self.contents
@@ -150,12 +150,24 @@ class Snapshot:
         self.generators: list[Any] = []
         self.obstacle: str | None = None
         self._known: dict[int, Any] = {}  # alive: ids are used again
+        self._all_held: tuple[list[Any], list[Any], list[int], list[Any]] | None = None
 
     def is_current(self) -> bool:
         """Whether everything is as it was, but for contents of tensors."""
-        return all(map(_Held.is_unchanged, self.held)) and all(
-            map(_Noticed.is_unchanged, self.noticed)
-        )
+        return self.holds() and all(map(_Noticed.is_unchanged, self.noticed))
+
+    def holds(self) -> bool:
+        """Whether all that is restored is as it was."""
+        if self._all_held is None:
+            owners = [each.owner for each in self.held]
+            contents = [each.contents for each in self.held]
+            dicts = [x for x in owners if isinstance(x, dict)]
+            entries = [*contents, *(x.values() for x in contents if isinstance(x, dict))]
+            found = list(itertools.chain.from_iterable(entries))
+            self._all_held = owners, dicts, list(map(len, contents)), found
+        owners, dicts, lengths, found = self._all_held
+        now = itertools.chain(*owners, *map(dict.values, dicts))
+        return list(map(len, owners)) == lengths and all(map(operator.is_, now, found))
 
     def add_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         """Attributes, buffers, children and hooks of modules, and what their code reads."""
@@ -169,11 +181,11 @@ class Snapshot:
                     self.buffers[len(self.tensors)] = key
                     self._add_tensor(buffer, f"buffer {key!r} of {name}")
             for children in (module._modules, module._buffers):
-                self.held.append(_Held(children, dict(children), f"children of {name}"))
+                self.held.append(_Held(children, dict(children)))
             for hooks in (own[key] for key in _HOOKS):
-                self.held.append(_Held(hooks, hooks.copy(), f"hooks of {name}"))
+                self.held.append(_Held(hooks, hooks.copy()))
             attributes = {key: self._kept(value) for key, value in own.items()}
-            self.held.append(_Held(own, attributes, f"an attribute of {name}"))
+            self.held.append(_Held(own, attributes))
             for key, value in attributes.items():
                 if key not in _STANDARD:
                     self.add(value, f"attribute {key!r} of {name}")
@@ -233,7 +245,7 @@ class Snapshot:
             if isinstance(value, list)
             else {key: self._kept(entry) for key, entry in value.items()}
         )
-        self.held.append(_Held(value, contents, where))
+        self.held.append(_Held(value, contents))
         for entry in contents if isinstance(contents, list) else contents.values():
             self.add(entry, where)
 
@@ -315,17 +327,14 @@ class Trial:
     Args:
         modules: that run.
         arguments: of the pass.
-        device: whose default generator may draw.
     """
 
-    def __init__(
-        self, modules: Sequence[torch.nn.Module], arguments: Sequence[Any], device: torch.device
-    ) -> None:
+    def __init__(self, modules: Sequence[torch.nn.Module], arguments: Sequence[Any]) -> None:
         self._modules, self._arguments = modules, arguments
         self._before = before = self._snapshot()
         tensors = [before.tensors[number] for number in before.buffers]
         self._buffers = [(x, x.detach().clone()) for x in tensors]
-        generators = [*default_generators(device), *before.generators]
+        generators = [*default_generators(world.device()), *before.generators]
         self._generators = [(each, read_generator(each)) for each in generators]
 
     def _snapshot(self) -> Snapshot:
@@ -438,7 +447,7 @@ class Begun:
             self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
         self._draws, self._are_own = draws, draws.are_own
         generators = [*default_generators(draws.device), *snapshot.generators, *given.generators]
-        self._generators = [(each, read_generator(each)) for each in generators]
+        self._generators = [(each, draws.state(each)) for each in generators]
         self._switches = [read() for read, _ in _SWITCHES]
         self._default_device = _default_device()
         self._autocast = [
@@ -489,7 +498,10 @@ class Begun:
 
         Generators continue where the program left them: a recomputation draws nothing new.
         """
-        changed = [held for part in self._parts for held in part.held if not held.is_unchanged()]
+        is_intact = all(map(Snapshot.holds, self._parts))
+        everything = [each for part in self._parts for each in part.held]
+        changed = [] if is_intact else [x for x in everything if not x.is_unchanged()]
+        now = [each.contents if is_intact else copy.copy(each.owner) for each in everything]
         snapshot = self._parts[0]
         # Copies of all buffers: batch norms write running statistics without counting it.
         own = {
@@ -501,10 +513,8 @@ class Begun:
                 map(id, held.contents.values())
             ):
                 contents = {key: own.get(id(value), value) for key, value in held.contents.items()}
-                changed.append(_Held(held.owner, contents, held.where))
-        everything = [each for part in self._parts for each in part.held]
-        now = [copy.copy(each.owner) for each in everything]
-        drawn = [(generator, read_generator(generator)) for generator, _ in self._generators]
+                changed.append(_Held(held.owner, contents))
+        drawn = [(generator, self._draws.state(generator)) for generator, _ in self._generators]
         switches = [read() for read, _ in _SWITCHES]
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._draws.kept(self._are_own))
@@ -525,11 +535,13 @@ class Begun:
                     each.put(each.contents)
                 yield
             finally:
-                for each, contents in zip(everything, now, strict=True):
-                    if not _Held(each.owner, contents, "").is_unchanged():
-                        each.put(contents)
+                if not (is_intact and all(map(Snapshot.holds, self._parts))):
+                    for each, contents in zip(everything, now, strict=True):
+                        if not _Held(each.owner, contents).is_unchanged():
+                            each.put(contents)
                 for generator, state in drawn:
-                    write_generator(generator, state)
+                    if generator is not np.random or self._draws.state(generator) is not state:
+                        write_generator(generator, state)
                 _set(switches, [read() for read, _ in _SWITCHES])
 
 
