@@ -54,9 +54,12 @@ class Trials:
 
         draws = world.current("Block").draws
         begun = self._state.begin([*enumerate(args), *kwargs.items()], draws)
-        recomputation = Recomputation(
-            body, begun, lambda _: None, Kept, lambda _: results and results.forget()
-        )
+
+        def forget(_: str) -> None:
+            if results is not None:
+                results.forget()
+
+        recomputation = Recomputation(body, begun, lambda _: None, Kept, forget)
         recomputation.save(args, kwargs)
         out = recomputation.run(args, kwargs)
         return out, 0 if results is None else results.num_bytes()
