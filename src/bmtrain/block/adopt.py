@@ -15,9 +15,10 @@ from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
+from bmtrain.shard.gradient import ShardPolicy
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.placement import EVERYWHERE, Placement
-from bmtrain.shard.storage import ShardPolicy, Storage
+from bmtrain.shard.storage import Storage
 from bmtrain.torch_internals import compiled_script
 
 

@@ -44,11 +44,12 @@ from bmtrain.recompute.recomputation import call as call_module
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import known_keywords
 from bmtrain.runtime.log import warn
+from bmtrain.shard.gradient import ShardPolicy
 from bmtrain.shard.module import DistributedModule, has_blocks
 from bmtrain.shard.outputs import PLAIN, before_backward_of, map_tensors, tied_to
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
-from bmtrain.shard.storage import ShardPolicy, Storage
+from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Kept, Use, refuse_transforms
 from bmtrain.torch_internals import in_backward, next_node_number
 

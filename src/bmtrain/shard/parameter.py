@@ -18,10 +18,11 @@ from bmtrain.runtime import world
 from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.grad_function import gradients
+from bmtrain.shard.gradient import ShardPolicy
 from bmtrain.shard.placement import Placement, split_of
 from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, described, run
 from bmtrain.shard.slices import Slices, without_memory
-from bmtrain.shard.storage import ShardPolicy, Storage
+from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import native_gradients, plain_functions
 
