@@ -423,7 +423,8 @@ class Block(DistributedModule):
         as it does on the other ranks: a rank that skipped them would hang the others. Before
         backward enters the call, its full parameters are lent to the module.
         """
-        first_node, found = next_node_number(), None
+        first_node = next_node_number()
+        found: tuple[Any, list[torch.Tensor]] | None = None
         runner, use, context = call.runner, call.use, self._context
         offloads = level is Level.OFFLOADED
         moved = [x for x in args if offloads and isinstance(x, torch.Tensor) and is_movable(x)]

@@ -138,10 +138,13 @@ def _chooses(method: types.FunctionType, name: str) -> bool:
         before = len(rows) + len(members)
         for node in nodes:
             is_loop = isinstance(node, ast.For | ast.comprehension)
-            value: Any = getattr(node, "iter" if is_loop else "value", None)
-            target: Any = getattr(node, "target", None)
-            targets = node.targets if isinstance(node, ast.Assign) else [target]
-            if value is None or targets == [None]:
+            if isinstance(node, ast.For | ast.comprehension):
+                targets, value = [node.target], node.iter
+            elif isinstance(node, ast.Assign):
+                targets, value = node.targets, node.value
+            elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value:
+                targets, value = [node.target], node.value
+            else:
                 continue
             names = {x.id for each in targets for x in ast.walk(each) if isinstance(x, ast.Name)}
             is_taken = any(map(is_list, ast.walk(value))) if is_loop else is_member(value)
