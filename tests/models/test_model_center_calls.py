@@ -10,6 +10,7 @@ from tests.models.parity import assert_close, randomized
 
 from model_center import model as models
 from model_center.errors import InputError, WeightsError
+from model_center.generation import generate
 from model_center.layer.dense_attention import Attention
 from model_center.layer.linear import Linear
 from model_center.model import CPM1, GPT2, GPT2Config
@@ -105,6 +106,8 @@ def test_an_attention_of_the_program(name):
             out = model(ids, use_cache=True, past_key_values=past, return_dict=True)
             past = out.past_key_values
             found += [out.logits, *(part for pair in past for part in pair)]
+        if name == "GPT2":
+            found.append(generate(model, IDS[:, :5], max_new_tokens=9, num_beams=2).sequences)
         return found
 
     with torch.no_grad():

@@ -99,7 +99,7 @@ class SelfAttentionBlock(torch.nn.Module):
         more = {"output_attentions": True} if output_attentions else {}
         if isinstance(self.self_attention, SparseSelfAttention):
             out = self.self_attention(normed, attention_mask, position_bias, *of_cache, **more)
-        elif _is_own(self.self_attention):
+        elif is_exchanged(self.self_attention):
             given = (normed, normed, attention_mask, position_bias, *of_cache)
             out = _attend_by(self.self_attention, *given, **more)
         else:
@@ -182,7 +182,7 @@ class CrossAttentionBlock(torch.nn.Module):
         normed = self.layernorm_before_attention(hidden_states)
         more = {"output_attentions": True} if output_attentions else {}
         of_cache = (use_cache, past_key_value)
-        if _is_own(self.self_attention):
+        if is_exchanged(self.self_attention):
             # It does not know a cache of the encoder's keys.
             states = (normed, key_value_states)
             of_cache = (use_cache, None) if isinstance(past_key_value, LayerCache) else of_cache
@@ -344,9 +344,11 @@ class TransformerBlock(torch.nn.Module):
         return ffn(hidden)
 
 
-def _is_own(attention: Attention) -> bool:
-    """Whether the program has exchanged `forward`."""
-    return getattr(attention.forward, "__func__", None) is not _FORWARD
+def is_exchanged(module: torch.nn.Module) -> bool:
+    """Whether it is an attention whose `forward` the program has exchanged."""
+    return isinstance(module, Attention) and (
+        getattr(module.forward, "__func__", None) is not _FORWARD
+    )
 
 
 def _attend_by(
