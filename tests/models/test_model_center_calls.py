@@ -10,6 +10,7 @@ from tests.models.parity import assert_close, randomized
 
 from model_center import model as models
 from model_center.errors import InputError, WeightsError
+from model_center.generation import generate
 from model_center.layer.dense_attention import Attention
 from model_center.layer.linear import Linear
 from model_center.model import CPM1, GPT2, GPT2Config
@@ -90,6 +91,24 @@ def attend(self, query, key_value, attention_mask, position_bias=None, use_cache
     return (out, (k, v)) if use_cache else out
 
 
+@pytest.mark.parametrize("name", ["GPT2", "GPTj"])
+def test_parts_are_called(name):
+    """Each with the others' outputs, so that hooks and exchanged methods see all: GPT-J's FFN too,
+    which it adds beside the attention.
+    """
+    model = randomized(made(name)).eval()
+    want, called = scores(model, input_ids=IDS), []
+    parts = [
+        part
+        for layer in model.encoder.layers
+        for part in (layer.self_att, layer.self_att.self_attention, layer.ffn, layer.ffn.ffn)
+    ]
+    for part in parts:
+        part.register_forward_hook(lambda module, *_: called.append(module))
+    assert_close(scores(model, input_ids=IDS), want)
+    assert set(called) == set(parts)
+
+
 @pytest.mark.parametrize("name", ["Bert", "GPT2", "T5"])
 def test_an_attention_of_the_program(name):
     """`forward` exchanged on each layer: it gets ModelCenter's arguments, masks of pairs, and its
@@ -105,13 +124,15 @@ def test_an_attention_of_the_program(name):
             out = model(ids, use_cache=True, past_key_values=past, return_dict=True)
             past = out.past_key_values
             found += [out.logits, *(part for pair in past for part in pair)]
+        if name == "GPT2":
+            found.append(generate(model, IDS[:, :5], max_new_tokens=9, num_beams=2).sequences)
         return found
 
     with torch.no_grad():
         want = run()
         for module in model.modules():
             if isinstance(module, Attention):
-                module.forward = attend.__get__(module)
+                module.forward = attend.__get__(module)  # type: ignore[method-assign]  # as programs do
         for got, one in zip(run(), want, strict=True):
             assert_close(got, one)
         if name == "GPT2":

@@ -9,7 +9,7 @@ import torch
 
 from model_center.errors import ConfigError, InputError
 from model_center.layer.cache import KeyValues, LayerCache, layer_of
-from model_center.layer.decode_row import is_inactive_dropout, is_row
+from model_center.layer.decode_row import is_inactive_dropout, is_row, is_unmodified
 from model_center.layer.dense_attention import Attention, PositionBias
 from model_center.layer.feedforward import FeedForward
 from model_center.layer.mask import AttentionMask
@@ -95,16 +95,16 @@ class SelfAttentionBlock(torch.nn.Module):
             if row is not None:
                 return (row, past_key_value) if use_cache else row
         normed = self.layernorm_before_attention(hidden_states)
-        of_cache = (use_cache, past_key_value)
         more = {"output_attentions": True} if output_attentions else {}
         if isinstance(self.self_attention, SparseSelfAttention):
+            of_cache = (use_cache, past_key_value)
             out = self.self_attention(normed, attention_mask, position_bias, *of_cache, **more)
-        elif _is_own(self.self_attention):
-            given = (normed, normed, attention_mask, position_bias, *of_cache)
-            out = _attend_by(self.self_attention, *given, **more)
         else:
-            given = (normed, normed, attention_mask, position_bias, *of_cache)
-            out = self.self_attention(*given, **more)
+            given = (normed, normed, attention_mask, position_bias, use_cache, past_key_value)
+            if is_exchanged(self.self_attention):
+                out = _attend_by(self.self_attention, given, more)
+            else:
+                out = self.self_attention(*given, **more)
         out, extras = split_extras(out)
         out = (normed if self.post_layer_norm else hidden_states) + self.dropout(out)
         extras = (*extras, normed) if output_normed else extras
@@ -181,17 +181,17 @@ class CrossAttentionBlock(torch.nn.Module):
         )
         normed = self.layernorm_before_attention(hidden_states)
         more = {"output_attentions": True} if output_attentions else {}
-        of_cache = (use_cache, past_key_value)
-        if _is_own(self.self_attention):
+        if is_exchanged(self.self_attention):
             # It does not know a cache of the encoder's keys.
-            states = (normed, key_value_states)
-            of_cache = (use_cache, None) if isinstance(past_key_value, LayerCache) else of_cache
-            out = _attend_by(
-                self.self_attention, *states, attention_mask, position_bias, *of_cache, **more
-            )
+            past = None if isinstance(past_key_value, LayerCache) else past_key_value
+            given = (normed, key_value_states, attention_mask, position_bias, use_cache, past)
+            out = _attend_by(self.self_attention, given, more)
         else:
-            states = (normed, None if is_known else key_value_states)
-            out = self.self_attention(*states, attention_mask, position_bias, *of_cache, **more)
+            states = None if is_known else key_value_states
+            of_cache = (use_cache, past_key_value)
+            out = self.self_attention(
+                normed, states, attention_mask, position_bias, *of_cache, **more
+            )
         out, extras = split_extras(out)
         out = (normed if self.post_layer_norm else hidden_states) + self.dropout(out)
         return (out, *extras) if extras else out
@@ -339,25 +339,24 @@ class TransformerBlock(torch.nn.Module):
     def _feed_forward(
         self, ffn: FFNBlock, entered: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        if self.parallel_ffn:
+        if not self.parallel_ffn:
+            return ffn(hidden)
+        if is_unmodified(ffn, FFNBlock):
             return hidden + ffn.added(ffn.layernorm_before_ffn(entered))
-        return ffn(hidden)
+        return hidden - entered + ffn(entered)  # a hook or another `forward` is called
 
 
-def _is_own(attention: Attention) -> bool:
-    """Whether the program has exchanged `forward`."""
-    return getattr(attention.forward, "__func__", None) is not _FORWARD
+def is_exchanged(module: torch.nn.Module) -> bool:
+    """Whether it is an attention whose `forward` the program has exchanged."""
+    return isinstance(module, Attention) and (
+        getattr(module.forward, "__func__", None) is not _FORWARD
+    )
 
 
 def _attend_by(
     attention: Attention,
-    query: torch.Tensor,
-    key_value: torch.Tensor | None,
-    mask: Mask,
-    position_bias: PositionBias | None,
-    use_cache: bool,
-    past: Past,
-    **more: bool,
+    given: tuple[torch.Tensor, torch.Tensor | None, Mask, PositionBias | None, bool, Past],
+    more: dict[str, bool],
 ) -> Any:
     """Call a `forward` of the program's own as ModelCenter does: the mask is bool (batch, queries,
     keys), the cache (keys, values), or None before the first token.
@@ -365,6 +364,7 @@ def _attend_by(
     Raises:
         InputError: without keys, or if it returns another thing than keys and values as its cache.
     """
+    query, key_value, mask, position_bias, use_cache, past = given
     if key_value is None:
         raise InputError(
             f"the exchanged forward of {type(attention).__name__} got no key_value: give the "

@@ -12,7 +12,7 @@ import torch
 import bmtrain as bmt
 from model_center.config.base import TransformerConfig
 from model_center.errors import InputError
-from model_center.layer.blocks import Mask
+from model_center.layer.blocks import Mask, is_exchanged
 from model_center.layer.cache import KeyValueCache
 from model_center.layer.decode_row import fused_row_linear
 from model_center.layer.dense_attention import PositionBias
@@ -345,6 +345,8 @@ class CausalDecoding(Decoding):
     ) -> FixedSteps | None:
         """As in Decoding: for models that are given position ids, and left padding."""
         if not self._model.TELLS_PLACES or self._inputs:
+            return None
+        if any(map(is_exchanged, self._model.modules())):  # it keeps tokens where it likes
             return None
         begin = self.prefix.new_zeros(self._num_rows)
         if self._mask is not None:
