@@ -217,6 +217,7 @@ def _bad_loss(clock: Clock) -> None:
         loss: torch.Tensor = forward(self, *args)
         if clock.steps + 1 < clock.fault.step or not torch.is_grad_enabled():
             return loss
+        wait_saved()
         clock.fault.note()
         return loss * float("nan")
 
@@ -238,6 +239,7 @@ def _bad_loss_once(clock: Clock) -> None:
 
 def _bad_gradient(clock: Clock) -> None:
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        wait_saved()
         clock.fault.note()
         return gradient * float("nan")
 
