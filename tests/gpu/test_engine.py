@@ -185,13 +185,15 @@ class Wrapped(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def no_waiting():
-    """Also for events, of which torch's mode knows nothing: whether the host would wait for one."""
+def never_idle():
+    """The host may only wait for what is an older step's, as the verdict on its gradients: behind that
+    the device has work. Torch's mode knows nothing of events.
+    """
     plain = torch.cuda.Event.synchronize
 
     def checked(event):
-        assert event.query(), "the host waits for the device"
         plain(event)
+        assert not torch.cuda.current_stream().query(), "the device waits for the host"
 
     forbid_waiting(True)
     torch.cuda.Event.synchronize = checked
@@ -222,9 +224,9 @@ def train_wrapped_quietly():
     for _ in range(5):
         step()
     torch.cuda.synchronize()
-    with no_waiting():
+    with never_idle():
         for _ in range(20):
-            torch.cuda._sleep(10**7)  # some milliseconds
+            torch.cuda._sleep(2 * 10**7)  # some ten milliseconds
             last = step()
     assert last.item() < first
 
