@@ -428,7 +428,12 @@ def test_the_flags_of_train(tmp_path, capsys):
     few, pairs, rows = (forecast(x)["peak_bytes"] for x in ("2", "2 --objective dpo", "4"))
     assert few < pairs < rows
     # experts whose tokens are counted in forward
-    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "kv_channels": 8}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "kv_channels": 8,
+    }
     config = transformers.JetMoeConfig(**sizes, num_key_value_heads=2, intermediate_size=24)
     config.save_pretrained(tmp_path)
     out, err = said_of(["--model-config", str(tmp_path), "--max-length", "32"], capsys)
