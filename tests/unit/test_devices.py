@@ -32,13 +32,15 @@ def test_a_rank_gets_its_own_gpu(machine, monkeypatch):
         "cuda:0": "cuda:0",
         "cpu": "cpu",
     }.items():
-        assert world._pick_device(1, wanted and torch.device(wanted)) == torch.device(found)
+        assert world._pick_device(
+            1, None if wanted is None else torch.device(wanted)
+        ) == torch.device(found)
     for local_rank, wanted, words in (
         (2, None, "local rank 2 has no GPU of its own"),
         (0, "cuda:2", "cuda:2' does not exist"),
     ):
         with pytest.raises(ConfigurationError, match=words):
-            world._pick_device(local_rank, wanted and torch.device(wanted))
+            world._pick_device(local_rank, None if wanted is None else torch.device(wanted))
     machine(1)  # each task sees its own
     assert world._pick_device(3, None) == torch.device("cuda", 0)
     monkeypatch.setenv(TORCHRUN, "x")  # all see the same
