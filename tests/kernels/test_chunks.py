@@ -5,31 +5,8 @@ import torch
 from bmtrain.kernels.chunks import ALIGNMENT, Batch
 
 
-def elements(chunks, length):
-    """Addresses in the first column of what the programs would work on, read from the table as a kernel
-    does.
-    """
-    out = []
-    for chunk, place in enumerate(chunks.row_of.tolist()):
-        address, *_, numel, above = chunks.rows[place].tolist()
-        first = (chunk - above) * length
-        out += [address + 4 * i for i in range(first, min(first + length, numel))]
-    return out
-
-
 def tables(*columns, length=16):
     return [table for _, table in Batch(zip(*columns, strict=True)).tables(length)]
-
-
-def test_every_element_belongs_to_one_program():
-    """Whatever the lengths: 0, 1, below, at, above and at multiples of that of a chunk."""
-    sizes = [0, 1, 15, 16, 17, 32, 48, 1000, 0, 160]
-    tensors = [torch.zeros(size) for size in sizes]
-    got = [element for table in tables(tensors) for element in elements(table, 16)]
-    assert sorted(got) == sorted(x.data_ptr() + 4 * i for x in tensors for i in range(x.numel()))
-    empty = []
-    for nothing in ([empty], [[torch.empty(0)]] * 2):
-        assert tables(*nothing) == []
 
 
 def test_what_is_aligned_is_apart():

@@ -84,20 +84,6 @@ def test_kernels_equal_twins(dtype, weighted):
             assert (memory[:, num_columns:] == 7).all(), "written beyond the columns"
 
 
-@pytest.mark.parametrize("num_rows", [0, 1])
-def test_no_row_and_one(num_rows):
-    logits = random(num_rows, 23)
-    one = torch.ones(num_rows)
-    factors = RowFactors(one, one, one, torch.zeros(num_rows, dtype=torch.int64))
-    sums = by_kernel(kernels.row_sums, logits, None, smoothed=True)
-    rest = (sums, factors, None)
-    want = by_torch(kernels.row_gradient, logits, *rest, smoothed=False)
-    for function in (PATHS[1], IN_PLACE[1]):
-        gradient = function(logits, *rest, smoothed=False)
-        assert gradient.shape == (num_rows, 23)
-        assert_close(gradient, want)
-
-
 def test_any_strides():
     whole = random(2 * ROWS, 2 * 23)
     for logits in (

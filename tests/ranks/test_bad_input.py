@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests.ranks.pairs import Pair
-from tests.ranks.runner import on_ranks, run_ranks
+from tests.ranks.runner import on_ranks
 from torch import nn
 
 import bmtrain as bmt
@@ -258,7 +258,11 @@ def test_bad(cases):
     bmt.synchronize()
 
 
-def before_init():
+@on_ranks(3, join=False)
+def test_use_before_init():
+    """Everything that needs the process group says so and names the remedy; a world that cannot be
+    divided is refused before any group is made, and a good start works afterwards.
+    """
     layer = nn.Linear(2, 2)
     uses: dict[str, Callable[[], object]] = {
         "Block": call(bmt.Block, layer),
@@ -307,13 +311,6 @@ WRONG_VALUES: tuple[dict[str, Any], ...] = (
     {"timeout": -1},
     {"timeout": 0},
 )
-
-
-def test_use_before_init():
-    """Everything that needs the process group says so and names the remedy; a world that cannot be
-    divided is refused before any group is made, and a good start works afterwards.
-    """
-    run_ranks(before_init, 3, join=False)
 
 
 SCRIPT = """

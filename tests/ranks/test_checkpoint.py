@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from tests.flushes import recorded_flushes
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 
 import bmtrain as bmt
 from bmtrain.checkpoint import LoadResult, files, load, save, sources, writer
@@ -270,10 +270,11 @@ def test_every_rank_reads_only_its_own_rows(tmp_path):
     run_ranks(read_own, 3, str(file))
 
 
-def load_different_ones(folder):
+@on_ranks(2)
+def test_ranks_that_load_different_files_are_refused(tmp_path):
     """Each rank would fill its slices from a file of its own."""
     rank = bmt.rank()
-    names = [folder / name for name in ("a.pt", "b.pt", "c.pt")]
+    names = [tmp_path / name for name in ("a.pt", "b.pt", "c.pt")]
     model = bmt.BMTrainModelWrapper(torch.nn.Linear(16, 16))
     bmt.save(model, names[0])
     bmt.save(model, names[1])
@@ -292,12 +293,10 @@ def load_different_ones(folder):
     assert_state(model.state_dict(), dict(torch.load(names[0])), "copies of a file")
 
 
-def test_ranks_that_load_different_files_are_refused(tmp_path):
-    run_ranks(load_different_ones, 2, tmp_path)
-
-
-def fill_the_disk(folder):
-    net, here = sharded(6), pathlib.Path(folder)
+@on_ranks(2)
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    """And the next save succeeds."""
+    net, here = sharded(6), tmp_path
     for place, reason in (("absent/model.pt", "absent does not exist"), (".", "it is a folder")):
         with pytest.raises(CheckpointError, match=reason):
             save(net, here / place)
@@ -326,21 +325,13 @@ def fill_the_disk(folder):
         assert_state(net.state_dict(), want(6), name)
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path):
-    """And the next save succeeds."""
-    run_ranks(fill_the_disk, 2, str(tmp_path))
-
-
-def flush_first(folder):
-    with recorded_flushes() as flushes:
-        for name in ("a.pt", "a.safetensors"):
-            save(sharded(5), f"{folder}/{name}")
-            assert flushes.renamed.pop() == (name, True) and flushes.has(folder)
-
-
+@on_ranks(1)
 def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path):
     """And then its name: a power failure leaves the old one or the new one."""
-    run_ranks(flush_first, 1, str(tmp_path))
+    with recorded_flushes() as flushes:
+        for name in ("a.pt", "a.safetensors"):
+            save(sharded(5), f"{tmp_path}/{name}")
+            assert flushes.renamed.pop() == (name, True) and flushes.has(tmp_path)
 
 
 def test_a_failed_save_keeps_no_copy_of_the_model():

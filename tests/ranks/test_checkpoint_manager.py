@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.saves import NO_SPACE, Twin, failing
 
 import bmtrain as bmt
@@ -263,9 +263,13 @@ def test_a_run_goes_on_after_saves_that_are_refused_or_fail(tmp_path):
     run_ranks(continues, 3, str(tmp_path))
 
 
-def restore_into_others(folder):
+@on_ranks(2)
+def test_restoring_into_other_optimizers(tmp_path):
+    """From torch's AdamW to ours and back; what does not fit changes nothing: a program may catch
+    the error and go on.
+    """
     ours, theirs = AdamOptimizer, torch.optim.AdamW
-    with bmt.CheckpointManager(folder) as checkpoints:
+    with bmt.CheckpointManager(tmp_path) as checkpoints:
 
         def saved(step, kind=ours, **options):
             twin = Twin(kind, **options)
@@ -310,13 +314,6 @@ def restore_into_others(folder):
         twin = saved(6, torch.optim.SGD, momentum=0.9)
         assert checkpoints.restore(other.model, other.manager) is not None
         other.follow(twin.reference(), "SGD with momentum")
-
-
-def test_restoring_into_other_optimizers(tmp_path):
-    """From torch's AdamW to ours and back; what does not fit changes nothing: a program may catch
-    the error and go on.
-    """
-    run_ranks(restore_into_others, 2, str(tmp_path))
 
 
 def not_finite(folder):

@@ -183,7 +183,8 @@ def cross_entropy(logits, targets):
     return F.cross_entropy(logits.view(-1, VOCAB), targets.reshape(-1))
 
 
-def train_as_cpm(folder):
+@on_ranks(3)
+def test_a_program_of_cpm(tmp_path):
     """Initialise, train, inspect, save and go on in a fresh model, as CPM-Bee's program does."""
     from bmtrain.global_var import config  # type: ignore[import-not-found]
     from bmtrain.optim.adam_offload import AdamOffloadOptimizer  # type: ignore[import-not-found]
@@ -238,7 +239,7 @@ def train_as_cpm(folder):
     grad_rescale(optimizer.param_groups, 2.0)
     for grad, param in zip(grads, params, strict=True):
         assert torch.equal(torch.as_tensor(param.grad), grad / 2)
-    file = str(pathlib.Path(folder, "model.pt"))
+    file = str(pathlib.Path(tmp_path, "model.pt"))
     save(model, file)
     second = cpm_model(zero_level=2)
     load(second, file)
@@ -249,10 +250,6 @@ def train_as_cpm(folder):
     with pytest.raises(OverflowError):
         check_overflow(optimizer.param_groups)
     train(4)
-
-
-def test_a_program_of_cpm(tmp_path):
-    run_ranks(train_as_cpm, 3, str(tmp_path))
 
 
 def plain_hidden(model, ids):

@@ -773,7 +773,9 @@ def refused(error, words, **options):
     check_equal(train(again, 0, 1).values, want, "after a refused step")
 
 
-def no_room(folder):
+@on_ranks(2)
+def test_steps_for_which_there_is_no_room_are_refused(tmp_path):
+    """On the device, in host memory, in files: on all ranks, before there are any states."""
     count = sum(x.numel() for x in make_model(DTYPE, 3).parameters()) // bmt.world_size()
     for device_bytes in (0, 4000):
         refused(torch.OutOfMemoryError, "no memory for chunks", device_bytes=device_bytes)
@@ -782,23 +784,20 @@ def no_room(folder):
         refused(ConfigurationError, words, moments=moments, host_bytes=size)
         start(num_steps=1, moments=moments, host_bytes=12 * count + enough)
     limited = functools.partial(refused, ConfigurationError, host_bytes=6000)
-    limited(words="the folder cannot be used: .*No such", folder=folder / "none")
-    usage = shutil.disk_usage(folder)
+    limited(words="the folder cannot be used: .*No such", folder=tmp_path / "none")
+    usage = shutil.disk_usage(tmp_path)
     disk = mock.patch.object(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     beyond = "that the rest of all ranks here takes"
     with disk:
-        limited(words=f"has 0.0 GiB of the 0.0 {beyond}", folder=folder)
+        limited(words=f"has 0.0 GiB of the 0.0 {beyond}", folder=tmp_path)
     with disk if bmt.rank() else contextlib.nullcontext():  # one rank's alone
-        limited(words=beyond, folder=folder)
-        refused(ConfigurationError, beyond, folder=folder, host_bytes=6000 if bmt.rank() else None)
+        limited(words=beyond, folder=tmp_path)
+        refused(
+            ConfigurationError, beyond, folder=tmp_path, host_bytes=6000 if bmt.rank() else None
+        )
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(os, "posix_fallocate", mock.Mock(side_effect=full)):
-        refused(OSError, "No space left", host_bytes=6000, folder=folder)
-
-
-def test_steps_for_which_there_is_no_room_are_refused(tmp_path):
-    """On the device, in host memory, in files: on all ranks, before there are any states."""
-    run_ranks(no_room, 2, tmp_path)
+        refused(OSError, "No space left", host_bytes=6000, folder=tmp_path)
 
 
 # ---- ranks of which each knows something else ----

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.pairs import Pair
-from tests.ranks.runner import on_ranks, run_ranks
+from tests.ranks.runner import on_ranks
 from tests.ranks.test_optim import SCHEDULES
 from torch.optim import lr_scheduler
 
@@ -28,18 +28,20 @@ def save(folder, pair):
         checkpoints.save(3, pair.model, pair.manager)
 
 
-def other_schedules(folder):
+@on_ranks(2)
+def test_other_schedules(tmp_path):
+    """A refused state has changed nothing: training goes on as in one process."""
     for name, schedule in SCHEDULES.items():
         pair = Pair(schedule=schedule).run(3)
         state = copy.deepcopy(pair.manager.state_dict(gather_opt=True))
-        save(folder / name, pair)
+        save(tmp_path / name, pair)
         weights = models.cloned_state(pair.model)
         end = models.cloned_state(pair.run(range(3, 5)).model)
         for other, others in SCHEDULES.items():
             new = Pair(schedule=others)
             ways = [
                 functools.partial(new.manager.load_state_dict, state),
-                functools.partial(restore, folder / name, new),
+                functools.partial(restore, tmp_path / name, new),
             ]
             for way in ways:
                 if other != name:
@@ -52,11 +54,6 @@ def other_schedules(folder):
                     models.assert_same_dicts(models.cloned_state(new.model), end, name, 0.0)
             if other != name:
                 new.train(2)
-
-
-def test_other_schedules(tmp_path):
-    """A refused state has changed nothing: training goes on as in one process."""
-    run_ranks(other_schedules, 2, tmp_path)
 
 
 @on_ranks(2)

@@ -298,9 +298,14 @@ def test_loads_in_any_order():
         run.train(1)
 
 
-def other_forms(folder, count):
+@pytest.mark.parametrize("count", [2, pytest.param(6, marks=long)])
+@on_ranks(2)
+def test_states_of_other_forms(tmp_path, count):
+    """A gathered state moves from any form to any; a checkpoint of shards is refused. A step
+    updates states where they are.
+    """
     for place, (name, options) in enumerate(FORMS.items()):
-        run = Run(options).train(0, 1, 2).checkpoint(folder / name)
+        run = Run(options).train(0, 1, 2).checkpoint(tmp_path / name)
         weights, state = run.weights, run.manager.state_dict(gather_opt=True)
         views = {
             (param, key): value
@@ -326,16 +331,8 @@ def other_forms(folder, count):
             continues = kinds[0] == kinds[1] or kinds == ["none", "fp32"]
             if not continues or options.get("moments") != others.get("moments"):
                 with pytest.raises(CheckpointError, match="other moments or master_weights"):
-                    again.restore(folder / name)
+                    again.restore(tmp_path / name)
                 again.train(4)
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(6, marks=long)])
-def test_states_of_other_forms(count, tmp_path):
-    """A gathered state moves from any form to any; a checkpoint of shards is refused. A step
-    updates states where they are.
-    """
-    run_ranks(other_forms, 2, tmp_path, count)
 
 
 class Columns(nn.Module):

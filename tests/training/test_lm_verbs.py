@@ -311,8 +311,10 @@ def test_schedules():
     assert scales == [1, 65536, 1]
 
 
-def unwritable(folder):
-    model, file = net(), Path(folder, "file")
+@on_ranks(2)
+def test_checkpoints(tmp_path):
+    """What cannot be written on rank 0 is an error on all, a log too; the last ones are kept."""
+    model, file = net(), tmp_path / "file"
     optimizer = make_optimizer(model, flags())
     manager = make_manager(optimizer, make_scheduler(optimizer, flags(), 10), flags())
     file.touch()
@@ -320,7 +322,7 @@ def unwritable(folder):
         args = flags(f"{flag} {file}")
         with pytest.raises(kind, match=r"(File exists|Not a directory)"):
             Run(model, make_loader(Points(), args, shuffle=False), args)
-    checkpoints = Checkpoints(Path(folder, "good"), keep=2)
+    checkpoints = Checkpoints(tmp_path / "good", keep=2)
     for step in (1, 2, 3):
         checkpoints.save({"step": step}, model, manager, {})
     checkpoints.close()  # rank 0 removes what is too old after the others have gone on
@@ -330,11 +332,6 @@ def unwritable(folder):
     bmt.synchronize()  # all have looked
     checkpoints.clear()
     assert checkpoints.latest() is None
-
-
-def test_checkpoints(tmp_path):
-    """What cannot be written on rank 0 is an error on all, a log too; the last ones are kept."""
-    run_ranks(unwritable, 2, str(tmp_path))
 
 
 def test_metrics_are_taken_back(tmp_path):

@@ -34,15 +34,15 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
 
 
-def inputs(dtype=torch.float32, rows=ROWS, bias=True, classes=CLASSES) -> tuple[Any, Any]:
+def inputs(dtype=torch.float32, rows=ROWS, bias=True) -> tuple[Any, Any]:
     """Hidden states, weight and bias, which want gradients, and targets of which some are ignored."""
     generator = torch.Generator().manual_seed(1)
-    shapes = [(rows, DIM), (classes, DIM), *([(classes,)] if bias else [])]
+    shapes = [(rows, DIM), (CLASSES, DIM), *([(CLASSES,)] if bias else [])]
     head = [
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
         for shape in shapes
     ]
-    target = torch.randint(0, classes, (rows,), generator=generator)
+    target = torch.randint(0, CLASSES, (rows,), generator=generator)
     target[::5] = -100
     return head, target
 
@@ -51,7 +51,7 @@ def called(loss, head, target):
     return loss(*head[:2], target, *head[2:])
 
 
-def check_against_torch(loss, head, target, tolerance=None, scale=1.0, least=0.0):
+def check_against_torch(loss, head, target, tolerance=None, scale=1.0):
     """Value and gradients are torch's in fp64, for the logits as the dtype of the head has them."""
     dtype = head[0].dtype
     leaves = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in head]
@@ -74,7 +74,7 @@ def check_against_torch(loss, head, target, tolerance=None, scale=1.0, least=0.0
         assert (tensor.grad is None) == (leaf.grad is None)
         if tensor.grad is not None and leaf.grad is not None:
             assert tensor.grad.dtype == dtype and tensor.grad.shape == tensor.shape
-            atol = (tolerance or TOLERANCE[dtype]) * leaf.grad.abs().amax().item() + least
+            atol = (tolerance or TOLERANCE[dtype]) * leaf.grad.abs().amax().item()
             assert_close(tensor.grad.double(), leaf.grad, rtol=0, atol=atol)
 
 
@@ -98,17 +98,6 @@ def test_frozen_parts_get_no_gradient(reduction):
         check_against_torch(FusedLinearCrossEntropy(reduction=reduction), head, target)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_any_number_of_rows_and_classes(reduction):
-    """Also of classes that products are not made for, to which others are added on the way."""
-    loss = FusedLinearCrossEntropy(reduction=reduction, label_smoothing=0.1)
-    for classes in (1, 8, 64, 65):
-        check_against_torch(loss, *inputs(classes=classes), least=2e-6)
-    for rows in (1, CHUNK_ROWS, CHUNK_ROWS + 1):
-        head, target = inputs(rows=rows)
-        check_against_torch(loss, head, target.clamp(min=0))
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_valid_target_has_no_gradient(reduction):
     """Nor no row at all."""
@@ -120,17 +109,6 @@ def test_no_valid_target_has_no_gradient(reduction):
         assert got.shape == ((rows,) if reduction == "none" else ())
         assert got.isnan() if reduction == "mean" else not got.any()
         assert not any(grad_of(tensor).any() for tensor in head)
-
-
-def test_ignored_rows_may_be_infinite():
-    head, target = inputs(bias=False)
-    FusedLinearCrossEntropy()(*head, target).backward()
-    clean, head[1].grad = head[1].grad, None
-    with torch.no_grad():
-        head[0][0] = 3e38  # target -100: its logits overflow
-    FusedLinearCrossEntropy()(*head, target).backward()
-    assert clean is not None and torch.equal(grad_of(head[1]), clean)
-    assert not grad_of(head[0])[0].any()
 
 
 @contextlib.contextmanager
@@ -205,21 +183,6 @@ def test_fp16_keeps_small_gradients_for_the_loss_scale(monkeypatch):
     want, got = found
     assert (got.abs().sum(1) > 0).all()
     assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < 0.05
-
-
-def test_backward_twice_over_a_kept_graph():
-    """In the same bits; derivatives of the gradient are refused."""
-    head, target = inputs(torch.bfloat16)
-    loss = called(FusedLinearCrossEntropy(), head, target)
-    once = torch.autograd.grad(loss, head, retain_graph=True)
-    again = torch.autograd.grad(called(FusedLinearCrossEntropy(), head, target), head)
-    loss.backward()
-    for tensor, *grads in zip(head, once, again, strict=True):
-        assert all(torch.equal(grad_of(tensor), grad) for grad in grads)
-    loss = called(FusedLinearCrossEntropy(), head, target).square()
-    (grad,) = torch.autograd.grad(loss, head[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

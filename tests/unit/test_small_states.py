@@ -1,13 +1,11 @@
-"""What optimizer states are kept in: random bits, blocks of 8 bits, remainders; the update itself."""
+"""What optimizer states are kept in: random bits, blocks of 8 bits, remainders."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from tests.tensors import zeros_on
 
-from bmtrain.kernels.adam import AdamSettings, AdamTensors, update_tensors
 from bmtrain.kernels.bf16 import are_neighbours, joined, remainders_of, round_stochastically, split
 from bmtrain.kernels.blockwise import Blocks
 from bmtrain.kernels.random_bits import key_of, random_bits, seed_of
@@ -156,39 +154,3 @@ def test_stochastic_rounding():
     odd = torch.cat([torch.tensor([NAN, INF, -INF, 0.0]), of_all_bits])
     round_stochastically(odd, weight[:5], torch.full((5,), 0xFFFF))
     assert weight[[0, 4]].isnan().all() and weight[1:4].tolist() == [INF, -INF, 0.0]
-
-
-@pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("kind", ["exact", "fp32", "split", "none"])
-def test_update_is_torchs(kind, quantised):
-    """Fifty steps beside torch.optim.AdamW in fp32: masters are equal where nothing is rounded, else
-    close to what the rounding makes of them.
-    """
-    size = 64 * 50 + 7
-    start, direction = randn(size).bfloat16(), randn(size, 1)
-    param = torch.nn.Parameter(start.float())
-    reference = torch.optim.AdamW([param], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
-    weight = start.float() if kind == "exact" else start.clone()
-    masters = {"exact": weight, "fp32": start.float(), "none": None}
-    master = masters[kind] if kind in masters else torch.zeros(size, dtype=torch.int16)
-    mean, square = (
-        Blocks.zeros(size, dtype, zeros_on("cpu")) if quantised else torch.zeros(size)
-        for dtype in (torch.int8, torch.uint8)
-    )
-    settings: Any = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-    for step in range(1, 51):
-        param.grad = direction + randn(size, step + 1)
-        reference.step()
-        t = AdamTensors(weight, param.grad * 4.0, master, mean, square, 0, 0)
-        update_tensors([t], AdamSettings(**settings, step=step, scale=4.0))
-    found = joined(weight, master) if kind == "split" and master is not None else master
-    found, want = weight.float() if found is None else found, param.detach()
-    moved = (want - start.float()).abs().mean()
-    assert moved > 0.02
-    if kind == "none":  # by last places of bf16, here and there; on average not
-        assert (found - want).abs().max() < 0.2
-        assert abs((found - want).mean()) < 5 * 2.0**-8 / math.sqrt(size)
-    elif quantised:
-        assert (found - want).abs().mean() < 0.05 * moved
-    else:
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
