@@ -78,7 +78,7 @@ def compiled(monkeypatch):
     """`segment_attention` in compiled code as on a GPU, and the graphs; FlexAttention refuses backward on
     CPUs only because its kernels lack it.
     """
-    monkeypatch.setattr(attention, "_DEVICE", "cpu")
+    monkeypatch.setattr(attention, "_PLAIN", ())
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     graphs = []
 

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from bmtrain.errors import ConfigurationError
 
-_DEVICE = "cuda"  # FlexAttention has a backward pass there only
+_PLAIN = ("cpu", "meta")  # where FlexAttention has no backward pass
 _BLOCK = 128  # queries, and keys, that the kernel skips or takes together
 
 
@@ -51,7 +51,7 @@ def segment_attention(
     if window is not None:
         first = torch.maximum(first, places - window + 1)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    if torch.compiler.is_compiling() and query.device.type == _DEVICE:
+    if torch.compiler.is_compiling() and query.device.type not in _PLAIN:
         found: Any = flex_attention(query, key, value, block_mask=block_mask(first), **options)
         return found
     seen = (places >= first[..., None]) & (places <= places[:, None])

@@ -121,7 +121,7 @@ class AttentionMask(NamedTuple):
             return self
         if self.is_materialized or self.is_plain(num_queries, num_keys):
             return self
-        if self.is_packed(num_queries) and device.type == "cuda":
+        if self.is_packed(num_queries) and device.type != "cpu":
             return self
         seen = self._seen(num_queries, num_keys, device)
         blind = None
