@@ -11,7 +11,7 @@ from tests.arch.source import ROOT
 
 ENGINE = ROOT / "src" / "bmtrain"
 SPINE = ("shard", "block", "recompute")
-MOST_TOKENS, MOST_SPINE_TOKENS = 207_750, 65_200
+MOST_TOKENS, MOST_SPINE_TOKENS = 207_770, 65_200
 MOST_OF_ONE_STATEMENT, MOST_SMALL_FILES = 434, 27
 _COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 
