@@ -157,7 +157,8 @@ class Draws:
             if (
                 generator.initial_seed() == seed
             ):  # else the module has seeded it, or made parameters
-                has_drawn = not is_same_state(generator.get_state(), begin)
+                now = generator.get_state().numpy().tobytes()  # torch.equal takes longer
+                has_drawn = now != begin.numpy().tobytes()
                 generator.set_state(before)
                 if has_drawn:
                     torch.rand((), generator=generator, device=self.device)
