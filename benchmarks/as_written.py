@@ -218,8 +218,8 @@ def model_of(args: argparse.Namespace, dtype: torch.dtype, recomputes: bool) -> 
         else:
             model = of_transformers(args.model, recomputes, tiny=args.tiny)
     if args.model == "qwen3-4b-lora":
-        found = {"target_modules": ["q", "k", "v", "o", "gate", "up", "down"]}
-        lora = peft.LoraConfig(r=16, lora_alpha=32, **found)
+        names = ["q", "k", "v", "o", "gate", "up", "down"]
+        lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules=names)
         peft.inject_adapter_in_model(lora, model.bfloat16())
     with torch.no_grad():
         for param in model.parameters():
@@ -289,7 +289,7 @@ def ours(args: argparse.Namespace) -> Step:
     bmt.init_distributed(seed=0, fp8=args.options == "fp8", device=DEVICE)
     model = bmt.BMTrainModelWrapper(model_of(args, torch.bfloat16, recomputes=False))
     trained = [param for param in model.parameters() if param.requires_grad]
-    small = {"moments": "8bit", "master_weights": "split"} if args.options == "small" else {}
+    small: Any = {"moments": "8bit", "master_weights": "split"} if args.options == "small" else {}
     optimizer = bmt.optim.AdamOptimizer(trained, lr=1e-4, weight_decay=0.01, **small)
     manager = bmt.optim.OptimManager(loss_scale=None)
     manager.add_optimizer(optimizer)
@@ -313,8 +313,8 @@ def center(args: argparse.Namespace) -> Step:
         vocab_size=g.vocab,
         dim_model=g.dim,
         num_heads=g.heads,
-        num_heads_kv=g.kv_heads,
-        dim_head=g.head_dim,
+        num_heads_kv=g.kv_heads or g.heads,
+        dim_head=g.head_dim or g.dim // g.heads,
         dim_ff=g.hidden,
         num_layers=g.layers,
         tied=True,
@@ -563,8 +563,10 @@ class Suite:
 
 ALONE = ("ours", "plain", "plain-graphs")
 SEVERAL = ("ours", "plain", "plain-graphs", "fsdp2", "fsdp2-graphs", "fsdp2-symmetric")
-LARGE = ("ours", "ours-fp8", "ours-small", "fsdp2", "fsdp2-symmetric")
-LARGE += ("fsdp2-recomputed", "fsdp2-symmetric-recomputed")
+LARGE = (
+    *("ours", "ours-fp8", "ours-small", "fsdp2", "fsdp2-symmetric"),
+    *("fsdp2-recomputed", "fsdp2-symmetric-recomputed"),
+)
 PACKED = ("ours", "center", "fsdp2-recomputed")
 PACKED_LORA = ("ours", "center", "plain", "plain-recomputed")
 SUITES = {

@@ -90,12 +90,12 @@ def models() -> dict[str, Forward]:
 
 def turn(model: Forward, x: torch.Tensor) -> tuple[float, float, float, float]:
     """Seconds of forward and of backward, then of processors in each."""
-    times, busy = [time.perf_counter()], [time.process_time()]
+    begin, busy = time.perf_counter(), time.process_time()
     loss = model(x).square().mean()
-    times.append(time.perf_counter()), busy.append(time.process_time())
+    middle, busy_until = time.perf_counter(), time.process_time()
     loss.backward()
-    times.append(time.perf_counter()), busy.append(time.process_time())
-    return times[1] - times[0], times[2] - times[1], busy[1] - busy[0], busy[2] - busy[1]
+    end, busy_at_end = time.perf_counter(), time.process_time()
+    return middle - begin, end - middle, busy_until - busy, busy_at_end - busy_until
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import pathlib
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -189,18 +190,19 @@ def never_idle():
     """The host may only wait for what is an older step's, as the verdict on its gradients: behind that
     the device has work. Torch's mode knows nothing of events.
     """
-    plain = torch.cuda.Event.synchronize
+    event: Any = torch.cuda.Event
+    plain = event.synchronize
 
-    def checked(event):
-        plain(event)
+    def checked(own):
+        plain(own)
         assert not torch.cuda.current_stream().query(), "the device waits for the host"
 
     forbid_waiting(True)
-    torch.cuda.Event.synchronize = checked
+    event.synchronize = checked
     try:
         yield
     finally:
-        torch.cuda.Event.synchronize = plain
+        event.synchronize = plain
         forbid_waiting(False)
 
 

@@ -1,6 +1,7 @@
 """Attention of packed rows by FlexAttention's kernels on a GPU."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def in_a_block():
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             block.zero_grad()
-            leaf = x.clone().requires_grad_()
+            leaf: Any = x.clone().requires_grad_()
             out = block(leaf, mask)
             out.float().square().mean().backward()
         grads = [grad_of(param).float().flatten() for param in block.parameters()]

@@ -1,5 +1,7 @@
 """Texts that share a row get the scores and gradients that each gets in a row of its own."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.ranks.runner import on_ranks
@@ -8,7 +10,13 @@ import bmtrain as bmt
 from model_center import model as models
 from model_center.layer.mask import AttentionMask
 
-SIZES = {"vocab_size": 40, "dim_model": 16, "num_heads": 2, "dim_head": 8, "dim_ff": 24}
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "dim_model": 16,
+    "num_heads": 2,
+    "dim_head": 8,
+    "dim_ff": 24,
+}
 SIZES |= {"num_layers": 2, "dtype": torch.float32}
 KINDS = {
     "GPT2": {"position_size": 16},

@@ -1,6 +1,7 @@
 """Attention of packed rows: beside plain attention of each text alone, and as FlexAttention computes it."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -50,8 +51,8 @@ def one_by_one(query, key, value, segments, window):
         for q, k, v in zip(*(x[row].split(lengths, 1) for x in (query, key, value)), strict=True):
             seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
             seen = seen if window is None else seen.triu(1 - window)
-            repeated = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-            parts.append(F.scaled_dot_product_attention(q, *repeated, seen))
+            keys, values = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+            parts.append(F.scaled_dot_product_attention(q, keys, values, seen))
         rows.append(torch.cat(parts, 1))
     return torch.stack(rows)
 
@@ -96,8 +97,10 @@ def test_each_text_is_as_alone(length, most, window):
     """Values and gradients, full, in windows, of grouped heads."""
     segments, tensors = packed(2, length, most), drawn(2, length)
     towards = torch.randn(2, 4, length, 16)
-    want = results(lambda *x: one_by_one(*x, segments, window), tensors, towards)
-    got = results(lambda *x: segment_attention(*x, segments, window=window), tensors, towards)
+    want = results(lambda q, k, v: one_by_one(q, k, v, segments, window), tensors, towards)
+    got = results(
+        lambda q, k, v: segment_attention(q, k, v, segments, window=window), tensors, towards
+    )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -139,22 +142,22 @@ def test_nothing_leaks_into_another_text(is_compiled, request):
     place = 150
     own = segments[0] == segments[0, place]
     assert 1 < own.sum() < 250
-    before = results(lambda *x: function(*x, segments), tensors, towards)
+    before = results(lambda q, k, v: function(q, k, v, segments), tensors, towards)
     with torch.no_grad():
         for x in (*tensors, towards):
             x[:, :, place] += 1
-    after = results(lambda *x: function(*x, segments), tensors, towards)
+    after = results(lambda q, k, v: function(q, k, v, segments), tensors, towards)
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one[:, :, ~own], other[:, :, ~own])
         assert not torch.equal(one[:, :, own], other[:, :, own])
 
 
 def test_other_shapes_are_refused():
-    tensors, segments = drawn(1, 8), torch.zeros(1, 8)
+    (q, k, v), segments = drawn(1, 8), torch.zeros(1, 8)
     for wrong, window in ((segments[:, :7], None), (segments[0], None), (segments, 0)):
         with pytest.raises(ConfigurationError, match="segment_attention got segments"):
-            segment_attention(*tensors, wrong, window=window)
-    assert segment_attention(*tensors, segments, window=1).shape == (1, 4, 8, 16)
+            segment_attention(q, k, v, wrong, window=window)
+    assert segment_attention(q, k, v, segments, window=1).shape == (1, 4, 8, 16)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -166,10 +169,11 @@ def test_masks_of_model_center(window):
     pairs = (
         pairs if window is None else pairs & torch.ones(60, 60, dtype=torch.bool).triu(1 - window)
     )
-    of_pairs = AttentionMask(pairs=pairs[:, None])
-    for way, bias in ((attend, None), (attend, torch.randn(1, 4, 60, 60)), (attend_visibly, None)):
+    of_pairs: Any = AttentionMask(pairs=pairs[:, None])
+    ways: Any = ((attend, None), (attend, torch.randn(1, 4, 60, 60)), (attend_visibly, None))
+    for way, bias in ways:
         got, want = (way(*tensors, each, bias) for each in (mask, of_pairs))
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    made = mask.materialized(60, 60, torch.device("cpu"))
+    made: Any = mask.materialized(60, 60, torch.device("cpu"))
     assert torch.equal(made.pairs, of_pairs.pairs)
     assert mask.materialized(60, 60, torch.device("cuda")) is mask

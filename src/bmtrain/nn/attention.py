@@ -97,9 +97,9 @@ def block_mask(first: torch.Tensor) -> BlockMask:
             blocks = torch.where(number == 0, number[:, None], blocks)
         # What stands behind the size is not read, but has to be a block.
         tables += [size.clamp(min=int(is_partial)), blocks.clamp(max=count - 1)]
-    return BlockMask(
-        (length, length),
-        *(table[:, None].int() for table in tables),
-        (_BLOCK, _BLOCK),
-        lambda row, _, query, key: (key <= query) & (key >= first[row, query]),
-    )
+
+    def sees(row: Any, _: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (key >= first[row, query])
+
+    counts_and_places = [table[:, None].int() for table in tables]
+    return BlockMask((length, length), *[*counts_and_places, (_BLOCK, _BLOCK), sees])

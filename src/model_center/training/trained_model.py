@@ -260,7 +260,7 @@ class NativeModel(TrainedModel):
         return self.model.log_probs(self._hidden(batch)[in_loss], batch["targets"][in_loss])
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
-        apart = {}
+        apart: dict[str, Any] = {}
         if "segments" in batch:
             apart["attention_mask"] = AttentionMask(causal=True, segments=batch["segments"])
             apart["position_ids"] = self.model.position_ids_of(batch["position_ids"])
