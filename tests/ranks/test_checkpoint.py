@@ -121,9 +121,9 @@ def save_all(folder):
     storages = {p.storage_of for p in net.parameters() if isinstance(p, bmt.DistributedParameter)}
     original = Storage.gather
 
-    def gather(self):
+    def gather(self, shard):
         gathered.append(self)
-        return original(self)
+        return original(self, shard)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Storage, "gather", gather)
