@@ -207,8 +207,12 @@ def complaint_of_one(folder):
 def test_what_does_not_fit_is_explained_on_every_rank(tmp_path):
     tensors = theirs()
     name = "transformer.h.1.attn.c_proj.weight"
+    near = "encoder.layers.0.self_att.self_attention.attention_out.weight"
     cases = {
-        "missing": ({key: x for key, x in tensors.items() if key != name}, f"{name!r} (nearest: "),
+        "missing": (
+            {key: x for key, x in tensors.items() if key != name},
+            f"(nearest: {near!r}); in their names {name!r}",
+        ),
         "many": ({key: x for key, x in tensors.items() if ".h.1." not in key}, "and 8 more"),
         "vocabulary": (
             {**tensors, "transformer.wte.weight": torch.zeros(70, WIDTH)},

@@ -305,7 +305,7 @@ class Driver:
 @contextlib.contextmanager
 def device_peers(driver, version):
     with (
-        mock.patch.object(torch, "__version__", version),
+        mock.patch.object(peers, "TORCH_VERSION", tuple(map(int, version.split(".")[:2]))),
         mock.patch.object(peers, "symmetric_memory", lambda: driver),
     ):
         yield peers.DevicePeers(world.current().mesh.world, bmt.device(), 1.0)

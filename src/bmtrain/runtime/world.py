@@ -581,10 +581,10 @@ def _joining(launch: Launch, url: str, timeout: float) -> Iterator[None]:
         where = os.environ.get("MASTER_ADDR", "") + ":" + os.environ.get("MASTER_PORT", "")
         raise JoinError(
             f"rank {launch.rank} of {launch.size} could not join the run at "
-            f"{where if url == 'env://' else url} ({time.monotonic() - begin:.0f} s, timeout "
-            f"{timeout:g} s): "
-            f"{first_line(error)}. All ranks must "
-            "be started, with the same address and world size, each with a rank of its own."
+            f"{where if url == 'env://' else url.removeprefix('tcp://')} "
+            f"({time.monotonic() - begin:.0f} s, timeout {timeout:g} s): {first_line(error)}. All "
+            "ranks must be started, with the same address and world size, each with a rank of its "
+            "own."
         ) from None
 
 
