@@ -121,7 +121,8 @@ def main() -> None:
     for name, rows in seconds.items():
         columns = list(zip(*rows[WARM_UP:], strict=True))
         kinds = ("forward", "backward", "processor_forward", "processor_backward")
-        record: dict[str, Any] = {"what": name, "ranks": bmt.world_size(), "blocks": BLOCKS}
+        record: dict[str, Any] = {"what": "host time", "library": name}
+        record |= {"ranks": bmt.world_size(), "blocks": BLOCKS}
         for kind, values in zip(kinds, columns, strict=True):
             record[kind] = {
                 "least_us": round(1e6 * min(values) / BLOCKS, 1),

@@ -346,6 +346,24 @@ def law_cells(records: Sequence[Record]) -> list[dict[str, object]]:
     ]
 
 
+def host_cells(records: Sequence[Record]) -> list[dict[str, object]]:
+    """The cells of a table of what a tiny block takes of the host, by column."""
+    kinds = {"forward": "forward", "backward": "backward"}
+    kinds |= {f"processor_{name}": f"{name}, processor" for name in kinds}
+    return [
+        {
+            "library": r["library"],
+            "ranks": r["ranks"],
+            **{
+                f"{said}, least (median), us": f"{r[kind]['least_us']:,.0f} "
+                f"({r[kind]['median_us']:,.0f})"
+                for kind, said in kinds.items()
+            },
+        }
+        for r in records
+    ]
+
+
 def decoding_cells(records: Sequence[Record]) -> list[dict[str, object]]:
     """The cells of a table of generation, by column."""
     return [_decoding_cell(record) for record in records]
@@ -540,6 +558,7 @@ def tables_of(report: dict[str, Any]) -> str:
         "file states disk",
         "file states update",
         "the law",
+        "host time",
     }
     steps = [r for r in records if r["what"] not in apart]
     parts = (
@@ -559,6 +578,7 @@ def tables_of(report: dict[str, Any]) -> str:
             [{k.replace("_", " "): v for k, v in r.items() if k != "what"} for r in as_they_are]
         ),
         table_of(law_cells([r for r in records if r["what"] == "the law"])),
+        table_of(host_cells([r for r in records if r["what"] == "host time"])),
     )
     return "\n".join(filter(None, parts))
 
