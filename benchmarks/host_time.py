@@ -30,24 +30,10 @@ from machine import machine
 from reports import report_of, write
 
 import bmtrain as bmt
+from models import FeedForward
 
 WIDTH, ROWS, BLOCKS, WARM_UP = 8, 2, 8, 5
 Forward = Callable[[torch.Tensor], torch.Tensor]
-
-
-class FeedForward(torch.nn.Module):
-    """The feed-forward half of a transformer's layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.wide = torch.nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = torch.nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (rows, width)."""
-        out: torch.Tensor = x + self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x))))
-        return out
 
 
 def models() -> dict[str, Forward]:
@@ -55,21 +41,23 @@ def models() -> dict[str, Forward]:
     mesh = init_device_mesh("cpu", (bmt.world_size(),))
 
     def sharded() -> torch.nn.Sequential:
-        model = torch.nn.Sequential(*[FeedForward() for _ in range(BLOCKS)])
+        model = torch.nn.Sequential(*[FeedForward(WIDTH) for _ in range(BLOCKS)])
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model
 
     def of_blocks(**options: Any) -> torch.nn.Sequential:
-        return torch.nn.Sequential(*[bmt.Block(FeedForward(), **options) for _ in range(BLOCKS)])
+        return torch.nn.Sequential(
+            *[bmt.Block(FeedForward(WIDTH), **options) for _ in range(BLOCKS)]
+        )
 
     class Recomputed(torch.nn.Module):
         """A layer under torch's checkpoint, as a member of a sharded model."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.inner = FeedForward()
+            self.inner = FeedForward(WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             """x: (rows, width)."""

@@ -30,23 +30,9 @@ from reports import report_of, write
 
 import bmtrain as bmt
 from bmtrain.distributed.ledger import Ledger
+from models import FeedForward
 
 BLOCKS, WARM_UP = 4, 3
-
-
-class Block(torch.nn.Module):
-    """The feed-forward half of a transformer's layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(width)
-        self.wide = torch.nn.Linear(width, 4 * width)
-        self.narrow = torch.nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (rows, width)."""
-        out: torch.Tensor = x + self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x))))
-        return out
 
 
 class Model(torch.nn.Module):
@@ -54,7 +40,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList([Block(width) for _ in range(BLOCKS)])
+        self.layers = torch.nn.ModuleList([FeedForward(width) for _ in range(BLOCKS)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (rows, width)."""

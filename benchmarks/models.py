@@ -124,6 +124,19 @@ SHAPES: dict[str, Geometry] = {
 }
 
 
+class FeedForward(nn.Module):
+    """The feed-forward half of a transformer's layer: (rows, width) to the same."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.narrow(F.gelu(self.wide(self.norm(x))))
+        return out
+
+
 class Layer(nn.Module):
     """Pre-norm attention and a four times wider feed-forward: (batch, seq, dim) to the same."""
 

@@ -137,9 +137,9 @@ def _chooses(method: types.FunctionType, name: str) -> bool:
     while len(rows) + len(members) != before:
         before = len(rows) + len(members)
         for node in nodes:
-            is_loop = isinstance(node, ast.For | ast.comprehension)
+            is_loop = False
             if isinstance(node, ast.For | ast.comprehension):
-                targets, value = [node.target], node.iter
+                targets, value, is_loop = [node.target], node.iter, True
             elif isinstance(node, ast.Assign):
                 targets, value = node.targets, node.value
             elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value:

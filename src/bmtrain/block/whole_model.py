@@ -363,7 +363,7 @@ class WholeModel:
             or self._context.recorder.is_listening
             or is_watched(())
             # Hooks of the model itself run around `forward`.
-            or any({*hooks.values()} - {note_call} for hooks in self._hooks)
+            or any(hooks and {*hooks.values()} != {note_call} for hooks in self._hooks)
             or changing((*args, *kwargs.values())) is not None
             or saved_tensors_hooks() is not None
             or not self._has_room()

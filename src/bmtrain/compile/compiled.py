@@ -10,6 +10,7 @@ import torch
 
 from bmtrain.compile import backend
 from bmtrain.compile.programs import Structure, recomputing
+from bmtrain.errors import first_line
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.recomputation import ModuleCall, Runner, SeveralGraphsError, call
 from bmtrain.runtime.log import warn
@@ -73,7 +74,7 @@ class CompiledModule(Runner):
             return self._run(recomputing(level), module, args, kwargs)
         except several_graphs_error() as error:
             self._recomputes_inside = False
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             warn(
                 f"{type(module).__name__} does not compile as one graph ({reason}): its parts are "
                 "compiled and recomputed separately."

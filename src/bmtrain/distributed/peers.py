@@ -25,7 +25,7 @@ import torch.distributed as dist
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt
 from bmtrain.distributed.ledger import Ledger
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, first_line
 from bmtrain.runtime import world
 from bmtrain.runtime.log import print_rank, warn
 from bmtrain.runtime.mesh import Axis
@@ -219,8 +219,7 @@ class PeerGroups:
                     peers = DevicePeers(axis, self.device, self._world.timeout)
             # some limits of drivers and containers show only on use
             except RuntimeError as error:
-                first = str(error).strip().splitlines()[0]
-                problem = f"rank {self._world.rank} cannot share memory ({first})"
+                problem = f"rank {self._world.rank} cannot share memory ({first_line(error)})"
             problems = collectives.gather_objects(problem, axis, "shared memory")
             problem = next(filter(None, problems), None)
             if problem is not None:

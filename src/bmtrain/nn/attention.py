@@ -85,21 +85,26 @@ def block_mask(first: torch.Tensor) -> BlockMask:
     # A block of keys is seen by the blocks of queries up to `end`, up to `until` by whole ones.
     end, until = ((edge[:, None] <= number[:, None]).sum(-1) - 1 for edge in (begin, whole))
     after = torch.maximum(until, number)
-    tables = []
-    for start, size, is_partial in (
-        (begin - 1, torch.minimum(whole, number) - begin + 1, True),
-        (whole, number - whole, False),
-        (after, end - after + 1, True),
-        ((number + 1).expand_as(end), until - number, False),
-    ):
+
+    def table(
+        start: torch.Tensor, size: torch.Tensor, is_partial: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = start[..., None] + number
         if is_partial:  # the block itself, and those from `start + 1` on
             blocks = torch.where(number == 0, number[:, None], blocks)
         # What stands behind the size is not read, but has to be a block.
-        tables += [size.clamp(min=int(is_partial)), blocks.clamp(max=count - 1)]
+        sizes, blocks = size.clamp(min=int(is_partial)), blocks.clamp(max=count - 1)
+        return sizes[:, None].int(), blocks[:, None].int()
 
     def sees(row: Any, _: Any, query: Any, key: Any) -> Any:
         return (key <= query) & (key >= first[row, query])
 
-    counts_and_places = [table[:, None].int() for table in tables]
-    return BlockMask((length, length), *[*counts_and_places, (_BLOCK, _BLOCK), sees])
+    return BlockMask(
+        (length, length),
+        *table(begin - 1, torch.minimum(whole, number) - begin + 1, True),
+        *table(whole, number - whole, False),
+        *table(after, end - after + 1, True),
+        *table((number + 1).expand_as(end), until - number, False),
+        (_BLOCK, _BLOCK),
+        sees,
+    )

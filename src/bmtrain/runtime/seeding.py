@@ -154,9 +154,8 @@ class Draws:
         finally:
             hook.remove()
             self.are_own = False
-            if (
-                generator.initial_seed() == seed
-            ):  # else the module has seeded it, or made parameters
+            # Else the module has seeded it, or made parameters.
+            if generator.initial_seed() == seed:
                 now = generator.get_state().numpy().tobytes()  # torch.equal takes longer
                 has_drawn = now != begin.numpy().tobytes()
                 generator.set_state(before)

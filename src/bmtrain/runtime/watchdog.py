@@ -423,7 +423,7 @@ class Watchdog:
                 store.wait([key], FOREVER)
                 sealed = store.get(key)
                 word = sealed[32:].decode(errors="replace")  # after a SHA-256
-                if sealed != self._sealed(key, word):  # a stranger's
+                if not hmac.compare_digest(sealed, self._sealed(key, word)):  # a stranger's
                     continue
                 if word.startswith(_ASK):
                     self._was_asked = True
