@@ -135,7 +135,7 @@ def hit(moment: str, one: frozenset[int]) -> dict[str, Any]:
         own |= {"step": 0, "lost": 0, "is_warm": False}
     elif moment == "loading":
         own |= {"step": 0, "lost": 0, "start": "stopped"}
-    elif moment in ("saving", "before the manifest", "pruning"):
+    elif moment in (JUST_SAVED, "saving", "before the manifest", "pruning"):
         own |= {"step": SAVED, "lost": 2 * SAVE_EVERY}
     elif moment == "first exchange":
         own |= {"step": 0, "lost": 0}
@@ -146,6 +146,7 @@ def hit(moment: str, one: frozenset[int]) -> dict[str, Any]:
     return own
 
 
+JUST_SAVED = "just saved"
 IN_STEP = ("forward", "backward", "optimizer")
 WRITING = ("saving", "before the manifest")
 AROUND = ("import", "loading", *IN_STEP, *WRITING, "ending")
@@ -191,7 +192,18 @@ def cells() -> Iterator[Cell]:
     for kind in ("exception", "sys.exit(3)", "early return"):
         for moment in ("import", "loading", *IN_STEP, "ending"):
             if moment not in ("backward", "optimizer") or kind == "exception":
-                yield Cell(kind, **hit(moment, ONE))
+                # torchrun lets the others go on, who name it and wait for as long as `timeout` says
+                is_unknown = (kind, moment) == ("early return", "import")
+                yield Cell(kind, answers=is_unknown, **hit(moment, ONE))
+    every = (GPT2, TRAIN, OWN_LOOP)
+    for kind, rank, one in (
+        ("exception", 1, ONE),
+        ("exception", 0, ZERO),
+        ("sys.exit(3)", 1, ONE),
+        ("sys.exit(3)", 0, ZERO),
+    ):
+        yield Cell(kind, rank=rank, programs=every, **{**hit(JUST_SAVED, one), "lost": 0})
+    yield Cell("SIGKILL of a rank", programs=every, **hit(JUST_SAVED, ONE))
     for rank, one in ((1, ONE), (0, ZERO)):
         for moment in ("import", "first exchange", "loading", "first step", *IN_STEP, "exchange"):
             if rank == 1 or moment not in ("import", "optimizer"):

@@ -103,9 +103,8 @@ class Writer:
 
     def settle(self) -> None:
         """Wait for the previous file and raise its error, unless `wait` has. Collective."""
-        latest, self._latest = self._latest, None
-        if latest is not None and not latest.is_told:
-            latest.wait()
+        if self._latest is not None and not self._latest.is_told:
+            self._latest.wait()
 
     def begin(self, writing: Writing, *, background: bool) -> Writing:
         """Let each rank do its part, in a thread if `background`."""

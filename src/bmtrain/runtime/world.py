@@ -64,6 +64,7 @@ _DTYPE = Rule(
 _DEVICE = Rule("'cpu' or 'cuda'", lambda x: x is None or torch.device(x).type in ("cpu", "cuda"))
 _SWITCH = Rule("True or False", lambda x: isinstance(x, bool))
 _OURS = "bmtrain-"  # how the names of runs begin that `starting` starts
+_LAST_S = 120.0  # that a failed program waits for what it was saving
 _INTERRUPTED = "was interrupted by Ctrl-C"
 _ANY_GPU = torch.device("cuda")
 
@@ -668,13 +669,17 @@ def _leave_loudly(
     """Exception hook: with several ranks, print this rank's traceback and exit without cleanup.
 
     A regular interpreter exit would first wait for collectives that the other ranks never join.
-    Exiting at once lets the launcher stop them within seconds, with the traceback of the failed
-    rank printed first. The other ranks find the error's first line in the store.
+    Exiting once what is being saved is written lets the launcher stop them within seconds, with the
+    traceback of the failed rank printed first. The other ranks find the error's first line in the
+    store.
     """
     world = _PROCESS.world
     if world is None or world.world_size == 1 or world.is_guest:
         sys.__excepthook__(kind, error, trace)
         return
+    if threading.current_thread() is threading.main_thread():
+        # torchrun passes on the Ctrl-C that this process has had already
+        signal.signal(signal.SIGINT, lambda *_: None)
     sys.stdout.flush()
     world.watchdog.let_speak()
     summary = "".join(traceback.format_exception_only(kind, error)).strip()
@@ -700,6 +705,10 @@ def _leave_loudly(
             f"[rank {world.rank}] this rank failed; the run ends.{others} {summary}\n"
             + "".join(trace_lines)
         )
+    # a checkpoint that is being written in the background
+    ending = threading.Thread(target=world.at_end.close, daemon=True)
+    ending.start()
+    ending.join(_LAST_S)
     words = _INTERRUPTED if is_interrupt else f"has failed: {summary.splitlines()[0]}"
     world.watchdog.take_store_down(words)
     code = Exit.PARTED if issubclass(kind, RanksDivergedError) else Exit.FAILED
