@@ -36,7 +36,8 @@ RULE = f"""A cell is green if all of this holds:
 
 * launcher and ranks have ended by themselves within {LIMIT_S:.0f} s of the fault, with an exit code
   that is expected: 0 for a stop that was asked for and for what a run survives, 75 for SIGUSR1 to a
-  rank, otherwise another than 0 (what the launcher itself is sent may end it with any);
+  rank before the last step is done, otherwise another than 0 (what the launcher itself is sent may
+  end it with any);
 * {STOPPED_S:.0f} s more are for torchrun to kill a process that cannot end; a rank that is stopped
   or hangs is named within {LIMIT_S:.0f} s; one that hangs and answers may be at work: then the job
   is killed;
@@ -230,7 +231,8 @@ def _stops() -> Iterator[Cell]:
         after: dict[str, Any] = hit(moment, NOBODY) | stop
         yield Cell("SIGTERM to a rank", codes=0, **after)
         yield Cell("SIGINT to a rank", codes=0, **after)
-        yield Cell("SIGUSR1 to a rank", codes=75, **after)
+        # after its last step a run need not be started again
+        yield Cell("SIGUSR1 to a rank", codes=0 if moment == "ending" else 75, **after)
         yield Cell("SIGTERM to the launcher", codes=ANY, **after)
         yield Cell("SIGINT to the launcher", codes=ANY, **after)
         yield Cell("SIGUSR1 to the launcher", codes=ANY, **after)

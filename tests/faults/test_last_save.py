@@ -60,7 +60,7 @@ def make_slow(is_here):
         right(*args)
 
     if is_here:
-        writing._write_at = slow  # type: ignore[assignment]
+        writing._write_at = slow
 
 
 def losses(left):
@@ -105,7 +105,7 @@ def test_the_last_save_counts(faults, slow, is_with, step, hosted, whole, tmp_pa
     """
     folder = tmp_path / "run"
     left = run(loop, str(folder), faults, slow, is_with, folder=tmp_path, hosted=hosted, grace=15)
-    codes = {
+    codes: dict[str, set[int | None]] = {
         "none": {Exit.PARTED, Exit.HUNG},
         "exception": {1, Exit.HUNG},
         "exit": {3},

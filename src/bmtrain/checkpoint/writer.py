@@ -14,7 +14,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from bmtrain.checkpoint.files import make_new
+from bmtrain.checkpoint.files import make_new, reason_of
 from bmtrain.distributed.agreement import agree
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime.mesh import Axis
@@ -202,14 +202,6 @@ def flush_to_disk(path: pathlib.Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def reason_of(error: BaseException) -> str:
-    """Why a file could not be written, for a message."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    plain = error.strerror if isinstance(error, OSError) else None
-    return plain or f"{type(error).__name__}: {error}"
 
 
 def unsaved(path: pathlib.Path, reason: str) -> str:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from bmtrain.checkpoint.files import reason_of
 from bmtrain.checkpoint.image import NUM_THREADS, Image, Live, Snapshot
 from bmtrain.checkpoint.shards import BLOCK, NAME, FileFacts, Manifest, TensorFacts, parse
-from bmtrain.checkpoint.writer import flush_to_disk, reason_of, unsaved
+from bmtrain.checkpoint.writer import flush_to_disk, unsaved
 from bmtrain.distributed.collectives import Board
 from bmtrain.errors import CheckpointError, first_line
 from bmtrain.runtime import world
