@@ -117,9 +117,9 @@ def train(dtype):
     by_kernel(fp8.transposed, x, verdict.float())
     by_kernel(fp8.transposed, x.to(torch.float8_e4m3fn))
     for center, bias in ((None, None), (wide[:, :1], x[0])):
-        norm.norm_by_triton(norm.Norm([x, x], x[0], bias, 1e-5, center is not None))
-        terms = norm.Terms([x, x], [x], x[0], center, wide[:, :1], x, center is None, True)
-        norm.norm_backward_by_triton(terms)
+        by_kernel(norm.norm, [x, x], x[0], bias, 1e-5, center is not None)
+        terms = [x, x], [x], x[0], center, wide[:, :1], x, center is None, True
+        by_kernel(norm.norm_backward, *terms)
     for logits, weight in ((x, None), (wide.double(), wide[0].double())):
         smoothed, of_row = weight is not None, torch.zeros(64).long()
         sums: losses.RowSums = by_kernel(losses.row_sums, logits, weight, smoothed=smoothed)
