@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction
 from bmtrain.kernels import adam, fp8, gelu, norm, scale, squares, sum_parts
 from bmtrain.kernels import cross_entropy as losses
 from bmtrain.kernels.blockwise import Blocks
-from bmtrain.kernels.chunks import Batch
 from model_center.kernels import cached_attention, gated, largest, rotary, row_products
 from model_center.kernels.row_products import RowProducts
 
@@ -109,9 +108,9 @@ def train(dtype):
     masters: Any = {of_flat: [of_flat] * 2, None: blocks, flat.short(): [of_flat] * 2}
     for master, moments in masters.items():
         adam.adamw_triton([adam.AdamTensors(flat, flat, master, *moments)], settings, verdict)
-    by_kernel(scale.scale_, Batch([(flat,)]), verdict.float())
+    by_kernel(scale.scale_, [flat], verdict.float())
     by_kernel(scale.scale_to, wide, verdict.float(), dtype)
-    by_kernel(squares.sum_of_squares, Batch([(flat,)]), flat.device)
+    by_kernel(squares.sum_of_squares, [flat], flat.device)
     by_kernel(sum_parts.sum_parts, flat, flat.expand(2, -1), accumulate=True)
     by_kernel(gelu.gelu_backward, x, x)
     by_kernel(fp8.transposed, x, verdict.float())

@@ -19,8 +19,7 @@ ALIGNMENT = 16
 # one whose states stream through the device needs one or two for each load.
 NUM_KEPT = 2048
 
-Row = tuple[int, ...]  # data pointers, then the number of elements
-Dtypes = tuple[torch.dtype, ...]
+Row = tuple[int, ...]  # what a kernel reads, data pointers first; the last the number of elements
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,73 +44,36 @@ class Chunks:
         return self.row_of.numel()
 
 
-class Batch:
-    """The tensors of one kernel call: rows of tensors with matching elements.
+def by_path(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those for kernels with fp32 arithmetic, and those for torch: fp64, strided or on the CPU."""
+    fast: list[torch.Tensor] = []
+    slow: list[torch.Tensor] = []
+    for x in tensors:
+        takes = launch.takes(x) and x.dtype != torch.float64 and x.is_contiguous()
+        (fast if takes else slow).append(x)
+    return fast, slow
 
-    Tables are sent to the device once per set of addresses, which repeat from step to step. The
-    tensors must stay at their addresses for as long as this object is used.
 
-    Args:
-        rows: each with the same number of contiguous tensors, all of the same number of elements.
-            Strided tensors must go through `by_path`.
+def tables_of(tensors: Sequence[torch.Tensor], length: int) -> list[tuple[torch.dtype, Chunks]]:
+    """Tables for chunks of `length` elements of contiguous tensors of one device.
+
+    Of each dtype one of aligned tensors and one of the rest, if any.
     """
-
-    def __init__(self, rows: Iterable[Sequence[torch.Tensor]]) -> None:
-        self.rows = list(rows)
-        self._tables: dict[tuple[int, int], list[tuple[Dtypes, Chunks]]] = {}
-
-    def tables(self, length: int) -> list[tuple[Dtypes, Chunks]]:
-        """Tables for chunks of `length` elements, one or two per combination of column dtypes."""
-        device = self.rows[0][0].device if self.rows else torch.device("cpu")
-        stream = current_stream_number(device)
-        found = self._tables.get((length, stream))
-        if found is None:
-            kinds: dict[Dtypes, list[Row]] = {}
-            for row in self.rows:
-                addresses = (*(x.data_ptr() for x in row), row[0].numel())
-                kinds.setdefault(tuple(x.dtype for x in row), []).append(addresses)
-            found = self._tables[length, stream] = [
-                (kind, table)
-                for kind, rows in kinds.items()
-                for table in _tables(tuple(rows), kind, length, device, stream)
-            ]
-        return found
-
-    @functools.cached_property
-    def by_path(self) -> tuple[Batch, Batch]:
-        """The rows for kernels with fp32 arithmetic, and those for torch: fp64, strided or CPU."""
-        fast: list[Sequence[torch.Tensor]] = []
-        slow: list[Sequence[torch.Tensor]] = []
-        for row in self.rows:
-            takes = all(
-                launch.takes(x) and x.dtype != torch.float64 and x.is_contiguous() for x in row
-            )
-            (fast if takes else slow).append(row)
-        return Batch(fast), Batch(slow)
-
-
-@functools.lru_cache(maxsize=NUM_KEPT)
-def _tables(
-    rows: tuple[Row, ...], dtypes: Dtypes, length: int, device: torch.device, stream: int
-) -> tuple[Chunks, ...]:
-    """Tables for chunks of `length` elements: one of aligned tensors and one of the rest, if any.
-
-    Built and sent once per set of addresses, without synchronising with the device.
-    """
-    aligned, rest = [], []
-    for *addresses, numel in rows:
-        is_aligned = all(address % ALIGNMENT == 0 for address in addresses)
-        body = numel // ALIGNMENT * ALIGNMENT if is_aligned else 0
+    kinds: dict[tuple[torch.dtype, bool], list[Row]] = {}
+    for x in tensors:
+        address, numel = x.data_ptr(), x.numel()
+        body = 0 if address % ALIGNMENT else numel // ALIGNMENT * ALIGNMENT
         if body:
-            aligned.append((*addresses, body))
+            kinds.setdefault((x.dtype, True), []).append((address, body))
         if body < numel:
-            moved = [x + body * dtype.itemsize for x, dtype in zip(addresses, dtypes, strict=True)]
-            rest.append((*moved, numel - body))
-    return tuple(
-        table_of(tuple(members), length, device, stream, is_aligned)
-        for is_aligned, members in ((True, aligned), (False, rest))
-        if members
-    )
+            rest = address + body * x.itemsize, numel - body
+            kinds.setdefault((x.dtype, False), []).append(rest)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    stream = current_stream_number(device)
+    return [
+        (dtype, table_of(tuple(rows), length, device, stream, is_aligned))
+        for (dtype, is_aligned), rows in kinds.items()
+    ]
 
 
 @functools.lru_cache(maxsize=NUM_KEPT)
