@@ -13,12 +13,13 @@ def test_what_is_aligned_is_apart():
     """The widest loads are for tensors of which address and length allow them; an odd end is cut off."""
     flat = torch.zeros(400, dtype=torch.float16)
     bounds = [(0, 64), (64, 131), (131, 200), (208, 211), (224, 224)]
-    aligned, rest = tables([flat[begin:end] for begin, end in bounds], length=64)
+    made = tables_of([flat[begin:end] for begin, end in bounds], 64)
+    (is_first, aligned), (is_second, rest) = ((kind[1], table) for kind, table in made)
 
     def rows(places):
         return [[flat[begin:].data_ptr(), n] for begin, n in places.items()]
 
-    assert aligned.is_aligned and not rest.is_aligned
+    assert is_first and not is_second
     assert aligned.rows[:, :2].tolist() == rows({0: 64, 64: 64})
     assert rest.rows[:, :2].tolist() == rows({128: 3, 131: 69, 208: 3})
     assert not (aligned.rows[:, :2] % ALIGNMENT).any()
@@ -49,7 +50,7 @@ def test_tables_are_by_dtype_of_what_kernels_take():
     """
     half, single = torch.float16, torch.float32
     made = tables_of([torch.zeros(64, dtype=one) for one in (half, single, half)], 32)
-    assert [(kind, table.count) for kind, table in made] == [(half, 4), (single, 2)]
+    assert [(kind, table.count) for kind, table in made] == [((half, True), 4), ((single, True), 2)]
     assert tables_of([], 32) == tables_of([torch.empty(0)], 32) == []
     with torch.device("meta"):  # any device that is not the CPU
         fast = [torch.empty(3, 4), torch.empty(0, dtype=half)]

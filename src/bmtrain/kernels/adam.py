@@ -6,6 +6,7 @@ Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from bmtrain.kernels.bf16 import joined, round_stochastically, split
 from bmtrain.kernels.blockwise import BLOCK, PART_OF_MEAN, PART_OF_SQUARE, Blocks
 from bmtrain.kernels.chunks import table_of, tensor_at
-from bmtrain.kernels.launch import kernel, kernel_with, tl
+from bmtrain.kernels.launch import Kernel, kernel, tl
 from bmtrain.kernels.random_bits import FIRST, bits_of, key_of, mixed, random_bits, seed_of
 from bmtrain.torch_internals import current_stream_number, fused_adamw
 
@@ -239,7 +240,7 @@ def adamw_triton(
                 kinds.setdefault(kind, []).append((*addresses, key_of(t.number), t.start, count))
     for (weight, grad, master, is_quantised, is_aligned), rows in kinds.items():
         device = tensors[0].weight.device
-        chunks = table_of(tuple(rows), CHUNK, device, current_stream_number(device), is_aligned)
+        chunks = table_of(tuple(rows), CHUNK, device, current_stream_number(device))
         adamw_kernel(
             (chunks.count,),
             chunks.rows,
@@ -272,7 +273,7 @@ def _codes(
 
 
 # Not for each kind of step a kernel of its own: 1, and multiples of 16, are kinds to Triton.
-@kernel_with(do_not_specialize=["step"])
+@functools.partial(Kernel, do_not_specialize=["step"])
 def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     rows: tl.tensor,
     row_of: tl.tensor,

@@ -20,6 +20,7 @@ ALIGNMENT = 16
 NUM_KEPT = 2048
 
 Row = tuple[int, ...]  # what a kernel reads, data pointers first; the last the number of elements
+Kind = tuple[torch.dtype, bool]  # whether addresses in bytes and numbers are multiples of ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,13 +31,10 @@ class Chunks:
         rows: (tensors, columns + 2) int64: data pointers of tensors with matching elements, their
             number of elements, and the number of chunks in the rows above.
         row_of: (chunks,) int32: the row of each chunk.
-        is_aligned: whether all addresses (in bytes) and numbers of elements are multiples of
-            ALIGNMENT.
     """
 
     rows: torch.Tensor
     row_of: torch.Tensor
-    is_aligned: bool
 
     @property
     def count(self) -> int:
@@ -54,12 +52,9 @@ def by_path(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[t
     return fast, slow
 
 
-def tables_of(tensors: Sequence[torch.Tensor], length: int) -> list[tuple[torch.dtype, Chunks]]:
-    """Tables for chunks of `length` elements of contiguous tensors of one device.
-
-    Of each dtype one of aligned tensors and one of the rest, if any.
-    """
-    kinds: dict[tuple[torch.dtype, bool], list[Row]] = {}
+def tables_of(tensors: Sequence[torch.Tensor], length: int) -> list[tuple[Kind, Chunks]]:
+    """Tables for chunks of `length` elements of contiguous tensors of one device, by their kind."""
+    kinds: dict[Kind, list[Row]] = {}
     for x in tensors:
         address, numel = x.data_ptr(), x.numel()
         body = 0 if address % ALIGNMENT else numel // ALIGNMENT * ALIGNMENT
@@ -70,16 +65,11 @@ def tables_of(tensors: Sequence[torch.Tensor], length: int) -> list[tuple[torch.
             kinds.setdefault((x.dtype, False), []).append(rest)
     device = tensors[0].device if tensors else torch.device("cpu")
     stream = current_stream_number(device)
-    return [
-        (dtype, table_of(tuple(rows), length, device, stream, is_aligned))
-        for (dtype, is_aligned), rows in kinds.items()
-    ]
+    return [(kind, table_of(tuple(rows), length, device, stream)) for kind, rows in kinds.items()]
 
 
 @functools.lru_cache(maxsize=NUM_KEPT)
-def table_of(
-    rows: tuple[Row, ...], length: int, device: torch.device, stream: int, is_aligned: bool
-) -> Chunks:
+def table_of(rows: tuple[Row, ...], length: int, device: torch.device, stream: int) -> Chunks:
     """The table of rows that hold whatever a kernel reads, the last of it numbers of elements.
 
     Cached per stream: on another stream, a kernel could read a table before it has arrived. A table
@@ -92,7 +82,7 @@ def table_of(
         dtype=torch.int64,
         device="cpu",
     )
-    return Chunks(_sent(table, device), _row_of(counts, device, stream), is_aligned)
+    return Chunks(_sent(table, device), _row_of(counts, device, stream))
 
 
 @functools.lru_cache(maxsize=NUM_KEPT)

@@ -19,13 +19,14 @@ Source of the one-pass sums: Milakov and Gimelshein, "Online normalizer calculat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from bmtrain.kernels import launch
-from bmtrain.kernels.launch import Kernel, kernel, kernel_with, tl
+from bmtrain.kernels.launch import Kernel, kernel, tl
 
 # Elements of the plain-torch path's fp32 scratch: 1 MiB stays in a CPU's cache.
 CHUNK_NUMEL = 2**18
@@ -212,7 +213,7 @@ def _launch(
     )
 
 
-@kernel_with(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
+@functools.partial(Kernel, do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
 def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     logits: tl.tensor,
     stride: tl.tensor,
@@ -272,7 +273,7 @@ def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argu
         tl.store(below + number, tl.zeros_like(top))
 
 
-@kernel_with(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
+@functools.partial(Kernel, do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
 def row_gradient_kernel(  # noqa: PLR0913 (as above)
     logits: tl.tensor,
     stride: tl.tensor,

@@ -30,7 +30,7 @@ def scale_(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
         tensor.copy_(wide * factor.to(tensor.device))
     if fast:
         factor = factor.float()
-    for dtype, chunks in tables_of(fast, BLOCK):
+    for (dtype, is_aligned), chunks in tables_of(fast, BLOCK):
         scale_kernel(
             (min(chunks.count, NUM_PROGRAMS),),
             chunks.rows,
@@ -38,7 +38,7 @@ def scale_(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
             factor,
             chunks.count,
             DTYPE=dtype,
-            IS_ALIGNED=chunks.is_aligned,
+            IS_ALIGNED=is_aligned,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )

@@ -29,7 +29,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> tor
     fast, slow = by_path(tensors)
     launches = tables_of(fast, BLOCK)  # a kernel per dtype, then one sum
     found = torch.empty(len(launches), NUM_PROGRAMS, dtype=torch.float64, device=device)
-    for (dtype, chunks), partial in zip(launches, found, strict=True):
+    for ((dtype, is_aligned), chunks), partial in zip(launches, found, strict=True):
         squares_kernel(
             (NUM_PROGRAMS,),
             chunks.rows,
@@ -37,7 +37,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> tor
             partial,
             chunks.count,
             DTYPE=dtype,
-            IS_ALIGNED=chunks.is_aligned,
+            IS_ALIGNED=is_aligned,
             NUM_PROGRAMS=NUM_PROGRAMS,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
