@@ -10,7 +10,7 @@ from typing import Any
 from bmtrain.checkpoint import commands
 from bmtrain.plan import command as plan
 from bmtrain.plan import environment
-from bmtrain.runtime import running
+from bmtrain.runtime import starting
 from bmtrain.runtime.arguments import unknown
 from bmtrain.verification import command as verify
 from bmtrain.version import __version__
@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     ),
     "check": (commands.CHECK, "compare the files of checkpoints with their checksums"),
     "consolidate": (commands.CONSOLIDATE, "write the weights of a checkpoint into one file"),
-    "run": (running, "start a program once for each GPU of this host, as ranks of one run"),
+    "run": (starting, "start a program once for each GPU of this host, as ranks of one run"),
     "plan": (plan, "forecast the memory of a run: does it fit, where is its peak, what changes it"),
     "env": (environment, "show versions, GPUs, links, limits and variables, for a bug report"),
 }
