@@ -38,25 +38,6 @@ class AdamSettings:
     scale: float = 1.0
     maximize: bool = False
 
-    @property
-    def factors(self) -> tuple[float, ...]:
-        """What the kernels take.
-
-        Computed here in double: differences such as 1 - beta2 would lose a hundred times their last
-        bit in fp32.
-        """
-        return (
-            1 - self.lr * self.weight_decay,
-            self.lr / (1 - self.beta1**self.step),
-            self.beta1,
-            1 - self.beta1,
-            self.beta2,
-            1 - self.beta2,
-            self.eps,
-            (-1.0 if self.maximize else 1.0) / self.scale,  # of the gradient
-            1 - self.beta2**self.step,
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class AdamTensors:
@@ -215,7 +196,7 @@ def step_of_masters(
 
 
 def adamw_triton(
-    tensors: Sequence[AdamTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
+    tensors: Sequence[AdamTensors], s: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
     """`update_tensors` with one kernel for all tensors of equal kinds."""
     # What the kernel reads of each, the same at each step.
@@ -246,8 +227,18 @@ def adamw_triton(
             chunks.rows,
             chunks.row_of,
             verdict,
-            *settings.factors,
-            settings.step,
+            # Computed here in double: differences such as 1 - beta2 would lose a hundred times
+            # their last bit in fp32.
+            1 - s.lr * s.weight_decay,
+            s.lr / (1 - s.beta1**s.step),
+            s.beta1,
+            1 - s.beta1,
+            s.beta2,
+            1 - s.beta2,
+            s.eps,
+            (-1.0 if s.maximize else 1.0) / s.scale,  # of the gradient
+            1 - s.beta2**s.step,
+            s.step,
             WEIGHT=weight,
             GRAD=grad,
             MASTER=master,
