@@ -1,22 +1,17 @@
-"""What arguments may be: rules with names, checked alike everywhere; keywords that nobody knows."""
+"""What arguments may be: rules with names, checked alike everywhere; names that are not known."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from bmtrain.errors import ArgumentError, ConfigurationError
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +94,3 @@ def unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> str | Non
     known = list(known)
     parts = [with_nearest(name, known) for name in names if name not in known]
     return f"{owner} does not know {', '.join(parts)}." if parts else None
-
-
-def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that refuses unknown keywords by an ArgumentError, with the nearest known one.
-
-    For a constructor the message names the class.
-    """
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **given: P.kwargs) -> T:
-        if not given.keys() <= signature.parameters.keys():
-            owner = type(args[0]).__name__ if "self" in signature.parameters else function.__name__
-            raise ArgumentError(unknown(owner, given, signature.parameters))
-        return function(*args, **given)
-
-    return checked
