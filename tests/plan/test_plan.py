@@ -438,8 +438,8 @@ def test_the_flags_of_train(tmp_path, capsys):
 
 
 REFUSED = f"""
-nowhere_at_all:model --gpu h200: cannot be imported
-{__name__}:nothing --gpu h200: has no function 'nothing'
+nowhere_at_all:model --gpu h200: No module named 'nowhere_at_all'
+{__name__}:nothing --gpu h200: has no attribute 'nothing'
 {__name__}:number --gpu h200: returned int
 ./no/such/folder --gpu h200: there is no
 {MODEL}: needs the GPU's kind

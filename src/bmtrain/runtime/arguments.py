@@ -1,4 +1,4 @@
-"""What arguments may be: rules with names, checked alike everywhere; names that are not known."""
+"""What arguments may be: rules with names, checked alike everywhere; names of things and functions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 import numbers
+import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -94,3 +95,23 @@ def unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> str | Non
     known = list(known)
     parts = [with_nearest(name, known) for name in names if name not in known]
     return f"{owner} does not know {', '.join(parts)}." if parts else None
+
+
+def named_function(owner: str, name: str) -> Callable[..., Any]:
+    """The function that `module:function` names, whose module is imported.
+
+    Raises:
+        ConfigurationError: if there is none.
+    """
+    found, reason = None, "it cannot be called"
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        reason = str(error)
+    if not callable(found):
+        raise ConfigurationError(
+            f"{owner}: {name!r} names no function ({reason}): expected module:function, such as "
+            "my_package.checks:program; modules are looked for from the current folder and on "
+            "PYTHONPATH."
+        )
+    return found
