@@ -1,4 +1,4 @@
-"""What arguments may be: rules with names, checked alike everywhere; names of things and functions."""
+"""What arguments may be: rules with names, checked alike everywhere; functions by name."""
 
 from __future__ import annotations
 
