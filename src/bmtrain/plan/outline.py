@@ -236,8 +236,8 @@ class _Watch:
                 for x in tensors
             }
             own = [] if first is None else [made[id(first)]]
-            copies = tree_map_only(torch.Tensor, lambda x: made[id(x)], (args, kwargs))
-            self.cases[kind] = Case(block, *copies, own)
+            mine, named = tree_map_only(torch.Tensor, lambda x: made[id(x)], (args, kwargs))
+            self.cases[kind] = Case(block, mine, named, own)
         self.calls.append(_Seen(block, kind, self.meter.live))
         return self.calls[-1]
 
