@@ -221,11 +221,11 @@ def adamw_triton(
                 kinds.setdefault(kind, []).append((*addresses, key_of(t.number), t.start, count))
     for (weight, grad, master, is_quantised, is_aligned), rows in kinds.items():
         device = tensors[0].weight.device
-        chunks = table_of(tuple(rows), CHUNK, device, current_stream_number(device))
+        places, row_of = table_of(tuple(rows), CHUNK, device, current_stream_number(device))
         adamw_kernel(
-            (chunks.count,),
-            chunks.rows,
-            chunks.row_of,
+            (len(row_of),),
+            places,
+            row_of,
             verdict,
             # Computed here in double: differences such as 1 - beta2 would lose a hundred times
             # their last bit in fp32.
