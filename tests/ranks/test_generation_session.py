@@ -173,17 +173,17 @@ def replaced(model):
 # Of each change, how many storages it writes, None for all; and how many recordings it costs.
 CHANGES = {
     nothing: (0, 0),
-    in_place: (1, 0),
     in_data: (1, 0),
+    in_place: (1, 0),
     set_full: (1, 0),
     in_slice: (1, 0),
     in_inference: (1, 0),
     past_torch: (1, 0),
     on_one_rank: (1, 0),
-    loaded: (None, 0),
+    replaced: (1, 2),
     stepped: (None, 0),
     stepped_offloaded: (None, 0),
-    replaced: (1, 2),
+    loaded: (None, 0),
 }
 
 
