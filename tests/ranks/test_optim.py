@@ -238,7 +238,7 @@ class Three:
     def train(self, steps):
         for step in steps:
             self.manager.zero_grad()
-            own = rows(step).chunk(bmt.world_size())[bmt.rank()]
+            own = models.own(rows(step))
             self.manager.backward(self.model(own) / len(own))
             self.manager.step()
         return self
@@ -306,9 +306,8 @@ def clip(order, scale):
     what = f"norm {order}, scale {scale}"
     whole = models.shard_whole(3, True)  # tied, tiny, 0-dim and plain parameters
     optimizer = AdamOptimizer(whole.parameters())
-    manager = OptimManager(loss_scale=scale)
-    manager.add_optimizer(optimizer)
-    tokens, targets = (part.chunk(bmt.world_size())[bmt.rank()] for part in models.batch(1))
+    manager = models.managed(optimizer, loss_scale=scale)
+    tokens, targets = (models.own(part) for part in models.batch(1))
     manager.backward(models.loss_of(whole, tokens, targets, 1))
     plain = models.make_whole()
     models.loss_of(plain, *models.batch(1), 1).backward()
@@ -411,8 +410,7 @@ def test_record_delta():
     """
     model = sharded()
     optimizer = AdamOffloadOptimizer(groups(list(model.parameters())), record_delta=True)
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
+    manager = models.managed(optimizer)
     for step in range(3):
         before = models.cloned_state(model)
         manager.zero_grad()
