@@ -20,17 +20,7 @@ from bmtrain.optim.form import NAMES, StateForm, in_fp32
 from bmtrain.optim.loss_scale import CarriedScale, LossScale
 from bmtrain.optim.saved import check_adam_state, check_masters
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import (
-    AMOUNT,
-    COUNT,
-    FLAG,
-    NUMBER,
-    PART,
-    POSITIVE,
-    Rule,
-    check,
-    known_keywords,
-)
+from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, NUMBER, PART, POSITIVE, Rule, check
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
@@ -58,7 +48,6 @@ class AdamBase(torch.optim.Optimizer):
 
     _layout: AdamLayout | None = None  # built on first use
 
-    @known_keywords
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self,
         params: Any,

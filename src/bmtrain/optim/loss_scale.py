@@ -11,7 +11,7 @@ import torch
 from bmtrain.distributed.agreement import HostCopy
 from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.scale import scale_
-from bmtrain.optim.flat import batch_of, gradients_of, spans_of
+from bmtrain.optim.flat import gradients_of, spans_of
 from bmtrain.runtime.arguments import BOUND, NUMBER, POSITIVE, SIZE, check
 from bmtrain.runtime.log import tell, warn
 from bmtrain.shard.engine import Engine
@@ -173,4 +173,4 @@ class CarriedScale:
             engine.backward.flush()
         factor = torch.full((), ratio, dtype=torch.float64, device=engine.device)
         for parts in gradients_of(spans_of(params)):
-            scale_(batch_of(parts), factor)
+            scale_((part.grad for part in parts), factor)

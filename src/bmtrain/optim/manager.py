@@ -25,7 +25,7 @@ from bmtrain.optim.loss_scale import CarriedScale, LossScale, NoScaling
 from bmtrain.optim.saved import check_manager_state
 from bmtrain.optim.schedules import check_steps_alone, is_restorable, step_schedules
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import POSITIVE, SIZE, check, known_keywords
+from bmtrain.runtime.arguments import POSITIVE, SIZE, check
 from bmtrain.runtime.log import warn
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
@@ -70,7 +70,6 @@ class OptimManager:
         manager.step()
     """
 
-    @known_keywords
     def __init__(
         self,
         loss_scale: float | None = None,

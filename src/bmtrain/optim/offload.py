@@ -20,7 +20,7 @@ from bmtrain.optim.flat import FlatSpan, parameters_of, spans_of
 from bmtrain.optim.streaming import NUM_SLOTS, PendingUpdate, StateStreamer, file_zeros, host_zeros
 from bmtrain.recompute.memory import memory_of
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import COUNT, FLAG, Rule, check, known_keywords, optional
+from bmtrain.runtime.arguments import COUNT, FLAG, Rule, check, optional
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 
@@ -66,7 +66,6 @@ class AdamOffloadOptimizer(AdamBase):
             folder, or it has no room for the rest.
     """
 
-    @known_keywords
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self,
         params: Any,
