@@ -207,7 +207,7 @@ def continues(folder):
             twin.step(complaint)
             assert names() == ["step-00000001"]
         for owner, name, error, on in (
-            (os, "pwrite", NO_SPACE, 1),
+            (writing, "_write_at", NO_SPACE, 1),
             (image.Image, "fill", MemoryError("no memory"), 2),
             (os, "fsync", OSError(5, "Input/output error"), 0),
             (os, "replace", OSError(13, "Permission denied"), 0),

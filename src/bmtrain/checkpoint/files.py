@@ -88,7 +88,12 @@ def inside(folder: pathlib.Path, name: Any) -> pathlib.Path:
     """
     parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) and name else ("..",)
     path = folder.joinpath(*parts)
-    is_outside = ".." in parts or "\0" in str(path) or pathlib.PurePosixPath(*parts).is_absolute()
+    is_outside = (
+        ".." in parts
+        or "\0" in str(path)
+        or path.is_absolute() != folder.is_absolute()
+        or pathlib.PurePosixPath(*parts).is_absolute()
+    )
     # its folder, without links, must be inside too
     if is_outside or not pathlib.Path(os.path.realpath(path.parent)).is_relative_to(
         os.path.realpath(folder)
@@ -212,4 +217,4 @@ def make_new(path: pathlib.Path) -> None:
         OSError: if that cannot be done.
     """
     path.unlink(missing_ok=True)
-    path.touch(exist_ok=False)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))

@@ -25,6 +25,9 @@ from bmtrain.distributed.collectives import Board
 from bmtrain.errors import CheckpointError, first_line
 from bmtrain.runtime import world
 
+# A new file or none: a link at its name is not followed.
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
 
 class ShardWriter:
     """Writes this rank's files, and on rank 0 the manifest.
@@ -57,18 +60,15 @@ class ShardWriter:
         self._file, self._beside = (
             folder / f"rank-{self._rank:05d}-{token}.{suffix}" for suffix in ("bin", "pt")
         )
-        # A new file or none: a link at its name is not followed.
-        self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._descriptor = os.open(self._file, _NEW, 0o666)
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "save")
         self._checksums = self._pool.map(self._write_block, range(image.num_blocks))
 
     def _write_block(self, number: int) -> int:
         with self._blocks.block(number) as memory:
-            left, offset = memory, number * BLOCK
-            while left:
-                count = os.pwrite(self._descriptor, left, offset)
-                left, offset = left[count:], offset + count
-            return zlib.crc32(memory)
+            checksum = zlib.crc32(memory)
+            _write_at(self._descriptor, memory, number * BLOCK)
+        return checksum
 
     def finish(self) -> None:
         """Wait until the files of all ranks are on the disk, and rank 0 has published them.
@@ -130,13 +130,21 @@ class ShardWriter:
 
 def _write_bytes(path: pathlib.Path, content: bytes) -> FileFacts:
     """Write a new file, and wait until it is on the disk."""
-    with path.open("xb") as file:  # as above
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    descriptor = os.open(path, _NEW, 0o666)
+    try:
+        _write_at(descriptor, memoryview(content), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     starts = range(0, len(content), BLOCK)
     checksums = tuple(zlib.crc32(content[start : start + BLOCK]) for start in starts)
     return FileFacts(len(content), checksums)
+
+
+def _write_at(descriptor: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        count = os.pwrite(descriptor, memory, offset)
+        memory, offset = memory[count:], offset + count
 
 
 def as_bytes(state: Mapping[str, Any]) -> bytes:
