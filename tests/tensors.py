@@ -51,10 +51,8 @@ def gradient_memory(block):
 
 def zero_blocks(numel, dtype, device="cpu"):
     """Adam's moments in 8 bits, of so many zeros."""
-    return Blocks(
-        torch.zeros(numel, dtype=dtype, device=device),
-        torch.zeros(num_blocks(numel), device=device),
-    )
+    scales = torch.zeros(num_blocks(numel), dtype=torch.float32, device=device)
+    return Blocks(torch.zeros(numel, dtype=dtype, device=device), scales)
 
 
 def by_torch(function, *args, **options):
