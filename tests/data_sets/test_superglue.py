@@ -257,8 +257,6 @@ def test_verbalizers():
     assert gpt2dataset.DATASET["RTE"](SUPERGLUE, "dev", 0, 1, nothing, 64)[0]["input_length"] > 2
 
 
-
-
 def test_rows_are_read_when_they_are_asked_for(tmp_path):
     """Nothing is tokenised or kept at construction; the dataset pickles and works in loader
     workers. The folder is the root of all tasks, or the task's own; splits are "dev" and "val".
