@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.errors import ParameterError
+from bmtrain.errors import ArgumentError, ParameterError
 from bmtrain.kernels.adam import AdamSettings, update_tensors
 from bmtrain.optim import resharding
 from bmtrain.optim.adam_state import AdamLayout, Make, ParamBatch, UpdatePart
@@ -66,8 +66,8 @@ class AdamBase(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
+        *sixth: Any,
         hold_steps: int = 0,
-        *,
         maximize: bool = False,
         scale: float | None = None,
         scale_factor: float | None = None,
@@ -76,6 +76,11 @@ class AdamBase(torch.optim.Optimizer):
         master_weights: str = "fp32",
     ) -> None:
         name = type(self).__name__
+        if any(sixth):
+            raise ArgumentError(
+                f"{name} got {', '.join(map(repr, sixth))} by position after weight_decay, where "
+                "BMTrain 0.1 has scale and later releases have hold_steps: give them by name."
+            )
         current = world.current(name)
         #: in how many bits states are kept
         self.form = StateForm.checked(name, moments, master_weights)
@@ -410,6 +415,8 @@ class AdamOptimizer(AdamBase):
             `optim_step`).
 
     Raises:
+        ArgumentError: for more than these by position, unless they are 0: the sixth is `scale` in
+            BMTrain 0.1 and `hold_steps` from 0.2 on.
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range.
         NotInitializedError: before `init_distributed`.

@@ -12,7 +12,7 @@ from bmtrain.distributed.agreement import HostCopy
 from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.scale import scale_
 from bmtrain.optim.flat import batch_of, gradients_of, spans_of
-from bmtrain.runtime.arguments import BOUND, NUMBER, POSITIVE, SIZE, check
+from bmtrain.runtime.arguments import BOUND, POSITIVE, SIZE, check
 from bmtrain.runtime.log import tell, warn
 from bmtrain.shard.engine import Engine
 
@@ -25,7 +25,8 @@ class LossScale:
     Attributes:
         num_skipped: steps that were skipped.
         num_in_a_row: those since the last good step at which the scale was the smallest already, so
-            that it is not what made them overflow.
+            that it is not what made them overflow. A scale whose factor is 1 is always that.
+        factor: that of the constructor, or 1 divided by it where that is less than 1.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -42,17 +43,16 @@ class LossScale:
         check(
             "loss scaling",
             loss_scale=(value, POSITIVE),
-            factor=(factor, NUMBER),
+            factor=(factor, POSITIVE),
             steps=(growth_steps, SIZE),
             min=(minimum, POSITIVE),
             max=(maximum, BOUND),
         )
-        if factor <= 1 or minimum > maximum:
+        if minimum > maximum:
             raise ConfigurationError(
-                f"loss scaling got factor={factor}, min={minimum}, max={maximum}: expected "
-                "factor > 1 and min <= max."
+                f"loss scaling got min={minimum}, max={maximum}: expected min <= max."
             )
-        self.factor, self.growth_steps = factor, growth_steps
+        self.factor, self.growth_steps = max(factor, 1 / factor), growth_steps
         self.minimum, self.maximum = minimum, maximum
         self._value = min(max(float(value), minimum), maximum)
         self.good_steps = 0
@@ -87,7 +87,7 @@ class LossScale:
             self.grow()
             return
         self.num_skipped += 1
-        self.num_in_a_row += self._value <= self.minimum
+        self.num_in_a_row += self._value in (self.minimum, self._value / self.factor)
         self.shrink()
 
     def wait(self) -> None:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +34,13 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import described
 
 
+def carried_scales(
+    _: world.World,
+) -> weakref.WeakKeyDictionary[torch.optim.Optimizer, CarriedScale]:
+    """By the optimizers of all managers of a run, since managers may share a backward pass."""
+    return weakref.WeakKeyDictionary()
+
+
 def _refuse(manager: OptimManager, value: object) -> None:
     """Assigned to, BMTrain's attributes of a manager would be of no effect."""
     raise ConfigurationError(
@@ -47,8 +56,8 @@ class OptimManager:
     Args:
         loss_scale: initial loss scale for fp16 training (Micikevicius et al., 2018, "Mixed
             precision training"); None turns scaling off.
-        loss_scale_factor: above 1: the scale is divided by it on overflow, and multiplied by it
-            after `loss_scale_steps` good steps.
+        loss_scale_factor: the scale is divided by it on overflow, and multiplied by it after
+            `loss_scale_steps` good steps; below 1 the other way round; 1 for a fixed scale.
         loss_scale_steps: number of good steps in a row before the scale grows.
         min_loss_scale, max_loss_scale: bounds of the scale.
         grad_scale: divisor of the loss before backward, since gradients are summed over ranks; None
@@ -99,13 +108,13 @@ class OptimManager:
         self.grad_scale = float(current.mesh.world.size if grad_scale is None else grad_scale)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
-        self._carried: list[CarriedScale] = []  # by the gradients of each optimizer
         self._num_steps = 0
         # 0-dim on the device: NaN once a loss of the step at hand was not finite, else 0
         self._mark: torch.Tensor | None = None
         # by ids of parameters, which cannot be used again while the spans hold the parameters
         self._known: dict[tuple[int, ...], list[FlatSpan]] = {}
         self._last_loss = current.service(LastLoss)
+        self._carried = current.service(carried_scales)
 
     @property
     def loss_scale(self) -> float:
@@ -115,8 +124,9 @@ class OptimManager:
         over a step that has changed the scale are brought to it.
         """
         value = self._scale.value
-        for optimizer, carried in zip(self.optimizers, self._carried, strict=True):
-            carried.become(value, parameters_of(optimizer.param_groups), self._engine)
+        for optimizer in self.optimizers:
+            params = parameters_of(optimizer.param_groups)
+            self._carried[optimizer].become(value, params, self._engine)
         return value
 
     @loss_scale.setter
@@ -176,9 +186,9 @@ class OptimManager:
         self._replicate(optimizer)
         if isinstance(optimizer, AdamBase):
             optimizer.scale_with(self._scale)
-            self._carried.append(optimizer.carried)
+            self._carried[optimizer] = optimizer.carried
         else:
-            self._carried.append(CarriedScale(self._scale.value))
+            self._carried[optimizer] = CarriedScale(self._scale.value)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
@@ -186,7 +196,15 @@ class OptimManager:
         """A copy with optimizers and schedules of its own. Copy the model in the same call."""
         self._scale.wait()
         own = {"_engine": self._engine, "_last_loss": self._last_loss, "_mark": None, "_known": {}}
-        return copy_of(self, memo, **own)
+        new = copy_of(self, memo, **own, _carried=self._carried)
+        for optimizer, copied in zip(self.optimizers, new.optimizers, strict=True):
+            carried = copy.deepcopy(self._carried[optimizer], memo)
+            self._carried[copied] = carried
+        return new
+
+    def _have_gradients(self, params: list[torch.nn.Parameter]) -> bool:
+        deferred = self._engine.backward.has_deferred
+        return deferred or any(gradient_of(param) is not None for param in params)
 
     def _replicate(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the optimizer's ordinary parameters for summing gradients over ranks.
@@ -227,13 +245,27 @@ class OptimManager:
                     "pass the loss itself, or call loss.backward()."
                 )
         self._note_loss(loss.detach())
+        scaled, scale = self.scale_loss(loss), self.loss_scale
+        # The pass may add to the gradients of other managers, which carry another scale.
+        others = [
+            (carried, parameters_of(optimizer.param_groups))
+            for optimizer, carried in self._carried.items()
+            if carried.value != scale
+        ]
+        for carried, params in others:
+            if self._have_gradients(params):
+                carried.become(scale, params, self._engine)
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
-            self.scale_loss(loss).backward()
+            scaled.backward()
+        for carried, params in others:
+            if self._have_gradients(params):
+                carried.value = scale
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         """Remember on the device whether a loss was finite; the host does not wait for it."""
-        params = [x for one in self.optimizers for x in parameters_of(one.param_groups)]
-        if not self._engine.backward.has_deferred and all(gradient_of(x) is None for x in params):
+        if not self._have_gradients(
+            [x for one in self.optimizers for x in parameters_of(one.param_groups)]
+        ):
             self._mark = None  # the gradients of earlier losses are not used
         term = loss.reshape(()) * 0
         self._mark = term if self._mark is None else self._mark + term

@@ -60,6 +60,7 @@ class AdamOffloadOptimizer(AdamBase):
             process. All threads copy them to and from page-locked memory while `step` goes on.
 
     Raises:
+        ArgumentError: as AdamOptimizer.
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range; on all ranks when states are laid out,
             before any of it is allocated, if they need more than `host_bytes` and there is no
@@ -74,9 +75,9 @@ class AdamOffloadOptimizer(AdamBase):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
+        *sixth: Any,
         hold_steps: int = 0,
         record_delta: bool = False,
-        *,
         maximize: bool = False,
         scale: float | None = None,
         scale_factor: float | None = None,
@@ -100,7 +101,8 @@ class AdamOffloadOptimizer(AdamBase):
             betas,
             eps,
             weight_decay,
-            hold_steps,
+            *sixth,
+            hold_steps=hold_steps,
             maximize=maximize,
             scale=scale,
             scale_factor=scale_factor,
