@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import operator
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,22 +21,15 @@ from bmtrain.optim import resharding
 from bmtrain.optim.adam import AdamBase, check_rates, copy_of
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
-from bmtrain.optim.loss_scale import CarriedScale, LossScale, NoScaling
+from bmtrain.optim.loss_scale import CarriedScales, LossScale, NoScaling
 from bmtrain.optim.saved import check_manager_state
-from bmtrain.optim.schedules import check_steps_alone, is_restorable, step_schedules
+from bmtrain.optim.schedules import check_steps_alone, step_schedules
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import POSITIVE, SIZE, check, known_keywords
+from bmtrain.runtime.arguments import POSITIVE, SIZE, check
 from bmtrain.runtime.log import warn
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import described
-
-
-def carried_scales(
-    _: world.World,
-) -> weakref.WeakKeyDictionary[torch.optim.Optimizer, CarriedScale]:
-    """By the optimizers of all managers of a run, since managers may share a backward pass."""
-    return weakref.WeakKeyDictionary()
 
 
 def _refuse(manager: OptimManager, value: object) -> None:
@@ -79,7 +70,6 @@ class OptimManager:
         manager.step()
     """
 
-    @known_keywords
     def __init__(
         self,
         loss_scale: float | None = None,
@@ -114,7 +104,7 @@ class OptimManager:
         # by ids of parameters, which cannot be used again while the spans hold the parameters
         self._known: dict[tuple[int, ...], list[FlatSpan]] = {}
         self._last_loss = current.service(LastLoss)
-        self._carried = current.service(carried_scales)
+        self._carried = current.service(CarriedScales)
 
     @property
     def loss_scale(self) -> float:
@@ -125,8 +115,7 @@ class OptimManager:
         """
         value = self._scale.value
         for optimizer in self.optimizers:
-            params = parameters_of(optimizer.param_groups)
-            self._carried[optimizer].become(value, params, self._engine)
+            self._carried.become(optimizer, value)
         return value
 
     @loss_scale.setter
@@ -184,11 +173,13 @@ class OptimManager:
                 "add_optimizer got an optimizer that it has already: add each once."
             )
         self._replicate(optimizer)
+        # Gradients that are there already carry the scale, unless `loss_scale` has scaled their
+        # loss: what a program has computed by itself is not multiplied.
+        if not isinstance(optimizer, AdamBase) or optimizer.scaled is None:
+            self._carried.of[optimizer] = self._scale.value
         if isinstance(optimizer, AdamBase):
-            optimizer.scale_with(self._scale)
-            self._carried[optimizer] = optimizer.carried
-        else:
-            self._carried[optimizer] = CarriedScale(self._scale.value)
+            optimizer.dynamic_scale.wait()
+            optimizer.dynamic_scale = self._scale
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
@@ -198,13 +189,12 @@ class OptimManager:
         own = {"_engine": self._engine, "_last_loss": self._last_loss, "_mark": None, "_known": {}}
         new = copy_of(self, memo, **own, _carried=self._carried)
         for optimizer, copied in zip(self.optimizers, new.optimizers, strict=True):
-            carried = copy.deepcopy(self._carried[optimizer], memo)
-            self._carried[copied] = carried
+            self._carried.of[copied] = self._carried.of[optimizer]
         return new
 
-    def _have_gradients(self, params: list[torch.nn.Parameter]) -> bool:
-        deferred = self._engine.backward.has_deferred
-        return deferred or any(gradient_of(param) is not None for param in params)
+    def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        grads = map(gradient_of, parameters_of(optimizer.param_groups))
+        return self._engine.backward.has_deferred or any(grad is not None for grad in grads)
 
     def _replicate(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the optimizer's ordinary parameters for summing gradients over ranks.
@@ -247,25 +237,17 @@ class OptimManager:
         self._note_loss(loss.detach())
         scaled, scale = self.scale_loss(loss), self.loss_scale
         # The pass may add to the gradients of other managers, which carry another scale.
-        others = [
-            (carried, parameters_of(optimizer.param_groups))
-            for optimizer, carried in self._carried.items()
-            if carried.value != scale
-        ]
-        for carried, params in others:
-            if self._have_gradients(params):
-                carried.become(scale, params, self._engine)
+        others = [one for one, carried in self._carried.of.items() if carried != scale]
+        for optimizer in filter(self._has_gradients, others):
+            self._carried.become(optimizer, scale)
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
             scaled.backward()
-        for carried, params in others:
-            if self._have_gradients(params):
-                carried.value = scale
+        for optimizer in filter(self._has_gradients, others):
+            self._carried.of[optimizer] = scale
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         """Remember on the device whether a loss was finite; the host does not wait for it."""
-        if not self._have_gradients(
-            [x for one in self.optimizers for x in parameters_of(one.param_groups)]
-        ):
+        if not any(map(self._has_gradients, self.optimizers)):
             self._mark = None  # the gradients of earlier losses are not used
         term = loss.reshape(()) * 0
         self._mark = term if self._mark is None else self._mark + term
@@ -365,7 +347,11 @@ class OptimManager:
         if all(
             isinstance(optimizer, AdamBase) and optimizer.skips_on_device
             for optimizer in self.optimizers
-        ) and all(map(is_restorable, self._schedules)):
+        ) and all(
+            callable(getattr(schedule, name, None))
+            for schedule in self._schedules
+            for name in ("state_dict", "load_state_dict")
+        ):
             self._scale.awaited = arriving, self._advance_if_finite(scale, total)
             if not arriving.needs_waiting:
                 self._scale.wait()
@@ -385,17 +371,13 @@ class OptimManager:
             if isinstance(optimizer, AdamBase):
                 optimizer.step(scale=scale)
                 continue
-            spans = self._spans_of(parameters_of(optimizer.param_groups)) if scale != 1.0 else []
-            grads = [part.grad for found in gradients_of(spans) for part in found]
-            for grad in grads:
-                grad.div_(scale)
+            self._carried.become(optimizer, 1.0)
             try:
                 optimizer.step()
             finally:
                 # They carry the scale again: the program may write others into them, add to them,
                 # or step again after an error.
-                for grad in grads:
-                    grad.mul_(scale)
+                self._carried.become(optimizer, scale)
         for schedule in self._schedules:
             schedule.step()
         self._num_steps += 1

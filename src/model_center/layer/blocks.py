@@ -349,7 +349,7 @@ class TransformerBlock(torch.nn.Module):
 def is_exchanged(module: torch.nn.Module) -> bool:
     """Whether it is an attention whose `forward` the program has exchanged."""
     return isinstance(module, Attention) and (
-        getattr(module.forward, "__func__", None) is not _FORWARD
+        "forward" in vars(module) or type(module).forward is not _FORWARD
     )
 
 
