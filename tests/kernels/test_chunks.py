@@ -20,9 +20,9 @@ def test_what_is_aligned_is_apart():
         return [[flat[begin:].data_ptr(), n] for begin, n in places.items()]
 
     assert is_first and not is_second
-    assert aligned.rows[:, :2].tolist() == rows({0: 64, 64: 64})
-    assert rest.rows[:, :2].tolist() == rows({128: 3, 131: 69, 208: 3})
-    assert not (aligned.rows[:, :2] % ALIGNMENT).any()
+    assert aligned[0][:, :2].tolist() == rows({0: 64, 64: 64})
+    assert rest[0][:, :2].tolist() == rows({128: 3, 131: 69, 208: 3})
+    assert not (aligned[0][:, :2] % ALIGNMENT).any()
 
 
 def test_a_table_is_made_once_for_the_same_places():
@@ -40,8 +40,8 @@ def test_a_table_is_made_once_for_the_same_places():
     )
     assert again is first
     assert len({id(table) for table in (first, moved, longer, shorter)}) == 4
-    assert moved.row_of is first.row_of, "which does not depend on the places"
-    assert shorter.count == 9
+    assert moved[1] is first[1], "which does not depend on the places"
+    assert len(shorter[1]) == 9
 
 
 def test_tables_are_by_dtype_of_what_kernels_take():
@@ -50,7 +50,10 @@ def test_tables_are_by_dtype_of_what_kernels_take():
     """
     half, single = torch.float16, torch.float32
     made = tables_of([torch.zeros(64, dtype=one) for one in (half, single, half)], 32)
-    assert [(kind, table.count) for kind, table in made] == [((half, True), 4), ((single, True), 2)]
+    assert [(kind, len(row_of)) for kind, (_, row_of) in made] == [
+        ((half, True), 4),
+        ((single, True), 2),
+    ]
     assert tables_of([], 32) == tables_of([torch.empty(0)], 32) == []
     with torch.device("meta"):  # any device that is not the CPU
         fast = [torch.empty(3, 4), torch.empty(0, dtype=half)]

@@ -269,6 +269,18 @@ def train_plain(num_steps, optimizer):
     return model
 
 
+def own(x):
+    """This rank's part of what all ranks have."""
+    return x.chunk(bmt.world_size())[bmt.rank()]
+
+
+def managed(optimizer, schedule=None, **options):
+    """A manager of these options, with an optimizer."""
+    manager = bmt.optim.OptimManager(**options)
+    manager.add_optimizer(optimizer, schedule)
+    return manager
+
+
 def cloned_state(model):
     """A copy of the state dict."""
     return {name: value.clone() for name, value in model.state_dict().items()}

@@ -40,7 +40,7 @@ class Twin:
         self.plain(x).square().mean().backward()
         self.stepper.step()
         self.manager.zero_grad()
-        own = x.chunk(bmt.world_size())[bmt.rank()]
+        own = models.own(x)
         self.manager.backward(self.model(own).square().mean())
         self.manager.step()
         self.compare(what)

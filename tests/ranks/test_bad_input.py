@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.ranks import models
 from tests.ranks.pairs import Pair
 from tests.ranks.runner import on_ranks
 from torch import nn
@@ -97,8 +98,7 @@ class Own(nn.Module):
 
 def of_optimizers():
     adam = call(AdamOptimizer, parameters())
-    manager = OptimManager()
-    manager.add_optimizer(adam())
+    manager = models.managed(adam())
     clip = call(manager.clip_grad_norm, parameters())
     load = manager.optimizers[0].load_state_dict
     yield call(adam, lr="1e-3"), ArgumentError, "AdamOptimizer: lr is '1e-3': expected a finite n"

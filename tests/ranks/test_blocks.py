@@ -549,8 +549,7 @@ SETTINGS = {  # accumulate_dtype, reduce_dtype, whether reductions are deferred
 def accumulate(setting):
     accumulate_dtype, reduce_dtype, deferred = SETTINGS[setting]
     block = bmt.Block(narrow_layer(), accumulate_dtype=accumulate_dtype, reduce_dtype=reduce_dtype)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(bmt.optim.AdamOptimizer(block.parameters()))
+    manager = models.managed(bmt.optim.AdamOptimizer(block.parameters()))
     inputs = micro_batches(bmt.world_size())
     for number, x in enumerate(inputs):
         loss = loss_of(block, x[bmt.rank()])

@@ -95,7 +95,7 @@ class Run:
 
     def loss(self, number, names=ALL):
         x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(number))
-        return self.net(x.chunk(bmt.world_size())[bmt.rank()] if self.manager else x, names)
+        return self.net(models.own(x) if self.manager else x, names)
 
     def backward(self, number, names=ALL, **options):
         self.finish(self.loss(number, names), **options)

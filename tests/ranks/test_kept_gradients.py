@@ -186,8 +186,7 @@ def test_no_scale_is_applied_to_gradients_set_by_hand():
         plain = (kind if kind is torch.optim.SGD else torch.optim.Adam)([want], lr=1.0)
         optimizer = kind([param], lr=1.0, **({"weight_decay": 0} if kind in KINDS[1:] else {}))
         param.grad = grads.to(dtype) * (scale or 1.0)
-        manager = bmt.optim.OptimManager(loss_scale=scale)
-        manager.add_optimizer(optimizer)
+        manager = models.managed(optimizer, loss_scale=scale)
         for factor in (1.0, -0.5, 2.0):
             want.grad, given = grads * factor, grads.to(dtype) * (factor * (scale or 1.0))
             if number < len(cases):

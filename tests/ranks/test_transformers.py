@@ -17,7 +17,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import ParameterError
-from bmtrain.optim import AdamOptimizer, OptimManager
+from bmtrain.optim import AdamOptimizer
 
 VOCAB, ROWS, LENGTH = 41, 6, 6
 SMALL: dict[str, Any] = {
@@ -143,8 +143,7 @@ def train_both(what, plain, model, steps=range(2)):
     # other.
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
     stepper = torch.optim.AdamW(plain.parameters(), **settings)
-    manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters(), **settings))
+    manager = models.managed(AdamOptimizer(model.parameters(), **settings))
     for step in steps:
         here = f"{what}, step {step}, {bmt.world_size()} ranks"
         inputs = batch(plain, step)

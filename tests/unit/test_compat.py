@@ -178,11 +178,3 @@ def test_small_helpers():
     assert debug.get("x") is None and debug.get("list")
     debug.clear()
     assert debug.get("list") is None
-
-
-def test_config_is_written_in_a_run_only():
-    with pytest.raises(NotInitializedError, match="save_param_to_cpu"):
-        bmt.config["save_param_to_cpu"] = False
-    with pytest.raises(ConfigurationError, match="init_distributed"):
-        bmt.config["calc_stream"] = None
-    assert bmt.config["save_param_to_cpu"] and bmt.config["zero_level"] == 3

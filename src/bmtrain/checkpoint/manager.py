@@ -14,7 +14,7 @@ import torch
 
 from bmtrain.checkpoint import folder as folders
 from bmtrain.checkpoint.entries import check_finite
-from bmtrain.checkpoint.files import read_torch
+from bmtrain.checkpoint.files import read_torch, reason_of
 from bmtrain.checkpoint.image import HostMemory, Image, Live, Snapshot
 from bmtrain.checkpoint.loading import load
 from bmtrain.checkpoint.shards import (
@@ -37,7 +37,7 @@ from bmtrain.checkpoint.state import (
     names_of,
     optimizer_parts,
 )
-from bmtrain.checkpoint.writer import Writer, Writing, reason_of
+from bmtrain.checkpoint.writer import Writer, Writing
 from bmtrain.checkpoint.writing import ShardWriter, as_bytes
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import agree, attempt, told_apart

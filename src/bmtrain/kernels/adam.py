@@ -16,7 +16,7 @@ from bmtrain.kernels.bf16 import joined, round_stochastically, split
 from bmtrain.kernels.blockwise import BLOCK, PART_OF_MEAN, PART_OF_SQUARE, Blocks
 from bmtrain.kernels.chunks import table_of, tensor_at
 from bmtrain.kernels.launch import Kernel, kernel, tl
-from bmtrain.kernels.random_bits import FIRST, bits_of, key_of, mixed, random_bits, seed_of
+from bmtrain.kernels.random_bits import FIRST, key_of, mixed, random_bits, seed_of
 from bmtrain.torch_internals import current_stream_number, fused_adamw
 
 # Elements that a program of the kernel updates, and that torch's operators update at a time: few
@@ -221,11 +221,11 @@ def adamw_triton(
                 kinds.setdefault(kind, []).append((*addresses, key_of(t.number), t.start, count))
     for (weight, grad, master, is_quantised, is_aligned), rows in kinds.items():
         device = tensors[0].weight.device
-        chunks = table_of(tuple(rows), CHUNK, device, current_stream_number(device))
+        places, row_of = table_of(tuple(rows), CHUNK, device, current_stream_number(device))
         adamw_kernel(
-            (chunks.count,),
-            chunks.rows,
-            chunks.row_of,
+            (len(row_of),),
+            places,
+            row_of,
             verdict,
             # Computed here in double: differences such as 1 - beta2 would lose a hundred times
             # their last bit in fp32.
@@ -339,7 +339,7 @@ def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argumen
     change = rate * tl.div_rn(m, tl.sqrt_rn(v / correction2) + eps)
     w = tl.fma(w, keep, -change)
     if IS_QUANTISED:
-        random = bits_of(place, seed)
+        random = mixed(mixed(place) ^ seed)
         scales = tl.max(tl.abs(m), 1)
         codes = _codes(m, scales, random & 0xFFFF, 127.0, 1)
         codes = tl.where(m < 0, -codes, codes).to(tl.int8)
@@ -365,6 +365,6 @@ def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argumen
             rest = (bits - (first << 16)).to(tl.int16)
             tl.store(tensor_at(row, 2, tl.int16, IS_ALIGNED) + i, rest, mask=inside)
         else:
-            random = bits_of(place, seed ^ 1)
+            random = mixed(mixed(place) ^ (seed ^ 1))
             first = (bits + (random & 0xFFFF).to(tl.int32)) >> 16
         tl.store(tensor_at(row, 0, tl.int16, IS_ALIGNED) + i, first.to(tl.int16), mask=inside)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
@@ -20,26 +19,10 @@ ALIGNMENT = 16
 NUM_KEPT = 2048
 
 Row = tuple[int, ...]  # what a kernel reads, data pointers first; the last the number of elements
+# On the device: (rows, columns + 1) int64, the rows and the number of chunks in those above; and
+# (chunks,) int32, the row of each chunk.
+Table = tuple[torch.Tensor, torch.Tensor]
 Kind = tuple[torch.dtype, bool]  # whether addresses in bytes and numbers are multiples of ALIGNMENT
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Chunks:
-    """The table of one launch, on the device.
-
-    Attributes:
-        rows: (tensors, columns + 2) int64: data pointers of tensors with matching elements, their
-            number of elements, and the number of chunks in the rows above.
-        row_of: (chunks,) int32: the row of each chunk.
-    """
-
-    rows: torch.Tensor
-    row_of: torch.Tensor
-
-    @property
-    def count(self) -> int:
-        """Number of chunks."""
-        return self.row_of.numel()
 
 
 def by_path(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -52,7 +35,7 @@ def by_path(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[t
     return fast, slow
 
 
-def tables_of(tensors: Sequence[torch.Tensor], length: int) -> list[tuple[Kind, Chunks]]:
+def tables_of(tensors: Sequence[torch.Tensor], length: int) -> list[tuple[Kind, Table]]:
     """Tables for chunks of `length` elements of contiguous tensors of one device, by their kind."""
     kinds: dict[Kind, list[Row]] = {}
     for x in tensors:
@@ -69,7 +52,7 @@ def tables_of(tensors: Sequence[torch.Tensor], length: int) -> list[tuple[Kind, 
 
 
 @functools.lru_cache(maxsize=NUM_KEPT)
-def table_of(rows: tuple[Row, ...], length: int, device: torch.device, stream: int) -> Chunks:
+def table_of(rows: tuple[Row, ...], length: int, device: torch.device, stream: int) -> Table:
     """The table of rows that hold whatever a kernel reads, the last of it numbers of elements.
 
     Cached per stream: on another stream, a kernel could read a table before it has arrived. A table
@@ -82,7 +65,7 @@ def table_of(rows: tuple[Row, ...], length: int, device: torch.device, stream: i
         dtype=torch.int64,
         device="cpu",
     )
-    return Chunks(_sent(table, device), _row_of(counts, device, stream))
+    return _sent(table, device), _row_of(counts, device, stream)
 
 
 @functools.lru_cache(maxsize=NUM_KEPT)

@@ -30,13 +30,13 @@ def scale_(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
         tensor.copy_(wide * factor.to(tensor.device))
     if fast:
         factor = factor.float()
-    for (dtype, is_aligned), chunks in tables_of(fast, BLOCK):
+    for (dtype, is_aligned), (rows, row_of) in tables_of(fast, BLOCK):
         scale_kernel(
-            (min(chunks.count, NUM_PROGRAMS),),
-            chunks.rows,
-            chunks.row_of,
+            (min(len(row_of), NUM_PROGRAMS),),
+            rows,
+            row_of,
             factor,
-            chunks.count,
+            len(row_of),
             DTYPE=dtype,
             IS_ALIGNED=is_aligned,
             BLOCK=BLOCK,

@@ -29,13 +29,13 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> tor
     fast, slow = by_path(tensors)
     launches = tables_of(fast, BLOCK)  # a kernel per dtype, then one sum
     found = torch.empty(len(launches), NUM_PROGRAMS, dtype=torch.float64, device=device)
-    for ((dtype, is_aligned), chunks), partial in zip(launches, found, strict=True):
+    for ((dtype, is_aligned), (rows, row_of)), partial in zip(launches, found, strict=True):
         squares_kernel(
             (NUM_PROGRAMS,),
-            chunks.rows,
-            chunks.row_of,
+            rows,
+            row_of,
             partial,
-            chunks.count,
+            len(row_of),
             DTYPE=dtype,
             IS_ALIGNED=is_aligned,
             NUM_PROGRAMS=NUM_PROGRAMS,

@@ -396,7 +396,7 @@ class AdamOptimizer(AdamBase):
             `optim_step`).
 
     Raises:
-        ArgumentError: for more than these by position, unless they are 0: the sixth is `scale` in
+        TypeError: for more than these by position, unless they are 0: the sixth is `scale` in
             BMTrain 0.1 and `hold_steps` from 0.2 on.
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range.

@@ -60,7 +60,7 @@ class AdamOffloadOptimizer(AdamBase):
             process. All threads copy them to and from page-locked memory while `step` goes on.
 
     Raises:
-        ArgumentError: as AdamOptimizer.
+        TypeError: as AdamOptimizer.
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range; on all ranks when states are laid out,
             before any of it is allocated, if they need more than `host_bytes` and there is no

@@ -73,7 +73,9 @@ class PipelineTransformerBlockList(BlockList):
                 part.move_to_stage(stage)
         # A plain list: the blocks are registered already.
         self._own = [blocks[layer] for layer in layers_of[pipe.index]]
-        self._known: dict[object, _Known] = {}
+        # By key of a call, the tensors that travel in it, learned in the first: into this stage,
+        # and back to the owners of the rows.
+        self._known: dict[object, tuple[list[Head], list[Share]]] = {}
         plan_gathers(self._own)
 
     def forward(
@@ -103,14 +105,9 @@ class PipelineTransformerBlockList(BlockList):
         axis, count = current.mesh.pipe, current.num_micro_batches
         args, kwargs = map_tensors(ordinary, (args, kwargs))
         call, key = self._agree(current, args, kwargs, batch_related, return_hidden_states)
-        known = self._known.get(key)
+        incoming, shares = self._known.get(key, (None, None))
         joined = _Joined(call, axis, count)
-        passing = _Passing(
-            self._own,
-            current.service(Links),
-            None if known is None else known.incoming,
-            return_hidden_states,
-        )
+        passing = _Passing(self._own, current.service(Links), incoming, return_hidden_states)
         with contextlib.ExitStack() as stack:
             for part in _with_inner(self._own):
                 stack.enter_context(part.together())
@@ -122,13 +119,12 @@ class PipelineTransformerBlockList(BlockList):
         # Do not prefetch what is gathered next: other stages may need activations from this rank
         # before they join that gather, a deadlock.
         current.service(Engine).schedule.interrupt()
-        if known is None:
-            known = self._known[key] = _Known(
-                passing.incoming, _agree_on_shares(passing.results(), call.num_rows, axis)
-            )
+        if shares is None:
+            shares = _agree_on_shares(passing.results(), call.num_rows, axis)
+            self._known[key] = passing.incoming, shares
         held = passing.finish()
         results = stages.to_owners(
-            held, known.shares, [*joined.ties, *passing.ties], axis, current.device
+            held, shares, [*joined.ties, *passing.ties], axis, current.device
         )
         finals = tuple(result[0] for result in results[: self.num_hidden])
         out = finals + results[self.num_hidden :]
@@ -173,17 +169,6 @@ class PipelineTransformerBlockList(BlockList):
                     f"{told[0][1]}, rank {rank} {other}; expected equal shapes, dtypes and modes."
                 )
         return call, (signature, tuple(flags for _, _, flags in told))  # type: ignore[return-value]  # None has raised above
-
-
-@dataclasses.dataclass(frozen=True)
-class _Known:
-    """The tensors that travel in calls of one key, learned in the first call.
-
-    incoming: into this stage. shares: back to the owners of the rows.
-    """
-
-    incoming: list[Head]
-    shares: list[Share]
 
 
 class _Joined:

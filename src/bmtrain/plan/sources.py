@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import pathlib
 from typing import Any
 
@@ -58,7 +57,7 @@ def of_transformers(name: str) -> Source:
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"plan: transformers has read no config.json of {name}: {first_line(error)} Name a "
             "folder that has one, or give module:function."
@@ -66,9 +65,8 @@ def of_transformers(name: str) -> Source:
 
     def build() -> torch.nn.Module:
         kinds = getattr(config, "architectures", None) or [""]
-        kind = getattr(transformers, kinds[0], None)
-        make = transformers.AutoModelForCausalLM.from_config if kind is None else kind
-        model: torch.nn.Module = make(config)
+        other = transformers.AutoModelForCausalLM.from_config
+        model: torch.nn.Module = getattr(transformers, kinds[0], other)(config)
         return model
 
     return Source(name=name, build=build, loss=loss_of)

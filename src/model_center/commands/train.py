@@ -211,9 +211,9 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
     if problem is not None:
         raise ConfigError(f"{problem}.")
     if args.load_in_4bit and (args.from_scratch or not args.lora_rank):
-        raise ConfigError("--load-in-4bit is for pretrained weights beside adapters: --lora-rank.")
+        raise ConfigError("--load-in-4bit needs pretrained weights and adapters: add --lora-rank.")
     if args.objective.takes_pairs and args.packing is Packing.CONCATENATED:
-        raise ConfigError("--packing concatenated is for texts, and pairs are compared one by one.")
+        raise ConfigError("--packing concatenated is for texts, not for pairs: leave it out.")
     if args.lr is None:
         args.lr = 1e-4 if args.lora_rank else 3e-4 if args.from_scratch else 1e-5
         if args.objective.takes_pairs and args.objective is not Objective.REWARD:
@@ -258,7 +258,7 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
     if trained_model.num_positions is not None and args.max_length > trained_model.num_positions:
         raise ConfigError(
             f"--max-length {args.max_length}: the model has {trained_model.num_positions} "
-            "positions; give at most so many."
+            "positions; give at most that many."
         )
     packed = _packed(training_parts, args, trained_model)
     trained_model.adapt(args)
@@ -402,7 +402,7 @@ Parts = tuple[list[MixturePart], list[MixturePart]]  # training data, and valida
 def _read(args: argparse.Namespace, tokenizer: Any) -> Parts:
     """The data, tokenised by one process of each host where the others find it. Collective."""
     if args.validation and args.validation_share:
-        raise ConfigError("--validation and --validation-share: give one of them.")
+        raise ConfigError("--validation and --validation-share exclude each other: give one.")
     keeps = args.cache is not None or args.save is not None
     is_first = not keeps or not world.is_initialized() or world.current().local_rank == 0
     first = attempt(lambda: _parts(args, tokenizer) if is_first else None, everyone(), DataError)

@@ -139,7 +139,7 @@ class Config(metaclass=Positional):
         kind, known = content["model_type"], (cls.model_type, *cls.other_types)
         if cls.model_type and kind not in known:
             raise ConfigError(
-                f"model_type is {kind!r}: {cls.__name__} is of {' or '.join(map(repr, known))}."
+                f"model_type is {kind!r}: {cls.__name__} takes {' or '.join(map(repr, known))}."
             )
         own = {field.name for field in dataclasses.fields(cls)}
         special = {
