@@ -113,13 +113,17 @@ def of_optimizers():
         for name in ("lr", "eps", "weight_decay", "hold_steps", "betas"):
             value = (1.0, 0.9) if name == "betas" else -1
             yield call(kind, parameters(), **{name: value}), Bad, f"{name} is "
+        for sixth in ((65536,), (1024.0, 0), (0, 10)):
+            by_position = call(kind, parameters(), 1e-3, (0.9, 0.999), 1e-8, 0, *sixth)
+            yield by_position, ArgumentError, f"{kind.__name__} got {sixth[0]}"
+        kind(parameters(), 1e-3, (0.9, 0.999), 1e-8, 0, 0)  # the default of hold_steps
         unknown = call(kind, parameters(), record_dleta=True)
         yield unknown, TypeError, "unexpected keyword argument 'record_dleta'"
     for options, error, words in (
         ({"loss_scale": "8"}, ArgumentError, "loss_scale is '8'"),
         ({"loss_scale": 0}, Bad, "loss_scale is 0"),
         ({"loss_scale": 8, "loss_scale_steps": math.nan}, Bad, "steps is nan"),
-        ({"loss_scale": 1, "loss_scale_factor": 1}, Bad, "factor > 1"),
+        ({"loss_scale": 1, "loss_scale_factor": 0}, Bad, "factor is 0"),
         ({"grad_scale": "2"}, ArgumentError, "grad_scale is '2'"),
         ({"grad_scale": 0}, Bad, "grad_scale is 0"),
         ({"max_skipped_steps": 0}, Bad, "max_skipped_steps is 0"),
