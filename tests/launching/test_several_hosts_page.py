@@ -2,11 +2,10 @@
 
 import re
 import shlex
-import sys
 
 import pytest
 from tests.launching.commands import check, check_program
-from tests.launching.test_launched import ROOT, launch
+from tests.launching.test_launched import ROOT
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime.launchers import FOREIGN, meeting_place, read_launch
@@ -36,12 +35,6 @@ def test_commands_are_taken():
     named = " ".join(SHELL)
     for path in (ROOT / "examples" / "launch").iterdir():
         assert path.suffix == ".sh" or path.name in named or path.is_dir()
-
-
-@pytest.mark.long
-def test_the_program_runs():
-    (program,) = [text for kind, text in BLOCKS if kind == "python"]
-    assert launch([([sys.executable, "-c", program], {})]) == [(0, "0 1\n")]
 
 
 def test_what_is_said_is_said():

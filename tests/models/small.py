@@ -14,9 +14,11 @@ IMAGES |= {"mlp_size": 20, "num_layers": 1, "dtype": "float32"}
 LAYERS = {"num_layers": 2}
 DEPTHS = {"num_encoder_layers": 1, "num_decoder_layers": 2}
 MORE = {
+    "GLM": LAYERS | {"sop_tok_id": 58, "eop_tok_id": 59, "mask_tok_id": 60},
     "GPTj": LAYERS | {"pos_rotary_dim": 4},
     "CPM2": DEPTHS,
     "CPM3": LAYERS | {"prompt_types": 15, "prompt_length": 3, "segment_types": 4},
+    "Longformer": LAYERS | {"attention_window": 4},
     "T5": DEPTHS,
 }
 

@@ -11,7 +11,7 @@ from tests.models import parity, reference
 from tests.models.parity import assert_close, in_pieces, refuse
 
 from model_center import model as models
-from model_center.errors import ConfigError, WeightsError
+from model_center.errors import ConfigError
 from model_center.model import CPM3, CPM3Config
 
 VOCAB, DIM, HEADS, HEAD, WIDE, BUCKETS, FAR, LENGTH, PROMPT, SEGMENTS = (
@@ -219,7 +219,7 @@ def test_surface(name, tmp_path):
     """Files, copies, outputs, half precision, embeddings, masks of pairs, arguments by position, a
     head for classes.
     """
-    model, weights = made(tmp_path / "folder", name)
+    model, _ = made(tmp_path / "folder", name)
     parity.assert_same_parameters(copy.deepcopy(model), model)
     parity.assert_own_format(model, tmp_path)
     with pytest.raises(ConfigError, match="no counterpart in Hugging Face"):
@@ -247,11 +247,6 @@ def test_surface(name, tmp_path):
         assert_close(model(inputs_embeds=embeds).logits, out.logits, "embeddings")
         pairs = torch.ones(2, LENGTH, LENGTH).tril()
         assert_close(model(ids, attention_mask=pairs).logits, out.logits, "pairs")
-    lost = "encoder.layers.1.ffn.ffn.w_out.weight"
-    kept = {key: value.detach() for key, value in weights.items() if key != lost}
-    torch.save(kept, tmp_path / "folder" / "pytorch_model.pt")
-    with pytest.raises(WeightsError, match=lost):
-        type(model).from_pretrained(tmp_path / "folder")
 
 
 def test_all_buckets_learn(tmp_path):

@@ -17,7 +17,7 @@ from tests.models.parity import (
     valid_of,
 )
 
-from model_center.errors import ConfigError, InputError, WeightsError
+from model_center.errors import ConfigError, InputError
 from model_center.generation.engine import generate
 from model_center.model import GLM, GLMConfig
 from model_center.model.registry import model_class
@@ -252,7 +252,7 @@ def test_half_precision_generation_and_a_head_for_classes(tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    model, weights = made(tmp_path)
+    model, _ = made(tmp_path)
     ids = two_spans()
     expected = model(ids)
     past = model(ids[:, :9], use_cache=True, return_dict=True).past_key_values
@@ -267,7 +267,3 @@ def test_what_is_refused(tmp_path):
     refuse(model, "expected 14 keys", ids, attention_mask=torch.ones(2, 13))
     assert torch.equal(model(ids), expected)
     refuse_configurations("GLM sop_token_id=3 | 'sop_token_id' .nearest: 'sop_tok_id'")
-    kept = {name: x.detach() for name, x in weights.items() if "layers.1.ffn" not in name}
-    torch.save(kept, tmp_path / "pytorch_model.pt")
-    with pytest.raises(WeightsError, match=r"encoder.layers.1.ffn"):
-        GLM.from_pretrained(tmp_path)

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 import model_center.layer as layers
 from model_center.errors import ConfigError, InputError
-from model_center.layer.conv import Conv2d, Identity
+from model_center.layer.conv import Conv2d, Identity, to_2tuple
 from model_center.layer.dense_attention import Attention
 from model_center.layer.embedding import Embedding
 from model_center.layer.feedforward import FeedForward
@@ -112,6 +112,7 @@ def test_conv():
     with pytest.raises(ConfigError, match="padding_mode is 'circular'"):
         Conv2d(1, 1, 1, padding_mode="circular")
     assert Identity(3, key=4)(x) is x
+    assert to_2tuple(3) == (3, 3) and to_2tuple((3, 4)) == (3, 4)
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "gelu_new", "silu"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import parity
+from tests.models import parity, small
 from tests.models.parity import assert_close, randomized
 
 from model_center import model as models
@@ -15,15 +15,8 @@ from model_center.layer.dense_attention import Attention
 from model_center.layer.linear import Linear
 from model_center.model import CPM1, GPT2, GPT2Config
 
-SIZES = "vocab_size=61 dim_model=16 num_heads=2 dim_head=8 dim_ff=20 half=False"
 IDS = parity.token_ids(2, 8)
-IDS[:, :2] = torch.tensor([2, 3])  # the prompt of CPM-3
-SPECIAL = {
-    "GPTj": "pos_rotary_dim=4",
-    "CPM3": "prompt_types=2 prompt_length=2 segment_types=3",
-    "Longformer": "attention_window=4",
-    "GLM": "sop_tok_id=58 eop_tok_id=59 mask_tok_id=60",
-}
+IDS[:, :3] = torch.tensor([2, 3, 4])  # the prompt of CPM-3
 TWO_STACKS = ("T5", "CPM2")
 NAMES = ("Bert", "GPT2", "GPTj", "OPT", "CPM1", "CPM3", "T5", "Llama", "Longformer")
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0]])
@@ -31,10 +24,8 @@ LENGTH = torch.tensor([8, 3])
 
 
 def made(name, values="dropout_p=0.0"):
-    depth = "num_encoder_layers=1 num_decoder_layers=2" if name in TWO_STACKS else "num_layers=2"
-    config = vars(models)[f"{name}Config"]
-    given = parity.values(f"{SIZES} {depth} {SPECIAL.get(name, '')} {values}")
-    return vars(models)[name](config(**given))
+    """A small model with its first values."""
+    return vars(models)[name](small.config(name, **parity.values(values)))
 
 
 def scores(model, **inputs):
@@ -238,23 +229,24 @@ def test_flags_without_effect(name):
     assert (scores(behind, input_ids=IDS) - scores(plain, input_ids=IDS)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["GPT2", "T5", "OPT", "Vit", "Llama"])
+@pytest.mark.parametrize("name", ["GPT2", "T5", "OPT", "Vit", "Llama", "Bert", "Roberta", "CPM2"])
 def test_configurations_by_position(name):
-    """Their order is in the table of import paths. LLaMA's ends where ModelCenter's versions begin
-    to differ: in its releases the fourth is dim_head, in its repository num_heads_kv.
+    """Their order is in the table of import paths. It ends where ModelCenter's versions begin to
+    differ: LLaMA's fourth is dim_head in its releases and num_heads_kv in its repository.
     """
     kind = vars(models)[f"{name}Config"]
     order = list(kind.arguments())
     values = [getattr(kind(), argument) for argument in order]
-    values[0], values[2] = values[0] + 32, values[2] * 2
+    values[0] += 32
     found = kind(*values)
-    assert (getattr(found, order[0]), getattr(found, order[2])) == (values[0], values[2])
+    assert getattr(found, order[0]) == values[0]
     assert found == kind(**dict(zip(order, values, strict=True)))
     with pytest.raises(TypeError, match=f"{name}Config got {order[0]} by position and by name"):
         kind(values[0], **{order[0]: 3})
     with pytest.raises(TypeError, match=f"takes {len(order)} arguments by position: got"):
         kind(*range(len(order) + 1))
-    assert (len(order) == 3) == (name == "Llama")
+    ends = {"Llama": 3, "Bert": 2, "Roberta": 2, "CPM2": 33, "Vit": 14}
+    assert ends.get(name, len(order)) == len(order)
     with pytest.raises(TypeError, match=f"{name}Config.*num_layer"):
         kind(num_layer_=3)
 

@@ -10,9 +10,8 @@ from transformers import BertTokenizer
 
 from model_center.dataset import DistributedMMapIndexedDataset, MMapIndexedDataset
 from model_center.dataset.indexed_builder import make_builder
-from model_center.errors import ConfigError, DataError, InputError
+from model_center.errors import DataError, InputError
 from model_center.layer.blocks import CrossAttentionBlock
-from model_center.layer.conv import Conv2d, Identity, to_2tuple
 from model_center.layer.embedding import Embedding
 from model_center.layer.feedforward import DenseACT, DenseGatedACT
 from model_center.layer.position_embedding.rotary import RotaryEmbedding, RotaryEmbeddingESM
@@ -90,7 +89,7 @@ def test_dense_maps_by_themselves():
 
 
 def test_cross_attention_with_its_norm_behind():
-    """The residual is the normalised input; over other states there is no sparse attention."""
+    """The residual is the normalised input."""
     sizes = {"dim_model": WIDTH, "num_heads": 2, "dim_head": 4, "dtype": FLOAT}
     x, other = states(2, 3, WIDTH), states(2, 4, WIDTH)
     before = randomized(CrossAttentionBlock(**sizes, norm_bias=True))
@@ -99,8 +98,6 @@ def test_cross_attention_with_its_norm_behind():
     normed = before.layernorm_before_attention(x)
     expected = before(x, other, torch.ones(2, 3, 4, dtype=torch.bool)) - x + normed
     assert_close(behind(x, other, torch.ones(2, 3, 4, dtype=torch.bool)), expected)
-    with pytest.raises(ConfigError, match="sparse_attention=True"):
-        CrossAttentionBlock(**sizes, sparse_attention=True)
 
 
 def test_rotary_positions_by_their_names():
@@ -111,13 +108,6 @@ def test_rotary_positions_by_their_names():
     assert not torch.equal(RotaryEmbedding(4)(h_q=q, h_k=k)[0], turned[0])
     with pytest.raises(InputError, match="seq_dim is 1"):
         RotaryEmbeddingESM(4)(q, k, seq_dim=1)
-
-
-def test_parts_of_convolutions():
-    assert to_2tuple(3) == (3, 3) and to_2tuple((3, 4)) == (3, 4)
-    assert Conv2d(2, 5, (3, 4)).weight.shape == (5, 2, 3, 4)
-    x = states(2, 3)
-    assert Identity(5, unused=True)(x) is x
 
 
 def test_words_in_pieces(tmp_path):

@@ -411,30 +411,6 @@ def test_places_and_configurations_that_cannot_be_written(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def bytes_read():
-    """What this process has read by system calls so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def read_wide(folder):
-    model = bmt.BMTrainModelWrapper(torch.nn.Linear(512, 2048, bias=False))
-    key_map = KeyMap({"weight": TensorPart("fused", rows=(0, 2048))})
-    load_weights(model, folder, key_map)
-    before = bytes_read()
-    load_weights(model, folder, key_map)
-    return bytes_read() - before, model.state_dict()["weight"].clone()
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/io").exists(), reason="bytes are counted as Linux shows them"
-)
-def test_every_rank_reads_only_its_own_bytes(tmp_path):
-    fused = torch.randn(2048, 512)
-    safetensors.torch.save_file({"fused": fused}, tmp_path / "model.safetensors")
-    for count, weight in run_ranks(read_wide, 3, tmp_path):
-        assert count < fused.nbytes / 3 + 20_000 and torch.equal(weight, fused)
-
-
 class Tokenizer:
     def save_pretrained(self, folder):
         (Path(folder) / "vocab.txt").write_text("a")

@@ -40,15 +40,13 @@ class Twin:
         self.plain(x).square().mean().backward()
         self.stepper.step()
         self.manager.zero_grad()
-        own = x.chunk(bmt.world_size())[bmt.rank()]
+        own = models.own(x)
         self.manager.backward(self.model(own).square().mean())
         self.manager.step()
         self.compare(what)
 
     def compare(self, what, tolerance=1e-5):
-        models.assert_same_dicts(
-            self.model.state_dict(), self.plain.state_dict(), f"after {what}", tolerance
-        )
+        models.assert_same_state(self.model, self.plain, f"after {what}", tolerance)
 
     def reference(self):
         """A copy of the plain side as it is now."""

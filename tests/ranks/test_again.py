@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from tests.ranks import models
 from tests.ranks.runner import run_ranks
 from tests.waiting import wait_for
 
@@ -18,8 +19,7 @@ def trained():
     """The parameters after three steps."""
     torch.manual_seed(5)
     model = torch.nn.Sequential(*[bmt.Block(torch.nn.Linear(6, 6)) for _ in range(2)])
-    manager = bmt.optim.OptimManager(loss_scale=None)
-    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
+    manager = models.managed(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2), loss_scale=None)
     for _ in range(3):
         manager.zero_grad()
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(bmt.rank()))

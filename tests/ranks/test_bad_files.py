@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tests.ranks import models
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
 from bmtrain.checkpoint.files import inside, read_object, read_text, read_torch
 from bmtrain.errors import CheckpointError
-from bmtrain.optim import AdamOptimizer, OptimManager
+from bmtrain.optim import AdamOptimizer
 from model_center.config.base import read_json
 from model_center.errors import ConfigError, DataError
 from model_center.tokenizer.serialized import read
@@ -229,8 +230,7 @@ def states():
     """On two ranks: what is no state, on the last of them."""
     parameter = torch.nn.Parameter(torch.ones(3, device="cpu"))
     optimizer = AdamOptimizer([parameter])
-    manager = OptimManager(loss_scale=8)
-    manager.add_optimizer(optimizer)
+    manager = models.managed(optimizer, loss_scale=8)
 
     def step():
         parameter.grad = torch.ones(3)

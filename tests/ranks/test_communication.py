@@ -418,10 +418,13 @@ def test_config_before_the_run():
     found = [config[name] for name in ("initialized", "rank", "world_size", "comm")]
     assert found == [False, 0, 1, None]
     assert len(config) == len(list(config)) and "rank" in config and "spam" not in config
-    with pytest.raises(UnknownNameError, match="nearest name is 'world_size'"):
+    with pytest.raises(
+        UnknownNameError, match=r"config does not know .* \(nearest: 'world_size'\)"
+    ):
         config["word_size"]
-    with pytest.raises(ConfigurationError, match="init_distributed"):
-        config["rank"] = 3
+    for name, error in (("rank", ConfigurationError), ("save_param_to_cpu", NotInitializedError)):
+        with pytest.raises(error, match="init_distributed"):
+            config[name] = False
     assert config.get("spam", 5) == 5 and config.get("tp_size") == 1
     assert {**config} == dict(config.items()) and "'world_size': 1" in repr(config)
     assert config["topology"].get_group_id("tp") == 0

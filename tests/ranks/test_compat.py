@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
+from tests.ranks.models import own
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
@@ -175,10 +176,6 @@ def data(step):
     return torch.randint(0, VOCAB, (2, ROWS, LENGTH), generator=generator)
 
 
-def own(x):
-    return x.chunk(bmt.world_size())[bmt.rank()]
-
-
 def cross_entropy(logits, targets):
     return F.cross_entropy(logits.view(-1, VOCAB), targets.reshape(-1))
 
@@ -188,7 +185,7 @@ def test_a_program_of_cpm(tmp_path):
     """Initialise, train, inspect, save and go on in a fresh model, as CPM-Bee's program does."""
     from bmtrain.global_var import config  # type: ignore[import-not-found]
     from bmtrain.optim.adam_offload import AdamOffloadOptimizer  # type: ignore[import-not-found]
-    from bmtrain.optim.optim_manager import OptimManager, check_overflow, grad_rescale  # type: ignore[import-not-found]
+    from bmtrain.optim.optim_manager import check_overflow, grad_rescale  # type: ignore[import-not-found]
     from bmtrain.param_init import grouped_parameters  # type: ignore[import-not-found]
     from bmtrain.store import allgather_objects, load, save  # type: ignore[import-not-found]
     from bmtrain.synchronize import gather_result, sum_loss, synchronize, wait_loader  # type: ignore[import-not-found]
@@ -202,8 +199,9 @@ def test_a_program_of_cpm(tmp_path):
     optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-2, weight_decay=0.01)
     schedule: dict[str, Any] = {"start_lr": 1e-2, "warmup_iter": 2, "end_iter": None}
     scheduler = bmt.lr_scheduler.Noam(optimizer, **schedule, num_iter=0)
-    manager = OptimManager(loss_scale=256, loss_scale_factor=2, loss_scale_steps=2)
-    manager.add_optimizer(optimizer, scheduler)
+    manager = models.managed(
+        optimizer, scheduler, loss_scale=256, loss_scale_factor=2, loss_scale_steps=2
+    )
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01)
     plain_scheduler = bmt.lr_scheduler.Noam(reference, **schedule)
 
@@ -224,7 +222,7 @@ def test_a_program_of_cpm(tmp_path):
         reference.step()
         plain_scheduler.step()
         assert global_loss == pytest.approx(whole.item(), rel=1e-5)
-        models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"step {step}")
+        models.assert_same_state(model, plain, f"step {step}")
         synchronize()
 
     for step in range(4):
@@ -243,7 +241,7 @@ def test_a_program_of_cpm(tmp_path):
     save(model, file)
     second = cpm_model(zero_level=2)
     load(second, file)
-    models.assert_same_dicts(second.state_dict(), plain.state_dict(), "loaded")
+    models.assert_same_state(second, plain, "loaded")
     with torch.no_grad():
         if bmt.rank() == 0:  # it has elements of every parameter
             params[0].grad.local.fill_(torch.inf)
@@ -269,8 +267,7 @@ def distil():
         torch.manual_seed(3)
         student, teacher = cpm_model(use_checkpoint, zero_level), cpm_model()
         plain, plain_teacher = PlainModel(student), PlainModel(teacher)
-        manager = bmt.optim.OptimManager(loss_scale=None)
-        manager.add_optimizer(torch.optim.SGD(student.parameters(), lr=0.1))
+        manager = models.managed(torch.optim.SGD(student.parameters(), lr=0.1), loss_scale=None)
         reference = torch.optim.SGD(plain.parameters(), lr=0.1)
         for step in range(2):
             ids, targets = data(step)
@@ -304,7 +301,7 @@ def distil():
             manager.step()
             reference.step()
             assert len(inspector.get_summary()) == 2 * LAYERS
-        models.assert_same_dicts(student.state_dict(), plain.state_dict(), "after training")
+        models.assert_same_state(student, plain, "after training")
 
 
 def prune():
@@ -319,8 +316,7 @@ def prune():
     assert not any(type(layer) == CheckpointBlock for layer in model.modules())  # noqa: E721
     assert type(CheckpointBlock(nn.Linear(2, 2))) is bmt.Block
     optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (model, plain)]
-    manager = bmt.optim.OptimManager(loss_scale=8)
-    manager.add_optimizer(optimizers[0])
+    manager = models.managed(optimizers[0], loss_scale=8)
     for pruned, optimizer in zip((model, plain), optimizers, strict=True):
         masks = []
         for module in pruned.modules():
@@ -358,75 +354,6 @@ def test_a_program_of_bmcook(program):
     run_ranks(program, 2)
 
 
-class CutAttention(bmt.DistributedModule):
-    """As BMTrain's example has it: of a part of each sequence, all projections in one product."""
-
-    def __init__(self):
-        super().__init__()
-        self.projections = nn.ModuleList(bmt.nn.ColumnParallelLinear(DIM, DIM) for _ in range(3))
-        self.out = bmt.nn.RowParallelLinear(DIM, DIM)
-
-    def forward(self, x):
-        weights, biases = (
-            torch.cat([getattr(part, name) for part in self.projections])
-            for name in ("weight", "bias")
-        )
-        hidden = bmt.nn.OpParallelLinear.apply(x, weights, biases, True, False, False, None)
-        q, k, v = hidden.view(1, -1, hidden.shape[-1]).chunk(3, dim=-1)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(found[0])[None]
-
-
-@on_ranks(2, init={"tp_size": 2})
-def test_a_tensor_parallel_program_that_cuts_sequences():
-    """Losses, norms and weights of three steps beside one process, with as many heads as ranks."""
-    size, place = bmt.world_size(), bmt.rank()
-    table = bmt.nn.VPEmbedding(2 * VOCAB, DIM)
-    layers = bmt.TransformerBlockList([bmt.Block(CutAttention()) for _ in range(2)])
-    model = nn.ModuleDict({"table": table, "layers": layers})
-    bmt.init_parameters(model)
-    draw = torch.Generator().manual_seed(9)
-    values = {name: torch.randn(x.shape, generator=draw) for name, x in layers.state_dict().items()}
-    layers.load_state_dict(values)
-    plain = {name: x.clone().requires_grad_() for name, x in values.items()}
-    plain["table"] = table.state_dict()["weight"].clone().requires_grad_()
-    # Not Adam: it makes a step of the rounding that is all the gradient of the bias of keys.
-    reference = torch.optim.SGD(plain.values(), lr=0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
-    for step in range(3):
-        ids = torch.randint(2 * VOCAB, (1, 7), generator=torch.Generator().manual_seed(step))
-        out = layers(table(ids[:, :-1].chunk(size, 1)[place]))
-        logits = table(out, projection=True)
-        assert logits.shape == (1, 6, 2 * VOCAB // size)
-        loss = bmt.loss.FusedCrossEntropy(parallel=True)(logits[0], ids[0, 1:])
-        manager.zero_grad()
-        manager.backward(loss)
-        norm = manager.clip_grad_norm(optimizer.param_groups, 1.0)
-        manager.step()
-        x = plain["table"][ids[0, :-1]]
-        for layer in range(2):
-            parts = (f"{layer}.projections.{part}" for part in range(3))
-            q, k, v = (
-                F.linear(x, plain[f"{part}.weight"], plain[f"{part}.bias"]).unflatten(1, (size, -1))
-                for part in parts
-            )
-            q, k, v = (y.transpose(0, 1) for y in (q, k, v))
-            found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            found = found.transpose(0, 1).flatten(1)
-            x = x + F.linear(found, plain[f"{layer}.out.weight"], plain[f"{layer}.out.bias"])
-        want = F.cross_entropy(x @ plain["table"].T, ids[0, 1:])
-        reference.zero_grad()
-        want.backward()
-        whole = nn.utils.clip_grad_norm_(plain.values(), 1.0)
-        reference.step()
-        found_now = torch.stack([loss.detach(), norm])
-        models.assert_same(found_now, torch.stack([want.detach(), whole]), f"step {step}")
-    state = {**layers.state_dict(), "table": table.state_dict()["weight"]}
-    models.assert_same_dicts(state, {name: x.detach() for name, x in plain.items()}, "weights")
-
-
 # -- single names
 
 
@@ -437,8 +364,9 @@ def states_of_both_libraries():
     torch.manual_seed(0)
     model = bmt.Block(nn.Linear(3, 2))
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.1)
-    manager = bmt.optim.OptimManager(loss_scale=64, loss_scale_steps=3)
-    manager.add_optimizer(optimizer, bmt.lr_scheduler.Noam(optimizer, 0.1, 1, None))
+    manager = models.managed(
+        optimizer, bmt.lr_scheduler.Noam(optimizer, 0.1, 1, None), loss_scale=64, loss_scale_steps=3
+    )
     for _ in range(4):
         manager.zero_grad()
         manager.backward(model(torch.ones(1, 3)).square().mean())
@@ -452,8 +380,9 @@ def states_of_both_libraries():
     assert unscaled["loss_scale"] == 1 and unscaled["loss_scale_enabled"] is False
     older = theirs | {"loss_scale": {"value": 128.0, "good_steps": 2}}
     for saved, good_steps in ((state, 1), (theirs, 0), (older, 2)):
-        fresh = bmt.optim.OptimManager(loss_scale=1, loss_scale_steps=3)
-        fresh.add_optimizer(optimizer, bmt.lr_scheduler.Noam(optimizer, 0.5, 1, 7))
+        fresh = models.managed(
+            optimizer, bmt.lr_scheduler.Noam(optimizer, 0.5, 1, 7), loss_scale=1, loss_scale_steps=3
+        )
         fresh.load_state_dict(saved)
         assert (fresh.loss_scale, fresh._scale.good_steps) == (128.0, good_steps)
         assert fresh.lr_schedulers[0].num_iter == 4

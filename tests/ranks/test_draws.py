@@ -122,8 +122,8 @@ def resume(folder):
 
     def build():
         torch.manual_seed(5)
-        model, manager = bmt.BMTrainModelWrapper(Listed()), bmt.optim.OptimManager()
-        manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.1))
+        model = bmt.BMTrainModelWrapper(Listed())
+        manager = models.managed(bmt.optim.AdamOptimizer(model.parameters(), lr=0.1))
         return model, manager
 
     def train(model, manager):

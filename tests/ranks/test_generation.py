@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from tests.models import parity
-from tests.models.recording import recorded
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_memory import tensors
 from tests.tensors import storage_of
@@ -184,35 +183,6 @@ def test_training_and_generation_take_turns(folder):
     for found, streamed, norms in run_ranks(trained_between, 2, folder):
         assert found == alone[0] and streamed == alone[1]
         assert norms == pytest.approx(alone[2], rel=1e-5)
-
-
-@on_ranks(3)
-def test_a_session_gives_the_same(folder):
-    """Weights are written in between. Steps are kept until there is another parameter; weights stay
-    in place.
-    """
-    found: list[list[Any]] = [[], []]
-    counts = []
-    for kept in (False, True):
-        model: Any = made(folder, "gpt2")
-        norm = model.encoder.output_layernorm
-        with recorded(2) as recorder, Session() as session:
-            shared: dict[str, Any] = {"session": session} if kept else {}
-            for number in range(4):
-                ids = parity.token_ids(2, 5 + number, high=VOCAB, seed=bmt.rank())
-                out = generate(model, ids, max_new_tokens=9, return_scores=True, **shared)
-                found[kept].append((out.rows(), out.scores))
-                counts += [recorder.num_recorded] if kept else []
-                with torch.no_grad():
-                    if number == 0:
-                        norm.weight.mul_(-1)
-                    if number == 2:
-                        norm.bias = bmt.DistributedParameter(torch.ones(32))
-    for (rows, scores), (other_rows, others) in zip(*found, strict=True):
-        assert rows == other_rows
-        parity.assert_close(scores, others, "scores")
-    assert len({str(rows) for rows, _ in found[0]}) == 4
-    assert counts == [1, 1, 1, 2]
 
 
 def left_early(folder):

@@ -11,7 +11,7 @@ from tests.garbage import without_collector
 from tests.models import parity
 from tests.models.recording import recorded
 from tests.models.test_generation_session import alive, watched_caches
-from tests.ranks import test_generation
+from tests.ranks import models, test_generation
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_generation import VOCAB, counted_gathers, saved
 from tests.tensors import own_slice
@@ -154,8 +154,7 @@ def loaded(model):
 
 def stepped(model, kind=bmt.optim.AdamOptimizer):
     model.train()
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(kind(model.parameters(), lr=0.3))
+    manager = models.managed(kind(model.parameters(), lr=0.3))
     loss = -model(prompt()).logits.log_softmax(-1)[..., 7].mean()
     manager.backward(loss)
     manager.step()
@@ -173,17 +172,17 @@ def replaced(model):
 # Of each change, how many storages it writes, None for all; and how many recordings it costs.
 CHANGES = {
     nothing: (0, 0),
-    in_place: (1, 0),
     in_data: (1, 0),
+    in_place: (1, 0),
     set_full: (1, 0),
     in_slice: (1, 0),
     in_inference: (1, 0),
     past_torch: (1, 0),
     on_one_rank: (1, 0),
-    loaded: (None, 0),
+    replaced: (1, 2),
     stepped: (None, 0),
     stepped_offloaded: (None, 0),
-    replaced: (1, 2),
+    loaded: (None, 0),
 }
 
 

@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.ranks import models
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
@@ -133,7 +134,7 @@ def make_model(dtype, zero_level, use_checkpoint=False):
 
 def loss_of(model, step):
     rows = torch.randint(17, (ROWS, 6), generator=torch.Generator().manual_seed(step))
-    ids = rows.chunk(bmt.world_size())[bmt.rank()].to(bmt.device())
+    ids = models.own(rows).to(bmt.device())
     logits = model(ids[:, :-1]).float()
     return nn.functional.cross_entropy(logits.reshape(-1, 17), ids[:, 1:].reshape(-1))
 
@@ -176,8 +177,7 @@ def train(run, *steps):
 def start(place=HERE, num_steps=0, model=None, **options):
     model = model or make_model(DTYPE, 3)
     optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, weight_decay=0.1, **options)
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
+    manager = models.managed(optimizer)
     return train(Run(model, optimizer, manager, place), *range(num_steps))
 
 
@@ -237,8 +237,7 @@ def loaded_at_once(run):
 def copied(run):
     memo: dict[int, Any] = {}
     model, optimizer = copy.deepcopy(run.model, memo), copy.deepcopy(run.optimizer, memo)
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
+    manager = models.managed(optimizer)
     other = train(Run(model, optimizer, manager, run.folder), 2)
     return [one.values for one in (run, other)]
 

@@ -55,25 +55,6 @@ def one_vector(run):
 
 
 @idiom
-def indexed_writes(run):
-    p = run.matrix
-    sums = torch.stack([row.sum() for row in p]).detach()
-    out = {"row": p[0].detach().clone(), "turned": p.T.detach().clone(), "sums": sums}
-    with torch.no_grad():
-        p[1] = 0.5
-        p[:, 2] += 1
-        p.view(-1)[5] = 7
-        p.data[3, 4] = 9
-        p.T[0, 1] = 3
-        p.diagonal().fill_(2.0)
-        p[p > 2.5] = 0.0
-        p.masked_fill_(torch.eye(*p.shape).bool(), 1.0)
-        p.index_fill_(0, torch.tensor([2]), 4.0)
-        p.triu_()
-    return {**out, **run.state()}
-
-
-@idiom
 def statistics(run):
     run.back()
     out = {}
@@ -288,26 +269,9 @@ def averaged_by_hand(run):
 # --------------------------------------------------------------------------------------------------
 
 
-def adam(run, groups, kind=bmt.optim.AdamOptimizer):
-    return (torch.optim.AdamW if run.is_plain else kind)(groups, lr=0.1, weight_decay=0.1)
-
-
-@idiom
-def adam_clips(run):
-    out = {}
-    for kind in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
-        optimizer = adam(run, run.params, kind)
-        for order in (1.0, 2.0, float("inf")):
-            optimizer.zero_grad()
-            run.back()
-            norm = (
-                nn.utils.clip_grad_norm_(run.params, 0.01, order)
-                if run.is_plain
-                else bmt.optim.clip_grad_norm(optimizer.param_groups, 0.01, norm_type=order)
-            )
-            out[f"norm {len(out)}"] = norm.detach()
-            optimizer.step()
-    return {**out, **run.state()}
+def adam(run, groups):
+    kind = torch.optim.AdamW if run.is_plain else bmt.optim.AdamOptimizer
+    return kind(groups, lr=0.1, weight_decay=0.1)
 
 
 @idiom

@@ -20,7 +20,7 @@ import bmtrain as bmt
 from bmtrain.distributed import collectives, transport
 from bmtrain.errors import ConfigurationError, UnknownNameError
 from bmtrain.inspect import find_non_finite, inspect_model, inspect_tensor, record_tensor
-from bmtrain.optim import AdamOptimizer, OptimManager
+from bmtrain.optim import AdamOptimizer
 from bmtrain.runtime import world
 
 VALUES, GRADIENTS = ("std", "mean", "max", "min"), ("grad_std", "grad_mean")
@@ -62,11 +62,6 @@ def assert_same_rows(got, want, what):
                     assert abs(mine[key] - other[key]) <= 1e-5 * scale + 1e-9, text
 
 
-def my_rows(x):
-    """This rank's part of a batch."""
-    return x.chunk(bmt.world_size())[bmt.rank()]
-
-
 def names_of(summary):
     return [row["name"] for row in summary]
 
@@ -84,14 +79,13 @@ def plain_rows(plain, pattern="*"):
 
 def parameters_of_odd_models():
     plain, model = models.make_whole(), models.shard_whole(3, True)
-    manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters()))
+    manager = models.managed(AdamOptimizer(model.parameters()))
     for step in (2, 3):  # a whole block unused, then others
         plain.zero_grad()
         manager.zero_grad()
         assert_same_rows(inspect_model(model, "*"), plain_rows(plain), "before")
         models.loss_of(plain, *models.batch(step), step).backward()
-        tokens, targets = (my_rows(x) for x in models.batch(step))
+        tokens, targets = (models.own(x) for x in models.batch(step))
         manager.backward(models.loss_of(model, tokens, targets, step))
         found = inspect_model(model, "*")
         assert_same_rows(found, plain_rows(plain), "after")
@@ -280,18 +274,18 @@ def activations():
     }.items():
         sharded = Stack(joined, model.head)
         with inspect_tensor() as inspector:
-            out = sharded(my_rows(X))
+            out = sharded(models.own(X))
             forward_only = inspector.get_summary()
             out.square().sum().backward()
             assert_same_rows(inspector.get_summary(), want, f"{kind}, inside")
-        sharded(my_rows(X)).square().sum().backward()  # nobody looks
+        sharded(models.own(X)).square().sum().backward()  # nobody looks
         assert_same_rows(inspector.get_summary(), want, kind)
         assert {row["grad_std"] for row in forward_only} == {None}
         for name, values, y in seen:
             *group, index, last = name.split(".")
             mine = inspector.get_tensor(last, group[0] if group else None, int(index))
-            models.assert_same(mine, my_rows(values), f"{kind}: {name}")
-            grad = None if y.grad is None else my_rows(y.grad)
+            models.assert_same(mine, models.own(values), f"{kind}: {name}")
+            grad = None if y.grad is None else models.own(y.grad)
             models.assert_same_dicts({name: mine.grad}, {name: grad}, f"{kind}: gradient")
 
 
@@ -316,10 +310,9 @@ def test_compiled_blocks_record_too():
     for step in range(3):
         model.zero_grad()
         with inspect_tensor() if step == 1 else contextlib.nullcontext() as inspector:
-            model(my_rows(X)).square().sum().backward()
+            model(models.own(X)).square().sum().backward()
         assert 1 <= backend.num_graphs <= 2, "the call of record_tensor broke the graph"
-        got, expected = models.full_gradients(model.layers), models.plain_gradients(plain.layers)
-        models.assert_same_dicts(got, expected, f"step {step}")
+        models.assert_same_gradients(model.layers, plain.layers, f"step {step}")
         if inspector is not None:
             assert_same_rows(inspector.get_summary(), want, "compiled")
 
@@ -450,10 +443,10 @@ def pipelined_list():
     model = Stack(bmt.PipelineTransformerBlockList(layers), copy.deepcopy(bare.head))
     stage = world.current().mesh.pipe.index
     for _ in range(2):
-        model(my_rows(X)).sum().backward()  # a pass that nobody looks at
+        model(models.own(X)).sum().backward()  # a pass that nobody looks at
         model.zero_grad()
         with inspect_tensor() as inspector:
-            model(my_rows(X)).square().sum().backward()
+            model(models.own(X)).square().sum().backward()
         with pytest.raises(
             ConfigurationError, match=r"depends on other stages: call get_summary\(\)"
         ):

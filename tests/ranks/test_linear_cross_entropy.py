@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
+from tests.ranks.models import own
 from tests.ranks.passes import gradients
 from tests.ranks.runner import on_ranks
 from tests.tensors import grad_of
@@ -29,10 +30,6 @@ def batch(micro=0):
     tokens, targets = torch.randint(0, CLASSES, (2, ROWS, LENGTH), generator=generator).unbind(0)
     targets[::5] = -100
     return tokens, targets
-
-
-def own(x):
-    return x.chunk(bmt.world_size())[bmt.rank()]
 
 
 @contextlib.contextmanager

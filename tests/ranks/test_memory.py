@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from tests.garbage import without_collector
+from tests.ranks import models
 from tests.ranks.runner import run_ranks
 from tests.tensors import storage_of
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
 from bmtrain.recompute.level import Level
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
@@ -56,8 +57,7 @@ def make(level, recompute):
 
 
 def managed(model, factory=AdamOptimizer):
-    manager = OptimManager()
-    manager.add_optimizer(factory(model.parameters()))
+    manager = models.managed(factory(model.parameters()))
     return manager
 
 

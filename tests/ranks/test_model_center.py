@@ -163,10 +163,7 @@ def train(name, folder, level, recompute, optimizer):
     }
     for step in range(STEPS):
         stepper.zero_grad()
-        inputs = {
-            key: value.chunk(bmt.world_size())[bmt.rank()]
-            for key, value in batch(name, step).items()
-        }
+        inputs = {key: models.own(value) for key, value in batch(name, step).items()}
         logits, loss = answer(model, inputs)
         loss.backward() if manager is None else manager.backward(loss)
         if step == 0:

@@ -35,18 +35,9 @@ def answer():
     return models.cloned_state(models.train_plain(STEPS, make))
 
 
-Manager = bmt.optim.OptimManager
-
-
-def managed(optimizer):
-    manager = Manager()
-    manager.add_optimizer(optimizer)
-    return manager
-
-
 def losses(model, step, micros=1):
     """Of this rank's micro-batches, each when its turn comes."""
-    own = (x.chunk(bmt.world_size())[bmt.rank()].chunk(micros) for x in models.batch(step))
+    own = (models.own(x).chunk(micros) for x in models.batch(step))
     for tokens, targets in zip(*own, strict=True):
         yield models.loss_of(model, tokens, targets, step) / micros
 
@@ -54,7 +45,7 @@ def losses(model, step, micros=1):
 def train(mode):
     name, level, recompute, micros, deferred = mode
     model = models.shard_whole(level, recompute)
-    manager = managed(OPTIMIZERS[name](models.groups_of(model), lr=1e-2, weight_decay=0.1))
+    manager = models.managed(OPTIMIZERS[name](models.groups_of(model), lr=1e-2, weight_decay=0.1))
     for step in range(STEPS):
         models.switch_frozen(model, step)
         manager.zero_grad()
@@ -96,7 +87,7 @@ def collect_garbage_on_one_rank():
     keeping them.
     """
     model = models.shard_whole(2, True)
-    manager = managed(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
+    manager = models.managed(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
     kept = []
     for step in range(4):
         manager.zero_grad()

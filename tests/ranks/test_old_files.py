@@ -16,7 +16,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import CheckpointError
-from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -116,7 +116,7 @@ def loss_of(model, x):
 
 
 def own_rows(step, dtype=FLOAT):
-    return inputs(step, dtype).chunk(bmt.world_size())[bmt.rank()]
+    return models.own(inputs(step, dtype))
 
 
 class Plain:
@@ -190,8 +190,11 @@ def go_on(folder, dtype, kind):
     bmt.load(model, folder / "model.pt")
     make = {"adam": AdamOptimizer, "offload": AdamOffloadOptimizer}[kind]
     optimizer = make(model.parameters(), lr=1.0)
-    manager = OptimManager(loss_scale=4.0 if dtype == HALF else None)
-    manager.add_optimizer(optimizer, bmt.lr_scheduler.NoDecay(optimizer, 0.05, 0, -1))
+    manager = models.managed(
+        optimizer,
+        bmt.lr_scheduler.NoDecay(optimizer, 0.05, 0, -1),
+        loss_scale=4.0 if dtype == HALF else None,
+    )
     manager.load_state_dict(torch.load(folder / f"optimizer-{bmt.rank()}.pt", weights_only=True))
     loaded = copy.deepcopy(optimizer.state_dict(gather=True)["state"])
     for number in range(3, 6):
@@ -254,14 +257,13 @@ def refused_states(cases):
     model, plain = bmt.BMTrainModelWrapper(Net()), Plain(FLOAT)
     options: Any = {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-2}
     optimizer = AdamOptimizer(model.parameters(), **options)
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
+    manager = models.managed(optimizer)
     for number, (states, parts) in enumerate(cases):
         manager.zero_grad()
         manager.backward(loss_of(model, own_rows(number)))
         manager.step()
         plain.train(number)
-        models.assert_same_dicts(model.state_dict(), plain.model.state_dict(), f"before {parts}")
+        models.assert_same_state(model, plain.model, f"before {parts}")
         with pytest.raises(CheckpointError) as caught:
             optimizer.load_state_dict(states[bmt.rank()])
         assert all(part in str(caught.value) for part in parts), caught.value
@@ -349,8 +351,7 @@ def test_torchs_own_state_of_one_element():
     """
     plain, model = Net(), bmt.BMTrainModelWrapper(Net())
     reference = torch.optim.NAdam(plain.parameters(), lr=0.05)
-    manager = OptimManager()
-    manager.add_optimizer(torch.optim.NAdam(model.parameters(), lr=0.05))
+    manager = models.managed(torch.optim.NAdam(model.parameters(), lr=0.05))
     for number in range(5):
         if number == 3:  # two steps, and again
             state, weights = manager.state_dict(gather_opt=True), models.cloned_state(model)
@@ -367,4 +368,4 @@ def test_torchs_own_state_of_one_element():
         reference.zero_grad()
         loss_of(plain, inputs(number, FLOAT)).backward()
         reference.step()
-    models.assert_same_dicts(model.state_dict(), plain.state_dict(), "NAdam")
+    models.assert_same_state(model, plain, "NAdam")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.pairs import KINDS, ROWS, Pair, groups, late_verdicts, rows, sharded
+from tests.ranks.pairs import KINDS, Pair, groups, late_verdicts, rows, sharded
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
@@ -120,25 +120,17 @@ def test_programs_train_as_one_process_does(line):
     run_ranks(program, int(line.rsplit(maxsplit=1)[-1]), line)
 
 
-OTHERS = {
-    "fused": (lambda params: AdamW(params, lr=0.01, fused=True),),
-    "amsgrad": (lambda params: AdamW(params, lr=0.01, amsgrad=True, foreach=False),),
-    "rmsprop": (lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),),
-    "adagrad": (lambda params: torch.optim.Adagrad(params, lr=0.01),),
-}
 OPTIONS = ({"maximize": True}, {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.2})
 
 
 def kinds():
-    for kind in OTHERS.values():
-        Pair(kind).train(4)
     for options in OPTIONS:
         for ours in ("adam", "offload"):
             Pair(ours, torch.bfloat16, **options).train(4)
 
 
 def test_optimizers_do_what_torch_does():
-    """torch's own ones unchanged, and ours with every option."""
+    """With every option."""
     run_ranks(kinds, 3)
 
 
@@ -246,7 +238,7 @@ class Three:
     def train(self, steps):
         for step in steps:
             self.manager.zero_grad()
-            own = rows(step).chunk(bmt.world_size())[bmt.rank()]
+            own = models.own(rows(step))
             self.manager.backward(self.model(own) / len(own))
             self.manager.step()
         return self
@@ -314,9 +306,8 @@ def clip(order, scale):
     what = f"norm {order}, scale {scale}"
     whole = models.shard_whole(3, True)  # tied, tiny, 0-dim and plain parameters
     optimizer = AdamOptimizer(whole.parameters())
-    manager = OptimManager(loss_scale=scale)
-    manager.add_optimizer(optimizer)
-    tokens, targets = (part.chunk(bmt.world_size())[bmt.rank()] for part in models.batch(1))
+    manager = models.managed(optimizer, loss_scale=scale)
+    tokens, targets = (models.own(part) for part in models.batch(1))
     manager.backward(models.loss_of(whole, tokens, targets, 1))
     plain = models.make_whole()
     models.loss_of(plain, *models.batch(1), 1).backward()
@@ -419,8 +410,7 @@ def test_record_delta():
     """
     model = sharded()
     optimizer = AdamOffloadOptimizer(groups(list(model.parameters())), record_delta=True)
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
+    manager = models.managed(optimizer)
     for step in range(3):
         before = models.cloned_state(model)
         manager.zero_grad()
@@ -432,20 +422,6 @@ def test_record_delta():
         assert optimizer.get_var_delta() == pytest.approx(
             change.var(unbiased=False).item(), rel=1e-4
         )
-
-
-@on_ranks(3)
-def test_backward_without_a_loss():
-    """It runs on the loss last given to sum_loss, whose value is the mean over ranks."""
-    pair = Pair()
-    loss = pair.model(rows(1).chunk(bmt.world_size())[bmt.rank()]) * bmt.world_size() / ROWS
-    pair.twin(rows(1)).div(ROWS).backward()
-    models.assert_same(bmt.sum_loss(loss).detach(), pair.twin(rows(1)).detach() / ROWS, "sum_loss")
-    pair.manager.backward()
-    with pytest.raises(ConfigurationError, match="got NoneType: expected a scalar"):
-        pair.manager.backward()
-    pair.step()
-    pair.check("backward()")
 
 
 @on_ranks(2)

@@ -16,18 +16,16 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, ParameterError, RanksDivergedError
-from bmtrain.kernels.chunks import Batch
 from bmtrain.optim import OptimManager
 
 
 def mine(step):
-    return rows(step).chunk(bmt.world_size())[bmt.rank()]
+    return models.own(rows(step))
 
 
 @on_ranks(2)
 def test_nothing_is_kept_alive():
     """Neither gradients beyond `zero_grad`, nor the model beyond its optimizers."""
-    assert Batch([(torch.empty(0), torch.empty(0))]).tables(16) == []  # of ranks that own nothing
     pair = Pair(scale=8.0)
     params = list(pair.model.parameters())
     for step in range(3):
@@ -95,7 +93,7 @@ def alone(rows_of):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        models.assert_same_dicts(models.cloned_state(net), twin.state_dict(), rows_of)
+        models.assert_same_state(net, twin, rows_of)
 
 
 @on_ranks(2)

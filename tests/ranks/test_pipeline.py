@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import models
+from tests.ranks.models import own
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
@@ -81,10 +83,6 @@ def own_rows(step, num_ranks):
     return [own(part).to(bmt.device()) for part in batch(step, num_ranks)]
 
 
-def own(x):
-    return x.chunk(bmt.world_size())[bmt.rank()]
-
-
 def on_cpu(values):
     return {name: value.detach().cpu().clone() for name, value in values.items()}
 
@@ -99,8 +97,7 @@ def train(use_checkpoint, file, own_adam, steps=3, begin=None):
     model = make(True, use_checkpoint)
     kind = bmt.optim.AdamOptimizer if own_adam else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.01)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
+    manager = models.managed(optimizer)
     if begin is not None:
         bmt.load(model, file)
         manager.load_state_dict(
@@ -342,8 +339,7 @@ def test_gradients_reduced_late_and_blocks_around_the_pipeline():
     for late in (False, True):
         blocks = pipeline_of(layers_of(Simple))
         around = bmt.TransformerBlockList(layers_of(Simple, 2))
-        manager = bmt.optim.OptimManager()
-        manager.add_optimizer(torch.optim.SGD([*blocks.parameters(), *around.parameters()], 0.1))
+        manager = models.managed(torch.optim.SGD([*blocks.parameters(), *around.parameters()], 0.1))
         for _ in range(2):
             manager.zero_grad()
             for part in range(3):
@@ -450,8 +446,7 @@ def test_an_argument_that_some_stages_ignore():
         model.layers = bmt.PipelineTransformerBlockList(model.layers)
         if sharded:
             model = bmt.BMTrainModelWrapper(model)
-        manager = bmt.optim.OptimManager()
-        manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        manager = models.managed(torch.optim.SGD(model.parameters(), lr=1.0))
         manager.backward(model(own(seeded(0))))
         manager.step()
         grad = dict(model.named_parameters())["shift"].grad

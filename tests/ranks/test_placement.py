@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import models
 from tests.ranks.runner import run_ranks
 from tests.tensors import own_slice, sharded_parameter
 
@@ -66,15 +67,14 @@ def build(zero_level):
 
 
 def adam(model, kind=bmt.optim.AdamOptimizer):
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(kind(model.parameters(), lr=1e-2, weight_decay=0.01))
+    manager = models.managed(kind(model.parameters(), lr=1e-2, weight_decay=0.01))
     return manager
 
 
 def losses(model, steps):
     for step in steps:
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-        own = x.chunk(bmt.world_size())[bmt.rank()] if bmt.is_initialized() else x
+        own = models.own(x) if bmt.is_initialized() else x
         yield model(own.to(next(model.parameters()).device)).square().mean()
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.ranks import models
 from tests.ranks.runner import run_ranks
 from tests.ranks.stream_order import (
     COMPUTE,
@@ -158,8 +159,7 @@ def train(zero_level, use_checkpoint, num_batches):
         model = nn.Sequential(
             bmt.TransformerBlockList(blocks), bmt.Block(nn.Linear(DIM, 5), zero_level=zero_level)
         )
-        manager = bmt.optim.OptimManager()
-        manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
+        manager = models.managed(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
         for step in range(3):
             accumulate(model, manager, num_batches, reduce_each=step > 0)
             with torch.no_grad():

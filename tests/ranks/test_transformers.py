@@ -17,7 +17,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import ParameterError
-from bmtrain.optim import AdamOptimizer, OptimManager
+from bmtrain.optim import AdamOptimizer
 
 VOCAB, ROWS, LENGTH = 41, 6, 6
 SMALL: dict[str, Any] = {
@@ -143,8 +143,7 @@ def train_both(what, plain, model, steps=range(2)):
     # other.
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
     stepper = torch.optim.AdamW(plain.parameters(), **settings)
-    manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters(), **settings))
+    manager = models.managed(AdamOptimizer(model.parameters(), **settings))
     for step in steps:
         here = f"{what}, step {step}, {bmt.world_size()} ranks"
         inputs = batch(plain, step)
@@ -159,7 +158,7 @@ def train_both(what, plain, model, steps=range(2)):
         assert_gradients(model, plain, here)
         stepper.step()
         manager.step()
-    models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{what} after the last step")
+    models.assert_same_state(model, plain, f"{what} after the last step")
 
 
 def training():
@@ -277,9 +276,7 @@ def pretrained(folder):
             assert contents(path) == contents(theirs), f"{name}: other files"
         loaded = type(plain).from_pretrained(path)
         assert loaded.config.architectures == [type(plain).__name__]
-        models.assert_same_dicts(
-            loaded.state_dict(), plain.state_dict(), f"{name}: from_pretrained", 0.0
-        )
+        models.assert_same_state(loaded, plain, f"{name}: from_pretrained", 0.0)
         again = bmt.BMTrainModelWrapper(loaded)
         bmt.load(again, path)
         bmt.save(model, path / "all.pt")

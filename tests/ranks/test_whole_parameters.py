@@ -299,27 +299,25 @@ def stepped_in_backward(run):
     return run.state()
 
 
-def written(run):
-    torch.manual_seed(5)
-    linear, norm, last = run.model[0].a, run.model[1], run.model[2]
+def indexed_writes(run):
+    p = run.matrix
+    sums = torch.stack([row.sum() for row in p]).detach()
+    out = {"row": p[0].detach().clone(), "turned": p.T.detach().clone(), "sums": sums}
     with torch.no_grad():
-        linear.weight.zero_()
-        linear.weight[1] = 3.0
-        linear.bias[2:].mul_(2.0)
-        linear.bias += 1.0
-        norm.weight.copy_(torch.arange(float(DIM)))
-        last.b.weight.clamp_(-0.1, 0.1)
-        last.scale.fill_(0.5)
-    last.a.weight.data[0].zero_()
-    last.a.weight.data.view(-1)[3:7] = 9.0
-    last.a.bias.data *= 0.5
-    last.b.bias.data.masked_fill_(torch.arange(DIM) > 4, 7.0)
-    nn.init.constant_(norm.bias, 3.0)
-    nn.init.orthogonal_(run.model[0].b.weight)
-    run.model[0].b.weight.data.t()[1].add_(1.0)
-    linear.weight.requires_grad_(False)
+        p[1] = 0.5
+        p[:, 2] += 1
+        p.view(-1)[5] = 7
+        p.data[3, 4] = 9
+        p.T[0, 1] = 3
+        p.diagonal().fill_(2.0)
+        p[p > 2.5] = 0.0
+        p.masked_fill_(torch.eye(*p.shape).bool(), 1.0)
+        p.index_fill_(0, torch.tensor([2]), 4.0)
+        p.triu_()
+        run.params[1][2:].mul_(2.0)
+    p.requires_grad_(False)
     run.back()
-    return {**run.state(), **run.grads()}
+    return {**out, **run.state(), **run.grads()}
 
 
 def refused_writes():
@@ -397,17 +395,6 @@ def for_some_inputs(run):
         p.grad = None
     loss.backward(inputs=some)
     return {**run.grads(), "first": whole(first), "second": whole(second)}
-
-
-def set_by_hand(run):
-    for p in run.params:
-        p.grad = torch.ones(p.shape)
-    run.back()
-    for p in run.params:
-        grad_of(p).data.mul_(0.5)
-        p.grad += torch.full_like(p.grad, 0.25)
-    run.back()
-    return run.grads()
 
 
 class Double(torch.autograd.Function):
@@ -543,11 +530,10 @@ COMPARED = [
     scaled,
     hooked,
     stepped_in_backward,
-    written,
+    indexed_writes,
     averaged,
     copied,
     for_some_inputs,
-    set_by_hand,
     custom_functions,
     embedded,
     known_before,

@@ -3,14 +3,11 @@
 import importlib
 import importlib.util
 import inspect
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from tests.arch.source import ROOT
+from tests.children import ran
 from tests.unit.test_surface import surface
 
 import bmtrain
@@ -86,9 +83,7 @@ bmt.synchronize(); wait_loader(); bmt.wait_loader()
 )
 def test_a_function_and_a_module_of_one_name(first):
     """Whatever is imported first, in a process of its own."""
-    command = [sys.executable, "-W", "error", "-c", FRESH.format(first=first)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = ran("-W", "error", "-c", FRESH.format(first=first))
     assert done.returncode == 0, done.stderr
 
 
@@ -178,11 +173,3 @@ def test_small_helpers():
     assert debug.get("x") is None and debug.get("list")
     debug.clear()
     assert debug.get("list") is None
-
-
-def test_config_is_written_in_a_run_only():
-    with pytest.raises(NotInitializedError, match="save_param_to_cpu"):
-        bmt.config["save_param_to_cpu"] = False
-    with pytest.raises(ConfigurationError, match="init_distributed"):
-        bmt.config["calc_stream"] = None
-    assert bmt.config["save_param_to_cpu"] and bmt.config["zero_level"] == 3

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests.tensors import grad_of
 
-from bmtrain.compile.fp8 import Fp8Mode, linear
+from bmtrain.compile.fp8 import linear
 from bmtrain.kernels import fp8
 
 KINDS = pytest.mark.parametrize(
@@ -68,21 +68,6 @@ def test_linear_is_the_formula(dtype):
             assert mine.dtype == dtype
             error = (mine.double().view(exact.shape) - exact).abs().max() / exact.abs().max()
             assert error < (1e-5 if dtype == torch.float32 else 5e-3), error
-
-
-def test_linear_is_near_the_plain_one():
-    """Modules of any class, under the mode."""
-    layer, x = torch.nn.Linear(128, 64), values(256, 128).requires_grad_()
-    grad, found = values(256, 64, seed=2), []
-    for mode in (Fp8Mode(), torch.enable_grad()):
-        with mode:
-            out = layer(x)
-        found.append([out.detach(), *torch.autograd.grad(out, [x, layer.weight], grad)])
-    assert torch.equal(found[0][0], linear(x, layer.weight, layer.bias))
-    for mine, plain in zip(*found, strict=True):
-        error = (mine - plain).norm() / plain.norm()
-        assert 1e-3 < error < 0.1, "as much rounding as eight bits make, and no more"
-        assert F.cosine_similarity(mine.flatten(), plain.flatten(), dim=0) > 0.995
 
 
 def test_other_sizes_are_left_to_torch():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from bmtrain.errors import ConfigurationError, first_line
 from bmtrain.plan.forecast import Source
+from bmtrain.runtime.arguments import named_function
 
 CONFIG = "config.json"
 
@@ -22,13 +23,7 @@ def of_function(name: str) -> Source:
     Raises:
         ConfigurationError: if there is no such function, it fails, or it returns something else.
     """
-    path, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(path), attribute, None)
-    except ImportError as error:
-        raise ConfigurationError(f"plan: {name} cannot be imported: {error}.") from error
-    if not callable(function):
-        raise ConfigurationError(f"plan: {path} has no function {attribute!r}.")
+    function = named_function("plan", name)
 
     def build() -> Any:
         try:
