@@ -252,6 +252,20 @@ def test_each_measurement_survives_a_resume(folder, form, measured, tmp_path):
     assert [step for step, loss, _ in found[0] if loss is None] == measured
 
 
+def test_fewer_validation_rows_than_ranks(folder, tmp_path):
+    """A rank without one measures a row of which nothing is in the loss: the value is that of one
+    process.
+    """
+    row = json.dumps({"prompt": "What is 2 plus 2?", "response": "4, as always."})
+    (tmp_path / "one.jsonl").write_text(row)
+    words = [*on(tiny("qwen3", folder)), "--lr 1e-30 --train-iters 1 --validation"]
+    for ranks in (1, 2):
+        save = tmp_path / str(ranks)
+        command(*words, tmp_path / "one.jsonl", "--save", save, ranks=ranks)
+    one, two = (results(tmp_path / name, "validation_loss") for name in ("1", "2"))
+    assert one == pytest.approx(two, rel=1e-5) and len(one) == 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_families_learn(family, folder, tmp_path):
