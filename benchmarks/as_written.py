@@ -350,9 +350,13 @@ def center(args: argparse.Namespace) -> Step:
 
 def join() -> None:
     """The other processes, as programs of PyTorch do."""
-    if DEVICE == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    if DEVICE == "cpu":
+        dist.init_process_group("gloo")
+        return
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    # Memory that NCCL allocates needs its communicator from the start.
+    dist.init_process_group("nccl", device_id=device)
 
 
 def plain(args: argparse.Namespace) -> Step:

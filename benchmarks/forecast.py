@@ -39,10 +39,26 @@ FILES = (
     "llama-8b-4gpu.json",
     "scaling-4gpu.json",
 )
-AS_WRITTEN = tuple(f"as-written-{name}.json" for name in ("1gpu", "2gpu", "large-2gpu", "lora"))
-ONE_GRAPH = AS_WRITTEN[:3]
+AS_WRITTEN = tuple(
+    f"as-written-{name}.json"
+    for name in (
+        "1gpu",
+        "2gpu",
+        "scaling-4gpu",
+        "bert-2gpu",
+        "t5-2gpu",
+        "scaling-1b-1gpu",
+        "large-2gpu",
+        "lora",
+    )
+)
+# Measured before masks were given to torch's fast kernels: another suite has it as it is now.
+OVERTAKEN = {("as-written-large-2gpu.json", "bert-large")}
 # Measured for a change, once before and once after it.
 CHANGES = ("right-or-refused.json", "spine.json", "whole-parameters.json")
+# Their `allocated_gib` is of a moment without activations: 26.5 GiB of Llama-3-8B, whose blocks
+# keep 54 GiB, with 103.6 reserved.
+NO_PEAKS = ("13b-four-gpus.json", "llama-8b-four-gpus.json")
 LARGE = 20.0  # GiB: below, a kept segment of torch's counts more than a share
 # Measured before the memory of cleared gradients was freed in forward (commit f73b332).
 OLDER = ("13b-two-gpus-2gpu.json", "13b-tp-4gpu.json", "2.7b-offload-1gpu.json")
@@ -145,7 +161,9 @@ def forecast(row: Row) -> dict[str, Any]:
     )
     machine = bp.Machine(gpu="h200", gpus=record["gpus"])
     fused, whole = record.get("fused_head", False), row.file in WHOLE_HEADS
-    traced = trace(source_of(record["shape"], fused, whole), settings)
+    # Measured in blocks, however small.
+    traced = trace(source_of(record["shape"], fused, whole), settings, machine)
+    traced = dataclasses.replace(traced, whole=None)
     memory = Kept if row.file in OLDER else Memory
     found = bp.Forecast.of(memory(traced, settings, machine))
     parts = dict(found.peak.parts)
@@ -170,7 +188,9 @@ def as_written() -> Iterator[dict[str, Any]]:
     """The forecasts and measurements of AS_WRITTEN: of what torch allocated."""
     for file in AS_WRITTEN:
         for record in json.loads((RESULTS / file).read_text())["records"]:
-            if record["backend"] == "ours" and "peak_gib" in record:
+            is_known = record["backend"] == "ours" and record.get("peak_gib")
+            is_other = record.get("padded") or (file, record["model"]) in OVERTAKEN
+            if is_known and not is_other:
                 yield written(file, record)
 
 
@@ -190,7 +210,7 @@ def written(file: str, record: dict[str, Any]) -> dict[str, Any]:
     seq = TRANSFORMERS[name] if own is None else own.seq
     settings = bp.Settings(batch=rows, seq=seq)
     machine = bp.Machine(gpu="h200", gpus=record["gpus"])
-    memory = Memory(trace(source, settings), settings, machine)
+    memory = Memory(trace(source, settings, machine), settings, machine)
     found = bp.Forecast.of(memory)
     beside = ("CUDA context", "communication", "allocator's slack")
     parts = {k: v for k, v in found.peak.parts.items() if k not in beside}
@@ -204,6 +224,7 @@ def written(file: str, record: dict[str, Any]) -> dict[str, Any]:
         "difference": round(gib / record["peak_gib"] - 1, 4),
         "peak_at": found.peak.name,
         "recompute": found.recompute,
+        "notes": found.notes,
         "parts_gib": {name: round(size / GIB, 2) for name, size in parts.items()},
     }
 
@@ -213,7 +234,9 @@ def allocator() -> dict[str, Any]:
     as a share of large ones, in GiB of small ones.
     """
     found: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
-    for path in sorted(set(RESULTS.glob("*.json")) - {RESULTS / name for name in CHANGES}):
+    for path in sorted(
+        set(RESULTS.glob("*.json")) - {RESULTS / name for name in (*CHANGES, *NO_PEAKS)}
+    ):
         content = json.loads(path.read_text())
         for record in content.get("records", ()) if isinstance(content, dict) else ():
             allocated = record.get("allocated_gib", record.get("peak_gib"))
@@ -237,13 +260,12 @@ def constants(found: list[dict[str, Any]]) -> dict[str, Any]:
     """What the plan takes from measurements: what torch's allocator keeps, and the margin that nine
     of ten runs stay within, by what it keeps or by what forecasts were too low.
 
-    A run that fills the GPU ("auto") says nothing of a forecast, nor do models that run as one
-    graph, which a plan does not know.
+    A run that fills the GPU ("auto") says nothing of a forecast.
     """
     over = [
         row["measured_gib"] / row["forecast_gib"] - 1
         for row in found
-        if set(row["recompute"]) == {"nothing"} and row["file"] not in ONE_GRAPH
+        if set(row["recompute"]) == {"nothing"}
     ]
     kept = allocator()
     spread = (1 + kept["nine_of_ten_below"]) / (1 + kept["median_share"]) - 1

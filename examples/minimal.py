@@ -38,7 +38,7 @@ manager.add_optimizer(optimizer, scheduler)
 loss_of = bmt.loss.FusedCrossEntropy()
 text = torch.tensor(list(Path(sys.argv[1] if len(sys.argv) > 1 else __file__).read_bytes()))
 draw = torch.Generator().manual_seed(bmt.rank())  # every rank reads other places
-with bmt.CheckpointManager("minimal") as checkpoints:  # a folder: start again, and it goes on
+with bmt.CheckpointManager("minimal") as checkpoints:  # a folder: start again, and it resumes
     before = checkpoints.restore(model, manager)  # weights, optimizer, schedule; None at first
     if before and before.state:  # of each rank; None at another number of ranks
         draw.set_state(before.state["draw"])

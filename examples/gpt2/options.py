@@ -174,7 +174,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--FLAG VALUE ...]   (--help lists the flags)",
         description="Train a GPT-2. Start with: torchrun --standalone --nproc_per_node=2 "
         "examples/gpt2/train.py. "
-        "Start it again after an interruption and it goes on from its last checkpoint.",
+        "Start it again after an interruption and it resumes from its last checkpoint.",
         epilog=_preset_table(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 examples/gpt2/train.py
 
-Stop it whenever you like and start it again: it goes on from its last checkpoint. `--help` lists
+Stop it whenever you like and start it again: it resumes from its last checkpoint. `--help` lists
 what can be changed. Read `run`, then `train_step`; the rest is called from there.
 """
 
@@ -110,7 +110,7 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
         if stopping and position.step < options.steps:
             report.message(
                 f"stopped after step {position.step} and saved {checkpoint}: run the same "
-                "command to go on."
+                "command to resume."
             )
         else:
             show_sample(model, data, position, options, report)

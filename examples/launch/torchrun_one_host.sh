@@ -1,7 +1,7 @@
 #!/bin/sh
 # One host, a process for each of its GPUs:
 #     sh examples/launch/torchrun_one_host.sh
-# Run it again after Ctrl-C or a crash: it goes on from the last checkpoint.
+# Run it again after Ctrl-C or a crash: it resumes from the last checkpoint.
 exec torchrun --standalone --nproc-per-node gpu \
     -m model_center train \
     --model-config Qwen/Qwen3-8B --data /shared/chat.jsonl \

@@ -36,7 +36,8 @@ RULE = f"""A cell is green if all of this holds:
 
 * launcher and ranks have ended by themselves within {LIMIT_S:.0f} s of the fault, with an exit code
   that is expected: 0 for a stop that was asked for and for what a run survives, 75 for SIGUSR1 to a
-  rank, otherwise another than 0 (what the launcher itself is sent may end it with any);
+  rank before the last step is done, otherwise another than 0 (what the launcher itself is sent may
+  end it with any);
 * {STOPPED_S:.0f} s more are for torchrun to kill a process that cannot end; a rank that is stopped
   or hangs is named within {LIMIT_S:.0f} s; one that hangs and answers may be at work: then the job
   is killed;
@@ -135,7 +136,7 @@ def hit(moment: str, one: frozenset[int]) -> dict[str, Any]:
         own |= {"step": 0, "lost": 0, "is_warm": False}
     elif moment == "loading":
         own |= {"step": 0, "lost": 0, "start": "stopped"}
-    elif moment in ("saving", "before the manifest", "pruning"):
+    elif moment in (JUST_SAVED, "saving", "before the manifest", "pruning"):
         own |= {"step": SAVED, "lost": 2 * SAVE_EVERY}
     elif moment == "first exchange":
         own |= {"step": 0, "lost": 0}
@@ -146,6 +147,7 @@ def hit(moment: str, one: frozenset[int]) -> dict[str, Any]:
     return own
 
 
+JUST_SAVED = "just saved"
 IN_STEP = ("forward", "backward", "optimizer")
 WRITING = ("saving", "before the manifest")
 AROUND = ("import", "loading", *IN_STEP, *WRITING, "ending")
@@ -191,7 +193,18 @@ def cells() -> Iterator[Cell]:
     for kind in ("exception", "sys.exit(3)", "early return"):
         for moment in ("import", "loading", *IN_STEP, "ending"):
             if moment not in ("backward", "optimizer") or kind == "exception":
-                yield Cell(kind, **hit(moment, ONE))
+                # torchrun lets the others go on, who name it and wait for as long as `timeout` says
+                is_unknown = (kind, moment) == ("early return", "import")
+                yield Cell(kind, answers=is_unknown, **hit(moment, ONE))
+    every = (GPT2, TRAIN, OWN_LOOP)
+    for kind, rank, one in (
+        ("exception", 1, ONE),
+        ("exception", 0, ZERO),
+        ("sys.exit(3)", 1, ONE),
+        ("sys.exit(3)", 0, ZERO),
+    ):
+        yield Cell(kind, rank=rank, programs=every, **{**hit(JUST_SAVED, one), "lost": 0})
+    yield Cell("SIGKILL of a rank", programs=every, **hit(JUST_SAVED, ONE))
     for rank, one in ((1, ONE), (0, ZERO)):
         for moment in ("import", "first exchange", "loading", "first step", *IN_STEP, "exchange"):
             if rank == 1 or moment not in ("import", "optimizer"):
@@ -218,7 +231,8 @@ def _stops() -> Iterator[Cell]:
         after: dict[str, Any] = hit(moment, NOBODY) | stop
         yield Cell("SIGTERM to a rank", codes=0, **after)
         yield Cell("SIGINT to a rank", codes=0, **after)
-        yield Cell("SIGUSR1 to a rank", codes=75, **after)
+        # after its last step a run need not be started again
+        yield Cell("SIGUSR1 to a rank", codes=0 if moment == "ending" else 75, **after)
         yield Cell("SIGTERM to the launcher", codes=ANY, **after)
         yield Cell("SIGINT to the launcher", codes=ANY, **after)
         yield Cell("SIGUSR1 to the launcher", codes=ANY, **after)

@@ -167,6 +167,25 @@ def _saving(clock: Clock) -> None:
     replace(writing, "_write_at", half)
 
 
+def _just_saved(clock: Clock) -> None:
+    """The program goes on, and the files of this rank are being written."""
+    write_at, save = writing._write_at, bmt.CheckpointManager.save  # noqa: SLF001
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.5)
+        write_at(*args)
+
+    def saved(*args: Any, **kwargs: Any) -> Any:
+        if clock.is_after_step:
+            replace(writing, "_write_at", slow)
+        found = save(*args, **kwargs)
+        if clock.is_after_step:
+            clock.strike()
+        return found
+
+    replace(bmt.CheckpointManager, "save", saved)
+
+
 def _manifest(clock: Clock) -> None:
     """The files of this rank are written, and nobody knows yet."""
     before(Board, "gather", lambda: clock.strike() if clock.is_after_step else None)
@@ -202,6 +221,7 @@ MOMENTS: dict[str, Callable[[Clock], None]] = {
     "first step": _exchange,
     "backward": _backward,
     "optimizer": _optimizer,
+    "just saved": _just_saved,
     "saving": _saving,
     "before the manifest": _manifest,
     "pruning": _pruning,

@@ -10,12 +10,10 @@ from typing import Any
 from bmtrain.checkpoint import commands
 from bmtrain.plan import command as plan
 from bmtrain.plan import environment
-from bmtrain.runtime import running
-from bmtrain.runtime.arguments import unknown
+from bmtrain.runtime import starting
 from bmtrain.verification import command as verify
 from bmtrain.version import __version__
 
-BAD_INPUT = 2  # as argparse's
 # What has `add_arguments(parser)` and `run(arguments)`, which returns the exit status; its help.
 COMMANDS: dict[str, tuple[Any, str]] = {
     "verify": (
@@ -24,15 +22,14 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     ),
     "check": (commands.CHECK, "compare the files of checkpoints with their checksums"),
     "consolidate": (commands.CONSOLIDATE, "write the weights of a checkpoint into one file"),
-    "run": (running, "start a program once for each GPU of this host, as ranks of one run"),
+    "run": (starting, "start a program once for each GPU of this host, as ranks of one run"),
     "plan": (plan, "forecast the memory of a run: does it fit, where is its peak, what changes it"),
     "env": (environment, "show versions, GPUs, links, limits and variables, for a bug report"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Without a command, lists what there is."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run one command; returns the exit status. Without a command, lists them all."""
     parser = argparse.ArgumentParser(prog="python -m bmtrain", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -42,28 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(chosen)
         chosen.set_defaults(run=module.run)
-    if not arguments:
-        print(listing())
-        return 0
-    if not arguments[0].startswith("-"):
-        wrong = unknown("python -m bmtrain", arguments[:1], COMMANDS)
-        if wrong is not None:
-            print(f"error: {wrong} It knows {', '.join(COMMANDS)}.", file=sys.stderr)
-            return BAD_INPUT
     args = parser.parse_args(arguments)
     if "run" not in args:
         parser.print_help()
         return 0
     status: int = args.run(args)
     return status
-
-
-def listing() -> str:
-    """The commands, one line each."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
-    usage = "python -m bmtrain COMMAND, with --help for the arguments of a command:"
-    return "\n".join([usage, *lines])
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class ConfigurationError(BMTrainError, ValueError):
 
 
 class ArgumentError(ConfigurationError, TypeError):
-    """An argument of another type than expected, or one that is not known."""
+    """An argument of another type than expected."""
 
 
 class UnknownNameError(BMTrainError, KeyError):

@@ -115,9 +115,10 @@ def is_mutable(operator: Any) -> bool:
     return found
 
 
-def argument_names(operator: Any) -> list[str]:
-    """The names of an operator's arguments, in order."""
-    return [argument.name for argument in operator._schema.arguments]
+def argument_names(function: Any) -> list[str]:
+    """The names of an operator's arguments, in order; none for a function of Python."""
+    schema = getattr(function, "_schema", None)
+    return [] if schema is None else [argument.name for argument in schema.arguments]
 
 
 def overloads(target: object) -> list[Any]:
@@ -345,8 +346,7 @@ def run_collective(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     An operator is called with `async_op=True`: without, NCCL returns a null work handle, and torch
     crashes when it makes an object of Python of it.
     """
-    schema = getattr(function, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    names = argument_names(function)
     if "async_op" in names:
         place = names.index("async_op")
         kwargs = {**kwargs, **dict(zip(names[place:], args[place:], strict=False))}
@@ -378,8 +378,8 @@ def symmetric_memory() -> Any:
     return torch._C._distributed_c10d._SymmetricMemory
 
 
-def flight_record(count: int = 3) -> str:
-    """The last collectives that NCCL has begun and not ended, by torch's flight recorder.
+def flight_record() -> str:
+    """The last three collectives that NCCL has begun and not ended, by torch's flight recorder.
 
     Empty where the recorder is off, or torch has none.
     """
@@ -393,7 +393,7 @@ def flight_record(count: int = 3) -> str:
         f"NCCL {entry.get('profiling_name')} of {entry.get('input_sizes')}, number "
         f"{entry.get('collective_seq_id')} of group {entry.get('process_group')}: "
         f"{entry.get('state')}"
-        for entry in active[-count:]
+        for entry in active[-3:]
     )
 
 

@@ -178,7 +178,7 @@ def test_compact_from_elsewhere(folder, monkeypatch, tmp_path):
     assert meta_of(folder) == before
     for name in ("a", "b"):
         Path(folder, name).rename(tmp_path / name)
-    with refused("not one of the 2 files"):
+    with refused("none of the 2 files"):
         compact_dataset(folder)
     assert meta_of(folder) == before
 

@@ -300,7 +300,7 @@ def test_a_share_of_a_single_text(tmp_path):
     one = InstructionDataset(write_rows(tmp_path / "a.jsonl", PAIRS[0]), GPT2, 64)
     with refused("a.jsonl is one row, of which no share can be set aside"):
         set_aside(MixturePart(one, range(1)), 0.25, 3)
-    with refused("a.jsonl: a share of 0.5 of 1 rows is none of them"):
+    with refused("a.jsonl: a weight of 0.5 leaves none of 1 rows"):
         weighted(MixturePart(one, range(1)), 0.5, 3)
 
 

@@ -36,11 +36,12 @@ class Left:
         return self.ended - float(found.group(1))
 
 
-def run(program, *args, ranks=2, folder, timeout=60.0, hosted=False):
+def run(program, *args, ranks=2, folder, timeout=60.0, hosted=False, grace=3.0):
     """Run `program(*args)` on each rank, as the main program of a process.
 
     Args:
         hosted: whether rank 0 hosts the store, as without torchrun.
+        grace: see `run_in`.
     """
     with _store(hosted) as port:
         environments = [
@@ -57,7 +58,7 @@ def run(program, *args, ranks=2, folder, timeout=60.0, hosted=False):
             }
             for rank in range(ranks)
         ]
-        return run_in(environments, program, *args, folder=folder, timeout=timeout)
+        return run_in(environments, program, *args, folder=folder, timeout=timeout, grace=grace)
 
 
 def run_in(environments, program, *args, folder, timeout=60.0, grace=3.0):

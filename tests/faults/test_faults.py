@@ -1,6 +1,7 @@
 """One rank meets with a fault: who is named, how soon, and with which exit codes all end."""
 
 import os
+import pickle
 import re
 import signal
 import socket
@@ -171,7 +172,9 @@ def test_nothing_is_said_while_one_rank_works_for_all(stops, tmp_path):
 
 
 def among_strangers():
-    """One who has found out the names in the store, which has no password, says that the run ends."""
+    """One who has found out the names in the store, which has no password, says that the run ends,
+    that a rank has ended, and that the others have been told.
+    """
     bmt.init_distributed(device="cpu", timeout=60)
     training = program.Training()
     training.step(0)
@@ -185,6 +188,17 @@ def among_strangers():
             for rank in (0, 1):
                 number = stranger.add(f"words to {rank}", 1)
                 stranger.set(f"to {rank} {number}", word)
+                stranger.set(f"end {rank}", pickle.dumps("has failed: a lie"))
+                stranger.set(f"part {rank}", "{}")
+        stranger.set("told 0", "\xff" * 40)
+        dog = world.current().watchdog
+        dog.write(stranger, "note 1", "what only ranks read")
+        assert dog.read(stranger, "note", [0, 1]) == {1: "what only ranks read"}
+        copied = stranger.get("note 1")
+        assert b"only" not in copied
+        stranger.set("note 2", copied)
+        stranger.set("note 1", copied[:-1] + bytes([copied[-1] ^ 1]))
+        assert dog.read(stranger, "note", [1, 2]) == {} and dog.whereabouts([0]) == {}
     for number in range(1, 8):
         training.step(number)
         time.sleep(0.2)
@@ -194,6 +208,28 @@ def among_strangers():
 def test_a_stranger_does_not_end_a_run(tmp_path):
     left = run(among_strangers, folder=tmp_path, hosted=True)
     assert (left.codes, left.printed) == ([0, 0], ["", ""])
+
+
+def hangs_among_strangers():
+    """A rank hangs, and a stranger says what ranks say in its place."""
+    bmt.init_distributed(device="cpu", timeout=60, watchdog=WATCHDOG_S)
+    training = program.Training()
+    training.step(0)
+    if bmt.rank() == 1:
+        stranger = room(world.current().store.clone(), "watch")
+        for rank in (0, 1):
+            stranger.set(f"end {rank}", "has failed: a lie")
+            stranger.set(f"part {rank}", "{}")
+        stranger.set("told 0", "")
+        time.sleep(600)
+    training.step(1)
+
+
+def test_a_stranger_does_not_keep_a_hang_from_being_told(tmp_path):
+    left = run(hangs_among_strangers, folder=tmp_path, hosted=True, grace=15)
+    said = "".join(left.printed)
+    assert left.codes == [Exit.HUNG, Exit.HUNG] and said.count("the run hangs") == 1, said
+    assert "rank 1 has not reached" in said and "a lie" not in said, said
 
 
 ALL = -1  # ranks

@@ -11,7 +11,7 @@ from tests.unit import test_fusions as layers
 from bmtrain.compile import backend, fusions
 from bmtrain.kernels import norm as kernels
 from bmtrain.kernels.gelu import gelu_backward
-from bmtrain.kernels.norm import MOST_COLUMNS, Terms, norm, norm_backward, norm_backward_reference
+from bmtrain.kernels.norm import MOST_COLUMNS, norm_backward, norm_backward_op, norm_op
 
 # the compiler's remarks on TF32 and on itself
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -64,7 +64,7 @@ def test_norms(case, dtype):
     arguments = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(DEVICE), norms.Case(dtype, **case).arguments
     )
-    got, want = norm_backward(*arguments), norm_backward_reference(Terms(*arguments))
+    got, want = norm_backward_op(*arguments), by_torch(norm_backward, *arguments)
     torch.testing.assert_close(got[0], want[0], rtol=torch.finfo(dtype).eps, atol=2e-5)
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-3)  # of numbers in fp32
     residual = arguments[5]
@@ -73,7 +73,8 @@ def test_norms(case, dtype):
     own = kernels._sums([kernels._rows(tensor, case["n"]) for tensor in columns], case["n"])
     torch.testing.assert_close(got[2], own, rtol=1e-4, atol=1e-3)
     assert all(
-        torch.equal(one, other) for one, other in zip(got, norm_backward(*arguments), strict=True)
+        torch.equal(one, other)
+        for one, other in zip(got, norm_backward_op(*arguments), strict=True)
     ), "other bits each time"
 
 
@@ -92,11 +93,11 @@ def test_forward_of_norms(case, dtype):
     arguments = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(DEVICE), norms.forward_arguments(dtype, **case)
     )
-    got = norm(*arguments)
+    got = norm_op(*arguments)
     norms.check_norm(arguments, got)
-    assert all(torch.equal(one, other) for one, other in zip(got, norm(*arguments), strict=True)), (
-        "other bits each time"
-    )
+    assert all(
+        torch.equal(one, other) for one, other in zip(got, norm_op(*arguments), strict=True)
+    ), "other bits each time"
 
 
 @pytest.mark.parametrize("narrow", [0, 1024])

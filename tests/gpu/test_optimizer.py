@@ -15,7 +15,6 @@ from tests.tensors import by_torch
 import bmtrain as bmt
 from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamSettings, AdamTensors, update_tensors
-from bmtrain.kernels.chunks import Batch
 from bmtrain.kernels.scale import scale_
 from bmtrain.kernels.squares import sum_of_squares
 from bmtrain.optim import streaming
@@ -42,10 +41,6 @@ def normal(dtype, seed, numel=700_000):
 
 def cut(flat):
     return [flat[begin:end] for begin, end in BOUNDS]
-
-
-def batch(flat):
-    return Batch([(part,) for part in cut(flat)])
 
 
 @pytest.mark.parametrize("grad_dtype", DTYPES)
@@ -91,9 +86,9 @@ def test_sums_of_squares(dtype):
     for scale in (1.0, 1e4 if dtype == torch.float16 else 3e37):
         flat = (normal(torch.float32, 3) * scale).to(dtype)
         want = sum(part.double().square().sum().item() for part in cut(flat))
-        got = sum_of_squares(batch(flat), device)
+        got = sum_of_squares(cut(flat), device)
         assert got.item() == pytest.approx(want, rel=1e-6)
-        assert all(torch.equal(sum_of_squares(batch(flat.clone()), device), got) for _ in range(5))
+        assert all(torch.equal(sum_of_squares(cut(flat.clone()), device), got) for _ in range(5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,16 +96,15 @@ def test_what_is_not_finite_is_found_anywhere(dtype):
     """NaN and both infinities, at the first and the last element of every tensor."""
     device = torch.device("cuda", torch.cuda.current_device())
     parts = cut(normal(dtype, 4))
-    whole = Batch([(part,) for part in parts])
     for part, place, bad in itertools.product(parts, (0, -1), (math.nan, math.inf, -math.inf)):
         if part.numel():
             before = part[place].clone()
             part[place] = bad
-            assert not math.isfinite(sum_of_squares(whole, device).item()), (
+            assert not math.isfinite(sum_of_squares(parts, device).item()), (
                 f"{bad} at {place} of {part.numel()}"
             )
             part[place] = before
-    assert math.isfinite(sum_of_squares(whole, device).item())
+    assert math.isfinite(sum_of_squares(parts, device).item())
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37, 0.0, math.nan])
@@ -119,8 +113,8 @@ def test_scaling_is_that_of_the_twin(dtype, factor):
     """Bit by bit, and nothing between the tensors."""
     number = torch.tensor(factor, device="cuda")
     want, got = normal(dtype, 5), normal(dtype, 5)
-    by_torch(scale_, batch(want), number)
-    scale_(batch(got), number)
+    by_torch(scale_, cut(want), number)
+    scale_(cut(got), number)
     assert torch.equal(want.nan_to_num(nan=7.0), got.nan_to_num(nan=7.0))
 
 

@@ -74,7 +74,7 @@ def in_a_block():
     """A layer of model_center compiles with such a mask, holds no pairs, and computes as with pairs."""
     torch.manual_seed(0)
     sizes = {"dim_model": 256, "num_heads": 4, "dim_head": 64, "dim_ff": 512}
-    length = 8192
+    length = 16384
     block = bmt.Block(TransformerBlock(**sizes, dtype=torch.bfloat16), use_checkpoint=True)
     bmt.init_parameters(block)
     segments = packed(1, length, 3000).to(bmt.device())

@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction
 from bmtrain.kernels import adam, fp8, gelu, norm, scale, squares, sum_parts
 from bmtrain.kernels import cross_entropy as losses
 from bmtrain.kernels.blockwise import Blocks
-from bmtrain.kernels.chunks import Batch
 from model_center.kernels import cached_attention, gated, largest, rotary, row_products
 from model_center.kernels.row_products import RowProducts
 
@@ -109,22 +108,21 @@ def train(dtype):
     masters: Any = {of_flat: [of_flat] * 2, None: blocks, flat.short(): [of_flat] * 2}
     for master, moments in masters.items():
         adam.adamw_triton([adam.AdamTensors(flat, flat, master, *moments)], settings, verdict)
-    by_kernel(scale.scale_, Batch([(flat,)]), verdict.float())
+    by_kernel(scale.scale_, [flat], verdict.float())
     by_kernel(scale.scale_to, wide, verdict.float(), dtype)
-    by_kernel(squares.sum_of_squares, Batch([(flat,)]), flat.device)
+    by_kernel(squares.sum_of_squares, [flat], flat.device)
     by_kernel(sum_parts.sum_parts, flat, flat.expand(2, -1), accumulate=True)
     by_kernel(gelu.gelu_backward, x, x)
     by_kernel(fp8.transposed, x, verdict.float())
     by_kernel(fp8.transposed, x.to(torch.float8_e4m3fn))
     for center, bias in ((None, None), (wide[:, :1], x[0])):
-        norm.norm_by_triton(norm.Norm([x, x], x[0], bias, 1e-5, center is not None))
-        terms = norm.Terms([x, x], [x], x[0], center, wide[:, :1], x, center is None, True)
-        norm.norm_backward_by_triton(terms)
-    for logits, weight in ((x, None), (wide.double(), wide[0].double())):
-        smoothed, of_row = weight is not None, torch.zeros(64).long()
-        sums: losses.RowSums = by_kernel(losses.row_sums, logits, weight, smoothed=smoothed)
-        factors = losses.RowFactors(*sums, of_row)
-        by_kernel(losses.row_gradient, logits, sums, factors, weight, smoothed=smoothed)
+        by_kernel(norm.norm, [x, x], x[0], bias, 1e-5, center is not None)
+        terms = [x, x], [x], x[0], center, wide[:, :1], x, center is None, True
+        by_kernel(norm.norm_backward, *terms)
+    for logits in (x, wide.double()):
+        sums: losses.RowSums = by_kernel(losses.row_sums, logits, None, smoothed=False)
+        factors = losses.RowFactors(*sums, torch.zeros(64).long())
+        by_kernel(losses.row_gradient, logits, sums, factors, None, smoothed=False)
 
 
 @mock.patch.object(JITFunction, "run", compiled)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from typing import Any
 from unittest import mock
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from tests.models import parity
 from tests.ranks.runner import run_ranks
+from tests.tensors import by_kernel
 
 import bmtrain as bmt
-from bmtrain.kernels.norm import norm_by_triton
+from bmtrain.kernels.norm import norm
 from model_center.generation import search
 from model_center.generation.engine import generate
 from model_center.kernels import row_products as room
@@ -59,7 +61,7 @@ def by_kernels():
         (feedforward, "gated"): gated_by_triton,
         (rotary, "rotate"): rotate_by_triton,
         (scaled_dot_product, "extended_attention"): cached_attention_by_triton,
-        (layernorm, "norm_by_triton"): norm_by_triton,
+        (layernorm, "norm"): functools.partial(by_kernel, norm),
         (decode_row, "row_products"): row_products_by_triton,
     }
     with contextlib.ExitStack() as stack:

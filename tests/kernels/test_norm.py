@@ -2,26 +2,17 @@
 PyTorch in fp64.
 """
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.tensors import by_kernel, by_torch
 from torch import Tensor
 from torch.testing import assert_close
 
 from bmtrain.kernels import norm
-from bmtrain.kernels.norm import (
-    WIDE,
-    Norm,
-    Terms,
-    norm_backward,
-    norm_backward_by_triton,
-    norm_backward_reference,
-    norm_by_triton,
-    norm_reference,
-)
+from bmtrain.kernels.norm import WIDE, norm_backward
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
@@ -89,7 +80,7 @@ def test_gradients(case):
         totals = [*made.want[1:], *(tensor.double().sum((0, 1)) for tensor in columns)]
         for found, exact in zip([*sums, *more], totals, strict=True):  # fp32 throughout
             assert_close(found.double().sum(0), exact, rtol=1e-4, atol=1e-3)
-        got = norm_backward_by_triton(Terms(*made.arguments))
+        got = by_kernel(norm_backward, *made.arguments)
         # Triton's interpreter cuts bf16 off where the device rounds.
         rtol = (2 if dtype == torch.bfloat16 else 1) * eps
         assert_close(got[0], grad_x, rtol=rtol, atol=1e-5)
@@ -102,11 +93,11 @@ def test_gradients(case):
 
 @pytest.mark.parametrize("asked", [(False, False), (True, False), (False, True)])
 def test_only_the_sums_that_are_asked_for(asked):
-    both = Terms(*Case(torch.float32, **CASES[1]).arguments)
-    every = norm_backward_reference(both)[2]
-    terms = dataclasses.replace(both, sums_result=asked[0], sums_residual=asked[1])
-    for run in (norm_backward_reference, norm_backward_by_triton):
-        assert_close(run(terms)[2], every[torch.tensor(asked)], rtol=1e-5, atol=1e-5)
+    both = Case(torch.float32, **CASES[1]).arguments
+    every = norm_backward(*both)[2]
+    for run in (by_torch, by_kernel):
+        found = run(norm_backward, *both[:-2], *asked)[2]
+        assert_close(found, every[torch.tensor(asked)], rtol=1e-5, atol=1e-5)
 
 
 FORWARD = named(
@@ -166,7 +157,7 @@ def test_norm_is_that_of_pytorch(case):
     for dtype in DTYPES:
         arguments = forward_arguments(dtype, **case)
         check_norm(arguments, norm.norm(*arguments))
-        got, want = norm_by_triton(Norm(*arguments)), norm_reference(Norm(*arguments))
+        got, want = by_kernel(norm.norm, *arguments), norm.norm(*arguments)
         if dtype != torch.bfloat16:
             check_norm(arguments, got)
             assert torch.equal(got[3], want[3])
@@ -186,12 +177,13 @@ def test_strides_do_not_matter():
         return torch.stack([tensor, torch.full_like(tensor, 7.0)], -1)[..., 0]
 
     given: Any = (
-        (forward_arguments(torch.float32, **FORWARD[1]), norm_by_triton, Norm),
-        (Case(torch.float32, **CASES[1]).arguments, norm_backward_by_triton, Terms),
+        (forward_arguments(torch.float32, **FORWARD[1]), norm.norm),
+        (Case(torch.float32, **CASES[1]).arguments, norm_backward),
     )
-    for arguments, kernel, case in given:
+    for arguments, function in given:
         spread = torch.utils._pytree.tree_map_only(Tensor, strided, arguments)
-        for got, want in zip(kernel(case(*spread)), kernel(case(*arguments)), strict=True):
+        both = (by_kernel(function, *each) for each in (spread, arguments))
+        for got, want in zip(*both, strict=True):
             assert torch.equal(got, want)
 
 

@@ -10,7 +10,6 @@ import torch
 from tests.tensors import by_kernel, by_torch
 
 from bmtrain.kernels import scale
-from bmtrain.kernels.chunks import Batch
 from bmtrain.kernels.scale import BLOCK_TO, scale_, scale_to
 from bmtrain.torch_internals import has_no_memory, without_memory
 
@@ -33,8 +32,8 @@ def test_kernel_equals_twin(factor):
             generator = torch.Generator().manual_seed(1)
             flats = [torch.randn(900, generator=generator).to(dtype) for dtype in dtypes]
             before = [(flat.clone(), flat._version) for flat in flats]
-            rows = [(flat[begin:end],) for flat in flats for begin, end in BOUNDS]
-            run(scale_, Batch(rows), torch.tensor(factor))
+            rows = [flat[begin:end] for flat in flats for begin, end in BOUNDS]
+            run(scale_, rows, torch.tensor(factor))
             for flat, (old, version) in zip(flats, before, strict=True):
                 assert flat._version > version, "written unnoticed"
                 assert torch.equal(flat[784:], old[784:]) and flat[65] == old[65]
@@ -50,11 +49,11 @@ def test_a_factor_of_one_changes_no_bit():
     values = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 1.5])
     values.view(torch.int32)[0] = 0x7F800001  # a NaN of which a product makes another one
     before = values.clone().view(torch.int32)
-    by_kernel(scale_, Batch([(values,)]), torch.tensor(1.0))
+    by_kernel(scale_, [values], torch.tensor(1.0))
     assert torch.equal(values.view(torch.int32), before)
     for run in (by_torch, by_kernel):
-        run(scale_, Batch([]), torch.tensor(0.5))
-        run(scale_, Batch([(torch.empty(0),)]), torch.tensor(0.5))
+        run(scale_, [], torch.tensor(0.5))
+        run(scale_, [torch.empty(0)], torch.tensor(0.5))
 
 
 def test_a_product_is_rounded_to_another_dtype():

@@ -10,7 +10,6 @@ import torch
 from tests.tensors import by_kernel, by_torch
 
 from bmtrain.kernels import squares
-from bmtrain.kernels.chunks import Batch
 from bmtrain.kernels.squares import sum_of_squares
 
 # The interpreter's numpy tells of the overflow that the kernel reckons with.
@@ -25,7 +24,7 @@ both_paths = pytest.mark.parametrize("path", [by_torch, by_kernel])
 
 
 def total(path, tensors):
-    found = path(sum_of_squares, Batch([(tensor,) for tensor in tensors]), CPU)
+    found = path(sum_of_squares, tensors, CPU)
     assert found.dtype == torch.float64 and found.shape == ()
     return found.item()
 

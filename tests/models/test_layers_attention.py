@@ -11,7 +11,7 @@ from tests.models.by_hand import assert_alike, noise
 from tests.models.parity import assert_close
 
 from model_center.errors import ConfigError, InputError
-from model_center.layer.blocks import CrossAttentionBlock
+from model_center.layer.blocks import CrossAttentionBlock, SelfAttentionBlock
 from model_center.layer.cache import KeyValueCache, LayerCache
 from model_center.layer.dense_attention import Attention
 from model_center.layer.mask import AttentionMask, last_queries, mask_from, mask_of_lengths
@@ -199,3 +199,20 @@ def test_half_precision_with_masks(dtype):
         out = out[0] if seen else out
         (grad,) = torch.autograd.grad(out.float().sum(), [x])
         assert out.dtype == dtype and out.isfinite().all() and grad.isfinite().all()
+
+
+def test_compiled_blocks_make_no_mask_of_pairs():
+    """Causal attention stays the kernel's own in compiled code, where a mask would cost its speed."""
+    kernel, found = torch.nn.functional.scaled_dot_product_attention, []
+
+    def backend(graph, _):
+        found.extend(node.kwargs for node in graph.graph.nodes if node.target is kernel)
+        return graph.forward
+
+    sizes = {"dim_model": 8, "num_heads": 2, "dim_head": 4, "dtype": torch.float32}
+    block, x = SelfAttentionBlock(**sizes), torch.randn(2, 5, 8)
+    by_hand.drawn(block, 0.5)
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    assert_close(compiled(x, AttentionMask(True)), block(x, AttentionMask(True)))
+    (options,) = found
+    assert options["is_causal"] and options.get("attn_mask") is None

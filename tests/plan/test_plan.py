@@ -220,7 +220,7 @@ def test_shards_gradients_and_states_are_those_of_a_real_model():
     source = of_function(MODEL)
     for kept, real in zip(KEPT, run_ranks(built, 2)[0], strict=True):
         settings = with_replaced(EAGER, **kept)
-        memory = Memory(trace(source, settings), settings, TWO)
+        memory = Memory(trace(source, settings, TWO), settings, TWO)
         states = memory.host if "optimizer" in kept else memory.states
         assert (memory.weights, memory.gradients, states) == real, kept
         assert memory.host + memory.states == states, kept
@@ -231,7 +231,7 @@ def test_auto_takes_what_fits():
     rooms; the allocator's slack grows with what blocks keep, which no plan counts.
     """
     settings = Settings(batch=64, seq=4096, compiled=False)
-    traced = trace(of_function(WIDE), settings)
+    traced = trace(of_function(WIDE), settings, MACHINE)
     memory = Memory(traced, settings, MACHINE)
     ends = [memory.peak(memory.levels("auto", room)).total for room in (0, 2**50)]
     for part in range(201):
@@ -253,7 +253,7 @@ def test_memory_grows_with_what_takes_it():
     as many are on the GPU as are said to be. A model without blocks has gradients too.
     """
     source, settings = of_function(MODEL), with_replaced(EAGER, batch=32, seq=64)
-    traced = trace(source, settings)
+    traced = trace(source, settings, TWO)
 
     def total(level, machine=TWO, **changes):
         return Memory(traced, with_replaced(settings, **changes), machine).peak([level] * 5).total
@@ -261,7 +261,7 @@ def test_memory_grows_with_what_takes_it():
     everything = total(Level.NOTHING)
     assert total(Level.BLOCK) < total(Level.CHEAP) < everything
     assert total(Level.NOTHING, zero_level=2) > everything != total(Level.NOTHING, MACHINE)
-    more = Memory(trace(source, with_replaced(settings, batch=64)), settings, TWO)
+    more = Memory(trace(source, with_replaced(settings, batch=64), TWO), settings, TWO)
     assert more.peak([Level.NOTHING] * 5).total > everything
     away = with_replaced(settings, optimizer="offload")
     whole = Memory(traced, away, MACHINE)
@@ -269,6 +269,41 @@ def test_memory_grows_with_what_takes_it():
     assert part.states == whole.host - part.host == whole.host // 2 and whole.staged
     bare = bp.forecast(Head, lambda head, *_: head(torch.ones(1, 1, 64).bfloat16(), _ids()), EAGER)
     assert bare.peak.parts["gradients"] == 2 * bare.parameters and "no member" in bare.notes[0]
+
+
+def test_a_small_model_is_forecast_as_one_graph():
+    """As the engine runs it: beside a GPU's memory, with default settings, if it leaves room. All
+    weights are gathered at once, whatever the ZeRO level, and the logits are not kept.
+    """
+    settings = Settings(batch=8, seq=64, recompute="nothing")
+    source = of_function(WIDE)
+    traced = trace(source, settings, TWO)
+    assert traced.whole is not None and (len(traced.whole.calls), len(traced.calls)) == (1, 6)
+    found = bp.Forecast.of(Memory(traced, settings, TWO))
+    assert (found.recompute, len(found.notes)) == ({"nothing": 1}, 1)
+    assert found.peak.parts["gathered weights"] >= 2 * found.parameters
+    apart = with_replaced(traced, whole=None)
+    blocks = bp.Forecast.of(Memory(apart, settings, TWO))
+    assert blocks.recompute == {"nothing": 6} and not blocks.notes
+    assert blocks.peak.parts["gathered weights"] < found.peak.parts["gathered weights"]
+    assert blocks.parameters == found.parameters
+    for changes in ({"recompute": "block"}, {"tp_size": 2}, {"pipe_size": 2}):
+        other = with_replaced(settings, **changes)
+        assert sum(bp.Forecast.of(Memory(traced, other, TWO)).recompute.values()) == 6, changes
+    full = bp.Machine(gpu_memory=found.peak.total / 0.9 / GIB, gpus=2)
+    assert sum(bp.Forecast.of(Memory(traced, settings, full)).recompute.values()) == 6
+    small = bp.Machine(gpu_memory=40 * 4 * found.parameters / GIB * 0.99)
+    assert trace(source, settings, small).whole is None
+    assert trace(source, with_replaced(settings, compiled=False), TWO).whole is None
+
+
+def test_forecasts_of_one_graph_are_what_was_measured():
+    """GPT-2 on 1, 2 and 4 GPUs and BERT, as programs write them: within 3 % of what torch allocated."""
+    measured = json.loads((RESULTS / "forecast.json").read_text(encoding="utf-8"))["records"]
+    found = [row for row in measured if row["measure"] == "peak_gib" and "one" in str(row["notes"])]
+    near = [row for row in found if "t5" not in row["setting"]]
+    assert len(near) == 7
+    assert all(abs(row["difference"]) < 0.03 for row in near)
 
 
 def _ids():
@@ -279,7 +314,7 @@ def test_models_of_all_sources(tmp_path):
     """A function of the user's: its blocks are the members of the list. A folder of transformers, as
     the model of transformers and as ours: the same elements.
     """
-    traced = trace(of_function(MODEL), EAGER)
+    traced = trace(of_function(MODEL), EAGER, MACHINE)
     assert len(traced.calls) == 5 and not traced.notes
     found = bp.forecast(Model, lambda model, *size: model(torch.ones(*size).long()).mean(), EAGER)
     assert found.fits and found.parameters == sum(p.numel() for p in Model().parameters())
@@ -290,7 +325,7 @@ def test_models_of_all_sources(tmp_path):
     config.save_pretrained(tmp_path)
     real = sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
     for source in (of_transformers(str(tmp_path)), model_center_plan.source_of(str(tmp_path))):
-        found = bp.Forecast.of(Memory(trace(source, EAGER), EAGER, MACHINE))
+        found = bp.Forecast.of(Memory(trace(source, EAGER, MACHINE), EAGER, MACHINE))
         assert found.parameters == real and found.recompute == {"nothing": 2}
         assert found.peak.parts["activations"] > 2 * 2 * 16 * 64 * 2
 
@@ -438,8 +473,8 @@ def test_the_flags_of_train(tmp_path, capsys):
 
 
 REFUSED = f"""
-nowhere_at_all:model --gpu h200: cannot be imported
-{__name__}:nothing --gpu h200: has no function 'nothing'
+nowhere_at_all:model --gpu h200: No module named 'nowhere_at_all'
+{__name__}:nothing --gpu h200: has no attribute 'nothing'
 {__name__}:number --gpu h200: returned int
 ./no/such/folder --gpu h200: there is no
 {MODEL}: needs the GPU's kind
@@ -512,11 +547,13 @@ def test_the_command(capsys):
     for one, size in ((exact, 12), (few, 4.125)):
         assert one["parts"]["optimizer states"] / one["parameters"] == pytest.approx(size, rel=1e-3)
     assert few["settings"]["moments"] == "8bit" and few["changes"] == {}
-    # one line for each command; of an unknown one, the nearest
+    # one line for each command; of an unknown one, their names
     assert main([]) == 0
     listed = capsys.readouterr().out
-    assert all(f"\n  {name} " in listed for name in COMMANDS)
-    assert main(["pln"]) == 2 and "'plan'" in capsys.readouterr().err
+    assert all(f"\n    {name}" in listed for name in COMMANDS)
+    with pytest.raises(SystemExit, match="2"):
+        main(["pln"])
+    assert "'pln' (choose from " in capsys.readouterr().err
 
 
 def test_env_shows_no_secrets_and_survives_what_it_cannot_read(monkeypatch, capsys):
@@ -551,7 +588,7 @@ def test_what_is_kept_in_spare_is_what_was_measured(capsys):
     words = ["plan", "--no-compile", WIDE, "--recompute", "nothing", "--batch", "2"]
     assert main([*words, "--gpu", "h200", "--json", "--brief"]) == 0
     room = json.loads(capsys.readouterr().out)["peak_bytes"] / 0.97 / GIB
-    tight = "than forecasts err by (6%)."
+    tight = "than forecasts err by (5%)."
     for share, status, text in (
         (1.1, 0, "\nfits.\n"),
         (1.02, 0, tight),

@@ -172,7 +172,7 @@ def test_ranks_do_not_outlive_torchrun(folder):
         finally:
             launcher.kill()
             launcher.wait()
-        last = "run the same command to go on"
+        last = "run the same command to resume"
         wait_for(lambda: last in said.read_text("utf-8"), "the last words")
     found = re.search(r"stopped after step (\d+)", said.read_text("utf-8"))
     assert found is not None

@@ -211,16 +211,16 @@ def test_a_run_goes_on_bit_by_bit(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "error", "complaint"),
     [
-        ("", ConfigError, "holds no tokenizer: make one of the texts by --vocab-size"),
+        ("", ConfigError, "holds no tokenizer: train one on the texts with --vocab-size"),
         ("--vocab-size 100", ConfigError, "expected 259 at least"),
-        ("--vocab-size 5000", DataError, r"give a vocabulary of \d+ tokens, and 5,000 are asked"),
+        ("--vocab-size 5000", DataError, r"yield a vocabulary of \d+ tokens, not of 5,000"),
         ("--tokenizer GPT2 --vocab-size 64", ConfigError, "tokens, and the model's vocab_size is"),
-        ("--vocab-size 300 --data EMPTY", DataError, "tokens, and 300 are asked for"),
+        ("--vocab-size 300 --data EMPTY", DataError, "tokens, not of 300"),
         ("--vocab-size 300 --data TOKENS", DataError, "tokens: give the tokenizer that made them"),
         (
             "--vocab-size 300 --packing concatenated --data CHAT",
             DataError,
-            "conversations are not concatenated",
+            "conversations cannot be concatenated",
         ),
     ],
 )

@@ -65,7 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": 3, "rejected": "c"}, "got 3 as chosen: expected a text"),
     (
         {"prompt": "x", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
-        "another prompt than prompt",
+        "do not begin with the content of prompt",
     ),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5}, "got margin"),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["x"]}, "got images"),

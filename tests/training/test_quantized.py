@@ -147,7 +147,7 @@ def test_a_program(tmp_path):
 def test_refusals():
     """Before anything is loaded, or changed."""
     for wrong in ("", "--lora-rank 4 --from-scratch"):
-        with pytest.raises(ConfigError, match="for pretrained weights beside adapters"):
+        with pytest.raises(ConfigError, match="needs pretrained weights and adapters"):
             command("--model-config nowhere --data nowhere --load-in-4bit", wrong, ranks=1)
     layer = torch.nn.Sequential(Linear(8, 8, dtype=torch.float32))
     with (

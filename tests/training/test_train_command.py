@@ -309,7 +309,7 @@ def test_shares_of_files():
         ("--lora-rank 4 --lora-targets q_pro", ConfigError, r"--lora-targets 'q_pro' \(nearest: "),
         ("--master-weights split --dtype fp16", ConfigError, "is for weights in bf16"),
         ("--device-states 2", ConfigError, "goes with --optimizer adam-offload"),
-        ("--validation x --validation-share 0.1", ConfigError, "give one of them"),
+        ("--validation x --validation-share 0.1", ConfigError, "exclude each other"),
         ("--resume", ConfigError, "--resume reads the checkpoints in --save"),
         ("--data nowhere.jsonl", DataError, "there is no file nowhere.jsonl"),
         ("--data nowhere.jsonl:-1", DataError, "expected NAME or NAME:WEIGHT, the weight above 0"),

@@ -49,9 +49,9 @@ def test_what_is_refused():
         words = rf"{world} ranks.*pipe_size={pipe} x tp_size={tp}"
         with pytest.raises(ConfigurationError, match=words):
             Topology(rank=0, world_size=world, pipe_size=pipe, tp_size=tp)
-    with pytest.raises(ConfigurationError, match="pipe_size is 0: expected at least 1"):
+    with pytest.raises(ConfigurationError, match="pipe_size is 0: expected a whole number above 0"):
         Topology(rank=0, world_size=4, pipe_size=0)
-    with pytest.raises(ConfigurationError, match="tp_size is -1: expected at least 1"):
+    with pytest.raises(ConfigurationError, match="tp_size is -1: expected a whole number above 0"):
         Topology(rank=0, world_size=4, tp_size=-1)
     with pytest.raises(ConfigurationError, match=r"'spam'.*pipe, zero, tp_zero, tp"):
         Topology(rank=0, world_size=1).get_group_id("spam")

@@ -233,7 +233,7 @@ SUBJECTS = "tests.verification.subjects"
         ("refused", 3, "refused: on all ranks, ConfigurationError: this model is for one process"),
         ("dying", 4, "rank 1 has had enough"),
         ("fails_alone", 2, "the program fails in one plain process already"),
-        ("nothing", 2, "has no function 'nothing'"),
+        ("nothing", 2, "has no attribute 'nothing'"),
     ],
 )
 def test_the_command_prints_the_outcome_and_has_its_status(function, status, words):

@@ -42,7 +42,6 @@ from bmtrain.recompute.recomputation import (
 )
 from bmtrain.recompute.recomputation import call as call_module
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import known_keywords
 from bmtrain.runtime.log import warn
 from bmtrain.shard.gradient import ShardPolicy
 from bmtrain.shard.module import DistributedModule, has_blocks
@@ -114,7 +113,6 @@ class Block(DistributedModule):
     is_block = True
     __call__ = torch.nn.Module.__call__  # _forward does the same
 
-    @known_keywords
     def __init__(
         self,
         inner_module: torch.nn.Module,

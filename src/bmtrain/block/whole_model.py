@@ -63,9 +63,9 @@ from bmtrain.torch_internals import (
 
 # Full parameters and full gradients take four bytes a parameter in bf16. A model is small if they
 # take at most this part of the device's memory.
-_MOST = 1 / 40
+MOST = 1 / 40
 _MOST_ON_CPU = 2**31  # bytes
-_MARGIN = 0.15  # of the device's memory, left free after the forward pass of a trial
+MARGIN = 0.15  # of the device's memory, left free after the forward pass of a trial
 _STATES = 16  # bytes per parameter of a shard: gradients and the optimizer's states, still to come
 # Attempts to compile. What a first call does once, as warnings, is often what does not compile.
 _MOST_FAILURES = 2
@@ -316,7 +316,7 @@ class WholeModel:
         num_bytes = sum(2 * x.numel() * x.element_size() for x in self._root.parameters())
         if self._context.device.type == "cpu":
             return num_bytes <= _MOST_ON_CPU
-        return num_bytes <= _MOST * torch.cuda.mem_get_info(self._context.device)[1]
+        return num_bytes <= MOST * torch.cuda.mem_get_info(self._context.device)[1]
 
     def call(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -432,7 +432,7 @@ class WholeModel:
                 self._kept = max(self._kept, memory.allocated() - before)
                 to_come = _STATES * sum(x.layout.shard_numel for x in self._current().storages)
                 limit = memory.limit()
-                fits = memory.allocated() + to_come + _MARGIN * limit < limit
+                fits = memory.allocated() + to_come + MARGIN * limit < limit
         except NoProgramError as error:
             fits, why = False, str(error)
         except torch.OutOfMemoryError:

@@ -13,7 +13,6 @@ import torch
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
 from bmtrain.inspect.parameters import whole_shape
-from bmtrain.kernels.chunks import Batch
 from bmtrain.kernels.squares import sum_of_squares
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import NUMBER
@@ -138,7 +137,7 @@ def _not_finite(
         if x.dtype in _DTYPES and x.layout is torch.strided
     ]
     # Finite if all are: squares are summed in fp64.
-    if not bool(sum_of_squares(Batch([(x,) for _, x, _ in own]), world.device()).isfinite()):
+    if not bool(sum_of_squares((x for _, x, _ in own), world.device()).isfinite()):
         for name, x, trained in own:
             if bool(x.isnan().any()) or (trained and not bool(x.isfinite().all())):
                 return name

@@ -27,13 +27,21 @@ def unreadable(path: pathlib.Path, reason: str) -> str:
     return f"cannot load {path}: {reason}."
 
 
+def reason_of(error: BaseException) -> str:
+    """Why a file could not be read or written, for a message."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    plain = error.strerror if isinstance(error, OSError) else None
+    return plain or f"{type(error).__name__}: {error}"
+
+
 @contextlib.contextmanager
 def reading(path: pathlib.Path) -> Iterator[None]:
-    """What the system refuses inside is a CheckpointError that names the file."""
+    """What the system refuses inside, memory too, is a CheckpointError that names the file."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(unreadable(path, reason_of(error))) from error
 
 
 def check_file(path: pathlib.Path) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.checkpoint.files import check_file, read_into, read_text, unreadable
+from bmtrain.checkpoint.files import check_file, read_into, read_text, reading, unreadable
 from bmtrain.checkpoint.source import Header, Source
 from bmtrain.errors import CheckpointError, DamagedError
 
@@ -260,7 +260,7 @@ def check_block(path: pathlib.Path, number: int, facts: FileFacts) -> None:
     """
     offset = number * BLOCK
     length = min(BLOCK, facts.size - offset)
-    try:
+    with reading(path):
         memory = bytearray(length)
         for _ in range(2):
             read_into(memoryview(memory), path, offset)
@@ -269,9 +269,6 @@ def check_block(path: pathlib.Path, number: int, facts: FileFacts) -> None:
             if sys.platform == "linux":  # the second time from the disk
                 with path.open("rb", buffering=0) as file:
                     os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
-    except (OSError, MemoryError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(unreadable(path, reason)) from error
     raise DamagedError(
         f"the checkpoint {path.parent} is damaged: bytes {offset} to {offset + length} of "
         f"{path.name} are not those that were written."

@@ -14,7 +14,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from bmtrain.checkpoint.files import make_new
+from bmtrain.checkpoint.files import make_new, reason_of
 from bmtrain.distributed.agreement import agree
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime.mesh import Axis
@@ -103,9 +103,8 @@ class Writer:
 
     def settle(self) -> None:
         """Wait for the previous file and raise its error, unless `wait` has. Collective."""
-        latest, self._latest = self._latest, None
-        if latest is not None and not latest.is_told:
-            latest.wait()
+        if self._latest is not None and not self._latest.is_told:
+            self._latest.wait()
 
     def begin(self, writing: Writing, *, background: bool) -> Writing:
         """Let each rank do its part, in a thread if `background`."""
@@ -203,14 +202,6 @@ def flush_to_disk(path: pathlib.Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def reason_of(error: BaseException) -> str:
-    """Why a file could not be written, for a message."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    plain = error.strerror if isinstance(error, OSError) else None
-    return plain or f"{type(error).__name__}: {error}"
 
 
 def unsaved(path: pathlib.Path, reason: str) -> str:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from bmtrain.checkpoint.files import reason_of
 from bmtrain.checkpoint.image import NUM_THREADS, Image, Live, Snapshot
 from bmtrain.checkpoint.shards import BLOCK, NAME, FileFacts, Manifest, TensorFacts, parse
-from bmtrain.checkpoint.writer import flush_to_disk, reason_of, unsaved
+from bmtrain.checkpoint.writer import flush_to_disk, unsaved
 from bmtrain.distributed.collectives import Board
 from bmtrain.errors import CheckpointError, first_line
 from bmtrain.runtime import world
@@ -70,7 +71,7 @@ class ShardWriter:
         return checksum
 
     def finish(self) -> None:
-        """Wait until the files are on the disk; on rank 0 wait for the others, and publish.
+        """Wait until the files of all ranks are on the disk, and rank 0 has published them.
 
         Raises:
             OSError and others: if that cannot be done on this rank.
@@ -94,20 +95,18 @@ class ShardWriter:
             for path in (self._file, self._beside):
                 with contextlib.suppress(OSError):
                     path.unlink()
-            with contextlib.suppress(TimeoutError):  # this error is the first one
-                self._board.gather(json.dumps({"error": reason_of(error)}))
+            with contextlib.suppress(TimeoutError, CheckpointError):  # this error is the first one
+                self._board.gather(json.dumps({"error": reason_of(error)}), self._publish)
             raise
         tensors = self._image.tensors(self._file.name)
         own = dataclasses.replace(self._manifest, facts={}, ties={}, files=files, tensors=tensors)
-        texts = self._board.gather(json.dumps({"manifest": own.to_json()}))
-        if self._rank == 0:
-            self._publish([json.loads(text) for text in texts])
+        self._board.gather(json.dumps({"manifest": own.to_json()}), self._publish)
 
-    def _publish(self, parts: list[dict[str, str]]) -> None:
+    def _publish(self, texts: list[str]) -> None:
         """Join the parts of all ranks to the manifest, and let it take its name."""
         files: dict[str, FileFacts] = {}
         tensors: dict[str, dict[str, TensorFacts]] = {}
-        for rank, part in enumerate(parts):
+        for rank, part in enumerate(map(json.loads, texts)):
             if "error" in part:
                 raise CheckpointError(unsaved(self._folder, f"{part['error']} (on rank {rank})"))
             one = parse(part["manifest"], is_part=True)

@@ -26,7 +26,7 @@ benchmark.all_gather      benchmark             all_gather
 benchmark.reduce_scatter  benchmark             reduce_scatter
 benchmark.send_recv       benchmark             send_recv
 benchmark.shape           compat.functions      SHAPES
-benchmark.utils           benchmark.communication format_size
+benchmark.utils           benchmark             format_size
 block_layer               block.block           Block
 block_layer               distributed.results   wait_loader
 block_layer               block.stack           TransformerBlockList
@@ -56,17 +56,18 @@ inspect.tensor            inspect.tensors       InspectTensor=Inspector inspect_
 inspect.tensor            inspect.tensors       record_tensor
 inspect.tensor            inspect.tensors       InspectTensorManager=inspect_tensor
 init                      utils                 print_dict
-optim.optim_manager       lr_scheduler.warmup   WarmupLRScheduler
+optim.optim_manager       lr_scheduler          WarmupLRScheduler
 optim.adam_offload        utils                 check_torch_version
 optim.optim_manager       utils                 print_rank
 layer                     shard.module          DistributedModule
 layer                     shard.parameter       DistributedParameter
 loss._function            compat.functions      has_inf_nan
-lr_scheduler.cosine       lr_scheduler.decays   Cosine
-lr_scheduler.exponential  lr_scheduler.decays   Exponential
-lr_scheduler.linear       lr_scheduler.decays   Linear
-lr_scheduler.no_decay     lr_scheduler.decays   NoDecay
-lr_scheduler.noam         lr_scheduler.decays   Noam
+lr_scheduler.cosine       lr_scheduler          Cosine
+lr_scheduler.exponential  lr_scheduler          Exponential
+lr_scheduler.linear       lr_scheduler          Linear
+lr_scheduler.no_decay     lr_scheduler          NoDecay
+lr_scheduler.noam         lr_scheduler          Noam
+lr_scheduler.warmup       lr_scheduler          WarmupLRScheduler
 nn.column_parallel_linear nn.parallel_linear    ColumnParallelLinear
 nn.parallel_embedding     nn.embedding          VPEmbedding
 nn.parallel_linear_func   nn.parallel_linear    OpParallelLinear ReduceType

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from bmtrain.compile.graph import can_wait, given, value_of
 from bmtrain.kernels.gelu import gelu, gelu_backward
-from bmtrain.kernels.norm import MOST_COLUMNS, NARROW, norm, norm_backward
+from bmtrain.kernels.norm import MOST_COLUMNS, NARROW, norm_backward_op, norm_op
 
 Wanted = Callable[[torch.Tensor], bool]
 MOST_ROWS = 64  # of a small table: all indices are looked at once for each
@@ -87,7 +87,7 @@ class Norm(torch.autograd.Function):
     ) -> torch.Tensor:
         mean: torch.Tensor | None = None
         if weight.shape[0] > NARROW:
-            out, mean, rstd, _ = norm([input], weight, bias, eps, bias is not None)
+            out, mean, rstd, _ = norm_op([input], weight, bias, eps, bias is not None)
         elif bias is not None:
             out, mean, rstd = torch.native_layer_norm(input, weight.shape, weight, bias, eps)
         else:
@@ -101,7 +101,7 @@ class Norm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, rstd, mean = ctx.saved_tensors
-        grad_input, sums, _ = norm_backward([grad], [input], weight, mean, rstd)
+        grad_input, sums, _ = norm_backward_op([grad], [input], weight, mean, rstd)
         if mean is None:
             return grad_input, sums[0].sum(0).to(weight.dtype), None, None
         return grad_input, *sums.sum(1).to(weight.dtype).unbind(), None

@@ -6,8 +6,9 @@ those of torch.distributed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +28,6 @@ OPS: dict[str, tuple[Any, Any]] = {
     "min": (dist.ReduceOp.MIN, torch.amin),
     "prod": (dist.ReduceOp.PRODUCT, torch.prod),
 }
-
-
-def check_op(op: str) -> None:
-    """Raise ConfigurationError unless `op` is one of sum, avg, max, min, prod."""
-    if op not in OPS:
-        raise ConfigurationError(f"unknown reduction {op!r}: expected one of {', '.join(OPS)}.")
 
 
 def check_divided(x: torch.Tensor, axis: Axis) -> None:
@@ -232,14 +227,18 @@ class Board:
         self._rank, self._size, self._timeout = world.rank, world.world_size, world.timeout
         self._group = world.groups.open(backend="gloo") if self._size > 1 else None
 
-    def gather(self, text: str) -> list[str]:
-        """The messages of all ranks, in their order, on rank 0; elsewhere none.
+    def gather(self, text: str, step: Callable[[list[str]], None]) -> None:
+        """Call `step` on rank 0 with the messages of all ranks, in their order.
+
+        Returns on every rank once that has returned: when one of them ends, its launcher ends the
+        others, and rank 0 would not come to the end of the step.
 
         Raises:
             TimeoutError: if a rank has ended, or leaves none within the run's `timeout`.
         """
         if self._group is None:
-            return [text]
+            step([text])
+            return
         found: list[str] | None = [""] * self._size if self._rank == 0 else None
         try:
             dist.gather_object(text, found, dst=0, group=self._group)
@@ -247,4 +246,9 @@ class Board:
             raise TimeoutError(
                 f"a rank has ended, or has not answered within {self._timeout:g} s"
             ) from error
-        return found or []
+        try:
+            if found is not None:
+                step(found)
+        finally:
+            with contextlib.suppress(RuntimeError):  # one that has ended has its part there
+                dist.broadcast(torch.zeros(1, device="cpu"), 0, self._group)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import time
 import zlib
@@ -309,22 +308,21 @@ class Ledger:
         """
         line = self._lines[axis.ranks]
         stories, gone = {self._rank: line}, dict[int, str]()
-        own = {"number": line.number, "agreed": line.agreed, "last": line.last}
-        name = "bmtrain ranks parted " + " ".join(map(str, axis.ranks))
+        name = f"parted {axis.ranks}"
         try:
-            store = self._store
             if self._watchdog.store_is_gone:
                 raise RuntimeError("asking it would wait for ever")
-            store.set(f"{name}: {self._rank}", json.dumps({**own, "since": list(line.since)}))
+            self._watchdog.write(
+                self._store, f"{name} {self._rank}", dataclasses.replace(line, pending=None)
+            )
             end = time.monotonic() + PATIENCE_S
             while len(stories) + len(gone) < axis.size and time.monotonic() < end:
                 missing = [rank for rank in axis.ranks if rank not in stories]
                 # asked first: a rank publishes its log before it ends
                 gone = self._watchdog.whereabouts(missing)
-                for rank in missing:
-                    if store.check([f"{name}: {rank}"]):
-                        stories[rank] = _Line(**json.loads(store.get(f"{name}: {rank}")))
-                        gone.pop(rank, None)
+                for rank, story in self._watchdog.read(self._store, name, missing).items():
+                    stories[rank] = story
+                    gone.pop(rank, None)
                 time.sleep(0.02)
         # the process that hosts the store has ended: report with the logs at hand
         except RuntimeError:

@@ -32,9 +32,9 @@ class Head:
     def of(cls, tensor: torch.Tensor) -> Head:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor to receive into."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+    def empty(self, device: torch.device, *counts: int) -> torch.Tensor:
+        """An uninitialised tensor to receive into, or (counts, ...) of them in one."""
+        return torch.empty((*counts, *self.shape), dtype=self.dtype, device=device)
 
 
 class Link:
@@ -143,9 +143,8 @@ def to_owners(
         (), device=device, requires_grad=any(share.head.requires_grad for share in shares)
     )
     tensors = [
-        _new(0, (axis.size * share.head.shape[0], *share.head.shape[1:]), share.head.dtype, device)
-        if x is None
-        else x
+        # without any, of the rows of all ranks
+        share.head.empty(device, 0).repeat_interleave(axis.size, 1) if x is None else x
         for x, share in zip(held, shares, strict=True)
     ]
     out: tuple[torch.Tensor, ...] = _ToOwners.apply(
@@ -250,10 +249,7 @@ class _ToOwners(torch.autograd.Function):
             [piece.contiguous() for piece in held.chunk(axis.size, 1)]
             for held in tensors[:num_held]
         ]
-        results = [
-            _new(sum(share.counts), share.head.shape, share.head.dtype, anchor.device)
-            for share in shares
-        ]
+        results = [share.head.empty(anchor.device, sum(share.counts)) for share in shares]
         _swap(
             pieces,
             [
@@ -276,10 +272,7 @@ class _ToOwners(torch.autograd.Function):
             for grad, share in zip(grads, shares, strict=True)
         ]
         results = [
-            [
-                _new(share.counts[axis.index], share.head.shape, share.head.dtype, grads[0].device)
-                for _ in axis.ranks
-            ]
+            [share.head.empty(grads[0].device, share.counts[axis.index]) for _ in axis.ranks]
             for share in shares
         ]
         _swap(pieces, results, axis)
@@ -291,12 +284,6 @@ class _ToOwners(torch.autograd.Function):
             *(torch.cat(parts, 1) for parts in results),
             *(None,) * ctx.num_ties,
         )
-
-
-def _new(
-    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    return torch.empty((count, *shape), dtype=dtype, device=device)
 
 
 def _swap(

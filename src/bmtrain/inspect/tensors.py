@@ -113,14 +113,11 @@ class Inspector:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The values of all parts, by micro-batch, and their gradients; None if there are none."""
         parts = [part for _, part in sorted(self._parts[key].items())]
-        grads = [torch.zeros_like(part) if part.grad is None else part.grad for part in parts]
-
-        def join(tensors: list[torch.Tensor]) -> torch.Tensor:
-            several = list(map(rows, tensors))
-            return torch.cat(several) if len(several) > 1 else several[0]
-
-        has_grad = any(part.grad is not None for part in parts)
-        return join(parts), join(grads) if has_grad else None
+        values = torch.cat([rows(part) for part in parts])
+        if all(part.grad is None for part in parts):
+            return values, None
+        grads = (torch.zeros_like(part) if part.grad is None else part.grad for part in parts)
+        return values, torch.cat([rows(grad) for grad in grads])
 
     @property
     def summary(self) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from bmtrain.kernels.bf16 import joined, round_stochastically, split
 from bmtrain.kernels.blockwise import BLOCK, PART_OF_MEAN, PART_OF_SQUARE, Blocks
 from bmtrain.kernels.chunks import table_of, tensor_at
-from bmtrain.kernels.launch import kernel, kernel_with, tl
-from bmtrain.kernels.random_bits import FIRST, bits_of, key_of, mixed, random_bits, seed_of
+from bmtrain.kernels.launch import Kernel, kernel, tl
+from bmtrain.kernels.random_bits import FIRST, key_of, mixed, random_bits, seed_of
 from bmtrain.torch_internals import current_stream_number, fused_adamw
 
 # Elements that a program of the kernel updates, and that torch's operators update at a time: few
@@ -36,25 +37,6 @@ class AdamSettings:
     step: int
     scale: float = 1.0
     maximize: bool = False
-
-    @property
-    def factors(self) -> tuple[float, ...]:
-        """What the kernels take.
-
-        Computed here in double: differences such as 1 - beta2 would lose a hundred times their last
-        bit in fp32.
-        """
-        return (
-            1 - self.lr * self.weight_decay,
-            self.lr / (1 - self.beta1**self.step),
-            self.beta1,
-            1 - self.beta1,
-            self.beta2,
-            1 - self.beta2,
-            self.eps,
-            (-1.0 if self.maximize else 1.0) / self.scale,  # of the gradient
-            1 - self.beta2**self.step,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +196,7 @@ def step_of_masters(
 
 
 def adamw_triton(
-    tensors: Sequence[AdamTensors], settings: AdamSettings, verdict: torch.Tensor | None = None
+    tensors: Sequence[AdamTensors], s: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
     """`update_tensors` with one kernel for all tensors of equal kinds."""
     # What the kernel reads of each, the same at each step.
@@ -239,14 +221,24 @@ def adamw_triton(
                 kinds.setdefault(kind, []).append((*addresses, key_of(t.number), t.start, count))
     for (weight, grad, master, is_quantised, is_aligned), rows in kinds.items():
         device = tensors[0].weight.device
-        chunks = table_of(tuple(rows), CHUNK, device, current_stream_number(device), is_aligned)
+        places, row_of = table_of(tuple(rows), CHUNK, device, current_stream_number(device))
         adamw_kernel(
-            (chunks.count,),
-            chunks.rows,
-            chunks.row_of,
+            (len(row_of),),
+            places,
+            row_of,
             verdict,
-            *settings.factors,
-            settings.step,
+            # Computed here in double: differences such as 1 - beta2 would lose a hundred times
+            # their last bit in fp32.
+            1 - s.lr * s.weight_decay,
+            s.lr / (1 - s.beta1**s.step),
+            s.beta1,
+            1 - s.beta1,
+            s.beta2,
+            1 - s.beta2,
+            s.eps,
+            (-1.0 if s.maximize else 1.0) / s.scale,  # of the gradient
+            1 - s.beta2**s.step,
+            s.step,
             WEIGHT=weight,
             GRAD=grad,
             MASTER=master,
@@ -272,7 +264,7 @@ def _codes(
 
 
 # Not for each kind of step a kernel of its own: 1, and multiples of 16, are kinds to Triton.
-@kernel_with(do_not_specialize=["step"])
+@functools.partial(Kernel, do_not_specialize=["step"])
 def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     rows: tl.tensor,
     row_of: tl.tensor,
@@ -347,7 +339,7 @@ def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argumen
     change = rate * tl.div_rn(m, tl.sqrt_rn(v / correction2) + eps)
     w = tl.fma(w, keep, -change)
     if IS_QUANTISED:
-        random = bits_of(place, seed)
+        random = mixed(mixed(place) ^ seed)
         scales = tl.max(tl.abs(m), 1)
         codes = _codes(m, scales, random & 0xFFFF, 127.0, 1)
         codes = tl.where(m < 0, -codes, codes).to(tl.int8)
@@ -373,6 +365,6 @@ def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argumen
             rest = (bits - (first << 16)).to(tl.int16)
             tl.store(tensor_at(row, 2, tl.int16, IS_ALIGNED) + i, rest, mask=inside)
         else:
-            random = bits_of(place, seed ^ 1)
+            random = mixed(mixed(place) ^ (seed ^ 1))
             first = (bits + (random & 0xFFFF).to(tl.int32)) >> 16
         tl.store(tensor_at(row, 0, tl.int16, IS_ALIGNED) + i, first.to(tl.int16), mask=inside)

@@ -10,8 +10,8 @@ a large m it would lose its digits. Arithmetic is in fp32, or fp64 for fp64 logi
 rounded to its dtype once.
 
 On a GPU, one Triton kernel reads each logit once for the sums, and another once for the gradient.
-On a CPU, plain torch works through chunks of rows. Under torch.compile it does so with a single
-chunk, which the compiler fuses into kernels as fast as these.
+On a CPU, and with label smoothing, plain torch works through chunks of rows. Under torch.compile it
+does so with a single chunk, which the compiler fuses into kernels as fast as these.
 
 Source of the one-pass sums: Milakov and Gimelshein, "Online normalizer calculation for softmax"
 (2018).
@@ -19,16 +19,18 @@ Source of the one-pass sums: Milakov and Gimelshein, "Online normalizer calculat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from bmtrain.kernels import launch
-from bmtrain.kernels.launch import Kernel, kernel, kernel_with, tl
+from bmtrain.kernels.launch import Kernel, kernel, tl
 
-# Elements of the plain-torch path's fp32 scratch: 1 MiB stays in a CPU's cache.
-CHUNK_NUMEL = 2**18
+# Elements of the plain-torch path's fp32 scratch: 1 MiB stays in a CPU's cache, and 64 MiB occupy a
+# GPU.
+CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**18, 2**24
 # Columns that one program of a kernel reads at a time, and its number of warps.
 BLOCK, WARPS = 2048, 4
 
@@ -78,11 +80,13 @@ def row_sums(logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: boo
         smoothed: whether to compute `below`.
     """
     dtype = arithmetic(logits.dtype)
-    if launch.takes(logits) and not torch.compiler.is_compiling():  # reads each logit once
+    if launch.takes(logits) and not (smoothed or torch.compiler.is_compiling()):
         logits = _in_rows(logits)
-        numbers = torch.empty(3, logits.shape[0], dtype=dtype, device=logits.device)
+        num_rows, num_columns = logits.shape
+        numbers = torch.zeros(3, num_rows, dtype=dtype, device=logits.device)
         sums = RowSums(*numbers.unbind(0))
-        _launch(row_sums_kernel, logits, (*sums,), weight, smoothed=smoothed)
+        read = logits, logits.stride(0), num_columns, sums.highest, sums.sum_exp
+        row_sums_kernel((num_rows,), *read, BLOCK=BLOCK, num_warps=WARPS)
         return sums
     highest = logits.amax(1).to(dtype)
     sum_exp, below = torch.empty_like(highest), torch.zeros_like(highest)
@@ -116,19 +120,21 @@ def row_gradient(
         in_place: whether to overwrite the logits, whose rows must be contiguous then.
     """
     out = logits
-    if launch.takes(logits) and not torch.compiler.is_compiling():  # reads and writes each once
+    mass, smooth, hit, column = factors
+    if launch.takes(logits) and not (smoothed or torch.compiler.is_compiling()):
         if not in_place:
             logits = _in_rows(logits)
             shape, strides = logits.shape, logits.stride()
             out = torch.empty_strided(shape, strides, dtype=logits.dtype, device=logits.device)
-        tensors = (out, sums.highest, sums.sum_exp, *factors)
-        _launch(row_gradient_kernel, logits, tensors, weight, smoothed=smoothed)
+        num_rows, num_columns = logits.shape
+        read = logits, logits.stride(0), num_columns, out, sums.highest, sums.sum_exp
+        of_rows = mass, hit, column
+        row_gradient_kernel((num_rows,), *read, *of_rows, BLOCK=BLOCK, num_warps=WARPS)
         if in_place:
             torch.autograd.graph.increment_version(logits)
         return out
     if not in_place:
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    mass, smooth, hit, column = factors
     spread = mass / sums.sum_exp
     # Masked, not multiplied by zero: that would turn an infinite logit into NaN.
     unwanted = (mass == 0) & (smooth == 0) & (hit == 0)
@@ -159,7 +165,8 @@ def _row_chunks(logits: torch.Tensor) -> Iterator[slice]:
     if torch.compiler.is_compiling():
         yield slice(0, num_rows)
         return
-    step = max(1, CHUNK_NUMEL // num_columns)
+    most = CHUNK_NUMEL if logits.device.type == "cpu" else GPU_CHUNK_NUMEL
+    step = max(1, most // num_columns)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 
@@ -179,7 +186,7 @@ WIDTH = 8  # adjacent elements per lane: 16 bytes in half precision
 # Not specialised: no kernel gains from divisibility of these arguments, and each chunk of rows
 # would compile its own variants.
 SIZES = ["stride", "count"]
-PER_ROW = ["highest", "sum_exp", "below", "mass", "smooth", "hit", "column"]
+PER_ROW = ["highest", "sum_exp", "mass", "hit", "column"]
 
 
 def _in_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -189,46 +196,19 @@ def _in_rows(logits: torch.Tensor) -> torch.Tensor:
     return logits if is_dense else logits.contiguous()
 
 
-def _launch(
-    launched: Kernel,
-    logits: torch.Tensor,
-    tensors: tuple[torch.Tensor, ...],
-    weight: torch.Tensor | None,
-    *,
-    smoothed: bool,
-) -> None:
-    """Launch one program per row."""
-    launched(
-        (logits.shape[0],),
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        *tensors,
-        logits if weight is None else weight,
-        WEIGHTED=weight is not None,
-        SMOOTHED=smoothed,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
-
-
-@kernel_with(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
-def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+@functools.partial(Kernel, do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
+def row_sums_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
     count: tl.tensor,
     highest: tl.tensor,
     sum_exp: tl.tensor,
-    below: tl.tensor,
-    weight: tl.tensor,
-    WEIGHTED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Maximum, sum of exponentials and weighted sum of each row.
+    """Maximum and sum of exponentials of each row.
 
     Each lane accumulates its own vectors relative to its own maximum, so that lanes do not
-    synchronise until the end. The weighted sum is relative to the row's first logit until then.
+    synchronise until the end.
     """
     number = tl.program_id(0).to(tl.int64)
     start, first = _begin(number * stride)
@@ -238,12 +218,6 @@ def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argu
     lanes = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     most = tl.full((BLOCK // WIDTH,), float("-inf"), DTYPE)
     total = tl.zeros_like(most)
-    under, seen = tl.zeros((BLOCK // WIDTH, WIDTH), DTYPE), tl.zeros((BLOCK // WIDTH, WIDTH), DTYPE)
-    # A base that follows the maximum would need `seen` inside the loop. There, Triton 3.6
-    # miscompiles a reduction over lanes of an accumulator of loaded values: it reads the
-    # accumulator's first value.
-    base = tl.load(row + first).to(DTYPE)
-    base = tl.where(tl.abs(base) < float("inf"), base, 0.0)
     for begin in range(0, last, BLOCK):
         places = begin + lanes
         inside = (places >= body) & (places < end)
@@ -252,10 +226,6 @@ def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argu
         # 0 if all logits are -inf, which less itself would be NaN
         shift = tl.where(most == float("-inf"), 0.0, most)
         total = total * tl.exp(before - shift) + tl.sum(tl.exp(x - shift[:, None]), 1)
-        if SMOOTHED:
-            w = _weights(weight, places - first, inside, DTYPE, WEIGHTED)
-            under += w * tl.where(inside, x - base, 0.0)
-            seen += w
     places, inside = _edges(first, last)
     x = tl.load(row + places, mask=inside, other=float("-inf")).to(DTYPE)
     top = tl.maximum(tl.max(most, 0), tl.max(x, 0))
@@ -263,16 +233,9 @@ def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argu
     of_edges = tl.sum(tl.exp(x - shift), 0)
     tl.store(highest + number, top)
     tl.store(sum_exp + number, tl.sum(total * tl.exp(most - shift), 0) + of_edges)
-    if SMOOTHED:
-        w = _weights(weight, places - first, inside, DTYPE, WEIGHTED)
-        of_edges = tl.sum(w * tl.where(inside, x - shift, 0.0), 0)
-        of_body = tl.sum(tl.sum(under + seen * (base - shift), 1), 0)
-        tl.store(below + number, of_body + of_edges)
-    else:
-        tl.store(below + number, tl.zeros_like(top))
 
 
-@kernel_with(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
+@functools.partial(Kernel, do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)
 def row_gradient_kernel(  # noqa: PLR0913 (as above)
     logits: tl.tensor,
     stride: tl.tensor,
@@ -281,12 +244,8 @@ def row_gradient_kernel(  # noqa: PLR0913 (as above)
     highest: tl.tensor,
     sum_exp: tl.tensor,
     mass: tl.tensor,
-    smooth: tl.tensor,
     hit: tl.tensor,
     column: tl.tensor,
-    weight: tl.tensor,
-    WEIGHTED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """The gradient of each row from its sums.
@@ -297,9 +256,9 @@ def row_gradient_kernel(  # noqa: PLR0913 (as above)
     start, first = _begin(number * stride)
     row, out, last = logits + start, grad + start, first + count
     body, end = _body(first, last)
-    mass, smooth, hit = tl.load(mass + number), tl.load(smooth + number), tl.load(hit + number)
+    mass, hit = tl.load(mass + number), tl.load(hit + number)
     highest, column = tl.load(highest + number), tl.load(column + number)
-    if (mass == 0) & (smooth == 0) & (hit == 0):  # whatever its logits are, they are not read
+    if (mass == 0) & (hit == 0):  # whatever its logits are, they are not read
         zero = tl.zeros((), out.dtype.element_ty)
         for begin in range(0, last, BLOCK):
             places = begin + tl.arange(0, BLOCK)
@@ -311,37 +270,9 @@ def row_gradient_kernel(  # noqa: PLR0913 (as above)
         for begin in range(0, last, BLOCK):
             places = begin + tl.arange(0, BLOCK)
             inside = (places >= body) & (places < end)
-            _write(
-                out,
-                row,
-                places,
-                first,
-                inside,
-                highest,
-                spread,
-                smooth,
-                hit,
-                column,
-                weight,
-                WEIGHTED,
-                SMOOTHED,
-            )
+            _write(out, row, places, first, inside, highest, spread, hit, column)
         places, inside = _edges(first, last)
-        _write(
-            out,
-            row,
-            places,
-            first,
-            inside,
-            highest,
-            spread,
-            smooth,
-            hit,
-            column,
-            weight,
-            WEIGHTED,
-            SMOOTHED,
-        )
+        _write(out, row, places, first, inside, highest, spread, hit, column)
 
 
 @kernel
@@ -353,18 +284,12 @@ def _write(  # noqa: PLR0913 (as above)
     inside: tl.tensor,
     highest: tl.tensor,
     spread: tl.tensor,
-    smooth: tl.tensor,
     hit: tl.tensor,
     column: tl.tensor,
-    weight: tl.tensor,
-    WEIGHTED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
 ) -> None:
-    """Write `spread exp(x - highest) - smooth w - [c = column] hit`, rounded once."""
+    """Write `spread exp(x - highest) - [c = column] hit`, rounded once."""
     x = tl.load(row + places, mask=inside, other=float("-inf")).to(highest.dtype)
     grad = spread * tl.exp(x - highest)
-    if SMOOTHED:
-        grad -= smooth * _weights(weight, places - first, inside, highest.dtype, WEIGHTED)
     grad -= tl.where(places - first == column, hit, 0.0)
     tl.store(out + places, grad.to(out.dtype.element_ty), mask=inside)
 
@@ -392,19 +317,3 @@ def _edges(first: tl.tensor, last: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     is_head = i < ALIGNMENT
     places = tl.where(is_head, first + i, tail + i - ALIGNMENT)
     return places, places < tl.where(is_head, head, last)
-
-
-@kernel
-def _weights(
-    weight: tl.tensor,
-    columns: tl.tensor,
-    inside: tl.tensor,
-    DTYPE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-) -> tl.tensor:
-    """Class weights; 0 outside the row."""
-    return (
-        tl.load(weight + columns, mask=inside, other=0.0)
-        if WEIGHTED
-        else tl.where(inside, 1.0, 0.0).to(DTYPE)
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     tl = None  # in the source of a kernel: Triton's language
 
-__all__ = ["Kernel", "kernel", "kernel_with", "takes", "tl"]
+__all__ = ["Kernel", "kernel", "takes", "tl"]
 
 
 def takes(x: torch.Tensor) -> bool:
@@ -38,7 +38,7 @@ class Kernel:
         options: of `triton.jit`.
     """
 
-    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         self._function, self._options = function, options
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -79,13 +79,8 @@ class Kernel:
         return triton.jit(function, **self._options)
 
 
-def kernel_with(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a kernel of a function with options of `triton.jit`."""
-    return functools.partial(Kernel, options=options)
-
-
-#: makes a kernel of a function
-kernel = kernel_with()
+#: makes a kernel of a function, which other kernels call, too
+kernel: Callable[[Callable[..., Any]], Any] = Kernel
 
 
 @functools.cache

@@ -12,13 +12,12 @@ Normalization" (2019).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from bmtrain.kernels import launch
 from bmtrain.kernels.launch import kernel, tl
 
 #: most columns that one program can hold
@@ -41,95 +40,56 @@ Normed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Norm:
-    """The inputs of a norm; dtypes fp32, fp16 or bf16, arithmetic in fp32.
+def norm(
+    inputs: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centered: bool,
+) -> Normed:
+    """`(x - mean) * rstd * weight + bias`, with mean and rstd over the rows of x.
 
-    Attributes:
-        inputs: at most MOST_INPUTS tensors (..., n) whose sum, rounded to their dtype, is
-            normalised.
+    Dtypes are fp32, fp16 or bf16, arithmetic is in fp32.
+
+    Args:
+        inputs: at most MOST_INPUTS tensors (..., n) whose sum, rounded to their dtype, is x.
         weight, bias: (n,), at most MOST_COLUMNS; None for a norm without bias.
         eps: added to the variance or the mean square.
         centered: True for layer norm, False for RMS norm.
-    """
-
-    inputs: Sequence[torch.Tensor]
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    eps: float
-    centered: bool
-
-
-@torch.library.custom_op(
-    "bmtrain::norm",
-    mutates_args=(),
-    schema="(Tensor[] inputs, Tensor weight, Tensor? bias, float eps, bool centered) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-)
-def norm(inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> Normed:
-    """`(x - mean) * rstd * weight + bias`, with mean and rstd over the rows of x.
-
-    Takes the fields of `Norm`, in order.
 
     Returns:
         The result (..., n) in the dtype of the inputs; the mean (..., 1) in fp32, empty for RMS
         norm; rstd (..., 1) in fp32, the inverse of the standard deviation or of the root mean
         square; and x (..., n) if it is the sum of several inputs, else an empty tensor.
     """
-    case = Norm(inputs, weight, *rest)
-    return norm_reference(case) if weight.device.type == "cpu" else norm_by_triton(case)
-
-
-def _normed(case: Norm) -> Normed:
-    first = case.inputs[0]
-    of_rows = (*first.shape[:-1], 1)
-    return (
-        first.new_empty(first.shape),
-        first.new_empty(of_rows if case.centered else 0, dtype=torch.float32),
-        first.new_empty(of_rows, dtype=torch.float32),
-        first.new_empty(first.shape if len(case.inputs) > 1 else 0),
-    )
-
-
-norm.register_fake(lambda *fields: _normed(Norm(*fields)))
-
-
-def norm_reference(case: Norm) -> Normed:
-    """`norm` by the formula."""
-    result, mean, rstd, total = _normed(case)
-    x = functools.reduce(torch.add, case.inputs)
-    if len(case.inputs) > 1:
-        total.copy_(x)
-    wide = x.float()
-    if case.centered:
-        mean.copy_(wide.mean(-1, keepdim=True))
-        wide = wide - mean
-    rstd.copy_(torch.rsqrt(wide.square().mean(-1, keepdim=True) + case.eps))
-    normed = wide * rstd * case.weight.float()
-    result.copy_(normed if case.bias is None else normed + case.bias.float())
-    return result, mean, rstd, total
-
-
-def norm_by_triton(case: Norm) -> Normed:
-    """`norm` in one kernel."""
-    n, (result, mean, rstd, total) = case.weight.shape[0], _normed(case)
-    inputs = [tensor.contiguous() for tensor in case.inputs]
-    bias = None if case.bias is None else case.bias.contiguous()
+    n, (result, mean, rstd, total) = weight.shape[0], _normed(inputs, centered)
+    if not launch.takes(weight):
+        x = functools.reduce(torch.add, inputs)
+        if len(inputs) > 1:
+            total.copy_(x)
+        wide = x.float()
+        if centered:
+            mean.copy_(wide.mean(-1, keepdim=True))
+            wide = wide - mean
+        rstd.copy_(torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
+        normed = wide * rstd * weight.float()
+        result.copy_(normed if bias is None else normed + bias.float())
+        return result, mean, rstd, total
     block = 1 << (n - 1).bit_length()
     norm_kernel(
         (min(rstd.numel(), FORWARD_PARTS),),
         *_filled(inputs, MOST_INPUTS),
-        case.weight.contiguous(),
-        bias,
+        weight.contiguous(),
+        None if bias is None else bias.contiguous(),
         result,
         total,
         mean,
         rstd,
         rstd.numel(),
         n,
-        case.eps,
+        eps,
         NUM_INPUTS=len(inputs),
-        CENTERED=case.centered,
+        CENTERED=centered,
         HAS_BIAS=bias is not None,
         BLOCK=block,
         num_warps=max(1, min(8, block // 256)),
@@ -137,11 +97,43 @@ def norm_by_triton(case: Norm) -> Normed:
     return result, mean, rstd, total
 
 
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """The inputs of a norm's gradient; dtypes fp32, fp16 or bf16, arithmetic in fp32.
+def _normed(inputs: Sequence[torch.Tensor], centered: bool) -> Normed:
+    first = inputs[0]
+    of_rows = (*first.shape[:-1], 1)
+    return (
+        first.new_empty(first.shape),
+        first.new_empty(of_rows if centered else 0, dtype=torch.float32),
+        first.new_empty(of_rows, dtype=torch.float32),
+        first.new_empty(first.shape if len(inputs) > 1 else 0),
+    )
 
-    Attributes:
+
+#: `norm` as an operator, which a compiler leaves whole
+norm_op = torch.library.custom_op(
+    "bmtrain::norm",
+    norm,
+    mutates_args=(),
+    schema="(Tensor[] inputs, Tensor weight, Tensor? bias, float eps, bool centered) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+)
+norm_op.register_fake(lambda inputs, weight, bias, eps, centered: _normed(inputs, centered))
+
+
+def norm_backward(
+    grads: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    sums_result: bool = False,
+    sums_residual: bool = False,
+) -> Results:
+    """The gradients of `(x - mean) * rstd * weight + bias`, with mean and rstd over the rows of x.
+
+    Dtypes are fp32, fp16 or bf16, arithmetic is in fp32.
+
+    Args:
         grads: at most MOST_GRADS tensors (..., n) whose sum is the gradient of the norm's result.
         inputs: at most MOST_INPUTS tensors (..., n) whose sum was normalised.
         weight: (n,), at most MOST_COLUMNS.
@@ -149,78 +141,82 @@ class Terms:
         rstd: (..., 1) in fp32, the inverse of the standard deviation or of the root mean square.
         residual: (..., n), added to the gradient.
         sums_result, sums_residual: whether to sum the columns of the gradient, and of `residual`.
-    """
-
-    grads: Sequence[torch.Tensor]
-    inputs: Sequence[torch.Tensor]
-    weight: torch.Tensor
-    mean: torch.Tensor | None
-    rstd: torch.Tensor
-    residual: torch.Tensor | None = None
-    sums_result: bool = False
-    sums_residual: bool = False
-
-
-@torch.library.custom_op(
-    "bmtrain::norm_backward",
-    mutates_args=(),
-    schema="(Tensor[] grads, Tensor[] inputs, Tensor weight, Tensor? mean, Tensor rstd, "
-    "Tensor? residual=None, "
-    "bool sums_result=False, bool sums_residual=False) -> (Tensor, Tensor, Tensor)",
-)
-def norm_backward(
-    grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any
-) -> Results:
-    """The gradients of `(x - mean) * rstd * weight + bias`, with mean and rstd over the rows of x.
-
-    Takes the fields of `Terms`, in order.
 
     Returns:
         The gradient of x (..., n) in the dtype of the inputs; partial sums (2, parts, n) in fp32,
         whose sums over the parts are the gradients of weight and bias; and likewise partial column
         sums (0 to 2, parts, n) of the gradient and of `residual`.
     """
-    terms = Terms(grads, inputs, weight, *rest)
-    by = norm_backward_reference if weight.device.type == "cpu" else norm_backward_by_triton
-    return by(terms)
+    n = weight.shape[0]
+    if not launch.takes(weight):
+        grad, x = (
+            functools.reduce(torch.add, [_rows(part, n) for part in parts])
+            for parts in (grads, inputs)
+        )
+        factor = rstd.reshape(-1, 1).float()
+        normed = (x if mean is None else x - mean.reshape(-1, 1)) * factor
+        weighted = grad * weight.float()
+        slope = weighted - normed * (weighted * normed).mean(1, keepdim=True)
+        if mean is not None:
+            slope = slope - weighted.mean(1, keepdim=True)
+        slope = slope * factor
+        if residual is not None:
+            slope = slope + _rows(residual, n)
+        rounded = slope.to(inputs[0].dtype)
+        columns = [rounded.float()] if sums_result else []
+        columns += [_rows(residual, n)] if sums_residual and residual is not None else []
+        return rounded.view(inputs[0].shape), _sums([grad * normed, grad], n), _sums(columns, n)
+    result, sums, more = _results(inputs[0], sums_result + sums_residual)
+    block = 1 << (n - 1).bit_length()
+    read = [*grads, *inputs] if residual is None else [*grads, *inputs, residual]
+    row_bytes = block * sum(tensor.element_size() for tensor in read)
+    norm_backward_kernel(
+        (_parts(n),),
+        *_filled(grads, MOST_GRADS),
+        *_filled(inputs, MOST_INPUTS),
+        None if residual is None else residual.contiguous(),
+        weight.contiguous(),
+        None if mean is None else mean.contiguous(),
+        rstd.contiguous(),
+        result,
+        sums,
+        more,
+        result.numel() // n,
+        n,
+        NUM_GRADS=len(grads),
+        NUM_INPUTS=len(inputs),
+        CENTERED=mean is not None,
+        HAS_RESIDUAL=residual is not None,
+        SUMS_RESULT=sums_result,
+        SUMS_RESIDUAL=sums_residual,
+        BLOCK=block,
+        STAGES=_stages(row_bytes, result.device),
+        num_warps=max(1, min(16, block // 256)),
+    )
+    return result, sums, more
 
 
-def _results(terms: Terms) -> Results:
-    n = terms.weight.shape[0]
-    sums = [
-        terms.weight.new_empty((count, _parts(n), n), dtype=torch.float32)
-        for count in (2, terms.sums_result + terms.sums_residual)
-    ]
-    return terms.inputs[0].new_empty(terms.inputs[0].shape), sums[0], sums[1]
+def _results(x: torch.Tensor, num_sums: int) -> Results:
+    n = x.shape[-1]
+    sums, more = (x.new_empty((k, _parts(n), n), dtype=torch.float32) for k in (2, num_sums))
+    return x.new_empty(x.shape), sums, more
 
 
-norm_backward.register_fake(lambda *fields: _results(Terms(*fields)))
+norm_backward_op = torch.library.custom_op(
+    "bmtrain::norm_backward",
+    norm_backward,
+    mutates_args=(),
+    schema="(Tensor[] grads, Tensor[] inputs, Tensor weight, Tensor? mean, Tensor rstd, "
+    "Tensor? residual=None, "
+    "bool sums_result=False, bool sums_residual=False) -> (Tensor, Tensor, Tensor)",
+)
+norm_backward_op.register_fake(
+    lambda grads, inputs, weight, mean, rstd, residual=None, *asked: _results(inputs[0], sum(asked))
+)
 
 
 def _parts(n: int) -> int:
     return PARTS_OF_WIDE if n > WIDE else PARTS
-
-
-def norm_backward_reference(terms: Terms) -> Results:
-    """`norm_backward` by the formula."""
-    n = terms.weight.shape[0]
-    grad, x = (
-        functools.reduce(torch.add, [_rows(part, n) for part in parts])
-        for parts in (terms.grads, terms.inputs)
-    )
-    rstd = terms.rstd.reshape(-1, 1).float()
-    normed = (x if terms.mean is None else x - terms.mean.reshape(-1, 1)) * rstd
-    weighted = grad * terms.weight.float()
-    result = weighted - normed * (weighted * normed).mean(1, keepdim=True)
-    if terms.mean is not None:
-        result = result - weighted.mean(1, keepdim=True)
-    result = result * rstd
-    if terms.residual is not None:
-        result = result + _rows(terms.residual, n)
-    rounded = result.to(terms.inputs[0].dtype)
-    more = [rounded.float()] if terms.sums_result else []
-    more += [_rows(terms.residual, n)] if terms.sums_residual and terms.residual is not None else []
-    return rounded.view(terms.inputs[0].shape), _sums([grad * normed, grad], n), _sums(more, n)
 
 
 def _rows(tensor: torch.Tensor, n: int) -> torch.Tensor:
@@ -238,44 +234,6 @@ def _sums(terms: Sequence[torch.Tensor], n: int) -> torch.Tensor:
     return torch.stack(sums) if sums else torch.empty(0, _parts(n), n)
 
 
-def norm_backward_by_triton(terms: Terms) -> Results:
-    """`norm_backward` in one kernel."""
-    n, (result, sums, more) = terms.weight.shape[0], _results(terms)
-    grads, inputs = (
-        [tensor.contiguous() for tensor in tensors] for tensors in (terms.grads, terms.inputs)
-    )
-    residual, mean = (
-        None if tensor is None else tensor.contiguous() for tensor in (terms.residual, terms.mean)
-    )
-    block = 1 << (n - 1).bit_length()
-    read = [*grads, *inputs] if residual is None else [*grads, *inputs, residual]
-    row_bytes = block * sum(tensor.element_size() for tensor in read)
-    norm_backward_kernel(
-        (_parts(n),),
-        *_filled(grads, MOST_GRADS),
-        *_filled(inputs, MOST_INPUTS),
-        residual,
-        terms.weight.contiguous(),
-        mean,
-        terms.rstd.contiguous(),
-        result,
-        sums,
-        more,
-        result.numel() // n,
-        n,
-        NUM_GRADS=len(grads),
-        NUM_INPUTS=len(inputs),
-        CENTERED=mean is not None,
-        HAS_RESIDUAL=residual is not None,
-        SUMS_RESULT=terms.sums_result,
-        SUMS_RESIDUAL=terms.sums_residual,
-        BLOCK=block,
-        STAGES=_stages(row_bytes, result.device),
-        num_warps=max(1, min(16, block // 256)),
-    )
-    return result, sums, more
-
-
 @functools.cache
 def _stages(row_bytes: int, device: torch.device) -> int:
     """Pipeline stages that fit into an SM's shared memory, up to STAGES.
@@ -289,7 +247,8 @@ def _stages(row_bytes: int, device: torch.device) -> int:
 
 
 def _filled(tensors: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
-    return [*tensors, *[None] * (count - len(tensors))]
+    dense = [tensor.contiguous() for tensor in tensors]
+    return [*dense, *[None] * (count - len(tensors))]
 
 
 @kernel

@@ -57,13 +57,7 @@ def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
 
 @kernel
 def mixed(x: tl.tensor) -> tl.tensor:
-    """`_mixed` of uint32."""
+    """`_mixed` of uint32; of places and a seed, `mixed(mixed(places) ^ seed)` are `random_bits`."""
     x = (x ^ (x >> 16)) * tl.full((), MULTIPLIER1, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full((), MULTIPLIER2, tl.uint32)
     return x ^ (x >> 16)
-
-
-@kernel
-def bits_of(places: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """`random_bits` of uint32 places, to which FIRST has been added."""
-    return mixed(mixed(places) ^ seed)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from bmtrain.kernels import launch
-from bmtrain.kernels.chunks import Batch, tensor_at
+from bmtrain.kernels.chunks import by_path, tables_of, tensor_at
 from bmtrain.kernels.launch import kernel, tl
 from bmtrain.torch_internals import has_no_memory
 
@@ -14,33 +16,33 @@ NUM_PROGRAMS = 4096  # few enough that a launch with a factor of 1 ends at once
 BLOCK_TO, NUM_WARPS_TO = 4096, 8  # of `scale_to`
 
 
-def scale_(tensors: Batch, factor: torch.Tensor) -> None:
+def scale_(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors in place, without synchronising with the device.
 
     Args:
-        tensors: rows of one tensor of any floating dtype, strides and device.
+        tensors: of any floating dtype, strides and device.
         factor: 0-dim fp32 or fp64. The product is computed in fp32 (fp64 for fp64 tensors) and
             rounded once; if the factor is 1, the kernel reads and writes nothing.
     """
-    fast, slow = tensors.by_path
-    for (tensor,) in slow.rows:  # `mul_` would round the factor to the tensor's dtype first
+    fast, slow = by_path(tensors)
+    for tensor in slow:  # `mul_` would round the factor to the tensor's dtype first
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         tensor.copy_(wide * factor.to(tensor.device))
-    if fast.rows:
+    if fast:
         factor = factor.float()
-    for (dtype,), chunks in fast.tables(BLOCK):
+    for (dtype, is_aligned), (rows, row_of) in tables_of(fast, BLOCK):
         scale_kernel(
-            (min(chunks.count, NUM_PROGRAMS),),
-            chunks.rows,
-            chunks.row_of,
+            (min(len(row_of), NUM_PROGRAMS),),
+            rows,
+            row_of,
             factor,
-            chunks.count,
+            len(row_of),
             DTYPE=dtype,
-            IS_ALIGNED=chunks.is_aligned,
+            IS_ALIGNED=is_aligned,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
-    torch.autograd.graph.increment_version(tensor for (tensor,) in fast.rows)
+    torch.autograd.graph.increment_version(fast)
 
 
 @kernel

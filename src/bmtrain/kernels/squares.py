@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from bmtrain.kernels.chunks import Batch, tensor_at
+from bmtrain.kernels.chunks import by_path, tables_of, tensor_at
 from bmtrain.kernels.launch import kernel, tl
 
 BLOCK, NUM_WARPS = 2048, 8
@@ -13,7 +15,7 @@ BLOCK, NUM_WARPS = 2048, 8
 NUM_PROGRAMS = 2048
 
 
-def sum_of_squares(tensors: Batch, device: torch.device) -> torch.Tensor:
+def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The sum of squares of all elements: 0-dim fp64 on `device`, without synchronising with it.
 
     Finite if and only if all elements are, since squares that overflow fp32 do not overflow fp64;
@@ -21,27 +23,27 @@ def sum_of_squares(tensors: Batch, device: torch.device) -> torch.Tensor:
     result is bitwise reproducible.
 
     Args:
-        tensors: rows of one tensor of any floating dtype, strides and device; elements of fp64
-            tensors are squared in fp64.
+        tensors: of any floating dtype, strides and device; elements of fp64 tensors are squared in
+            fp64.
     """
-    fast, slow = tensors.by_path
-    launches = fast.tables(BLOCK)  # a kernel per dtype, then one sum
+    fast, slow = by_path(tensors)
+    launches = tables_of(fast, BLOCK)  # a kernel per dtype, then one sum
     found = torch.empty(len(launches), NUM_PROGRAMS, dtype=torch.float64, device=device)
-    for ((dtype,), chunks), partial in zip(launches, found, strict=True):
+    for ((dtype, is_aligned), (rows, row_of)), partial in zip(launches, found, strict=True):
         squares_kernel(
             (NUM_PROGRAMS,),
-            chunks.rows,
-            chunks.row_of,
+            rows,
+            row_of,
             partial,
-            chunks.count,
+            len(row_of),
             DTYPE=dtype,
-            IS_ALIGNED=chunks.is_aligned,
+            IS_ALIGNED=is_aligned,
             NUM_PROGRAMS=NUM_PROGRAMS,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
     total = found.sum() if launches else torch.zeros((), dtype=torch.float64, device=device)
-    for (tensor,) in slow.rows:
+    for tensor in slow:
         total += torch.linalg.vector_norm(tensor, dtype=torch.float64).square().to(device)
     return total
 

@@ -19,7 +19,7 @@ from bmtrain.kernels.cross_entropy import RowSums, row_gradient
 from bmtrain.loss.module import DTYPES, ClassLoss, describe, names
 from bmtrain.loss.row_loss import RowLoss, columns_of
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import FLAG, check, known_keywords
+from bmtrain.runtime.arguments import FLAG, check
 
 
 class CrossEntropyRows(torch.autograd.Function):
@@ -81,7 +81,6 @@ class FusedCrossEntropy(ClassLoss):
         NotInitializedError: for `parallel=True` before `init_distributed`.
     """
 
-    @known_keywords
     def __init__(
         self,
         weight: torch.Tensor | None = None,

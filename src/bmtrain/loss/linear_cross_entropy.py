@@ -20,7 +20,14 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.kernels.cross_entropy import RowFactors, RowSums, arithmetic, row_gradient, score
+from bmtrain.kernels.cross_entropy import (
+    RowFactors,
+    RowSums,
+    arithmetic,
+    row_gradient,
+    row_sums,
+    score,
+)
 from bmtrain.kernels.scale import scale_to
 from bmtrain.loss.module import DTYPES, ClassLoss, check_device, check_tensor, describe, names
 from bmtrain.loss.row_loss import RowLoss, columns_of
@@ -158,7 +165,7 @@ def linear_cross_entropy_gradients(
             torch.mm(hidden[rows], weight.t(), out=padded)
         logits = padded[:, :num_classes]
         scores.append(score(logits, target[rows]))
-        parts.append(row_loss.sums(logits))
+        parts.append(row_sums(logits, class_weight, smoothed=row_loss.smoothed))
         if any(wanted):
             of_rows, smoothed = RowFactors(*(each[rows] for each in factors)), row_loss.smoothed
             row_gradient(logits, parts[-1], of_rows, class_weight, smoothed=smoothed, in_place=True)

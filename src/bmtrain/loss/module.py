@@ -11,10 +11,10 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.cross_entropy import arithmetic
 from bmtrain.loss.row_loss import Columns, RowLoss
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import SHARE, WHOLE, check, known_keywords
+from bmtrain.runtime.arguments import SHARE, WHOLE, Rule, check
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-REDUCTIONS = ("mean", "sum", "none")
+_REDUCTION = Rule("mean, sum or none", ("mean", "sum", "none").__contains__)
 
 
 class ClassLoss(torch.nn.Module):
@@ -33,7 +33,6 @@ class ClassLoss(torch.nn.Module):
 
     weight: torch.Tensor | None
 
-    @known_keywords
     def __init__(
         self,
         weight: torch.Tensor | None = None,
@@ -42,12 +41,9 @@ class ClassLoss(torch.nn.Module):
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
-        if reduction not in REDUCTIONS:
-            raise ConfigurationError(
-                f"reduction: got {reduction!r}, expected one of {REDUCTIONS}; choose one of them."
-            )
         check(
             type(self).__name__,
+            reduction=(reduction, _REDUCTION),
             label_smoothing=(label_smoothing, SHARE),
             ignore_index=(ignore_index, WHOLE),
         )

@@ -19,8 +19,7 @@ import dataclasses
 import torch
 
 from bmtrain.distributed import tensor_parallel
-from bmtrain.kernels import cross_entropy as kernels
-from bmtrain.kernels.cross_entropy import RowFactors, RowSums, score
+from bmtrain.kernels.cross_entropy import RowFactors, RowSums, row_sums, score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,10 +82,6 @@ class RowLoss:
         columns = self.columns
         return None if self.weight is None else self.weight.narrow(0, columns.first, columns.count)
 
-    def sums(self, logits: torch.Tensor) -> RowSums:
-        """The sums of each row over this rank's columns."""
-        return kernels.row_sums(logits, self.of_columns(), smoothed=self.smoothed)
-
     def sums_and_scores(
         self, logits: torch.Tensor, target: torch.Tensor
     ) -> tuple[RowSums, torch.Tensor]:
@@ -95,14 +90,14 @@ class RowLoss:
         Collective if the columns are split: at most three numbers per row are communicated at a
         time, never logits.
         """
-        sums, column = self.sums(logits), self.columns.place(target)
+        weights, column = self.of_columns(), self.columns.place(target)
+        sums = row_sums(logits, weights, smoothed=self.smoothed)
         if not self.columns.are_split:
             return sums, score(logits, target) - sums.highest
         scores = torch.where(column < 0, 0.0, score(logits, column.clamp(min=0)))
         highest = tensor_parallel.all_reduce(sums.highest, "max")
         # Where all of these columns are -inf, `below` is relative to 0 (see RowSums).
         base = torch.where(sums.highest == -torch.inf, 0.0, sums.highest)
-        weights = self.of_columns()
         weight = self.columns.count if weights is None else weights.sum()
         moved = torch.stack(
             [

@@ -72,14 +72,13 @@ class OpParallelLinear:
             )
         if reduce_output_type is None and split_input:
             raise ConfigurationError(
-                "split_input without reduce_output_type: the products would be parts of "
-                "sums; name the sum."
+                "split_input without reduce_output_type would return partial sums: "
+                "choose a reduce_output_type."
             )
         if reduce_output_type is not None and (gather_input or gather_output):
             raise ConfigurationError(
-                f"reduce_output_type with gather_input={gather_input}, gather_output="
-                f"{gather_output}: whole products would be summed, and sums have all features; "
-                "leave one of them out."
+                f"reduce_output_type excludes gather_input and gather_output, got {gather_input} "
+                f"and {gather_output}: leave one of them out."
             )
         if world.current("OpParallelLinear").mesh.tp.size == 1:
             return F.linear(input, weight, bias)

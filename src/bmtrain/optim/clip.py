@@ -12,14 +12,7 @@ from bmtrain.distributed import collectives
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.kernels.scale import scale_
 from bmtrain.kernels.squares import sum_of_squares
-from bmtrain.optim.flat import (
-    FlatSpan,
-    GradientPart,
-    batch_of,
-    gradients_of,
-    parameters_of,
-    spans_of,
-)
+from bmtrain.optim.flat import FlatSpan, GradientPart, gradients_of, parameters_of, spans_of
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, BOUND, POSITIVE, check
 
@@ -83,7 +76,7 @@ def clip_gradients(
         bound = torch.tensor(max_norm, dtype=norm.dtype, device="cpu")
         factor = torch.div(bound, norm + eps).clamp(max=1.0)
         for parts in found:
-            scale_(batch_of(parts), factor)
+            scale_((part.grad for part in parts), factor)
         # A norm that is not finite reaches the padding too, which no clearing in place reaches.
         for part in found[0]:
             for begin, end in part.piece.gaps:
@@ -105,7 +98,7 @@ def global_sum_of_squares(
     ranks and count once.
     """
     current = world.current("clip_grad_norm")
-    total = sum_of_squares(batch_of(sharded), current.device)
+    total = sum_of_squares((part.grad for part in sharded), current.device)
     if mark is not None:
         total = torch.add(mark, total, alpha=factor)
     elif factor != 1:
@@ -113,7 +106,7 @@ def global_sum_of_squares(
     if not replicated:
         collectives.all_reduce_(total, "sum", current.mesh.world)
         return total
-    own = sum_of_squares(batch_of(replicated), current.device)
+    own = sum_of_squares((part.grad for part in replicated), current.device)
     # Without it, ranks whose copy is finite would take a step that the others skip.
     total += torch.where(own.isfinite(), 0.0, own)
     collectives.all_reduce_(total, "sum", current.mesh.world)

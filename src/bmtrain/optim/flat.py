@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from bmtrain.errors import ParameterError
-from bmtrain.kernels.chunks import Batch
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 from bmtrain.shard.storage import Storage
@@ -204,8 +203,3 @@ def gradients_of(spans: Iterable[FlatSpan]) -> tuple[list[GradientPart], list[Gr
                 found = ordinary if span.storage is None else sharded
                 found.append(GradientPart(span, piece, piece.gradient()))
     return sharded, ordinary
-
-
-def batch_of(parts: Iterable[GradientPart]) -> Batch:
-    """The gradients for a kernel."""
-    return Batch([(part.grad,) for part in parts])

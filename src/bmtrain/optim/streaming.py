@@ -19,6 +19,7 @@ from bmtrain.kernels.blockwise import BLOCK
 from bmtrain.optim.adam_state import UpdatePart
 from bmtrain.runtime.world import World
 from bmtrain.shard.engine import alias
+from bmtrain.shard.layout import round_up
 
 # Bytes of a chunk of states: enough that a copy takes far longer than its launch.
 LOAD_BYTES = 1 << 27
@@ -240,7 +241,7 @@ class Slot:
         then all threads of the host fetch it.
         """
         own = slice(self._used, self._used + state.nbytes)
-        self._used += padded(state.nbytes)
+        self._used += round_up(state.nbytes, ALIGNMENT)
         locked = state
         if not state.is_pinned():
             if self._locked is None:
@@ -270,7 +271,7 @@ def chunks_of(updates: Sequence[PendingUpdate], num_bytes: int) -> Iterator[Chun
             end = min(begin + max(length, BLOCK), numel)
             tensors = whole if end - begin == numel else whole.part(begin, end)
             chunk.append(ChunkPart(update, tensors, end == numel))
-            room -= sum(padded(x.nbytes) for x in tensors.state)
+            room -= sum(round_up(x.nbytes, ALIGNMENT) for x in tensors.state)
             begin = end
     if chunk:
         yield chunk
@@ -286,19 +287,13 @@ def compute(chunk: Chunk, verdict: torch.Tensor | None) -> None:
         by_settings.setdefault(update.settings, []).append(own)
         if update.records:
             master = own.master
-            is_wide = master is not None and master.is_floating_point()
-            values = master if is_wide and master is not None else own.weight
+            values = own.weight if master is None or not master.is_floating_point() else master
             watched.append((update, values, values.clone()))
     for settings, members in by_settings.items():
         update_tensors(members, settings, verdict)
     for update, values, before in watched:
         change = (values - before).double()
         update.deltas.append(torch.stack([change.sum(), change.square().sum()]))
-
-
-def padded(num_bytes: int) -> int:
-    """Bytes that a tensor takes in a slot."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

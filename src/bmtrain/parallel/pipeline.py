@@ -13,7 +13,7 @@ from bmtrain.block.block import Block
 from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
 from bmtrain.distributed import autograd, collectives, stages
 from bmtrain.distributed.collectives import Transfer
-from bmtrain.distributed.stages import Head, Link, Links, Share
+from bmtrain.distributed.stages import Head, Links, Share
 from bmtrain.errors import ConfigurationError
 from bmtrain.parallel.microbatch import Call, read_call, rows_per_micro_batch, stage_layers
 from bmtrain.recompute.level import Level
@@ -73,7 +73,9 @@ class PipelineTransformerBlockList(BlockList):
                 part.move_to_stage(stage)
         # A plain list: the blocks are registered already.
         self._own = [blocks[layer] for layer in layers_of[pipe.index]]
-        self._known: dict[object, _Known] = {}
+        # By key of a call, the tensors that travel in it, learned in the first: into this stage,
+        # and back to the owners of the rows.
+        self._known: dict[object, tuple[list[Head], list[Share]]] = {}
         plan_gathers(self._own)
 
     def forward(
@@ -103,14 +105,9 @@ class PipelineTransformerBlockList(BlockList):
         axis, count = current.mesh.pipe, current.num_micro_batches
         args, kwargs = map_tensors(ordinary, (args, kwargs))
         call, key = self._agree(current, args, kwargs, batch_related, return_hidden_states)
-        known = self._known.get(key)
+        incoming, shares = self._known.get(key, (None, None))
         joined = _Joined(call, axis, count)
-        passing = _Passing(
-            self._own,
-            current.service(Links),
-            None if known is None else known.incoming,
-            return_hidden_states,
-        )
+        passing = _Passing(self._own, current.service(Links), incoming, return_hidden_states)
         with contextlib.ExitStack() as stack:
             for part in _with_inner(self._own):
                 stack.enter_context(part.together())
@@ -122,13 +119,12 @@ class PipelineTransformerBlockList(BlockList):
         # Do not prefetch what is gathered next: other stages may need activations from this rank
         # before they join that gather, a deadlock.
         current.service(Engine).schedule.interrupt()
-        if known is None:
-            known = self._known[key] = _Known(
-                passing.incoming, _agree_on_shares(passing.results(), call.num_rows, axis)
-            )
+        if shares is None:
+            shares = _agree_on_shares(passing.results(), call.num_rows, axis)
+            self._known[key] = passing.incoming, shares
         held = passing.finish()
         results = stages.to_owners(
-            held, known.shares, [*joined.ties, *passing.ties], axis, current.device
+            held, shares, [*joined.ties, *passing.ties], axis, current.device
         )
         finals = tuple(result[0] for result in results[: self.num_hidden])
         out = finals + results[self.num_hidden :]
@@ -173,17 +169,6 @@ class PipelineTransformerBlockList(BlockList):
                     f"{told[0][1]}, rank {rank} {other}; expected equal shapes, dtypes and modes."
                 )
         return call, (signature, tuple(flags for _, _, flags in told))  # type: ignore[return-value]  # None has raised above
-
-
-@dataclasses.dataclass(frozen=True)
-class _Known:
-    """The tensors that travel in calls of one key, learned in the first call.
-
-    incoming: into this stage. shares: back to the owners of the rows.
-    """
-
-    incoming: list[Head]
-    shares: list[Share]
 
 
 class _Joined:
@@ -235,8 +220,15 @@ class _Passing:
     def run(self, joined: _Joined, number: int) -> None:
         """Run micro-batch `number` through the blocks of this stage."""
         hidden, (args, kwargs) = joined.part(number)
-        if self._upstream is not None:
-            hidden = self._receive(self._upstream, number, joined)
+        is_first, link = number == 0 and not self._is_known, self._upstream
+        if link is not None:
+            if is_first:
+                self.incoming = link.receive_heads()
+            arriving = self._arriving or link.receive(self.incoming)
+            more = number + 1 < joined.num_micro_batches  # receive the next one during compute
+            self._arriving = link.receive(self.incoming) if more else None
+            hidden = stages.take_over(self.incoming, arriving, link, joined.ties)
+            self.ties += [x for x in hidden if x.requires_grad]
         inputs = []
         for block in self._blocks:
             if self._with_states:
@@ -246,19 +238,9 @@ class _Passing:
         self._outputs.append(hidden)
         if self._downstream is None:
             return
-        if number == 0 and not self._is_known:
+        if is_first:
             self._downstream.send_heads([Head.of(x) for x in hidden])
         self.ties.append(stages.PassOn.apply(self._downstream, *hidden))
-
-    def _receive(self, link: Link, number: int, joined: _Joined) -> Hidden:
-        if number == 0 and not self._is_known:
-            self.incoming = link.receive_heads()
-        arriving = self._arriving or link.receive(self.incoming)
-        more = number + 1 < joined.num_micro_batches  # receive the next one during compute
-        self._arriving = link.receive(self.incoming) if more else None
-        hidden = stages.take_over(self.incoming, arriving, link, joined.ties)
-        self.ties += [x for x in hidden if x.requires_grad]
-        return hidden
 
     def results(self) -> list[list[torch.Tensor]]:
         """What this stage holds for the owners of the rows, of the first micro-batch: for each

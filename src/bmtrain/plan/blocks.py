@@ -78,20 +78,23 @@ class Case:
         return sum(storage.nbytes() for storage in storages_of(self.own).values())
 
 
-def costs(case: Case, *, compiled: bool) -> BlockCosts:
+def costs(case: Case, *, compiled: bool, keeps: bool = False) -> BlockCosts:
     """Costs of a call at each level.
 
     Args:
         case: the call.
         compiled: whether it runs through inductor, as a Block does on a GPU if it is one graph.
+        keeps: whether all is kept at every level.
     """
     found, reason = dict[Level, Cost](), ""
     if compiled:
         try:
-            found = {level: _compiled(case, level) for level in COUNTED}
+            found = {level: _compiled(case, level) for level in (COUNTED[:1] if keeps else COUNTED)}
         except Exception as error:  # whatever the compiler raises, a Block then runs uncompiled
             reason = first_line(error)
     found = found or _eager(case)
+    if keeps:
+        return BlockCosts(dict.fromkeys(Level, found[Level.NOTHING]), 0, reason)
     inputs = sum(x.nbytes for x in case.own if x.is_floating_point())
     block = found[Level.BLOCK]
     found[Level.OFFLOADED] = Cost(

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print all items; returns 0."""
     found = collect()
-    print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found, "")))
+    print(json.dumps(found, indent=1) if arguments.json else _text(found))
     return 0
 
 
@@ -62,8 +63,7 @@ def collect() -> dict[str, Any]:
         try:
             found[name] = item()
         except Exception as error:  # one item must not cost the others
-            reason = str(error).strip() or "no reason given"
-            found[name] = f"not known ({type(error).__name__}: {reason})"
+            found[name] = f"not known ({type(error).__name__}: {error})"
     return found
 
 
@@ -77,20 +77,14 @@ def shown(variables: Mapping[str, str], names: str) -> dict[str, str]:
     }
 
 
-def _lines(found: Mapping[str, Any], indent: str) -> list[str]:
-    """A line for each item; those of several values indented under their names."""
+def _text(found: Mapping[str, Any]) -> str:
+    """A line for each item; those of several lines indented under their names."""
     lines = []
     for name, value in found.items():
-        inside = value
-        if isinstance(value, dict):
-            inside = _lines(value, indent + "  ")
-        elif isinstance(value, list):
-            inside = [f"{indent}  {line}" for line in value]
-        if inside is value:
-            lines.append(f"{indent}{name}: {value}")
-        else:
-            lines += [f"{indent}{name}:", *(inside or [f"{indent}  none"])]
-    return lines
+        text = (_text(value) or "none") if isinstance(value, dict) else value
+        is_long = text is not value or "\n" in text
+        lines.append(f"{name}:\n{textwrap.indent(text, '  ')}" if is_long else f"{name}: {text}")
+    return "\n".join(lines)
 
 
 def _packages() -> dict[str, str]:
@@ -101,17 +95,7 @@ def _packages() -> dict[str, str]:
     return {name: found.get(name, "not installed") for name in PACKAGES.split()}
 
 
-def _of_torch() -> dict[str, Any]:
-    """Versions, driver, compilers and processor, as torch's own reports of faults have them."""
-    found = get_env_info()._asdict()
-    return {
-        name: text.splitlines() if isinstance(text, str) and "\n" in text else text
-        for name, text in found.items()
-        if text
-    }
-
-
-def _nvidia_smi(*words: str) -> list[str]:
+def _nvidia_smi(*words: str) -> str:
     """What the program says, which may be why it fails."""
     done = subprocess.run(
         ["nvidia-smi", *words],
@@ -121,24 +105,24 @@ def _nvidia_smi(*words: str) -> list[str]:
         timeout=20,
         check=False,
     )
-    return done.stdout.strip().splitlines()
+    return done.stdout.strip()
 
 
 ITEMS: dict[str, Callable[[], Any]] = {
     "bmtrain": lambda: __version__,
     "python": lambda: f"{platform.python_version()} ({sys.executable})",
     "packages": _packages,
-    "torch": _of_torch,
+    # Versions, driver, compilers and processor, as torch's own reports of faults have them.
+    "torch": lambda: {name: str(text) for name, text in get_env_info()._asdict().items() if text},
     "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())),
     "GPUs": lambda: _nvidia_smi("--query-gpu=index,name,memory.total,compute_cap", "--format=csv"),
     "topology": lambda: _nvidia_smi("topo", "-m"),
-    "cores of this process": world.num_cores,
+    "cores of this process": lambda: str(world.num_cores()),
     "limit of the control group, of cores": lambda: (_GROUP / "cpu.max").read_text().strip(),
     "limit of the control group, of memory": lambda: (_GROUP / "memory.max").read_text().strip(),
-    # in all, free and available
-    "host memory": lambda: pathlib.Path("/proc/meminfo").read_text("ascii").splitlines()[:3],
+    "host memory": lambda: pathlib.Path("/proc/meminfo").read_text("ascii").partition("\nBuf")[0],
     "shared memory (/dev/shm)": lambda: f"{shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB",
-    "network interfaces": lambda: sorted(os.listdir("/sys/class/net")),
+    "network interfaces": lambda: " ".join(os.listdir("/sys/class/net")),
     "variables": lambda: shown(world.environment(), VARIABLES),
     "launcher's variables": lambda: shown(world.environment(), LAUNCHERS),
 }

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from bmtrain.block.whole_model import MARGIN, MOST
 from bmtrain.errors import ConfigurationError
-from bmtrain.plan.outline import Outline, numel_of, outline, without_values
+from bmtrain.plan.outline import WHOLE, Outline, numel_of, outline, without_values
 from bmtrain.plan.settings import DTYPES, GIB, Machine, Settings
 from bmtrain.plan.step import Memory, Moment
+from bmtrain.recompute.level import AUTO, Level
+from bmtrain.shard.module import DistributedModule
 from bmtrain.torch_internals import without_memory
 
 
@@ -58,14 +63,25 @@ class Forecast:
     parameters: int
     trained: int
     host: int
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, memory: Memory) -> Forecast:
         """The forecast of a traced model with some settings on a machine."""
-        traced, settings, machine = memory.outline, memory.settings, memory.machine
+        settings, machine, whole = memory.settings, memory.machine, memory.outline.whole
+        if (
+            whole is not None
+            and whole.calls
+            and not whole.notes  # it is compiled
+            and settings.recompute in (AUTO, "nothing")
+            and settings.tp_size == settings.pipe_size == 1
+        ):
+            own = Memory(whole, settings, machine)
+            if own.peak([Level.NOTHING]).total < machine.room * (1 - MARGIN):
+                memory = own
+        traced = memory.outline
         levels = memory.levels(settings.recompute, machine.room)
-        groups = [*(group for block in traced.blocks for group in block), *traced.others]
+        groups = [*itertools.chain(*traced.blocks), *traced.others]
         return cls(
             settings=settings,
             machine=machine,
@@ -74,7 +90,11 @@ class Forecast:
             parameters=numel_of(groups),
             trained=numel_of(group for group in groups if group[2]),
             host=memory.on_host(levels),
-            notes=traced.notes,
+            notes=(
+                ("the model is small and runs as one compiled graph, not block by block",)
+                if traced is whole
+                else traced.notes
+            ),
         )
 
     @property
@@ -98,10 +118,11 @@ class Forecast:
         }
 
 
-def trace(source: Source, settings: Settings) -> Outline:
+def trace(source: Source, settings: Settings, machine: Machine) -> Outline:
     """Build the model and run it without memory, forward and backward.
 
-    Only `batch`, `seq`, `dtype` and `compiled` of the settings matter.
+    Only `batch`, `seq`, `dtype` and `compiled` of the settings matter, and the memory of a GPU: a
+    model that is small beside it is also run as one graph.
     """
     with torch.device("meta"):
         model = source.build()
@@ -114,18 +135,22 @@ def trace(source: Source, settings: Settings) -> Outline:
         model = without_values(model, DTYPES[settings.dtype])
         model.train()
         source.adapt(model)
-        found = outline(
+        run = functools.partial(
+            outline,
             model,
             lambda module: source.loss(module, settings.batch, settings.seq),
             compiled=settings.compiled,
-            more=source.blocks,
         )
+        num_bytes = sum(2 * param.nbytes for param in model.parameters())
+        is_small = num_bytes <= MOST * machine.memory and not isinstance(model, DistributedModule)
+        whole = run(more=WHOLE) if is_small and settings.compiled else None
+        found = run(more=source.blocks)
     notes = list(found.notes)
     if not found.calls:
         notes.append("no member of a ModuleList is called: nothing is gathered block by block")
     if settings.pipe_size > 1:
         notes.append("stages are assumed equal: embedding and head add to the first and the last")
-    return dataclasses.replace(found, notes=tuple(notes))
+    return dataclasses.replace(found, notes=tuple(notes), whole=whole)
 
 
 def forecast(
@@ -152,4 +177,4 @@ def forecast(
     """
     source = Source(name="the model", build=model, loss=loss)
     settings, machine = settings or Settings(), machine or Machine(gpu="h200")
-    return Forecast.of(Memory(trace(source, settings), settings, machine))
+    return Forecast.of(Memory(trace(source, settings, machine), settings, machine))

@@ -64,17 +64,14 @@ def peak(graph: torch.fx.Graph, is_counted: Callable[[Node], bool]) -> int:
 def _sources(node: Node, written: set[Node]) -> set[Node]:
     """The written values and inputs that a kernel reads, also through what is fused into it."""
     found: set[Node] = set()
-    waiting, seen = list(node.all_input_nodes), set[Node]()
+    waiting = list(node.all_input_nodes)
     while waiting:
         one = waiting.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        if one in written or one.op == "placeholder":
+        if one not in found:
             found.add(one)
-        else:
-            waiting += one.all_input_nodes
-    return found
+            if one not in written and one.op != "placeholder":
+                waiting += one.all_input_nodes
+    return {one for one in found if one in written or one.op == "placeholder"}
 
 
 def _is_view(node: Node) -> bool:

@@ -10,11 +10,11 @@ import torch
 
 from bmtrain.plan.blocks import BlockCosts, Case, costs
 from bmtrain.plan.meter import Meter
-from bmtrain.recompute.level import Level
-from bmtrain.torch_internals import tensors_in, tree_flatten, tree_unflatten
+from bmtrain.torch_internals import tensors_in, tree_leaves, tree_map_only
 
 # Parameters of one storage: names and shapes, dtype, whether they are trained.
 Group = tuple[tuple[tuple[str, tuple[int, ...]], ...], torch.dtype, bool]
+WHOLE = ("",)  # the path of a model that is one block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Outline:
         turn: peak bytes outside of blocks from the last block's forward to its backward.
         tail: peak bytes outside of blocks behind the first block's backward pass.
         notes: what is uncertain.
+        whole: of the same step as one graph, if the model is small; the model is its one block.
     """
 
     blocks: tuple[tuple[Group, ...], ...]
@@ -53,6 +54,7 @@ class Outline:
     turn: int
     tail: int
     notes: tuple[str, ...]
+    whole: Outline | None = None
 
 
 def numel_of(groups: Iterable[Group]) -> int:
@@ -72,8 +74,10 @@ def groups_of(params: Iterable[tuple[str, torch.nn.Parameter]]) -> tuple[Group, 
 def blocks_of(model: torch.nn.Module, more: Sequence[str] = ()) -> list[torch.nn.Module]:
     """What becomes a Block: the members of every ModuleList that is not inside a block already.
 
-    `more` names further modules.
+    `more` names further modules; with WHOLE the model itself is the only one.
     """
+    if more is WHOLE:
+        return [model]
     found: list[torch.nn.Module] = []
 
     def walk(module: torch.nn.Module, path: str) -> None:
@@ -123,20 +127,14 @@ def outline(
         watch.take_turn()
     for handle in handles:
         handle.remove()
-    priced: dict[Any, BlockCosts] = {}
-    notes: dict[str, str] = {}
+    priced, notes = dict[Any, BlockCosts](), list[str]()
     for kind, case in watch.cases.items():
         case.module.__dict__.pop("forward", None)  # as it was before it was hidden
-        found = costs(case, compiled=compiled)
-        if any(case.module is model.get_submodule(path) for path in more):
-            everything = dict.fromkeys(found.levels, found.levels[Level.NOTHING])
-            found = dataclasses.replace(found, levels=everything)
-        priced[kind] = found
-        name, reason = type(case.module).__name__, found.reason
-        if reason:
-            notes.setdefault(name, f"{name} runs uncompiled: {reason}")
-    order = watch.order
-    order += [block for block in blocks if not any(block is own for own in order)]
+        keeps = any(case.module is model.get_submodule(path) for path in more)
+        found = priced[kind] = costs(case, compiled=compiled, keeps=keeps)
+        if found.reason:
+            notes.append(f"{type(case.module).__name__} runs uncompiled: {found.reason}")
+    order = [*dict.fromkeys([*(seen.block for seen in watch.calls), *blocks])]
     storages, seen = [], set[torch.nn.Parameter]()
     for block in order:
         own = [(name, param) for name, param in block.named_parameters() if param not in seen]
@@ -151,7 +149,7 @@ def outline(
         ),
         watch.turn,
         watch.tail,
-        tuple(notes.values()),
+        tuple(dict.fromkeys(notes)),
     )
 
 
@@ -171,7 +169,6 @@ class _Watch:
     Attributes:
         calls: of blocks, in order.
         cases: of each kind of call one, with arguments of its own.
-        order: the blocks, in the order of first calls.
         turn, tail: as in Outline.
     """
 
@@ -179,7 +176,6 @@ class _Watch:
         self.meter = Meter(spare)
         self.calls: list[_Seen] = []
         self.cases: dict[Any, Case] = {}
-        self.order: list[torch.nn.Module] = []
         self.turn = self.tail = 0
         # What blocks get beside their own inputs is alive until the end: all of them keep it.
         self._common: list[torch.Tensor] = []
@@ -193,26 +189,17 @@ class _Watch:
                 seen = self._note(block, args, kwargs)
                 out = original(*args, **kwargs)
             given = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
+            found = [x for x in tensors_in(out) if x.is_floating_point()]
+            for x in found:
+                self.meter.add(x)
+            # A scalar stands for the parameters: without one, blocks behind an embedding that is
+            # not trained would have no backward pass.
             trained = any(param.requires_grad for param in block.parameters())
-            leaves, tree = tree_flatten(out)
-            places = [
-                n
-                for n, x in enumerate(leaves)
-                if isinstance(x, torch.Tensor) and x.is_floating_point()
-            ]
-            for place in places:
-                self.meter.add(leaves[place])
-            if (given or trained) and torch.is_grad_enabled():
-                # A scalar stands for the parameters: without one, blocks behind an embedding that
-                # is not trained would have no backward pass.
-                tie = torch.zeros((), requires_grad=trained)
-                made = _Opaque.apply(
-                    self, seen, len(places), *(leaves[n] for n in places), *given, tie
-                )
-                for place, value in zip(places, made, strict=True):
-                    leaves[place] = value
+            tie = torch.zeros((), requires_grad=trained)
+            made = _Opaque.apply(self, seen, len(found), *found, *given, tie)
+            known = dict(zip(map(id, found), made, strict=True))
             self.meter.take_peak()
-            return tree_unflatten(leaves, tree)
+            return tree_map_only(torch.Tensor, lambda x: known.get(id(x), x), out)
 
         block.__dict__["forward"] = forward
 
@@ -228,17 +215,14 @@ class _Watch:
 
     def _note(self, block: torch.nn.Module, args: Any, kwargs: Any) -> _Seen:
         """A call of a block whose own input is its first tensor of numbers."""
-        if not any(block is known for known in self.order):
-            self.order.append(block)
-        leaves, tree = tree_flatten((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         first = next((x for x in tensors if x.is_floating_point()), None)
         self._common += [x for x in tensors if x is not first]
         shapes = tuple(
             (tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
             if isinstance(x, torch.Tensor)
             else repr(x)
-            for x in leaves
+            for x in tree_leaves((args, kwargs))
         )
         params = tuple(
             (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()
@@ -251,10 +235,9 @@ class _Watch:
                 )
                 for x in tensors
             }
-            copies = [made.get(id(x), x) for x in leaves]
             own = [] if first is None else [made[id(first)]]
-            new_args, new_kwargs = tree_unflatten(copies, tree)
-            self.cases[kind] = Case(block, new_args, new_kwargs, own)
+            mine, named = tree_map_only(torch.Tensor, lambda x: made[id(x)], (args, kwargs))
+            self.cases[kind] = Case(block, mine, named, own)
         self.calls.append(_Seen(block, kind, self.meter.live))
         return self.calls[-1]
 

@@ -82,9 +82,10 @@ class Settings:
     compiled: bool = _option(True, "blocks")
 
     def __post_init__(self) -> None:
-        sizes = ("batch", "seq", "tp_size", "pipe_size")
-        given = {name: (vars(self)[name], SIZE) for name in sizes}
-        check("plan", device_states=(self.device_states, AMOUNT), **given)
+        given = {"device_states": (self.device_states, AMOUNT)}
+        for name in ("batch", "seq", "tp_size", "pipe_size"):
+            given[name] = vars(self)[name], SIZE
+        check("plan", **given)
         for field in dataclasses.fields(self):
             value, known = vars(self)[field.name], field.metadata["choices"]
             if known and value not in known:
@@ -131,9 +132,9 @@ class Machine:
     host_memory: float | None = _option(None, "GiB of each host", None, float)
 
     def __post_init__(self) -> None:
-        check("plan", gpus=(self.gpus, SIZE), hosts=(self.hosts, SIZE))
         memory = {"gpu_memory": self.gpu_memory, "host_memory": self.host_memory}
-        check("plan", **{name: (x, POSITIVE) for name, x in memory.items() if x is not None})
+        given = {name: (x, POSITIVE) for name, x in memory.items() if x is not None}
+        check("plan", gpus=(self.gpus, SIZE), hosts=(self.hosts, SIZE), **given)
         if self.gpus > MOST_GPUS:
             raise ConfigurationError(
                 f"plan: gpus (--gpus) counts the GPUs of one host, and {self.gpus} are more than "

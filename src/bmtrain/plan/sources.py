@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import pathlib
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 
 from bmtrain.errors import ConfigurationError, first_line
 from bmtrain.plan.forecast import Source
+from bmtrain.runtime.arguments import named_function
 
 CONFIG = "config.json"
 
@@ -23,13 +23,7 @@ def of_function(name: str) -> Source:
     Raises:
         ConfigurationError: if there is no such function, it fails, or it returns something else.
     """
-    path, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(path), attribute, None)
-    except ImportError as error:
-        raise ConfigurationError(f"plan: {name} cannot be imported: {error}.") from error
-    if not callable(function):
-        raise ConfigurationError(f"plan: {path} has no function {attribute!r}.")
+    function = named_function("plan", name)
 
     def build() -> Any:
         try:
@@ -63,7 +57,7 @@ def of_transformers(name: str) -> Source:
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"plan: transformers has read no config.json of {name}: {first_line(error)} Name a "
             "folder that has one, or give module:function."
@@ -71,9 +65,8 @@ def of_transformers(name: str) -> Source:
 
     def build() -> torch.nn.Module:
         kinds = getattr(config, "architectures", None) or [""]
-        kind = getattr(transformers, kinds[0], None)
-        make = transformers.AutoModelForCausalLM.from_config if kind is None else kind
-        model: torch.nn.Module = make(config)
+        other = transformers.AutoModelForCausalLM.from_config
+        model: torch.nn.Module = getattr(transformers, kinds[0], other)(config)
         return model
 
     return Source(name=name, build=build, loss=loss_of)

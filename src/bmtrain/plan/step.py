@@ -150,9 +150,8 @@ class Memory:
         for place in reversed(range(last)):
             kept = before[place] + costs[place].backward
             found.append(self._moment("backward", place, kept, calls[place].after, place))
-        found.append(self._moment("backward", 0, 0, self.outline.tail, 0))
-        found.append(self._moment("update", -1, 0, 0, 0))
-        return found
+        tail = self._moment("backward", 0, 0, self.outline.tail, 0)
+        return [*found, tail, self._moment("update", -1, 0, 0, 0)]
 
     def peak(self, levels: Sequence[Level]) -> Moment:
         """The moment that takes most."""
@@ -175,10 +174,10 @@ class Memory:
                 [plan.Option(costs[x].kept, costs[x].backward, _RELATIVE[x] * numel) for x in names]
             )
         at_base = self.moments([names[-1]] * len(calls))
-        forward = [m.total for m in at_base if m.name == "forward"]
-        turn = max(m.total for m in at_base if m.name == "turn")
-        forward[-1:] = [max([turn, *forward[-1:]])]
-        backward = [m.total for m in at_base if m.name == "backward"]
+        forward, turn, backward = (
+            [m.total for m in at_base if m.name == name] for name in ("forward", "turn", "backward")
+        )
+        forward[-1:] = [max(forward[-1:] + turn)]
         order = reversed(range(len(calls)))
         step = plan.Step(-1, tuple(forward), tuple(zip(order, backward, strict=False)))
         target = room
@@ -203,26 +202,22 @@ class Memory:
     def gradients_behind(self, gone: int, *, is_forward: bool) -> int:
         """Bytes of gradients that lie in memory when those of calls before number `gone` do not."""
         numbers = {call.number for call in self.outline.calls[gone:]}
-        shards = [
-            shard for number, own in enumerate(self.blocks) for shard in own if number in numbers
-        ]
+        shards = [shard for number in numbers for shard in self.blocks[number]]
         if not is_forward or gone < len(self.outline.calls):
             shards += self.others
         return sum(shard.num_bytes for shard in shards if shard.trained)
 
     def _moment(self, name: str, place: int, kept: int, outside: int, gone: int) -> Moment:
         """The parts of a moment; gradients of the blocks before number `gone` are not there."""
-        gathered, in_flight = 0, 0
         # Without blocks the turn is all of both passes.
         is_forward = name == "forward" or (name == "turn" and place >= 0)
-        if self.ranks > 1 and place >= 0 and self.outline.calls:
-            gathered = self._gathered(place)
-            in_flight = self._in_flight(place) if name == "backward" else 0
+        is_cut = self.ranks > 1 and place >= 0 and self.outline.calls
+        in_flight = self._in_flight(place) if is_cut and name == "backward" else 0
         parts = {
             "weights": self.weights,
             "gradients": self.gradients_behind(gone, is_forward=is_forward),
             "optimizer states": self.states,
-            "gathered weights": gathered,
+            "gathered weights": self._gathered(place) if is_cut else 0,
             "gradients in flight": self.exchanges + in_flight,
             "states that pass through": self.staged,
             "activations": kept,

@@ -1,22 +1,18 @@
-"""What arguments may be: rules with names, checked alike everywhere; keywords that nobody knows."""
+"""What arguments may be: rules with names, checked alike everywhere; functions by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import inspect
 import math
 import numbers
+import pkgutil
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from bmtrain.errors import ArgumentError, ConfigurationError
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,18 +97,20 @@ def unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> str | Non
     return f"{owner} does not know {', '.join(parts)}." if parts else None
 
 
-def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that refuses unknown keywords by an ArgumentError, with the nearest known one.
+def named_function(owner: str, name: str) -> Callable[..., Any]:
+    """The function that `module:function` names, whose module is imported.
 
-    For a constructor the message names the class.
+    Raises:
+        ConfigurationError: if there is none.
     """
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **given: P.kwargs) -> T:
-        if not given.keys() <= signature.parameters.keys():
-            owner = type(args[0]).__name__ if "self" in signature.parameters else function.__name__
-            raise ArgumentError(unknown(owner, given, signature.parameters))
-        return function(*args, **given)
-
-    return checked
+    try:
+        found = pkgutil.resolve_name(name)
+        if not callable(found):
+            raise ValueError("it cannot be called")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{owner}: {name!r} names no function ({error}): expected module:function, such as "
+            "my_package.checks:program; modules are looked for from the current folder and on "
+            "PYTHONPATH."
+        ) from error
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from bmtrain.errors import ConfigurationError, UnknownNameError
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import unknown
 from bmtrain.runtime.topology import Topology
 from bmtrain.runtime.world import World
 
@@ -36,8 +36,7 @@ class Config(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         values = self._now()
         if key not in values:
-            near = difflib.get_close_matches(str(key), values, n=1, cutoff=0.0)
-            raise UnknownNameError(f"config has no {key!r}: the nearest name is {near[0]!r}.")
+            raise UnknownNameError(unknown("config", [str(key)], values))
         return values[key]
 
     def __setitem__(self, key: str, value: object) -> None:

@@ -1,7 +1,11 @@
-"""Ranks of this host, started without a launcher: one process for each GPU."""
+"""Ranks of this host, started without a launcher: one process for each GPU.
+
+`python -m bmtrain run PROGRAM` is such a start.
+"""
 
 from __future__ import annotations
 
+import argparse
 import pathlib
 import re
 import signal
@@ -22,6 +26,20 @@ Handler = Callable[[int, Any], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PATIENCE_S = 30.0  # from the first rank's failure to the others' end
 LOOK_S = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `run`."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="(default: one for each GPU, or 1)")
+    parser.add_argument("-m", action="store_true", help="the program is a module, as python -m has")
+    parser.add_argument("program", help="a file of Python")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the program; returns the exit code of the first rank that failed, or 0."""
+    words = ["-m"] * arguments.m + [arguments.program, *arguments.arguments]
+    return start(words, arguments.ranks or num_to_start())
 
 
 def num_to_start() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from bmtrain.errors import ConfigurationError
+from bmtrain.runtime.arguments import SIZE, check
 
 _GROUPS = ("pipe", "zero", "tp_zero", "tp")
 
@@ -23,9 +24,7 @@ class Topology:
     """
 
     def __init__(self, *, rank: int, world_size: int, pipe_size: int = 1, tp_size: int = 1) -> None:
-        for name, size in (("pipe_size", pipe_size), ("tp_size", tp_size)):
-            if size < 1:
-                raise ConfigurationError(f"{name} is {size}: expected at least 1.")
+        check("Topology", pipe_size=(pipe_size, SIZE), tp_size=(tp_size, SIZE))
         parts = pipe_size * tp_size
         if world_size % parts:
             raise ConfigurationError(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import hmac
 import itertools
-import json
 import math
+import operator
 import os
 import pathlib
+import pickle
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -36,6 +39,7 @@ _LOOKS = 20  # per limit
 _STORE_ENDS, _ASK, _LEAVE = "the store ends: ", "ask ", "leave"
 _BUSY_TICKS = 50  # of 10 ms: what a process takes between two looks that does anything
 _COMPUTES = "computes"
+_SEAL = 32  # bytes of a SHA-256
 _MOST_STACKS = 20_000  # characters of a rank's stacks that travel
 _STATES = {
     "T": "is stopped (SIGSTOP)",
@@ -102,13 +106,6 @@ class Report:
     lines: Sequence[Line]
     stacks: str = ""
     extra: str = ""
-
-    @classmethod
-    def loaded(cls, text: str | bytes) -> Report:
-        """From the JSON of `dataclasses.asdict`."""
-        fields = json.loads(text)
-        lines = [Line(**{**line, "ranks": tuple(line["ranks"])}) for line in fields.pop("lines")]
-        return cls(**fields, lines=lines)
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -241,7 +238,7 @@ class Watchdog:
 
     def say_last(self, words: str) -> None:
         """Leave for the others why this rank is gone; the form continues "rank 1 "."""
-        self._patiently(lambda store: store.set(f"end {self._place.rank}", words))
+        self._patiently(lambda store: self.write(store, f"end {self._place.rank}", words))
 
     def take_store_down(self, words: str) -> None:
         """`say_last`, when this process is about to end and the others are not.
@@ -257,15 +254,8 @@ class Watchdog:
     def whereabouts(self, ranks: Collection[int]) -> dict[int, str]:
         """Why ranks do not come, as far as is known; without those that may still come."""
         found: dict[int, str] = {}
-
-        def read(store: Store) -> None:
-            for rank in ranks:
-                key = f"end {rank}"
-                if store.check([key]):
-                    found[rank] = store.get(key).decode(errors="replace")
-
         if not self.store_is_gone:
-            self._patiently(read)
+            self._patiently(lambda store: found.update(self.read(store, "end", ranks)))
         elif 0 in ranks:
             found[0] = self._host_words
         for rank in {*ranks} - found.keys():
@@ -281,16 +271,39 @@ class Watchdog:
             self._patiently(lambda store: found.append(store.add(f"first {deed}", 1)))
         return found in ([], [1]) and not self.store_is_gone
 
-    def _patiently(self, deed: Callable[[Store], object]) -> None:
-        """Do what needs the store, unless that takes long or fails: its host may be gone."""
+    def _patiently(self, deed: Callable[[Store], object], seconds: float = _WORDS_S) -> bool:
+        """Do what needs the store, unless that takes long or fails: its host may be gone, or
+        stopped. Returns whether there is one, and it has not taken long.
+        """
         store = self._store
 
         def attempt() -> None:
             with contextlib.suppress(RuntimeError):
                 deed(store)
 
-        if store is not None:
-            self._start(attempt, "store").join(_WORDS_S)
+        if store is None:
+            return False
+        thread = self._start(attempt, "store")
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    def write(self, store: Store, key: str, value: object) -> None:
+        """Leave a value under a key; only the ranks of this run can read it."""
+        data = pickle.dumps(value)
+        seal = hmac.digest(self._secret, key.encode() + data, "sha256")
+        store.set(key, seal + self._masked(seal, data))
+
+    def read(self, store: Store, key: str, numbers: Collection[int]) -> dict[int, Any]:
+        """What ranks have left under a key with these numbers, without what strangers have."""
+        found = {}
+        for number in numbers:
+            name = f"{key} {number}"
+            sealed = store.get(name) if store.check([name]) else b""
+            seal, data = sealed[:_SEAL], sealed[_SEAL:]
+            data = self._masked(seal, data)
+            if hmac.compare_digest(seal, hmac.digest(self._secret, name.encode() + data, "sha256")):
+                found[number] = pickle.loads(data)
+        return found
 
     def let_speak(self) -> None:
         """Wait for the end of this process, if the alarm is raised.
@@ -335,7 +348,7 @@ class Watchdog:
             limit = self._limit()
             is_over, times = self._idle > limit, ASK_S[self._asked :]
             if self._store is not None and not is_over and times and self._is_due(times[0]):
-                is_over, limit = self._one_hangs(self._store, limit), self._idle
+                is_over, limit = self._one_hangs(limit), self._idle
                 now = time.monotonic()
             if is_over and self._seen == self.progress:
                 # The alarm: all ranks say where they are, and end.
@@ -348,7 +361,7 @@ class Watchdog:
         waits = self._is_waiting()
         return self._idle > seconds * (1 if waits else _LATER) and (waits or not self._was_asked)
 
-    def _one_hangs(self, store: Store, limit: float) -> bool:
+    def _one_hangs(self, limit: float) -> bool:
         """Ask the other ranks where they are; from the second time on say who does not wait.
 
         The rank that comes first does so. Returns whether another cannot come.
@@ -361,22 +374,20 @@ class Watchdog:
         others = [other for other in range(self._place.size) if other != rank]
         is_anothers = threading.Event()
 
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError):
-                mine = store.clone()
-                if mine.add(f"asked at {self._seen} {self._asked}", 1) > 1:
-                    is_anothers.set()
-                    return
-                self._post(question, others)
-                self._collect(mine, question, reports)
+        def ask(store: Store) -> None:
+            mine = store.clone()
+            if mine.add(f"asked at {self._seen} {self._asked}", 1) > 1:
+                is_anothers.set()
+                return
+            self._post(question, others)
+            self._collect(mine, question, reports)
 
         # a store that does not answer is that of a process that is stopped
-        asking = self._start(ask, "ask")
-        asking.join(ANSWER_S + 2 * _WORDS_S)
+        is_answered = self._patiently(ask, ANSWER_S + 2 * _WORDS_S)
         if is_anothers.is_set() or self._asked == 1:
             return False
         silent = [other for other in others if other not in reports]
-        if asking.is_alive() and rank:
+        if not is_answered and rank:
             silent = [0]
         waiting = [other for other, one in sorted(reports.items()) if one.is_waiting]
         if waiting and any(_is_still(self._looks.get(one), before.get(one)) for one in silent):
@@ -409,25 +420,21 @@ class Watchdog:
         """Add the other ranks' reports, as far as they leave them under the key in ANSWER_S."""
         end = time.monotonic() + ANSWER_S
         while len(reports) < self._place.size and time.monotonic() < end:
-            for rank in set(range(self._place.size)) - reports.keys():
-                if store.check([f"{key} {rank}"]):
-                    reports[rank] = Report.loaded(store.get(f"{key} {rank}"))
+            reports |= self.read(store, key, range(self._place.size))
             time.sleep(0.05)
 
     def _listen(self, store: Store) -> None:
         """Wait for a word of another rank's watchdog."""
         rank = self._place.rank
         for number in itertools.count(1):
-            key = f"to {rank} {number}"
             try:
-                store.wait([key], FOREVER)
-                sealed = store.get(key)
-                word = sealed[32:].decode(errors="replace")  # after a SHA-256
-                if not hmac.compare_digest(sealed, self._sealed(key, word)):  # a stranger's
+                store.wait([f"to {rank} {number}"], FOREVER)
+                word = self.read(store, f"to {rank}", [number]).get(number)
+                if word is None:
                     continue
                 if word.startswith(_ASK):
                     self._was_asked = True
-                    store.set(f"{word} {rank}", json.dumps(dataclasses.asdict(self._report())))
+                    self.write(store, f"{word} {rank}", self._report())
                     continue
             except RuntimeError:
                 return  # who hosts it has ended, which ends the run in another way
@@ -442,14 +449,14 @@ class Watchdog:
 
         def post(store: Store) -> None:
             for rank in ranks:
-                key = f"to {rank} {store.add(f'words to {rank}', 1)}"
-                store.set(key, self._sealed(key, word))
+                self.write(store, f"to {rank} {store.add(f'words to {rank}', 1)}", word)
 
         self._patiently(post)
 
-    def _sealed(self, key: str, word: str) -> bytes:
-        seal = hmac.digest(self._secret, f"{key} {word}".encode(), "sha256")
-        return seal + word.encode()
+    def _masked(self, seal: bytes, data: bytes) -> bytes:
+        """Hidden, or what was hidden."""
+        mask = hashlib.shake_256(self._secret + seal).digest(len(data))
+        return bytes(map(operator.xor, data, mask))
 
     def _report(self) -> Report:
         """Where this rank is."""
@@ -472,34 +479,28 @@ class Watchdog:
                 stacks=process.stacks()[-_MOST_STACKS:],
                 extra="" if self._is_cpu else flight_record(),
             )
-            thread = self._start(lambda: self._tell(own, limit), "tell")
-            thread.join(_END_S)
-            if thread.is_alive():
+            if not self._patiently(lambda store: self._tell(store, own, limit), _END_S):
                 self._print({own.rank: own}, limit)
         finally:
             if not self._place.is_guest:
                 os._exit(Exit.HUNG)
 
-    def _tell(self, own: Report, limit: float) -> None:
+    def _tell(self, store: Store, own: Report, limit: float) -> None:
         """Exchange the reports; the lowest rank that has answered prints them."""
         reports = {own.rank: own}
-        store = self._store
         try:
-            if store is not None:
-                store = store.clone()
-                store.set(f"part {own.rank}", json.dumps(dataclasses.asdict(own)))
-                self._collect(store, "part", reports)
-                if own.rank != min(reports):
-                    end = time.monotonic() + ANSWER_S
-                    while not store.check(["told"]) and time.monotonic() < end:
-                        time.sleep(0.05)
-                    if store.check(["told"]):
-                        return
-        # the host has ended, or another version's report
-        except (RuntimeError, ValueError, KeyError):
+            store = store.clone()
+            self.write(store, f"part {own.rank}", own)
+            self._collect(store, "part", reports)
+            end = time.monotonic() + ANSWER_S
+            while own.rank != min(reports) and time.monotonic() < end:
+                if self.read(store, "told", [0]):
+                    return
+                time.sleep(0.05)
+        except RuntimeError:  # the host has ended
             reports = {own.rank: own}
         self._print(reports, limit)
-        self._patiently(lambda store: store.set("told", ""))
+        self._patiently(lambda store: self.write(store, "told 0", ""))
         if self._place.is_host:
             time.sleep(_HEARD_S)
 

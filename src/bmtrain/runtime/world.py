@@ -64,6 +64,7 @@ _DTYPE = Rule(
 _DEVICE = Rule("'cpu' or 'cuda'", lambda x: x is None or torch.device(x).type in ("cpu", "cuda"))
 _SWITCH = Rule("True or False", lambda x: isinstance(x, bool))
 _OURS = "bmtrain-"  # how the names of runs begin that `starting` starts
+_LAST_S = 120.0  # that a failed program waits for what it was saving
 _INTERRUPTED = "was interrupted by Ctrl-C"
 _ANY_GPU = torch.device("cuda")
 
@@ -578,10 +579,9 @@ def _joining(launch: Launch, url: str, timeout: float) -> Iterator[None]:
             dist.destroy_process_group()
         if isinstance(error, ConfigurationError):
             raise
-        where = os.environ.get("MASTER_ADDR", "") + ":" + os.environ.get("MASTER_PORT", "")
         raise JoinError(
             f"rank {launch.rank} of {launch.size} could not join the run at "
-            f"{where if url == 'env://' else url.removeprefix('tcp://')} "
+            f"{url.removeprefix('tcp://')} "
             f"({time.monotonic() - begin:.0f} s, timeout {timeout:g} s): {first_line(error)}. All "
             "ranks must be started, with the same address and world size, each with a rank of its "
             "own."
@@ -595,14 +595,13 @@ def _meet(launch: Launch, url: str, timeout: float, is_adopted: bool, is_hosted:
     if url == "env://":
         return dist.HashStore()  # type: ignore[attr-defined]
     try:
-        port = urllib.parse.urlparse(url).port
-    except ValueError as error:
+        is_place = str(url).startswith("file://") or urllib.parse.urlparse(url).port is not None
+    except ValueError:
+        is_place = False
+    if not is_place:
         raise ConfigurationError(
-            f"init_method is {url!r}: expected a port from 0 to 65535."
-        ) from error
-    if port is None and not str(url).startswith("file://"):
-        raise ConfigurationError(
-            f"init_method is {url!r}: expected env://, file://PATH, or tcp://HOST:PORT with a port."
+            f"init_method is {url!r}: expected env://, file://PATH, or tcp://HOST:PORT with a port "
+            "from 0 to 65535."
         )
     return meet(
         _PROCESS.stores,
@@ -668,42 +667,48 @@ def _leave_loudly(
     """Exception hook: with several ranks, print this rank's traceback and exit without cleanup.
 
     A regular interpreter exit would first wait for collectives that the other ranks never join.
-    Exiting at once lets the launcher stop them within seconds, with the traceback of the failed
-    rank printed first. The other ranks find the error's first line in the store.
+    Exiting once what is being saved is written lets the launcher stop them within seconds, with the
+    traceback of the failed rank printed first. The other ranks find the error's first line in the
+    store.
     """
     world = _PROCESS.world
     if world is None or world.world_size == 1 or world.is_guest:
         sys.__excepthook__(kind, error, trace)
         return
+    if threading.current_thread() is threading.main_thread():
+        # torchrun passes on the Ctrl-C that this process has had already
+        signal.signal(signal.SIGINT, lambda *_: None)
     sys.stdout.flush()
     world.watchdog.let_speak()
     summary = "".join(traceback.format_exception_only(kind, error)).strip()
-    trace_lines = traceback.format_exception(kind, error, trace)
-    others = ""
-    if isinstance(error, RanksDivergedError):
-        # what matters is where the ranks are in the program, not how they found out
-        trace_lines = traceback.format_list(process.calls_of_program(traceback.extract_tb(trace)))
-    else:
-        gone = world.watchdog.whereabouts({*range(world.world_size)} - {world.rank})
-        others = "".join(f" rank {number} {why}." for number, why in sorted(gone.items()))
-    is_interrupt = issubclass(kind, KeyboardInterrupt)
-    if is_interrupt:
-        call = process.calls_of_program(traceback.extract_tb(trace))[-1]
+    calls = process.calls_of_program(traceback.extract_tb(trace))
+    lines, others = traceback.format_exception(kind, error, trace), ""
+    words, code = f"has failed: {summary.splitlines()[0]}", Exit.FAILED
+    if isinstance(error, KeyboardInterrupt):
+        words, code = _INTERRUPTED, Exit.INTERRUPTED
         # Ctrl-C reaches all ranks: one of them says so
         if world.watchdog.is_first(_INTERRUPTED):
             say(
-                f"[rank {world.rank}] interrupted at {call.filename}:{call.lineno} in "
-                f"{call.name}.\n"
+                f"[rank {world.rank}] interrupted at {calls[-1].filename}:{calls[-1].lineno} in "
+                f"{calls[-1].name}.\n"
             )
     else:
+        if isinstance(error, RanksDivergedError):
+            # what matters is where the ranks are in the program, not how they found out
+            lines, code = traceback.format_list(calls), Exit.PARTED
+        else:
+            gone = world.watchdog.whereabouts({*range(world.world_size)} - {world.rank})
+            others = "".join(f" rank {number} {why}." for number, why in sorted(gone.items()))
         say(
             f"[rank {world.rank}] this rank failed; the run ends.{others} {summary}\n"
-            + "".join(trace_lines)
+            + "".join(lines)
         )
-    words = _INTERRUPTED if is_interrupt else f"has failed: {summary.splitlines()[0]}"
+    # a checkpoint that is being written in the background
+    ending = threading.Thread(target=world.at_end.close, daemon=True)
+    ending.start()
+    ending.join(_LAST_S)
     world.watchdog.take_store_down(words)
-    code = Exit.PARTED if issubclass(kind, RanksDivergedError) else Exit.FAILED
-    os._exit(Exit.INTERRUPTED if is_interrupt else code)
+    os._exit(code)
 
 
 def num_cores() -> int:

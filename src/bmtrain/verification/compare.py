@@ -95,7 +95,8 @@ def compare(
             verdict="different", text=str(first), first=first, compared=found, closest=math.inf
         )
 
-    for key in _ordered(reference):
+    # The sort is stable: within a kind, names stay in the order of recording.
+    for key in sorted(reference.values, key=lambda key: (key.step, ORDER.index(key.kind))):
         want = reference.values[key]
         allowed = None if want is None else allowance.of(key, want)
         for rank, record in enumerate(ranks):
@@ -116,7 +117,7 @@ def compare(
                 return different(key, rank, what, *sizes)
             closest = max(closest, share)
     for rank, record in enumerate(ranks):
-        for key in _ordered(record):
+        for key in record.values:
             if key not in reference.values:
                 counts[key.kind.value] += 1
                 return different(key, rank, "one process has none")
@@ -127,11 +128,6 @@ def compare(
         f"{closest:.2g} of a tolerance was taken"
     )
     return Report(verdict="same", text=text, compared=dict(counts), closest=closest)
-
-
-def _ordered(record: Record) -> list[Key]:
-    # The sort is stable: within a kind, names stay in the order of recording.
-    return sorted(record.values, key=lambda key: (key.step, ORDER.index(key.kind)))
 
 
 def _beside(

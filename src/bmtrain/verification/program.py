@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ import torch
 from bmtrain.block.wrapper import BMTrainModelWrapper
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim.manager import OptimManager
+from bmtrain.runtime.arguments import named_function
 from bmtrain.torch_internals import tensors_in, tree_map
 from bmtrain.verification.record import Kind, Record
 
@@ -188,25 +188,7 @@ def load_program(source: str | Callable[[], Program]) -> Program:
     Raises:
         ConfigurationError: if there is no such function, or if it returns anything else.
     """
-    function: Any = source
-    if isinstance(source, str):
-        module, colon, path = source.partition(":")
-        if not colon or not module or not path:
-            raise ConfigurationError(
-                f"{source!r} names no function: expected module:function, such as "
-                "my_package.checks:program."
-            )
-        try:
-            function = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(
-                f"{source!r}: there is no module {error.name!r}; modules are looked for from "
-                "the current folder and on PYTHONPATH."
-            ) from error
-        for part in path.split("."):
-            function = getattr(function, part, None)
-        if not callable(function):
-            raise ConfigurationError(f"the module {module!r} has no function {path!r}.")
+    function = named_function("verify", source) if isinstance(source, str) else source
     program = function()
     if not isinstance(program, Program):
         raise ConfigurationError(

@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> None:
     packed = prepared.packed
     if not isinstance(packed, PackedSamples | PreferencePairs):
         raise ConfigError(
-            "--packing concatenated: certify compares texts one by one, but these see others. "
-            "Use --packing separate."
+            "certify computes texts one by one, but with --packing concatenated they see one "
+            "another: use --packing separate."
         )
     goal = goal_of(prepared.trained_model, args)
     if isinstance(goal, Preference) and isinstance(packed, PreferencePairs):

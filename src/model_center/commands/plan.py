@@ -128,7 +128,7 @@ def source_of(
             raise
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ConfigError(
-                f"{name}: {type(model).__name__} computes sizes from values, which a plan has not: "
+                f"{name}: {type(model).__name__} computes sizes from values, which a plan lacks: "
                 f"{type(error).__name__}: {error}"
             ) from error
         finally:

@@ -95,9 +95,9 @@ def _check_read(tokenizer: Any, config: pathlib.Path) -> None:
     read = _read_with_config(tokenizer, config)
     if read.encode(PROBE) != tokenizer.encode(PROBE):
         raise ConfigError(
-            f"transformers reads any tokenizer of a {read_json(config).get('model_type')} as a "
+            f"transformers loads any tokenizer of a {read_json(config).get('model_type')} as a "
             f"{type(read).__name__}, and this one then gives other ids: name a tokenizer of that "
-            "kind by --tokenizer, or take another kind of model."
+            "class with --tokenizer, or use another model type."
         )
 
 
@@ -111,8 +111,8 @@ def _steps(config: pathlib.Path) -> dict[str, Any]:
     read = json.loads(_read_with_config(smallest, config).backend_tokenizer.to_str())
     if (read["decoder"] or {}).get("type") != "ByteLevel":
         raise ConfigError(
-            f"transformers reads no byte-level vocabulary beside a model of the kind of {config}: "
-            "name a tokenizer of its kind by --tokenizer."
+            f"transformers loads no byte-level vocabulary for the model type of {config}: "
+            "name a tokenizer of its class with --tokenizer."
         )
     return {name: read[name] for name in ("normalizer", "pre_tokenizer")}
 
@@ -122,8 +122,8 @@ def _check_own(args: argparse.Namespace) -> None:
     files = FILES["tokenizer"][0]
     if args.from_scratch and folder.is_dir() and not any((folder / one).exists() for one in files):
         raise ConfigError(
-            f"{folder} holds no tokenizer: make one of the texts by --vocab-size, or name one by "
-            "--tokenizer."
+            f"{folder} holds no tokenizer: train one on the texts with --vocab-size, or name one "
+            "with --tokenizer."
         )
 
 

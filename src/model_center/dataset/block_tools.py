@@ -154,6 +154,6 @@ def compact_dataset(path: str, allow_pickle: bool = False) -> None:
         )
         if meta.files and not there:
             raise DataError(
-                f"not one of the {len(meta.files)} files of {path} is there: nothing was changed."
+                f"none of the {len(meta.files)} files of {path} exists: nothing was changed."
             )
         block_meta.write_meta(path, dataclasses.replace(meta, files=there).numbered())

@@ -52,8 +52,8 @@ class ConcatenatedTexts(Concatenation):
         pairs = list(zip(self._tokens, numbers, strict=True))
         if not all(tokens.is_text[some].all() for tokens, some in pairs):
             raise DataError(
-                "conversations are not concatenated, since an answer would see others: give texts, "
-                "or keep rows separate."
+                "conversations cannot be concatenated, because an answer would see other rows: "
+                "give texts, or use --packing separate."
             )
         self._part = np.repeat(np.arange(len(pairs)), [len(some) for some in numbers])
         self._starts = np.concatenate([tokens.starts[some] for tokens, some in pairs])

@@ -188,7 +188,7 @@ def parse_pair(row: Row) -> tuple[Parsed, Parsed]:
     is_whole = all(side[0]["role"] != "assistant" for side in (better, worse))
     if is_whole and found is not None and given[-1] not in shared:
         raise ValueError(
-            f"chosen and rejected begin with another prompt than {found}: make them equal."
+            f"chosen and rejected do not begin with the content of {found}: make them equal."
         )
     # The prompt is said once, by a field of the row or by both answers.
     prompt = [*before, *shared] if is_whole else [*before, *given, *shared]

@@ -93,7 +93,7 @@ def weighted(part: MixturePart, weight: float, *key: int) -> MixturePart:
     count = len(part.numbers)
     if round(weight * count) == 0:
         raise DataError(
-            f"{part.samples.source.name}: a share of {weight:g} of {count} rows is none of them: "
+            f"{part.samples.source.name}: a weight of {weight:g} leaves none of {count} rows: "
             "give a larger one, or leave these data out."
         )
     some = permutation(count, *key)[: round(weight % 1 * count)]

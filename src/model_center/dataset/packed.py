@@ -40,7 +40,7 @@ class Concatenation(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, what: object, length: int, seed: int, *, shuffle: bool) -> None:
         if length < 1:
-            raise DataError(f"length is {length}: expected ids of a row, from 1 on.")
+            raise DataError(f"length is {length}: expected at least 1, the tokens of a row.")
         self._length, self._seed, self._shuffle = length, seed, shuffle
         self.num_tokens = int(self._sizes().sum())
         if self.num_tokens < 2:

@@ -39,8 +39,8 @@ class SequencePairs:
     ) -> None:
         if len(ctx) != len(tgt) or shards_of(ctx) != shards_of(tgt):
             raise DataError(
-                f"ctx has {len(ctx)} sequences and tgt {len(tgt)}: they belong together one by "
-                "one, and must be equally many and divided alike."
+                f"ctx has {len(ctx)} sequences and tgt {len(tgt)}: expected a target for each "
+                "context, and both divided alike among the ranks."
             )
         self._ctx, self._tgt = ctx, tgt
         self.num_shards = shards_of(ctx)
@@ -93,7 +93,7 @@ class PairRows(Dataset[Any], abc.ABC):
         """
         if any(row is self.LONG for row in rows):
             raise DataError(
-                f"a row of {type(self).__name__} is too long, one of {self.num_skipped}: divide "
+                f"{self.num_skipped} rows of {type(self).__name__} are too long: load "
                 "torch.utils.data.Subset(dataset, dataset.short), or raise the lengths."
             )
         return default_collate(list(rows))

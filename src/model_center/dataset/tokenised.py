@@ -215,7 +215,7 @@ def _documents(indexed: MMapIndexedDataset, encoder: Encoder) -> Iterator[Encode
         bounds = starts[first : first + BATCH + 1]
         ids = indexed.tokens[bounds[0] : bounds[-1]].astype(np.int64)
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < np.iinfo(np.int32).max:
-            raise DataError(f"{indexed} holds numbers that are no ids of tokens.")
+            raise DataError(f"{indexed} holds numbers that are not token ids.")
         in_loss = np.ones(len(ids), np.uint8)
         in_loss[bounds[1:] - bounds[0] - 1] = 0
         is_known = sizes is not None and int(ids.max(initial=0)) < len(sizes)

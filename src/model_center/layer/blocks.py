@@ -349,7 +349,7 @@ class TransformerBlock(torch.nn.Module):
 def is_exchanged(module: torch.nn.Module) -> bool:
     """Whether it is an attention whose `forward` the program has exchanged."""
     return isinstance(module, Attention) and (
-        getattr(module.forward, "__func__", None) is not _FORWARD
+        "forward" in vars(module) or type(module).forward is not _FORWARD
     )
 
 
@@ -367,7 +367,7 @@ def _attend_by(
     query, key_value, mask, position_bias, use_cache, past = given
     if key_value is None:
         raise InputError(
-            f"the exchanged forward of {type(attention).__name__} got no key_value: give the "
+            f"the replaced forward of {type(attention).__name__} got no key_value: give the "
             "encoder's states in every call."
         )
     cache = layer_of(past) if use_cache or past is not None else None
@@ -386,7 +386,7 @@ def _attend_by(
     out, current, *rest = out
     if not isinstance(current, tuple | list):
         raise InputError(
-            f"the exchanged forward of {type(attention).__name__} returned "
+            f"the replaced forward of {type(attention).__name__} returned "
             f"{type(current).__name__} as its cache: expected (keys, values), two tensors."
         )
     kept = layer_of((current[0], current[1]))

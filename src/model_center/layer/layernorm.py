@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
-from bmtrain.kernels.norm import MOST_COLUMNS, Norm, norm_by_triton
+from bmtrain.kernels.norm import MOST_COLUMNS, norm
 from model_center.config.rules import check_values
 from model_center.layer.fusion import is_fused
 from model_center.layer.parameter import constant, parameter
@@ -57,7 +57,7 @@ class LayerNorm(bmt.DistributedModule):
         """Normalise the last dimension of `x`."""
         bias = self.bias
         if self.dim_norm <= MOST_COLUMNS and is_fused(x, self.weight, bias):
-            return norm_by_triton(Norm([x], self.weight, bias, self.eps, bias is not None))[0]
+            return norm([x], self.weight, bias, self.eps, bias is not None)[0]
         if bias is None:
             return rms_layernorm(x, self.weight, self.eps)
         return F.layer_norm(x, (self.dim_norm,), self.weight, bias, self.eps)

@@ -58,8 +58,8 @@ def byte_level_bpe(
     number = backend.get_vocab_size()
     if number != vocab_size:
         raise DataError(
-            f"the texts give a vocabulary of {number:,} tokens, and {vocab_size:,} are asked for: "
-            "take fewer, or more texts."
+            f"the texts yield a vocabulary of {number:,} tokens, not of {vocab_size:,}: ask for "
+            "fewer, or give more texts."
         )
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, backend.token_to_id(BOS))]

@@ -344,7 +344,7 @@ class TransformersModel(TrainedModel):
             raise ConfigError(f"{name} is a {config.model_type}: expected a {self._KIND}.")
         if vars(config).get("quantization_config"):
             raise ConfigError(
-                f"the weights of {name} are quantised: name a folder with those in 16 bits."
+                f"the weights of {name} are quantised: name a folder with 16-bit weights."
             )
         return config
 

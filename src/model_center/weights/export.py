@@ -100,8 +100,8 @@ def _num_rows(name: str, pieces: Mapping[str, TensorPart]) -> int | None:
     for start, stop in spans:
         if start != end:
             raise WeightsError(
-                f"{name!r} cannot be written: its rows [{end}, {start}) are nothing of the "
-                "model's, or twice."
+                f"{name!r} cannot be written: the model has none of its rows [{end}, {start}), or "
+                "has them twice."
             )
         end = stop
     return end if spans else None

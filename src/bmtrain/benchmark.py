@@ -1,4 +1,4 @@
-"""Time and bandwidth of the collectives that training uses, by message size."""
+"""Time and bandwidth of the collectives that training uses, by message size, from 1 KiB up."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.log import rich
 from bmtrain.runtime.mesh import Axis
+
+__all__ = ["Row", "all_gather", "reduce_scatter", "send_recv"]
 
 MIN_SIZE = 1024
 WARM_UPS = 2
