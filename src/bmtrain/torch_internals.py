@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import logging
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropouts
 from torch.overrides import _get_current_function_mode_stack
@@ -29,6 +31,7 @@ __all__ = [
     "BatchNorm",
     "DeviceContext",
     "Dropouts",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "TreeSpec",
     "tree_flatten",
@@ -99,6 +102,25 @@ def num_users(storage: torch.UntypedStorage) -> int:
     """Number of tensors and other objects that share a storage."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
+
+
+#: TorchScript's callables, which do not ask their arguments for `__torch_function__`
+SCRIPTED: Any = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
+
+
+def tensors_over(storages: Iterable[StorageWeakRef]) -> list[torch.Tensor]:
+    """The tensors of this process, wherever Python holds them, that lie in the memory of storages
+    which are alive. If any is, a walk over all objects: a tenth of a second.
+    """
+    wanted = {reference.cdata for reference in storages if not reference.expired()}
+    found = []
+    with plain_functions():
+        for thing in gc.get_objects() if wanted else ():
+            if issubclass(type(thing), torch.Tensor):  # `isinstance` would ask proxies
+                with contextlib.suppress(RuntimeError):  # it has no storage
+                    if thing.untyped_storage()._cdata in wanted:
+                        found.append(thing)
+    return found
 
 
 #: A context in which detached tensors share version counters, also with what autograd saved.

@@ -156,6 +156,12 @@ def test_other_peoples_models(program):
     run_on_gpus(program, SIZE)
 
 
+@pytest.mark.parametrize("ranks", sorted({1, SIZE}))
+def test_scripted_norms_outside_of_blocks(ranks):
+    """TorchScript fuses them, in kernels that read memory."""
+    run_compiled_on_gpus(test_idioms.scripted_norms, ranks)
+
+
 @pytest.mark.parametrize("program", [*test_whole_parameters.PROGRAMS, test_idioms.all_idioms])
 def test_parameters_look_whole(program):
     run_on_gpus(functools.partial(with_its_data, program), SIZE)

@@ -16,7 +16,7 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import ParameterError
+from bmtrain.errors import ParameterError, StaleParameterError
 
 
 class Pair(nn.Module):
@@ -188,8 +188,73 @@ def written_on_one_rank():
     models.assert_same_state(block, plain, "as in one process")
 
 
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the parameter": lambda weight: weight,
+    "detached": torch.Tensor.detach,
+    ".data": lambda weight: weight.data,
+    "transposed": lambda weight: torch.transpose(weight, 0, 1),
+    "flat": lambda weight: weight.view(-1),
+    "a row": lambda weight: weight[1],
+    "a view of a view": lambda weight: weight.detach().t()[:2].unsqueeze(0),
+}
+
+
+class KeepingViews(Writing):
+    """Keeps a view of its weight in an attribute, in containers and in a closure."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.view, self.table, self.keeps = view, {"own": []}, True
+        box: list[torch.Tensor] = []
+        self.kept: Any = None
+        self.put, self.get = box.append, lambda: box[-1]
+
+    def forward(self, x):
+        if self.keeps:
+            weight = self.weight
+            object.__setattr__(self, "kept", self.view(weight))
+            self.table["own"].append(self.view(weight))
+            self.put(self.view(weight))
+        return super().forward(x)
+
+    def views(self):
+        return self.kept, self.table["own"][-1], self.get()
+
+
+def kept():
+    """A view that a pass has kept shows the parameter's values, with its gradient, until the
+    parameter changes. From then on it is refused, and one that is taken again is right.
+    """
+    ways = [*OPTIONS, {"use_checkpoint": False, "zero_level": 2}]
+    for (name, view), options in itertools.product(VIEWS.items(), ways):
+        plain, block = KeepingViews(view), bmt.Block(KeepingViews(view), **options)
+        nets: Any = plain, block
+        for number in range(3):
+            plain.keeps = block.keeps = number != 1  # kept over a pass too
+            x = torch.linspace(-1, 1, 12).view(3, 4) + number
+            losses = [net(x).square().sum() for net in nets]
+            if number != 1:
+                for one, other in zip(block.views(), plain.views(), strict=True):
+                    models.assert_same(one.detach(), other.detach(), name)
+                if options.get("use_checkpoint") is False and plain.kept.requires_grad:
+                    losses = [loss + net.kept.sum() for loss, net in zip(losses, nets, strict=True)]
+            losses[0].backward()
+            (losses[1] / bmt.world_size()).backward()
+            for net in nets:
+                torch.optim.SGD(net.parameters(), lr=0.1).step()
+                net.zero_grad()
+            models.assert_same_dicts(block.state_dict(), plain.state_dict(), name)
+            for one in block.views():
+                for use in (torch.sum, repr, copy.deepcopy, torch.Tensor.numpy, torch.Tensor.zero_):
+                    with pytest.raises(StaleParameterError, match="that a forward pass has kept"):
+                        use(one)
+                with pytest.raises(StaleParameterError, match="that a forward pass has kept"):
+                    one.data.t()[0].sum()
+
+
 @pytest.mark.parametrize(
-    ("program", "ranks"), [(changed, 2), (changed, 1), (written, 2), (written_on_one_rank, 1)]
+    ("program", "ranks"),
+    [(changed, 2), (changed, 1), (written, 2), (written_on_one_rank, 1), (kept, 2), (kept, 3)],
 )
 def test_program(program, ranks):
     """What the function of this name states."""

@@ -571,28 +571,11 @@ def gradients_by_func(run):
 def all_idioms():
     with doubles(), warnings.catch_warnings():
         for number, program in enumerate(IDIOMS):
-            if program is torchscript and bmt.device().type == "cuda":
-                refused_script()
-            else:  # one way to shard each, in turn
-                compare(program, [SHARDED[number % 2]])
-        # On a GPU torch.func comes to the place that refuses TorchScript, which warns as well.
-        warnings.filterwarnings("ignore", message=".*outside of blocks by TorchScript or C")
+            compare(program, [SHARDED[number % 2]])  # one way to shard each, in turn
         # of torch, about its own rules of forward-mode AD
         warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated")
         for program in REFUSED:
             assert compare(program, may_refuse=True) > 0
-
-
-def refused_script():
-    """On a GPU it is fused, and the kernels read memory.
-
-    TorchScript makes an error of its own of ours.
-    """
-    for shard in SHARDED:
-        with warnings.catch_warnings(record=True) as warned, pytest.raises(RuntimeError):
-            warnings.simplefilter("always")
-            torchscript(Run(shard))
-        assert any("outside of blocks by TorchScript" in str(entry.message) for entry in warned)
 
 
 def test_idioms_give_what_one_process_gets():
@@ -600,9 +583,69 @@ def test_idioms_give_what_one_process_gets():
 
 
 @on_ranks(2)
-def test_scripts_outside_of_blocks_are_refused_where_they_are_fused():
-    with mock.patch.object(Slices, "is_cuda", new=True):
-        refused_script()
+def test_scripts_outside_of_blocks_get_whole_tensors():
+    """None of their operators sees slices, which kernels that are fused on a GPU could not read.
+
+    Also a function that was fused before, and then is called with slices.
+    """
+    refused = mock.Mock(side_effect=AssertionError("a script was given slices"))
+    with doubles():
+        for shard in SHARDED:
+            run, plain = Run(shard), Run()
+            for each in (run, plain):
+                for _ in range(3):
+                    scripted()(batch()[:, :1], torch.ones_like(plain.params[0]))
+                with mock.patch.object(Slices, "__torch_dispatch__", refused):
+                    outs = [scripted()(batch()[:, :1], p=param) for param in each.params]
+                each.back(sum(outs))
+            torch.testing.assert_close(run.grads(), plain.grads())
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compiled by TorchScript, as in CPM-Bee."""
+    variance = hidden.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
+    return (hidden * torch.rsqrt(variance + eps)).to(hidden.dtype) * weight
+
+
+class ScriptedNorm(bmt.DistributedModule):
+    def __init__(self, script, kind):
+        super().__init__()
+        self.script, self.weight = script, kind(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x):
+        return self.script(x, self.weight, eps=1e-6)
+
+
+def scripted_norms():
+    """A norm in a block and one after it, whose script is fused on a GPU by then; five steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would have programs compile instead
+        script = torch.jit.script(rms_norm)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), ScriptedNorm(script, nn.Parameter))
+    plain.append(ScriptedNorm(script, nn.Parameter))
+    inner = nn.Sequential(nn.Linear(8, 8), ScriptedNorm(script, bmt.DistributedParameter))
+    inner[0].load_state_dict(plain[0].state_dict())
+    last = ScriptedNorm(script, bmt.DistributedParameter)
+    block = bmt.Block(inner, use_checkpoint=False, compile=False)
+    plain.to(bmt.device())
+    for number in range(5):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(bmt.device())
+        want, got = plain(x), last(block(x))
+        torch.testing.assert_close(got, want)
+        want.square().mean().backward()
+        (got.square().mean() / bmt.world_size()).backward()
+        for each in ([*plain.parameters()], [*block.parameters(), *last.parameters()]):
+            optimizer = torch.optim.SGD(each, lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(last.weight.full_tensor(), plain[2].weight.detach())
+    torch.testing.assert_close(block[1].weight.full_tensor(), plain[1].weight.detach())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_scripted_norms_outside_of_blocks(ranks):
+    run_ranks(scripted_norms, ranks)
 
 
 @on_ranks(2)

@@ -184,7 +184,7 @@ def test_all_ranks_run_whole_or_none(what):
                 check(model, plain, number)
         if what == "written":
             whole = model.__dict__["_whole_model"]
-            whole._lower._lower = Lowering(fails_on=0)
+            whole._gate._lower = Lowering(fails_on=0)
             for number, length in enumerate((6, 7, 8)):
                 check(model, plain, number, length)
     told = [str(each.message) for each in said if "block by block" in str(each.message)]
@@ -279,7 +279,7 @@ def test_what_the_program_shares_with_the_graph_runs_apart():
             kept, known = (x["own"][0] for x in found) if in_containers else found
             if since:
                 with pytest.raises(StaleParameterError, match="that a forward pass has kept"):
-                    kept.detach()
+                    kept.clone()
             else:
                 torch.testing.assert_close(kept.full_tensor(), known.detach())
             check(model, plain, since + 1)

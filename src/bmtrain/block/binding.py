@@ -11,18 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from bmtrain.block.adopt import Place, places_of
-from bmtrain.errors import ParameterError, StaleParameterError
+from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import Slices
-from bmtrain.shard.storage import Storage
 from bmtrain.shard.window import as_copy
-from bmtrain.torch_internals import (
-    no_torch_function,
-    plain_functions,
-    renew_weights,
-    tree_leaves,
-    versions_of,
-)
+from bmtrain.torch_internals import no_torch_function, renew_weights, versions_of
 
 _NATIVE_DATA: Any = torch.Tensor.data  # torch's descriptor
 # The first runs of a module, in which checksums of its parameters detect writes around torch. Each
@@ -85,15 +78,6 @@ class ParameterTable(tuple[Row, ...]):
         # Storages are registered once: another number may mean other ones.
         self._engine = self.storages[0].engine if self.storages else None
         self._num_registered = self._engine.num_registered if self._engine else 0
-
-    def lapse(self, views: Sequence[torch.Tensor]) -> None:
-        """A call is over for which these were gathered, one for each slot of the storages."""
-        behind = dict[Storage, tuple[Storage, int]]()
-        for storage in self.storages:
-            behind[storage] = storage, storage.version()
-        for param, position in zip(self.params, self.positions, strict=True):
-            views[position].__class__ = Lapsed
-            views[position].behind = behind[param.storage_of]  # type: ignore[attr-defined]
 
     def are_current(self) -> bool:
         """Whether the modules still have the same children and parameters, in the same storages."""
@@ -163,29 +147,6 @@ class BoundCopy(_Copy, Bound):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         _NATIVE_DATA.__set__(self, values)
-
-
-class Lapsed(BoundCopy):
-    """A gathered copy when its call is over. A program that has kept it may read it until the
-    parameter changes.
-
-    Raises:
-        StaleParameterError: from then on.
-    """
-
-    behind: tuple[Storage, int]  # and its version
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, Lapsed) and x.behind[0].version() != x.behind[1]:
-                raise StaleParameterError(
-                    "a parameter that a forward pass has kept (in an attribute, a list or the "
-                    "like) was read after the parameter had changed: it is a gathered copy of "
-                    "earlier values. Read the parameter from its module."
-                )
-        with plain_functions():
-            return func(*args, **(kwargs or {}))
 
 
 class Binding:

@@ -141,9 +141,7 @@ class Block(DistributedModule):
             reduce_dtype=reduce_dtype or defaults.reduce_dtype,
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
         )
-        inner = inner_module
-        if isinstance(inner_module, Block):
-            _, inner = next(inner_module.sharded_modules())
+        _, inner = parts_with_blocks(inner_module)[0]
         # A list hides the module from nn.Module, which would prefix its names. Sharing its dicts
         # exposes its parameters, buffers and children under their own names.
         self._hidden = [inner]
@@ -159,6 +157,8 @@ class Block(DistributedModule):
         del self.__dict__["training"]  # read from the inner module
         self.use_checkpoint = use_checkpoint
         self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, context.device)
+        #: whether a call without gradients does nothing but gather and call the module
+        self.runs_plainly = not self._fp8
         if not isinstance(compile, bool | None):
             raise ConfigurationError(
                 f"compile is {compile!r}: expected True, False, or None for the default of "
@@ -177,9 +177,8 @@ class Block(DistributedModule):
         self._is_made = True
 
     @property
-    def _inner(self) -> torch.nn.Module:
-        hidden: list[torch.nn.Module] = self._hidden
-        return hidden[0]
+    def _inner(self) -> Any:
+        return self._hidden[0]
 
     _module = _inner  # BMTrain's name
 
@@ -195,11 +194,6 @@ class Block(DistributedModule):
     def storages(self) -> Sequence[Storage]:
         """The storages that are gathered for this block."""
         return self.binding.table().storages
-
-    @property
-    def runs_plainly(self) -> bool:
-        """Whether a call without gradients does nothing but gather and call the module."""
-        return not self._fp8
 
     def shard(self) -> None:
         """Shard the parameters that are not sharded yet, those of new modules too. Collective."""
@@ -251,20 +245,16 @@ class Block(DistributedModule):
 
     # A list or table of modules, as torch.nn.Sequential, is used as one by the module it is in.
     def __getitem__(self, key: Any) -> Any:
-        inner: Any = self._inner
-        return inner[key]
+        return self._inner[key]
 
     def __iter__(self) -> Iterator[Any]:
-        inner: Any = self._inner
-        return iter(inner)
+        return iter(self._inner)
 
     def __len__(self) -> int:
-        inner: Any = self._inner
-        return len(inner)
+        return len(self._inner)
 
     def __contains__(self, item: object) -> bool:
-        inner: Any = self._inner
-        return item in inner
+        return item in self._inner
 
     def __bool__(self) -> bool:
         return bool(self._inner)  # True for a module without a length
@@ -447,11 +437,12 @@ class Block(DistributedModule):
                 recomputation.save(args, kwargs)
             found = recomputation.run(args, kwargs)
         out, views = found
-        table, tied = call.table, out
-        if torch.is_grad_enabled() and table.are_copies:
-            again = use.is_gathered_again
-            tied = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=again)
-        if torch.is_grad_enabled() and (call.lends or tied is not out):
+        table, tied, has_graph = call.table, out, torch.is_grad_enabled()
+        if has_graph and table.are_copies:
+            tied = tied_to(
+                views, out, (args, kwargs), first_node, is_gathered_again=use.is_gathered_again
+            )
+        if has_graph and (call.lends or tied is not out):
             end = next((view.grad_fn for view in views if view.requires_grad), None)
             binding, fp8 = self.binding, self._fp8
 
@@ -459,11 +450,6 @@ class Block(DistributedModule):
                 return binding.lend(table, marked(tensors) if fp8 else tensors)
 
             before_backward_of(tied, first_node, lambda: use.lend(bind, end))
-        # Compiled code that keeps views in its graph would be slowed down in backward; calls made
-        # together share them.
-        is_shared = call.runner.is_compiled or self._shared is not None
-        if table.are_copies and (use.is_gathered_again or not is_shared):
-            table.lapse(views)
         return tied
 
     def _warn_of_keeping(self, results: Selective | None, reason: str) -> None:

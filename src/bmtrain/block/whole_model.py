@@ -26,6 +26,7 @@ from bmtrain.compile import backend
 from bmtrain.compile.graph import copies, refuse_shared
 from bmtrain.compile.programs import (
     CompiledOnly,
+    Gate,
     Methods,
     NoProgramError,
     Program,
@@ -51,6 +52,7 @@ from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import (
     COMPILED_NODE,
     BatchNorm,
+    StorageWeakRef,
     hooks_of,
     in_backward,
     in_transform,
@@ -212,7 +214,7 @@ def compiled_node(tensors: Sequence[torch.Tensor], since: int) -> Any:
     return None
 
 
-class Copying:
+def copying(lower: backend.Lower) -> backend.Lower:
     """A compiler backend whose code gives copies of what it computes.
 
     A CUDA graph overwrites its results in the next replay, while the program may keep them,
@@ -220,16 +222,14 @@ class Copying:
     buffer, or a view of one.
     """
 
-    def __init__(self, lower: backend.Lower) -> None:
-        self._lower = lower
-
-    def __call__(
-        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
+    def lower_copies(
+        graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
     ) -> backend.Lowered:
-        """Lower the graph."""
         refuse_shared(graph)
-        lowered = self._lower(graph, inputs, **options)
+        lowered = lower(graph, inputs, **options)
         return lambda *arguments: copies(lowered(*arguments), arguments)
+
+    return lower_copies
 
 
 def as_whole(kind: Any, num_graphs: int | None = None) -> Forward:
@@ -278,7 +278,7 @@ class WholeModel:
         for name in ("_parameters", "_buffers", "_modules"):
             self._root.__dict__[name] = model.__dict__[name]
         self._binding = Binding(functools.partial(parts_with_blocks, self._root))
-        self._lower = Copying(backend.AtOnce(backend.Seeded(backend.inductor)))
+        self._gate = Gate(copying(backend.AtOnce(backend.Seeded(backend.inductor))))
         self._programs: dict[Hashable, Program] = {}  # by training mode and methods
         self._methods = Methods()
         self._residences: list[Residence] = []  # that hold the full parameters
@@ -387,7 +387,7 @@ class WholeModel:
             parts = [part for _, part in table.modules[1:]]
             self._hooks = [hooks for part in (*parts, *blocks) for hooks in hooks_of(part)]
             self._blocks = [
-                (part._modules, name, _inner(child))
+                (part._modules, name, parts_with_blocks(child)[0][1])
                 for _, part in table.modules
                 for name, child in part._modules.items()
                 if isinstance(child, Block)
@@ -457,7 +457,6 @@ class WholeModel:
         model: torch.nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
         runs: bool = True,
     ) -> Any:
         """The call as one graph. Collective.
@@ -486,7 +485,7 @@ class WholeModel:
                     told_once() if self._num_failed else contextlib.nullcontext(),
                     self._binding.running(table, leaves, is_compiled=True),
                 ):
-                    out = self._program(model)(model, args, kwargs, runs=runs)
+                    out = self._gate.run(self._program(model), model, args, kwargs, leaves, runs)
             except NoProgramError as error:
                 if self._stage is Stage.UNTRIED:
                     raise
@@ -574,7 +573,9 @@ class WholeModel:
                 out = self._forward(model, args, kwargs)
         if self._axis.size > 1:
             out = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=False)
-            table.lapse(views)
+        for storage, residence in zip(table.storages, self._residences, strict=True):
+            storage.residence.given.append(StorageWeakRef(residence.memory.untyped_storage()))
+        self._residences, self._leaves = [], []  # what is alive of them is the program's
         return out
 
     def _program(self, model: torch.nn.Module) -> Program:
@@ -583,7 +584,7 @@ class WholeModel:
         if key not in self._programs:
             options = {} if self._context.device.type == "cpu" else _ON_GPU
             self._programs[key] = Program(
-                self._forward, self._lower, self._num_graphs or _NUM_SPECIAL, options
+                self._forward, self._gate, self._num_graphs or _NUM_SPECIAL, options
             )
         return self._programs[key]
 
@@ -598,8 +599,3 @@ class WholeModel:
         finally:
             for (home, name, _), block in zip(self._blocks, blocks, strict=True):
                 home[name] = block
-
-
-def _inner(block: Block) -> torch.nn.Module:
-    _, module = next(block.sharded_modules())
-    return module

@@ -239,6 +239,38 @@ class Gate:
 
         return run
 
+    def run(
+        self,
+        program: Program,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        params: Sequence[torch.Tensor],
+        runs: bool,
+    ) -> Any:
+        """Run a call whose new code runs as a trial: the module may keep one of its parameters,
+        `params`, which are gathered copies.
+
+        Raises:
+            NoProgramError: if there is no code for it, or if it does. Nothing has happened then.
+            CompiledOnly: if there is new code, and not `runs`.
+        """
+        try:
+            return program(module, args, kwargs)
+        except CompiledOnly:
+            if not runs:
+                raise
+        trial = Trial([part for _, part in parts_with_blocks(module)], (*args, *kwargs.values()))
+        self.is_shut = False
+        try:
+            out = program(module, args, kwargs)
+        finally:
+            self.is_shut = True
+        if trial.keeps(params):
+            trial.undo(type(module).__name__)
+            raise NoProgramError("its forward pass keeps a parameter")
+        return out
+
 
 class Program:
     """Compiled code of one structure, for one function and training mode.
@@ -263,7 +295,6 @@ class Program:
         options: dict[str, Any] | None = None,
     ) -> None:
         self._function, self._num_special = function, num_special
-        self._gate = lower = Gate(lower)
         self._compiled = functools.partial(
             torch.compile, fullgraph=True, backend=lower, **(options or {})
         )
@@ -273,46 +304,13 @@ class Program:
         )
 
     def __call__(
-        self,
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        runs: bool = True,
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the call through compiled code.
 
-        What is compiled runs for the first time as a trial: the program may keep a parameter, which
-        is a gathered copy, or in the memory of one.
-
-        Args:
-            runs: False to compile only.
-
         Raises:
-            NoProgramError: if there is no compiled code for it, or if it keeps a parameter. Nothing
-                has happened then.
-            CompiledOnly: if there is, and it shall not run.
+            NoProgramError: if there is none. Nothing has happened then.
         """
-        try:
-            return self._run(module, args, kwargs)
-        except CompiledOnly:
-            if not runs:
-                raise
-        modules = [part for _, part in parts_with_blocks(module)]
-        held = [x for part in modules for x in part._parameters.values()]
-        params = [x for x in held if x is not None and type(x) is _TENSOR]
-        trial = Trial(modules, (*args, *kwargs.values()))
-        self._gate.is_shut = False
-        try:
-            out = self._run(module, args, kwargs)
-        finally:
-            self._gate.is_shut = True
-        if trial.keeps(params):
-            trial.undo(type(module).__name__)
-            raise NoProgramError("its forward pass keeps a parameter")
-        return out
-
-    def _run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (*args, *kwargs.values())
         shapes = tuple([arg.shape if isinstance(arg, torch.Tensor) else None for arg in given])
         if shapes not in self._special and len(self._special) < self._num_special:
@@ -381,7 +379,6 @@ def changing(arguments: Iterable[Any]) -> Any:
     return None
 
 
-_TENSOR = torch.Tensor  # a gathered parameter, not one that is whole on every rank
 _FIXED = (
     *(torch.Tensor, torch.nn.Module, type(None), bool, int, float, complex, str, bytes, range),
     *(slice, type, enum.Enum),

@@ -6,7 +6,7 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from bmtrain.distributed.agreement import largest
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import PeerGroups
 from bmtrain.distributed.transport import Gather, ShardSource, Streams, Transport
-from bmtrain.errors import ParameterError
+from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import NO_PASS, Backward
@@ -23,7 +23,13 @@ from bmtrain.shard.layout import Slot
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.steps import Steps
-from bmtrain.torch_internals import num_users, version_of
+from bmtrain.torch_internals import (
+    StorageWeakRef,
+    num_users,
+    plain_functions,
+    tensors_over,
+    version_of,
+)
 
 
 def num_references(tensor: torch.Tensor) -> int:
@@ -37,6 +43,32 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     out.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return out
+
+
+# What is known of a tensor (`__get__`: `.shape`, `.data`, `.T`), and what recomputation asks for.
+_READS_NO_VALUES = ("__get__", "detach", "is_inference", "requires_grad_")
+
+
+class Stale(torch.Tensor):
+    """A tensor in gathered memory of parameters that have changed since.
+
+    Raises:
+        StaleParameterError: when it is read or written.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in _READS_NO_VALUES:
+            raise StaleParameterError(
+                "a parameter that a forward pass has kept (in an attribute, a list, a closure or "
+                "the like), or a view of one, was used after the parameter had changed: it is a "
+                "gathered copy of earlier values. Take it from its module again where it is used."
+            )
+        with plain_functions():
+            out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            out.__class__ = Stale
+        return out
 
 
 class Residence:
@@ -62,6 +94,8 @@ class Residence:
 
     def __init__(self, source: ShardSource, label: Label) -> None:
         self._source, self.label = source, label
+        #: memory of the shard's present values that the program may have kept; see `lapse`
+        self.given: list[StorageWeakRef] = []
 
     def settle(self) -> None:
         """Wait for updates of the shard that are under way, if its storage is alive."""
@@ -91,6 +125,13 @@ class Residence:
     def bring(self) -> None:
         """Make the values of a residence that never moves readable on the compute stream."""
 
+    def lapse(self) -> None:
+        """The shard was written: refuse what the program has kept of gathered memory."""
+        if self.given:
+            given, self.given = self.given, []
+            for tensor in tensors_over(given):
+                tensor.__class__ = Stale
+
     def forget(self) -> None:
         """Parameters may change now: the next `acquire` gathers them anew.
 
@@ -117,8 +158,8 @@ class Gathered(Residence):
 
     The gather waits for all that was issued on the compute stream before it, and so for the last
     reader of the memory that the allocator has handed out again. Holders in the same pass share a
-    buffer. What a program keeps of a buffer (a weight that a block returned, one that a custom
-    function has kept) keeps the memory, and its values never change.
+    buffer. What a program keeps of a buffer (a weight that a block returned, a view in an
+    attribute) keeps the memory, whose values never change: once the shard is written it is `Stale`.
 
     Args:
         source: the shard.
@@ -145,8 +186,12 @@ class Gathered(Residence):
 
     def prefetch(self, phase: Phase) -> None:
         if self._full is None:
-            axis, self.version = self.label.axis, version_of(self._source.get())
-            self._full = self._source.new_full(axis.size)
+            axis, version = self.label.axis, version_of(self._source.get())
+            if version != self.version:  # a write to `param.local` is not reported
+                self.lapse()
+            self._full, self.version = self._source.new_full(axis.size), version
+            alive = itertools.filterfalse(StorageWeakRef.expired, self.given)
+            self.given = [*alive, StorageWeakRef(self._full.untyped_storage())]
             self._arrived = self._transport.gather(
                 Gather(self._full, self._source, axis, self.label.places[phase])
             )

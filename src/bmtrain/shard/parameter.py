@@ -401,6 +401,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         """`mark_written` for writes at the end of a pass, when no gather has to be forgotten."""
         self.never_set = False
         self.num_own_writes += 1
+        self.storage_of.residence.lapse()
 
     mark_set = mark_written
 

@@ -24,7 +24,7 @@ from bmtrain.shard.slices import (
     write_in_graph,
 )
 from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory, written_uncounted
-from bmtrain.torch_internals import is_collective, is_of_torch, plain_functions
+from bmtrain.torch_internals import SCRIPTED, is_collective, is_of_torch, plain_functions
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -510,3 +510,17 @@ _SPECIAL: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
         ("numpy", "__array__"), lambda func, args, kwargs: as_copy(on_wholes(func, args, kwargs))
     ),
 }
+
+
+def _of_script(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(script: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Slices) for x in tensors_of((args, kwargs))):
+            return on_wholes(call, (script, *args), kwargs)
+        return call(script, *args, **kwargs)
+
+    return run
+
+
+# A script given slices would fuse operators into kernels that read their memory.
+for _kind in SCRIPTED:
+    _kind.__call__ = _of_script(_kind.__call__)

@@ -14,7 +14,6 @@ import torch
 from bmtrain.distributed import autograd, collectives
 from bmtrain.distributed.agreement import differ, largest
 from bmtrain.errors import AddressError, ParameterError
-from bmtrain.runtime.log import warn
 from bmtrain.shard.cut import Cut
 from bmtrain.torch_internals import (
     in_backward,
@@ -219,7 +218,7 @@ class Slices(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Torch's C++ code below `__torch_function__`: autograd's accumulation and TorchScript."""
+        """Torch's C++ code below `__torch_function__`, as autograd's accumulation."""
         if is_collective(func):
             return communicate(func, args, kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -249,10 +248,7 @@ class Slices(torch.Tensor):
                     "a sharded tensor was used by TorchScript and by Python: give one of "
                     "them param.gather()."
                 )
-            # TorchScript fuses later calls into kernels that would read its memory
-            if sharded[0].is_cuda and not is_backward:
-                raise _cannot_be_fused(func)
-            # TorchScript and other callers below `__torch_function__` compute with whole tensors.
+            # Callers below `__torch_function__` compute with whole tensors.
             wholes = tree_map_only(Slices, lambda x: x.whole(), (args, kwargs or {}))
             return func(*wholes[0], **wholes[1])
         locals_ = tree_map_only(Slices, lambda x: x.local, (args, kwargs or {}))
@@ -318,16 +314,6 @@ def without_memory(
     )
     throw_on_data_ptr(out)
     return out
-
-
-def _cannot_be_fused(func: Any) -> ParameterError:
-    text = (
-        f"{func} was called with a sharded tensor outside of blocks by TorchScript or "
-        "C++ code, whose kernels on a GPU cannot take "
-        "one: pass param.gather(), or make the module a block."
-    )
-    warn(text)  # TorchScript reports where an error came from, but drops its message
-    return ParameterError(text)
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:

@@ -356,7 +356,12 @@ class Evaluator:
                     goal.add_reference(rows, _name_of(parts, args))
             elif all(part.samples.tokens.is_text.all() for part in parts):
                 self._num_bytes = rows.num_bytes()
-            self._loader = make_loader(rows, args, shuffle=False)
+            if isinstance(rows, PackedSamples):
+                rows.fill_up(bmt.world_size())
+            try:
+                self._loader = make_loader(rows, args, shuffle=False)
+            except DataError as error:
+                raise DataError(f"the validation data: {error}") from error
         self._questions = _questions(Mixture(parts or training_parts), args.samples)
 
     def report(self, training: Run) -> None:
