@@ -6,6 +6,7 @@ import torch
 
 import bmtrain as bmt
 from bmtrain.kernels import launch
+from bmtrain.kernels.blockwise import Blocks, num_blocks
 from bmtrain.shard.engine import Gathered
 from bmtrain.shard.slices import Slices
 
@@ -48,9 +49,10 @@ def gradient_memory(block):
     return flat
 
 
-def zeros_on(device):
-    """What makes zeros there, of a number of elements and a dtype."""
-    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
+def zero_blocks(numel, dtype, device="cpu"):
+    """Adam's moments in 8 bits, of so many zeros."""
+    scales = torch.zeros(num_blocks(numel), dtype=torch.float32, device=device)
+    return Blocks(torch.zeros(numel, dtype=dtype, device=device), scales)
 
 
 def by_torch(function, *args, **options):

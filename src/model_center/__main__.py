@@ -1,4 +1,4 @@
-"""`python -m model_center COMMAND`: train models, prepare data for that, pass on the results."""
+"""`python -m model_center COMMAND`: train models, prepare their data, use the results."""
 
 from __future__ import annotations
 

@@ -208,9 +208,9 @@ def _add_optimizer_flags(add: Callable[..., object], defaults: Mapping[str, Any]
         nargs=2,
         metavar=("BETA1", "BETA2"),
     )
-    add("--weight-decay", 1e-2, "of all but norms and biases", type=amount)
+    add("--weight-decay", 1e-2, "weight decay; norms and biases are not decayed", type=amount)
     add("--clip-grad", 1.0, "largest norm of the gradient; 0 for no limit", type=amount)
-    add("--loss-scale", 65536, "the first one, with fp16 only; 0 for none", type=amount)
+    add("--loss-scale", 65536, "initial loss scale, with fp16 only; 0 for none", type=amount)
     rises = "warm-up steps of the learning rate; below 1, a share of all steps"
     add("--warmup-iters", 0.01, rises, type=amount)
     fallen = "step at which the decay ends (default: the last one)"
@@ -236,9 +236,11 @@ def _add_number_flags(add: Callable[..., object]) -> None:
 def _add_file_flags(add: Callable[..., object]) -> None:
     kept = "where checkpoints and, at the end, the model go (default: nothing is kept)"
     add("--save", None, kept, metavar="FOLDER")
-    add("--save-name", None, "of the model's folder in --save (default: model)", metavar="NAME")
+    add(
+        "--save-name", None, "name of the model's folder in --save (default: model)", metavar="NAME"
+    )
     add("--save-iters", 1000, "steps between checkpoints", type=positive)
-    add("--save-keep", 2, "checkpoints that are kept, the newest", type=positive)
+    add("--save-keep", 2, "number of newest checkpoints to keep", type=positive)
     regular = "also keep checkpoints whose step is a multiple of this"
     add("--save-keep-every", None, regular, type=positive)
     standing = "make training wait for each checkpoint to be written: takes less host memory"
@@ -260,12 +262,12 @@ def _add_file_flags(add: Callable[..., object]) -> None:
     lines = "steps between log lines if the output is not a terminal"
     add("--log-iters", 10, lines, type=positive)
     add("--log-dir", None, "where metrics.jsonl goes (default: --save)", metavar="FOLDER")
-    where = "where curves go beside metrics.jsonl, with commas between: tensorboard, wandb (its "
-    where += "project as wandb:PROJECT)"
+    where = "where curves go besides metrics.jsonl, separated by commas: tensorboard, wandb, "
+    where += "wandb:PROJECT"
     add("--curves", (), where, type=curve_names, metavar="NAMES")
     add("--tensorboard", False, "another name for --curves tensorboard", action="store_true")
     add("--wandb", None, "another name for --curves wandb:PROJECT", metavar="PROJECT")
-    peak = "of one device in TFLOP/s, for the MFU in the log where the device is not known"
+    peak = "peak of one device in TFLOP/s, for the MFU of a device that is not known"
     add("--peak-tflops", None, peak, type=above_zero, metavar="PEAK")
 
 

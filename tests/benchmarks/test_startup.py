@@ -1,12 +1,10 @@
 """First steps with cold and warm caches: what is started, what is written, and how it looks."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.children import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "--backend bmtrain --device cpu --shape tiny --batch 4 2 --profile"
@@ -17,15 +15,7 @@ WORDS = "--backend bmtrain --device cpu --shape tiny --batch 4 2 --profile"
 def test_a_second_start_compiles_nothing(tmp_path):
     """The whole program, on the CPU."""
     words = f"benchmarks/startup.py --device cpu --gpus 1 --name try --folder {tmp_path} --run"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    done = subprocess.run(
-        [sys.executable, *words.split(), WORDS],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran(*words.split(), WORDS, cwd=ROOT, PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
     written = (tmp_path / "try.json").read_text()
     (record,) = json.loads(written)["records"]

@@ -3,15 +3,13 @@ real classes.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from tests.children import ran
 from tests.data_sets.common import FOLDERS, refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -189,12 +187,5 @@ def test_jieba_is_silent(tmp_path):
     """
     file = Path(__file__).parents[2] / "src" / "model_center" / "tokenizer" / "segmenter.py"
     program = f"import runpy\nprint(runpy.run_path({str(file)!r})['words']('ab c'))"
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran("-W", "error", "-c", program, PYTHONPYCACHEPREFIX=str(tmp_path))
     assert (done.stdout, done.stderr) == ("['ab', ' ', 'c']\n", "")

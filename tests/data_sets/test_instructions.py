@@ -112,6 +112,10 @@ def test_packed_rows_are_their_samples():
         seen = (numbers[:, None] == numbers).tril()  # its own sample, up to itself
         assert torch.equal(mask, seen)
     assert len(PackedSamples(samples, 160, least=99)) == len(samples)
+    filled, count = PackedSamples(samples, 160), len(packed)
+    filled.fill_up(count + 2)
+    assert len(filled) == count + 2 and (filled[count + 1]["targets"] == -100).all()
+    assert torch.equal(filled[count + 1]["input_ids"], packed[0]["input_ids"])
     partly = PackedSamples(stored("train.jsonl", length=50), 64)
     assert 0 < partly.num_without_answer < len(partly.samples)
 

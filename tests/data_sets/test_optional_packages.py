@@ -2,13 +2,11 @@
 missing.
 """
 
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from tests.children import ran
 
 from model_center.errors import ConfigError
 from model_center.optional import package
@@ -67,9 +65,9 @@ def test_warnings_are_shown_once():
 
 
 def run(program):
-    command = [sys.executable, "-c", program, str(ROOT / "tests" / "data" / "tokenizers")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = ran("-c", program, str(ROOT / "tests" / "data" / "tokenizers"))
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.mark.long

@@ -198,7 +198,10 @@ def test_arguments_that_cannot_work(tmp_path, source, more, complaint, capsys):
 def test_the_command_line(tmp_path, capsys):
     """Each command has its arguments, and says its errors plainly."""
     for words, said in (
-        (["--help"], r"preprocess\s+text to token data(.|\n)*convert\s+a folder of Hugging Face"),
+        (
+            ["--help"],
+            r"preprocess\s+tokenize text(.|\n)*convert\s+convert a folder of Hugging Face",
+        ),
         (["preprocess", "--help"], "--split-length"),
         (["convert", "--help"], "--to"),
     ):

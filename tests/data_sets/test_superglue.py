@@ -6,13 +6,11 @@ import collections
 import itertools
 import json
 import pickle
-import random
 import shutil
 from typing import Any
 
 import pytest
 import torch
-from scripts import make_test_data
 from tests.data_sets.common import DATA, FOLDERS, filled, refused, tokenizer, write_rows
 from torch.utils.data import DataLoader
 
@@ -257,15 +255,6 @@ def test_verbalizers():
     with refused("no token <extra_id_0>"):
         rte[0]
     assert gpt2dataset.DATASET["RTE"](SUPERGLUE, "dev", 0, 1, nothing, 64)[0]["input_length"] > 2
-
-
-def test_the_stored_boolq_is_that_of_its_program():
-    """As many yes as no; the test split has no labels."""
-    rng = random.Random(0)
-    assert rows("BoolQ", "train") == list(make_test_data.boolq(rng, 200))
-    assert rows("BoolQ", "val") == list(make_test_data.boolq(rng, 60))
-    assert sum(row["label"] for row in rows("BoolQ", "train")) == 100
-    assert not any("label" in row for row in rows("BoolQ", "test"))
 
 
 def test_rows_are_read_when_they_are_asked_for(tmp_path):

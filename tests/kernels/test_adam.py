@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tensors import zeros_on
+from tests.tensors import zero_blocks
 from torch.testing import assert_close
 
 from bmtrain.kernels import adam
 from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_reference, adamw_triton
-from bmtrain.kernels.blockwise import Blocks
 
 # Lengths 0, 1, odd, of whole and of several chunks; starts that are aligned and that are not.
 BOUNDS = [(0, 64), (64, 64), (64, 65), (66, 139), (150, 350), (400, 400 + 192)]
@@ -40,9 +39,7 @@ def tensors(master, weight=BF16, quantised=True, grad=FP32, sizes=SIZES, device=
             "none": None,
         }
         mean, square = (
-            Blocks.zeros(size, dtype, zeros_on(device))
-            if quantised
-            else torch.zeros(size, device=device)
+            zero_blocks(size, dtype, device) if quantised else torch.zeros(size, device=device)
             for dtype in (torch.int8, torch.uint8)
         )
         grads = torch.ones(size, dtype=grad, device=device)

@@ -1,6 +1,5 @@
 """How a rank's process ends."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.children import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,10 +41,9 @@ RANK = """
 
 
 def start(program, **variables):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
-        env={**environment, **variables},
+        env=environment(**variables),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

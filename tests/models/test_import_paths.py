@@ -4,14 +4,11 @@ import ast
 import importlib
 import inspect
 import operator
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.arch.source import ROOT
+from tests.children import ran
 
 from model_center import compat
 
@@ -139,7 +136,5 @@ for name in ("model_center.model.bert_config", "model_center.basemodel", "model.
 
 def test_what_is_not_asked_for_is_not_loaded():
     """In a process of its own; other names are as unknown as ever."""
-    command = [sys.executable, "-W", "error", "-c", FRESH]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = ran("-W", "error", "-c", FRESH)
     assert done.returncode == 0, done.stderr

@@ -1,26 +1,17 @@
 """Texts that share a row get the scores and gradients that each gets in a row of its own."""
 
-from typing import Any
-
 import pytest
 import torch
+from tests.models import small
 from tests.ranks.runner import on_ranks
 
 import bmtrain as bmt
 from model_center import model as models
 from model_center.layer.mask import AttentionMask
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "dim_model": 16,
-    "num_heads": 2,
-    "dim_head": 8,
-    "dim_ff": 24,
-}
-SIZES |= {"num_layers": 2, "dtype": torch.float32}
 KINDS = {
     "GPT2": {"position_size": 16},
-    "GPTj": {"pos_rotary_dim": 4},
+    "GPTj": {},
     "OPT": {"position_size": 16},
     "Llama": {},
     "Qwen3": {"num_heads_kv": 1},
@@ -33,16 +24,15 @@ LENGTHS = (5, 1, 7)
 @on_ranks(1)
 def test_texts_of_a_row_are_as_alone(name):
     torch.manual_seed(0)
-    config = getattr(models, f"{name}Config")(**{**SIZES, **KINDS[name]})
-    model = getattr(models, name)(config).eval()  # OPT drops out by default
+    model = vars(models)[name](small.config(name, **KINDS[name])).eval()  # OPT drops out by default
     bmt.init_parameters(model)
     with torch.no_grad():
         for param in model.parameters():
             param.normal_(0, 0.3)
-    ids = torch.randint(40, (1, sum(LENGTHS)))
+    ids = torch.randint(61, (1, sum(LENGTHS)))
     segments = torch.arange(1, 4).repeat_interleave(torch.tensor(LENGTHS))[None]
     places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    towards = torch.randn(1, sum(LENGTHS), 40)
+    towards = torch.randn(1, sum(LENGTHS), 61)
 
     def grads():
         found = [param.grad.clone() for param in model.parameters() if param.grad is not None]

@@ -88,6 +88,16 @@ def plain_gradients(module):
     }
 
 
+def assert_same_gradients(model, plain, what, tolerance=1e-5):
+    """Whole gradients of a sharded model are those of a plain one. Collective."""
+    assert_same_dicts(full_gradients(model), plain_gradients(plain), what, tolerance)
+
+
+def assert_same_state(model, plain, what, tolerance=1e-5):
+    """Both have the same state dict. Collective."""
+    assert_same_dicts(model.state_dict(), plain.state_dict(), what, tolerance)
+
+
 @dataclasses.dataclass
 class Answer:
     """What an OddBlock of kind "dataclass" returns."""

@@ -46,9 +46,7 @@ class Twin:
         self.compare(what)
 
     def compare(self, what, tolerance=1e-5):
-        models.assert_same_dicts(
-            self.model.state_dict(), self.plain.state_dict(), f"after {what}", tolerance
-        )
+        models.assert_same_state(self.model, self.plain, f"after {what}", tolerance)
 
     def reference(self):
         """A copy of the plain side as it is now."""

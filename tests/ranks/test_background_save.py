@@ -5,15 +5,14 @@ all ranks and the next save succeeds, and however the program ends a whole file 
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.children import ran
 from tests.ranks import models
-from tests.ranks.runner import ROOT, run_ranks
+from tests.ranks.runner import run_ranks
 from tests.ranks.saves import NO_SPACE, Held, Twin, failing
 
 import bmtrain as bmt
@@ -188,22 +187,12 @@ def test_however_the_program_ends(tmp_path, kinds):
     """At its end, sys.exit, an exception, SIGTERM and in atexit functions: the new file, or else
     the old one, whole.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     stores = [
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         for _ in kinds
     ]
     arguments = [f"{kind}:{store.port}" for kind, store in zip(kinds, stores, strict=True)]
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *arguments]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = ran("-c", textwrap.dedent(PROGRAM), *arguments, cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr
     ends = {
         tuple(line.split()[:2]): [int(code) for code in line.split()[2:]]

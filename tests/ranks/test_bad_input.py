@@ -6,10 +6,7 @@ import functools
 import inspect
 import math
 import os
-import pathlib
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.children import ran
 from tests.ranks import models
 from tests.ranks.pairs import Pair
 from tests.ranks.runner import on_ranks
@@ -115,13 +113,17 @@ def of_optimizers():
         for name in ("lr", "eps", "weight_decay", "hold_steps", "betas"):
             value = (1.0, 0.9) if name == "betas" else -1
             yield call(kind, parameters(), **{name: value}), Bad, f"{name} is "
+        for sixth in ((65536,), (1024.0, 0), (0, 10)):
+            by_position = call(kind, parameters(), 1e-3, (0.9, 0.999), 1e-8, 0, *sixth)
+            yield by_position, ArgumentError, f"{kind.__name__} got {sixth[0]}"
+        kind(parameters(), 1e-3, (0.9, 0.999), 1e-8, 0, 0)  # the default of hold_steps
         unknown = call(kind, parameters(), record_dleta=True)
         yield unknown, TypeError, "unexpected keyword argument 'record_dleta'"
     for options, error, words in (
         ({"loss_scale": "8"}, ArgumentError, "loss_scale is '8'"),
         ({"loss_scale": 0}, Bad, "loss_scale is 0"),
         ({"loss_scale": 8, "loss_scale_steps": math.nan}, Bad, "steps is nan"),
-        ({"loss_scale": 1, "loss_scale_factor": 1}, Bad, "factor > 1"),
+        ({"loss_scale": 1, "loss_scale_factor": 0}, Bad, "factor is 0"),
         ({"grad_scale": "2"}, ArgumentError, "grad_scale is '2'"),
         ({"grad_scale": 0}, Bad, "grad_scale is 0"),
         ({"max_skipped_steps": 0}, Bad, "max_skipped_steps is 0"),
@@ -315,7 +317,7 @@ WRONG_VALUES: tuple[dict[str, Any], ...] = (
 
 SCRIPT = """
 import time, torch, bmtrain as bmt
-bmt.init_distributed()
+bmt.init_distributed(device="cpu")
 block = bmt.Block(torch.nn.Linear(4, 4))
 if bmt.rank() == 1:
     raise KeyError("the culprit")
@@ -331,18 +333,9 @@ def test_a_rank_that_raises_ends_the_job(tmp_path):
     """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    source = str(pathlib.Path(__file__).parents[2] / "src")
-    added = {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     begin = time.monotonic()
     options = ["--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options],
-        env={**os.environ, **added},
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
+    done = ran("-m", "torch.distributed.run", *options, timeout=80)
     elapsed, failed = time.monotonic() - begin, "[rank 1] this rank failed"
     assert done.returncode != 0
     assert failed in done.stderr and "KeyError: 'the culprit'" in done.stderr, done.stderr

@@ -62,11 +62,10 @@ def test_statistics_are_of_all_rows(use_checkpoint):
         for optimizer, m, x in ((ours, model, own), (theirs, plain, rows)):
             optimizer.zero_grad()
             (m(x.roll(step, 1)) ** 3).sum().backward()
-        found, want = models.full_gradients(model), models.plain_gradients(plain)
-        models.assert_same_dicts(found, want, f"gradients of step {step}", 1e-9)
+        models.assert_same_gradients(model, plain, f"gradients of step {step}", 1e-9)
         ours.step()
         theirs.step()
-        models.assert_same_dicts(models.cloned_state(model), plain.state_dict(), "state", 1e-9)
+        models.assert_same_state(model, plain, "state", 1e-9)
     before = models.cloned_state(model)
     model(own * math.inf)
     models.assert_same_dicts(models.cloned_state(model), before, "after what is not finite", 0.0)
@@ -104,8 +103,7 @@ def test_when_a_rank_collects_a_part_of_the_graph_changes_nothing():
             if bmt.rank() == 0:
                 gc.collect()
             out.square().sum().backward()
-    found, want = models.full_gradients(model), models.plain_gradients(plain)
-    models.assert_same_dicts(found, want, "gradients")
+    models.assert_same_gradients(model, plain, "gradients")
 
 
 class Own(nn.BatchNorm1d):

@@ -74,7 +74,7 @@ def check_step(plain, block, what):
     losses[0].backward()
     (losses[1] / bmt.world_size()).backward()
     models.assert_same(losses[1].detach(), losses[0].detach(), what)
-    models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), what)
+    models.assert_same_gradients(block, plain, what)
 
 
 def changed():
@@ -185,7 +185,7 @@ def written_on_one_rank():
     block = bmt.Block(Kind(), use_checkpoint=False)
     for _ in range(2):
         block(torch.ones(3, 4))
-    models.assert_same_dicts(block.state_dict(), plain.state_dict(), "as in one process")
+    models.assert_same_state(block, plain, "as in one process")
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -50,7 +50,7 @@ def compare(make, call, x, level, recompute):
         answers[1]["gradient of the input"] *= bmt.world_size()
     models.assert_same_dicts(answers[1], answers[0], what)
     check_gradients(plain, block, what)
-    models.assert_same_dicts(block.state_dict(), plain.state_dict(), f"{what}: state")
+    models.assert_same_state(block, plain, f"{what}: state")
     assert list(block.state_dict()) == list(plain.state_dict()), what
     return block
 
@@ -204,7 +204,7 @@ def check_step(plain, sharded, x=None):
 
 
 def check_gradients(plain, sharded, what):
-    models.assert_same_dicts(models.full_gradients(sharded), models.plain_gradients(plain), what)
+    models.assert_same_gradients(sharded, plain, what)
 
 
 def passes(level, recompute):
@@ -335,7 +335,7 @@ def outside_of_lists():
             for module in (plain, model):
                 for param in module.parameters():
                     param.add_(grad_of(param) * 1e-2)
-    models.assert_same_dicts(model.state_dict(), plain.state_dict(), "state")
+    models.assert_same_state(model, plain, "state")
 
 
 def moving_buffers(level, recompute):
@@ -349,7 +349,7 @@ def moving_buffers(level, recompute):
         losses = [squared(module, sequence() * scale) for scale in (1.0, 2.0, 3.0)]
         (torch.stack(losses).sum() / part).backward()
     check_gradients(plain, block, "")
-    models.assert_same_dicts(block.state_dict(), plain.state_dict(), "buffers")
+    models.assert_same_state(block, plain, "buffers")
 
 
 class Stubborn(nn.Module):

@@ -414,7 +414,7 @@ def test_retention(tmp_path):
     with bmt.CheckpointManager(tmp_path) as checkpoints:
         net = linear()
         assert checkpoints.latest(before=9) == tmp_path / "step-00000008"
-        assert checkpoints.restore(net, path=tmp_path / "step-00000008") == (8, {}, None)
+        assert checkpoints.restore(net, path=str(tmp_path / "step-00000008")) == (8, {}, None)
         assert net.state_dict()["weight"].eq(8).all()
 
 

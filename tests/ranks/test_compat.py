@@ -222,7 +222,7 @@ def test_a_program_of_cpm(tmp_path):
         reference.step()
         plain_scheduler.step()
         assert global_loss == pytest.approx(whole.item(), rel=1e-5)
-        models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"step {step}")
+        models.assert_same_state(model, plain, f"step {step}")
         synchronize()
 
     for step in range(4):
@@ -241,7 +241,7 @@ def test_a_program_of_cpm(tmp_path):
     save(model, file)
     second = cpm_model(zero_level=2)
     load(second, file)
-    models.assert_same_dicts(second.state_dict(), plain.state_dict(), "loaded")
+    models.assert_same_state(second, plain, "loaded")
     with torch.no_grad():
         if bmt.rank() == 0:  # it has elements of every parameter
             params[0].grad.local.fill_(torch.inf)
@@ -301,7 +301,7 @@ def distil():
             manager.step()
             reference.step()
             assert len(inspector.get_summary()) == 2 * LAYERS
-        models.assert_same_dicts(student.state_dict(), plain.state_dict(), "after training")
+        models.assert_same_state(student, plain, "after training")
 
 
 def prune():

@@ -2,6 +2,7 @@
 without one.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -118,7 +119,53 @@ def by_old_calls():
     models.assert_same_dicts(got, want, "old calls")
 
 
-@pytest.mark.parametrize("program", [growing, shrinking, by_old_calls])
+PROGRAMS = ["one pass", "a pass each", "parts", "one clips both"]
+
+
+def of_two_managers():
+    """A manager for each optimizer, with other scales that move at other times: over one pass, a pass of
+    each over all parameters or over its own, some gradients kept over steps.
+    """
+    for number, (kind, program) in enumerate(itertools.product(KINDS, PROGRAMS)):
+        one = bmt.optim.OptimManager(loss_scale=2.0**10, loss_scale_steps=2)
+        two = bmt.optim.OptimManager(loss_scale=2.0**3 if number % 2 else None, loss_scale_steps=1)
+        plain, ours = Run(kind), Run(kind, bmt.optim.OptimManager())
+        one.add_optimizer(ours.first)
+        two.add_optimizer(ours.others)
+        for step in range(STEPS):
+            for run in (plain, ours):
+                if step % 2 == 0:
+                    run.first.zero_grad()
+                if step % 3 == 0:
+                    run.others.zero_grad()
+                losses = [loss_of(run.model, step), loss_of(run.model, step + 1)]
+                if program == "parts":
+                    losses = [
+                        sum(param.square().sum() for param in part.parameters())
+                        for part in (run.model[0], run.model[1:])
+                    ]
+                if program in {"one pass", "one clips both"}:
+                    (one.backward(losses[0]) if run is ours else losses[0].backward())
+                else:
+                    for manager, loss in zip((two, one), losses[::-1], strict=True):
+                        manager.backward(loss) if run is ours else loss.backward()
+            norms = []
+            for part in (ours.model[0], ours.model[1:]):
+                clips = one if program == "one clips both" or part is ours.model[0] else two
+                norms.append(clips.clip_grad_norm(part.parameters(), 0.5))
+            for part, norm in zip((plain.model[0], plain.model[1:]), norms, strict=True):
+                torch.testing.assert_close(
+                    norm, nn.utils.clip_grad_norm_(part.parameters(), 0.5), rtol=1e-5, atol=0
+                )
+            plain.step()
+            two.step()
+            one.step()
+        got, want = models.cloned_state(ours.model), models.cloned_state(plain.model)
+        models.assert_same_dicts(got, want, f"{kind}, {program}")
+        assert one.loss_scale == 2.0**13 and one.skipped_steps == two.skipped_steps == 0
+
+
+@pytest.mark.parametrize("program", [growing, shrinking, by_old_calls, of_two_managers])
 def test_scales_do_not_show(program):
     run_ranks(program, 2)
 

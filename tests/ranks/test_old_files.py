@@ -263,7 +263,7 @@ def refused_states(cases):
         manager.backward(loss_of(model, own_rows(number)))
         manager.step()
         plain.train(number)
-        models.assert_same_dicts(model.state_dict(), plain.model.state_dict(), f"before {parts}")
+        models.assert_same_state(model, plain.model, f"before {parts}")
         with pytest.raises(CheckpointError) as caught:
             optimizer.load_state_dict(states[bmt.rank()])
         assert all(part in str(caught.value) for part in parts), caught.value
@@ -368,4 +368,4 @@ def test_torchs_own_state_of_one_element():
         reference.zero_grad()
         loss_of(plain, inputs(number, FLOAT)).backward()
         reference.step()
-    models.assert_same_dicts(model.state_dict(), plain.state_dict(), "NAdam")
+    models.assert_same_state(model, plain, "NAdam")

@@ -93,7 +93,7 @@ def alone(rows_of):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        models.assert_same_dicts(models.cloned_state(net), twin.state_dict(), rows_of)
+        models.assert_same_state(net, twin, rows_of)
 
 
 @on_ranks(2)

@@ -109,8 +109,7 @@ def test_a_block_unused_on_some_ranks_trains_as_in_one_process():
                 losses = [through(plain, x) for x in inputs]
                 torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()
                 through(model, rows(rank()).requires_grad_(needs_grad)).backward()
-            found, want = models.full_gradients(model), models.plain_gradients(plain)
-            models.assert_same_dicts(found, want, f"{kind}, {each}, {needs_grad}")
+            models.assert_same_gradients(model, plain, f"{kind}, {each}, {needs_grad}")
 
 
 @on_ranks(1)
@@ -468,7 +467,7 @@ def test_when_a_rank_collects_a_dropped_model_changes_nothing():
     with torch.no_grad():
         for param in plain.parameters():
             param.sub_(grad_of(param), alpha=0.1)
-    models.assert_same_dicts(found.state_dict(), plain.state_dict(), "trained", 1e-7)
+    models.assert_same_state(found, plain, "trained", 1e-7)
     assert largest([float(rank())], world.current().mesh.world, "ranks") == [1.0]
     del kept
 
@@ -492,8 +491,7 @@ def test_what_takes_over_parameters_is_refused_when_tried():
         plain.zero_grad()
         plain(rows()).sum().backward()
         (model(rows()).sum() / bmtrain.world_size()).backward()
-        found, want = models.full_gradients(model), models.plain_gradients(plain)
-        models.assert_same_dicts(found, want, "goes on")
+        models.assert_same_gradients(model, plain, "goes on")
     with pytest.raises(ParameterError, match="not compiled as a whole"):
         model.compile()
     torch.nn.parallel.DistributedDataParallel(layers(1))  # what is not sharded is nobody's business

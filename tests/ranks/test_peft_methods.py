@@ -373,7 +373,7 @@ def check(name, method, folder):
     sharded = {f"{name}, {when} wrapping": wrapped(method, when) for when in method.whens}
     for here, model in sharded.items():
         assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
-        models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{here}: values")
+        models.assert_same_state(model, plain, f"{here}: values")
     train(method, plain, sharded)
     plain.eval()
     for here, model in sharded.items():
@@ -425,7 +425,7 @@ def train(method, plain, sharded):
         stepper.zero_grad()
     for here, model in sharded.items():
         assert trained(model) == trained(plain), f"{here}: what is trained"
-        models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{here}: trained")
+        models.assert_same_state(model, plain, f"{here}: trained")
 
 
 def assert_frozen_apart(model, optimizer):
@@ -472,7 +472,7 @@ def save(here, method, plain, model, folder):
     if here.startswith("lora,"):
         other = wrapped(method, "before")
         peft.set_peft_model_state_dict(other, want)
-        models.assert_same_dicts(other.state_dict(), plain.state_dict(), f"{here}: set")
+        models.assert_same_state(other, plain, f"{here}: set")
     if method.stands_alone:
         torch.manual_seed(12)
         loaded = peft.PeftModel.from_pretrained(base_of(method.base), own).eval()
@@ -485,7 +485,7 @@ def merge(method, plain, sharded):
         for here, model in sharded.items():
             getattr(model, name)()
             assert trained(model) == trained(plain), f"{here}: {name} changes what is trained"
-            models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{here}: {name}")
+            models.assert_same_state(model, plain, f"{here}: {name}")
             if name == "merge_adapter":
                 assert_same_answers(method, model, plain, f"{here}: {name}")
     if method.unmerges and not method.draws:
@@ -495,7 +495,7 @@ def merge(method, plain, sharded):
         model = adapters.merge_and_unload()
         tied = [each.config.tie_word_embeddings for each in (plain, model)]
         assert tied[0] == tied[1], f"{here}: the embedding is tied to the head: {tied}"
-        models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{here}: merged")
+        models.assert_same_state(model, plain, f"{here}: merged")
         bare = dataclasses.replace(method, inputs={})
         assert_same_answers(bare, model, plain, f"{here}: merged")
 

@@ -396,7 +396,6 @@ def test_what_is_refused():
         (torch.float32, {"moments": "4bit"}, known),
         (torch.float32, {"moments": 8}, known),
         (torch.float32, {"master_weights": None}, "one of fp32, split, none"),
-        (torch.float32, {"master_weight": "split"}, "master_weights"),
         (torch.float64, {**SMALL["8bit"]}, "float64"),
         (torch.float16, {**SMALL["split"]}, "float16"),
         (torch.float16, {**SMALL["none"]}, "float16"),

@@ -496,11 +496,11 @@ def test_bad_calls_are_refused_on_every_rank():
         ),
         (
             lambda: OpParallelLinear.apply(x, x, None, True, False, False, ReduceType.ALL_REDUCE),
-            r"reduce_output_type with gather_input=True",
+            r"excludes gather_input and gather_output, got True and False",
         ),
         (
             lambda: OpParallelLinear.apply(x, x, None, False, True, True, ReduceType.ALL_REDUCE),
-            r"reduce_output_type with .*gather_output=True",
+            r"excludes gather_input and gather_output, got False and True",
         ),
     ]
     for call, words in wrong:

@@ -66,7 +66,7 @@ def test_accelerate_prepares_optimizers_and_loaders():
         accelerator.prepare(model)
     train(model, optimizer, loader, accelerator.backward)
     train(plain, reference, PLAIN, torch.Tensor.backward)
-    models.assert_same_dicts(model.state_dict(), plain.state_dict(), "after a refusal")
+    models.assert_same_state(model, plain, "after a refusal")
     ordinary = make()
     held, optimizer, loader = accelerator.prepare(
         ordinary, torch.optim.SGD(ordinary.parameters(), lr=RATE), loader

@@ -158,7 +158,7 @@ def train_both(what, plain, model, steps=range(2)):
         assert_gradients(model, plain, here)
         stepper.step()
         manager.step()
-    models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{what} after the last step")
+    models.assert_same_state(model, plain, f"{what} after the last step")
 
 
 def training():
@@ -276,9 +276,7 @@ def pretrained(folder):
             assert contents(path) == contents(theirs), f"{name}: other files"
         loaded = type(plain).from_pretrained(path)
         assert loaded.config.architectures == [type(plain).__name__]
-        models.assert_same_dicts(
-            loaded.state_dict(), plain.state_dict(), f"{name}: from_pretrained", 0.0
-        )
+        models.assert_same_state(loaded, plain, f"{name}: from_pretrained", 0.0)
         again = bmt.BMTrainModelWrapper(loaded)
         bmt.load(again, path)
         bmt.save(model, path / "all.pt")

@@ -65,8 +65,7 @@ def check_gradients(plain, model, x):
     models.assert_same(got.detach(), want.detach(), "value")
     want.backward()
     (got / bmt.world_size()).backward()
-    found = models.full_gradients(model)
-    models.assert_same_dicts(found, models.plain_gradients(plain), "gradients")
+    models.assert_same_gradients(model, plain, "gradients")
 
 
 def facts(model):
@@ -81,7 +80,7 @@ def wrapping():
     assert isinstance(model, Plain) and isinstance(model.embedding, nn.Embedding)
     assert all(isinstance(param, bmt.DistributedParameter) for param in model.parameters())
     assert facts(model) == facts(plain)
-    models.assert_same_dicts(model.state_dict(), plain.state_dict(), "state", 0.0)
+    models.assert_same_state(model, plain, "state", 0.0)
     for _ in range(2):
         check_gradients(plain, model, torch.arange(8).view(2, 4))
     with torch.no_grad():
@@ -203,7 +202,7 @@ def parametrized_afterwards():
     model = bmt.BMTrainModelWrapper(model)
     for _ in range(2):
         check(plain, model)
-    models.assert_same_dicts(model.state_dict(), plain.state_dict(), "values")
+    models.assert_same_state(model, plain, "values")
     with pytest.raises(AddressError, match="set_ of a sharded tensor"):
         nn.utils.parametrizations.orthogonal(model[0].layers[0])
     with pytest.raises(ParameterError, match="cannot become a Other"):

@@ -7,7 +7,6 @@ names, for the answer.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -90,31 +89,20 @@ class SomeDistributedBlock(bmt.DistributedModule):
 
 
 class TransformerLayer(torch.nn.Module):
-    """Attention and feed-forward, normalised before."""
+    """A mean of the tokens that each sees, and a feed-forward network, normalised before."""
 
-    def __init__(self, dim, heads, dim_ff, dtype, parts):
+    def __init__(self, dim, dim_ff, dtype, parts):
         super().__init__()
-        self.dim, self.heads = dim, heads
-        self.qkv, self.out = (
-            parts.linear(dim, 3 * dim, dtype=dtype),
+        self.mix, self.up = (
             parts.linear(dim, dim, dtype=dtype),
-        )
-        self.up, self.down = (
             parts.linear(dim, dim_ff, dtype=dtype),
-            parts.linear(dim_ff, dim, dtype=dtype),
         )
+        self.down = parts.linear(dim_ff, dim, dtype=dtype)
 
     def forward(self, x, mask):
-        rows, length, dim = x.shape
-        split = self.qkv(F.layer_norm(x, (dim,))).view(
-            rows, length, 3, self.heads, dim // self.heads
-        )
-        q, k, v = split.permute(2, 0, 3, 1, 4)
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(dim / self.heads)).masked_fill(
-            ~mask[:, None], -1e4
-        )
-        x = x + self.out((torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(rows, length, dim))
-        return x + self.down(F.gelu(self.up(F.layer_norm(x, (dim,)))))
+        shares = mask / mask.sum(-1, keepdim=True).clamp(min=1)
+        x = x + shares.to(x.dtype) @ self.mix(F.layer_norm(x, x.shape[-1:]))
+        return x + self.down(F.gelu(self.up(F.layer_norm(x, x.shape[-1:]))))
 
 
 class GPT(bmt.DistributedModule):
@@ -138,11 +126,11 @@ class GPT(bmt.DistributedModule):
         super().__init__()
         if dim_head * num_heads != dim_model or not bias or max_distance < LENGTH:
             raise ValueError("these are not the README's arguments")
-        dim, heads, ff = dim_model // 64, num_heads // 8, dim_ff // 64
+        dim, ff = dim_model // 64, dim_ff // 64
         self.word = parts.embedding(vocab_size // 256, dim, dtype=dtype)
         self.position = parts.embedding(LENGTH, dim, dtype=dtype)
         self.transformers = parts.stack(
-            [TransformerLayer(dim, heads, ff, dtype, parts) for _ in range(num_layers // 4)]
+            [TransformerLayer(dim, ff, dtype, parts) for _ in range(num_layers // 4)]
         )
 
     def forward(self, ids, pos, mask):

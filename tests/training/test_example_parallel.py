@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.children import environment
 from tests.modules import importable
 from tests.ranks.runner import run_ranks
 from tests.waiting import wait_for
@@ -163,14 +164,9 @@ def test_ranks_do_not_outlive_torchrun(folder):
     out, said = folder / "orphaned", folder / "said"
     command = [*TORCHRUN, str(EXAMPLE / "train.py")]
     command += flags(folder, "orphaned", "--tp 2 --steps 100000")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    own = environment(CUDA_VISIBLE_DEVICES="")
     with said.open("w+") as told:
-        launcher = subprocess.Popen(command, env=environment, stdout=told, stderr=subprocess.STDOUT)
+        launcher = subprocess.Popen(command, env=own, stdout=told, stderr=subprocess.STDOUT)
         try:
             wait_for((out / "metrics.jsonl").exists, "the first step")
         finally:
@@ -182,7 +178,7 @@ def test_ranks_do_not_outlive_torchrun(folder):
     assert found is not None
     command += ["--steps", found[1], "--warmup", "0"]
     how: Any = {"capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run(command, env=environment, check=False, **how)
+    done = subprocess.run(command, env=own, check=False, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"this run had finished before: {found[1]} steps" in done.stdout
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.children import environment
 from tests.ranks.runner import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -81,9 +82,8 @@ def test_it_learns_and_goes_on(tmp_path, capfd):
     """
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     written(whole)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *TORCHRUN, "program.py", str(PROGRAM)]
-    subprocess.run(command, cwd=whole, env=environment, timeout=300, check=True)
+    subprocess.run(command, cwd=whole, env=environment(), timeout=300, check=True)
     losses = losses_in(capfd.readouterr().out)
     assert [*losses] == [*range(100)]
     assert losses[0] > 5.0  # bytes known nothing of: log 256 is 5.5

@@ -9,7 +9,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import (
@@ -34,13 +33,10 @@ from model_center.dataset.mixture import Mixture, MixturePart, set_aside, weight
 from model_center.dataset.packing import PackedSamples
 from model_center.errors import ConfigError, DataError, ResumeError
 from model_center.model import Llama
-from model_center.model.registry import model_class
 from model_center.tokenizer import GPT2Tokenizer
 from model_center.training.metrics_file import read_metrics
-from model_center.training.trained_model import NativeModel
 
 CHAT = DATA / "chat"
-FAMILIES = ("gpt2", "gptj", "llama", "mistral", "opt", "qwen2", "qwen3")
 # peft calls transformers so
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 
@@ -252,6 +248,20 @@ def test_each_measurement_survives_a_resume(folder, form, measured, tmp_path):
     assert [step for step, loss, _ in found[0] if loss is None] == measured
 
 
+def test_fewer_validation_rows_than_ranks(folder, tmp_path):
+    """A rank without one measures a row of which nothing is in the loss: the value is that of one
+    process.
+    """
+    row = json.dumps({"prompt": "What is 2 plus 2?", "response": "4, as always."})
+    (tmp_path / "one.jsonl").write_text(row)
+    words = [*on(tiny("qwen3", folder)), "--lr 1e-30 --train-iters 1 --validation"]
+    for ranks in (1, 2):
+        save = tmp_path / str(ranks)
+        command(*words, tmp_path / "one.jsonl", "--save", save, ranks=ranks)
+    one, two = (results(tmp_path / name, "validation_loss") for name in ("1", "2"))
+    assert one == pytest.approx(two, rel=1e-5) and len(one) == 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_families_learn(family, folder, tmp_path):
@@ -283,34 +293,6 @@ def test_weights_from_scratch_and_plain_texts(folder, tmp_path):
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
     command(*words, "--train-iters 1", "--save", tmp_path / "pretrained")
     assert losses(tmp_path)[0] != losses(tmp_path / "pretrained")[0]
-
-
-# transformers leaves a thread behind
-@pytest.mark.fresh
-def test_packed_rows_cost_what_their_samples_cost(folder):
-    """The loss, against transformers' model on each sample alone."""
-    run_ranks(all_packed, 1, [str(tiny(family, folder)) for family in FAMILIES])
-
-
-def all_packed(models):
-    for model in models:
-        content = json.loads(Path(model, "config.json").read_text())
-        kind: Any = model_class(content)
-        trained_model = NativeModel(kind, model)
-        samples = InstructionDataset(CHAT / "train.jsonl", trained_model.tokenizer, 64)
-        packed = PackedSamples(samples, 160)
-        assert max(map(len, packed.rows)) > 1
-        trained_model.model = kind.from_pretrained(model, dtype=torch.float32).eval()
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        batch = packed.collate([packed[number] for number in range(len(packed))])
-        with torch.no_grad():
-            found, expected = trained_model.loss_sum(batch), torch.zeros(())
-            for number in range(len(samples)):
-                item = samples[number]
-                logits = theirs.eval()(item["input_ids"][None]).logits[0]
-                how: Any = {"ignore_index": -100, "reduction": "sum"}
-                expected += F.cross_entropy(logits, item["targets"], **how)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_shares_of_files():

@@ -3,14 +3,11 @@
 import importlib
 import importlib.util
 import inspect
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from tests.arch.source import ROOT
+from tests.children import ran
 from tests.unit.test_surface import surface
 
 import bmtrain
@@ -86,9 +83,7 @@ bmt.synchronize(); wait_loader(); bmt.wait_loader()
 )
 def test_a_function_and_a_module_of_one_name(first):
     """Whatever is imported first, in a process of its own."""
-    command = [sys.executable, "-W", "error", "-c", FRESH.format(first=first)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = ran("-W", "error", "-c", FRESH.format(first=first))
     assert done.returncode == 0, done.stderr
 
 

@@ -252,7 +252,7 @@ def test_bad_inputs_and_arguments_are_named():
             FusedLinearCrossEntropy()(*eval(given, globals()))
         assert all(words in str(caught.value) for words in named.split("|")), caught.value
     arguments: list[tuple[dict[str, Any], str]] = [
-        ({"reduction": "avg"}, r"reduction: got 'avg', expected one of .*mean"),
+        ({"reduction": "avg"}, r"reduction is 'avg': expected mean, sum or none"),
         ({"label_smoothing": "a"}, "label_smoothing is 'a'"),
         ({"weight": [1.0, 2.0]}, "weight: got list, expected a tensor"),
     ]

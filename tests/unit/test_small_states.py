@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from tests.tensors import zeros_on
+from tests.tensors import zero_blocks
 
 from bmtrain.kernels.bf16 import are_neighbours, joined, remainders_of, round_stochastically, split
-from bmtrain.kernels.blockwise import Blocks
 from bmtrain.kernels.random_bits import key_of, random_bits, seed_of
 
 COUNT = 1 << 18
@@ -19,7 +18,7 @@ def bits(seed, start=0, count=COUNT):
 
 
 def blocks(values, dtype):
-    found = Blocks.zeros(values.numel(), dtype, zeros_on("cpu"))
+    found = zero_blocks(values.numel(), dtype)
     found.fill(values)
     return found
 

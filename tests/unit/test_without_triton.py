@@ -1,10 +1,6 @@
 """What runs on a CPU does not need Triton, which many machines do not have."""
 
-import os
-import subprocess
-import sys
-
-from tests.arch.source import ROOT
+from tests.children import ran
 
 PROGRAM = """
 import sys
@@ -29,14 +25,7 @@ print("trained")
 
 
 def test_training_on_a_cpu():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran("-c", PROGRAM)
     # torch 2.8 to 2.10 print what Gloo connects to
     said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert said == ["trained"], done.stderr[-2000:]

@@ -4,14 +4,13 @@ verify cannot be verified.
 
 import functools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.children import ran
 from tests.ranks.runner import RankFailure, run_ranks
 from tests.verification import subjects
 
@@ -217,14 +216,8 @@ def test_tolerances_follow_the_dtype():
 
 def command(*words):
     """The status and the output of a program of Python's."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    how: Any = {"env": environment, "cwd": ROOT, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, *words], timeout=120, check=False, **how)
+    path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    done = ran(*words, cwd=ROOT, timeout=120, PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")
     return done.returncode, done.stdout + done.stderr
 
 

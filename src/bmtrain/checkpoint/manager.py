@@ -223,7 +223,7 @@ class CheckpointManager:
         asked = attempt(lambda: _asked(step, model, optim_manager, facts or {}, only), axis)
         for name, value in asked.items():
             told = told_apart(value, axis, f"{name} of a checkpoint")
-            if told is not None:
+            if told:
                 raise CheckpointError(
                     f"save got different {name} on the ranks ({told}). Nothing was saved. Give "
                     "all ranks the same; pass values of a single rank as `state`."
@@ -388,7 +388,7 @@ class CheckpointManager:
         model: torch.nn.Module,
         optim_manager: OptimManager | None = None,
         *,
-        path: pathlib.Path | None = None,
+        path: str | pathlib.Path | None = None,
     ) -> Restored | None:
         """Load the newest whole checkpoint; None if there is no checkpoint. Collective.
 
@@ -406,11 +406,10 @@ class CheckpointManager:
                 what `latest` refuses; both are as they were, unless a read failed halfway.
             DamagedError: for a `path` whose files are not those that were written.
         """
-        found = self.latest() if path is None else path
+        found = self.latest() if path is None else pathlib.Path(path)
         if found is None:
             return None
-        damage = None if path is None else self._damage(path)
-        if damage is not None:
+        if path is not None and (damage := self._damage(found)):
             raise DamagedError(f"{damage} Nothing was changed.")
         restored = restore_from(found, model, optim_manager)
         self._set_aside()

@@ -62,7 +62,6 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
             that is no communicator of the open run.
     """
     axis = _axis("reduce_scatter", comm)
-    collectives.check_op(op)
     if op in ("sum", "avg"):
         out: torch.Tensor = _Linear.apply(
             x, lambda x: collectives.reduce_scatter(x, axis), lambda grad: all_gather(grad, axis)
@@ -93,7 +92,9 @@ def all_reduce(
             run.
     """
     axis = _axis("all_reduce", comm)
-    collectives.check_op(op)
+    if op not in collectives.OPS:
+        known = ", ".join(collectives.OPS)
+        raise ConfigurationError(f"unknown reduction {op!r}: expected one of {known}.")
     out: torch.Tensor
     if op == "prod":
         out = _Product.apply(x, axis, local_gradient)
@@ -135,11 +136,8 @@ def broadcast(
             collectives.all_reduce_(wanted, "max", axis)
         else:
             collectives.broadcast_(wanted, root, axis)
-        src = (
-            (src if src.requires_grad else src.detach().requires_grad_())
-            if wanted.item()
-            else src.detach()
-        )
+        if wanted.item() != src.requires_grad:
+            src = src.detach().requires_grad_(bool(wanted.item()))
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)

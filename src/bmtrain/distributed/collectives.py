@@ -30,12 +30,6 @@ OPS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def check_op(op: str) -> None:
-    """Raise ConfigurationError unless `op` is one of sum, avg, max, min, prod."""
-    if op not in OPS:
-        raise ConfigurationError(f"unknown reduction {op!r}: expected one of {', '.join(OPS)}.")
-
-
 def check_divided(x: torch.Tensor, axis: Axis) -> None:
     """Raise ConfigurationError unless the ranks divide dim 0 of what they reduce-scatter."""
     if x.dim() == 0 or x.shape[0] % axis.size:

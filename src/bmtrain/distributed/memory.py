@@ -74,9 +74,8 @@ class DeviceMemory:
 
     def read_peak(self) -> None:
         """Pass torch's peak on to all peaks, and reset torch's."""
-        highest = self.highest()
         counted = torch.cuda.max_memory_allocated(self._device) + self._peers.num_bytes
-        self._highest = highest
+        self._highest = max(self._highest, counted)
         torch.cuda.reset_peak_memory_stats(self._device)
         for peak in self._peaks:
             peak.highest = max(peak.highest, counted)

@@ -14,7 +14,6 @@ second moment that never becomes zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,13 +36,6 @@ class Blocks(NamedTuple):
 
     codes: torch.Tensor
     scales: torch.Tensor
-
-    @classmethod
-    def zeros(
-        cls, numel: int, dtype: torch.dtype, make: Callable[[int, torch.dtype], torch.Tensor]
-    ) -> Blocks:
-        """Of so many zeros, in memory that `make` makes, of a number of elements and a dtype."""
-        return cls(make(numel, dtype), make(num_blocks(numel), torch.float32))
 
     def part(self, begin: int, end: int) -> Blocks:
         """Elements [begin, end), as views; `begin` is a multiple of 64."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from bmtrain.errors import ParameterError
+from bmtrain.errors import ArgumentError, ParameterError
 from bmtrain.kernels.adam import AdamSettings, update_tensors
 from bmtrain.optim import resharding
 from bmtrain.optim.adam_state import AdamLayout, Make, ParamBatch, UpdatePart
 from bmtrain.optim.flat import FlatSpan, parameters_of
 from bmtrain.optim.form import NAMES, StateForm, in_fp32
-from bmtrain.optim.loss_scale import CarriedScale, LossScale
+from bmtrain.optim.loss_scale import CarriedScales, LossScale
 from bmtrain.optim.saved import check_adam_state, check_masters
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, NUMBER, PART, POSITIVE, Rule, check
@@ -55,8 +55,8 @@ class AdamBase(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
+        *sixth: Any,
         hold_steps: int = 0,
-        *,
         maximize: bool = False,
         scale: float | None = None,
         scale_factor: float | None = None,
@@ -65,6 +65,11 @@ class AdamBase(torch.optim.Optimizer):
         master_weights: str = "fp32",
     ) -> None:
         name = type(self).__name__
+        if any(sixth):
+            raise ArgumentError(
+                f"{name} got {', '.join(map(repr, sixth))} by position after weight_decay, where "
+                "BMTrain 0.1 has scale and later releases have hold_steps: give them by name."
+            )
         current = world.current(name)
         #: in how many bits states are kept
         self.form = StateForm.checked(name, moments, master_weights)
@@ -90,8 +95,7 @@ class AdamBase(torch.optim.Optimizer):
         factor = current.defaults.loss_scale_factor if scale_factor is None else scale_factor
         growth_steps = current.defaults.loss_scale_steps if scale_steps is None else scale_steps
         self.dynamic_scale = LossScale(scale, factor, growth_steps)
-        #: the loss scale of the gradients that are there
-        self.carried = CarriedScale(self.dynamic_scale.value)
+        self._carried = current.service(CarriedScales)
         #: the last tensor that `loss_scale` returned
         self.scaled: weakref.ref[torch.Tensor] | None = None
 
@@ -120,7 +124,7 @@ class AdamBase(torch.optim.Optimizer):
         Gradients that were kept over a step that has changed it are brought to it.
         """
         value = self.dynamic_scale.value
-        self.carried.become(value, parameters_of(self.param_groups), self._engine)
+        self._carried.become(self, value)
         return value
 
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -139,17 +143,6 @@ class AdamBase(torch.optim.Optimizer):
         """Set the loss scale of the 0.1.x API; gradients that are there are brought to it."""
         check("justify_scale", scale=(scale, POSITIVE))
         self.dynamic_scale.load_state_dict(scale)
-
-    def scale_with(self, scale: LossScale) -> None:
-        """Take the loss scale of a manager.
-
-        Gradients that are there already carry it, unless `loss_scale` has scaled their loss: what a
-        program has computed by itself is not multiplied.
-        """
-        self.dynamic_scale.wait()
-        if self.scaled is None:
-            self.carried.value = scale.value
-        self.dynamic_scale = scale
 
     @torch.no_grad()
     def step(
@@ -226,11 +219,15 @@ class AdamBase(torch.optim.Optimizer):
         """
         self.dynamic_scale.wait()
         self._lay_out().follow()
-        return copy_of(self, memo, **self._uncopied())
+        new = copy_of(self, memo, **self._uncopied())
+        if self in self._carried.of:
+            self._carried.of[new] = self._carried.of[self]
+        return new
 
     def _uncopied(self) -> dict[str, Any]:
         """What a copy has for itself, or shares."""
-        return {"_engine": self._engine, "_layout": None, "scaled": None, "_stepped": []}
+        shared = {"_engine": self._engine, "_carried": self._carried}
+        return {**shared, "_layout": None, "scaled": None, "_stepped": []}
 
     def wait(self) -> None:
         """Wait for an update that is under way: weights and states are then those of the step."""
@@ -399,6 +396,8 @@ class AdamOptimizer(AdamBase):
             `optim_step`).
 
     Raises:
+        TypeError: for more than these by position, unless they are 0: the sixth is `scale` in
+            BMTrain 0.1 and `hold_steps` from 0.2 on.
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range.
         NotInitializedError: before `init_distributed`.

@@ -12,7 +12,7 @@ import torch
 from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamTensors
 from bmtrain.kernels.bf16 import remainders_of
-from bmtrain.kernels.blockwise import Blocks
+from bmtrain.kernels.blockwise import Blocks, num_blocks
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
 from bmtrain.optim.form import CODES, MOMENT_NAMES, NAMES, SCALES, StateForm, cut_of
 from bmtrain.shard.cut import Cut
@@ -57,8 +57,8 @@ class SpanState:
             self.tensors["remainder"] = make(span.numel, torch.int16)
         for name, dtype in zip(MOMENT_NAMES, (torch.int8, torch.uint8), strict=True):
             if form.is_quantised:
-                blocks = Blocks.zeros(span.numel, dtype, make)
-                self.tensors |= {name + CODES: blocks.codes, name + SCALES: blocks.scales}
+                self.tensors[name + CODES] = make(span.numel, dtype)
+                self.tensors[name + SCALES] = make(num_blocks(span.numel), torch.float32)
             else:
                 self.tensors[name] = make(span.numel, exact)
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
 
 import torch
 
 from bmtrain.distributed.agreement import HostCopy
 from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.scale import scale_
-from bmtrain.optim.flat import gradients_of, spans_of
-from bmtrain.runtime.arguments import BOUND, NUMBER, POSITIVE, SIZE, check
+from bmtrain.optim.flat import gradients_of, parameters_of, spans_of
+from bmtrain.runtime.arguments import BOUND, POSITIVE, SIZE, check
 from bmtrain.runtime.log import tell, warn
+from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
 
 
@@ -25,7 +26,8 @@ class LossScale:
     Attributes:
         num_skipped: steps that were skipped.
         num_in_a_row: those since the last good step at which the scale was the smallest already, so
-            that it is not what made them overflow.
+            that it is not what made them overflow. A scale whose factor is 1 is always that.
+        factor: that of the constructor, or 1 divided by it where that is less than 1.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -42,17 +44,16 @@ class LossScale:
         check(
             "loss scaling",
             loss_scale=(value, POSITIVE),
-            factor=(factor, NUMBER),
+            factor=(factor, POSITIVE),
             steps=(growth_steps, SIZE),
             min=(minimum, POSITIVE),
             max=(maximum, BOUND),
         )
-        if factor <= 1 or minimum > maximum:
+        if minimum > maximum:
             raise ConfigurationError(
-                f"loss scaling got factor={factor}, min={minimum}, max={maximum}: expected "
-                "factor > 1 and min <= max."
+                f"loss scaling got min={minimum}, max={maximum}: expected min <= max."
             )
-        self.factor, self.growth_steps = factor, growth_steps
+        self.factor, self.growth_steps = max(factor, 1 / factor), growth_steps
         self.minimum, self.maximum = minimum, maximum
         self._value = min(max(float(value), minimum), maximum)
         self.good_steps = 0
@@ -87,7 +88,7 @@ class LossScale:
             self.grow()
             return
         self.num_skipped += 1
-        self.num_in_a_row += self._value <= self.minimum
+        self.num_in_a_row += self._value in (self.minimum, self._value / self.factor)
         self.shrink()
 
     def wait(self) -> None:
@@ -151,26 +152,28 @@ class NoScaling(LossScale):
         )
 
 
-@dataclasses.dataclass
-class CarriedScale:
-    """The loss scale that the gradients of some parameters carry.
+class CarriedScales:
+    """The loss scales that gradients carry, by the optimizers of managers and those whose own scale
+    the program reads. One per run: managers may share a backward pass.
 
     A step may change the scale. What is kept over it, because the program does not clear it, would
     be added to gradients of another scale, or clipped and applied by another.
     """
 
-    value: float
+    def __init__(self, world: World) -> None:
+        self._engine = world.service(Engine)
+        self.of = weakref.WeakKeyDictionary[torch.optim.Optimizer, float]()
 
-    def become(self, value: float, params: Sequence[torch.nn.Parameter], engine: Engine) -> None:
+    def become(self, optimizer: torch.optim.Optimizer, value: float) -> None:
         """Multiply the gradients that are there, so that they carry this scale.
 
         Exact if the ratio of the scales is a power of two, as it is by default.
         """
-        if value == self.value:
+        ratio = value / self.of.get(optimizer, value)
+        self.of[optimizer] = value
+        if ratio == 1:
             return
-        ratio, self.value = value / self.value, value
-        if engine.backward.has_deferred:
-            engine.backward.flush()
-        factor = torch.full((), ratio, dtype=torch.float64, device=engine.device)
-        for parts in gradients_of(spans_of(params)):
+        self._engine.backward.flush()
+        factor = torch.full((), ratio, dtype=torch.float64, device=self._engine.device)
+        for parts in gradients_of(spans_of(parameters_of(optimizer.param_groups))):
             scale_((part.grad for part in parts), factor)

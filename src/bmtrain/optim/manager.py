@@ -21,9 +21,9 @@ from bmtrain.optim import resharding
 from bmtrain.optim.adam import AdamBase, check_rates, copy_of
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
-from bmtrain.optim.loss_scale import CarriedScale, LossScale, NoScaling
+from bmtrain.optim.loss_scale import CarriedScales, LossScale, NoScaling
 from bmtrain.optim.saved import check_manager_state
-from bmtrain.optim.schedules import check_steps_alone, is_restorable, step_schedules
+from bmtrain.optim.schedules import check_steps_alone, step_schedules
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import POSITIVE, SIZE, check
 from bmtrain.runtime.log import warn
@@ -47,8 +47,8 @@ class OptimManager:
     Args:
         loss_scale: initial loss scale for fp16 training (Micikevicius et al., 2018, "Mixed
             precision training"); None turns scaling off.
-        loss_scale_factor: above 1: the scale is divided by it on overflow, and multiplied by it
-            after `loss_scale_steps` good steps.
+        loss_scale_factor: the scale is divided by it on overflow, and multiplied by it after
+            `loss_scale_steps` good steps; below 1 the other way round; 1 for a fixed scale.
         loss_scale_steps: number of good steps in a row before the scale grows.
         min_loss_scale, max_loss_scale: bounds of the scale.
         grad_scale: divisor of the loss before backward, since gradients are summed over ranks; None
@@ -98,13 +98,13 @@ class OptimManager:
         self.grad_scale = float(current.mesh.world.size if grad_scale is None else grad_scale)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
-        self._carried: list[CarriedScale] = []  # by the gradients of each optimizer
         self._num_steps = 0
         # 0-dim on the device: NaN once a loss of the step at hand was not finite, else 0
         self._mark: torch.Tensor | None = None
         # by ids of parameters, which cannot be used again while the spans hold the parameters
         self._known: dict[tuple[int, ...], list[FlatSpan]] = {}
         self._last_loss = current.service(LastLoss)
+        self._carried = current.service(CarriedScales)
 
     @property
     def loss_scale(self) -> float:
@@ -114,8 +114,8 @@ class OptimManager:
         over a step that has changed the scale are brought to it.
         """
         value = self._scale.value
-        for optimizer, carried in zip(self.optimizers, self._carried, strict=True):
-            carried.become(value, parameters_of(optimizer.param_groups), self._engine)
+        for optimizer in self.optimizers:
+            self._carried.become(optimizer, value)
         return value
 
     @loss_scale.setter
@@ -173,11 +173,13 @@ class OptimManager:
                 "add_optimizer got an optimizer that it has already: add each once."
             )
         self._replicate(optimizer)
+        # Gradients that are there already carry the scale, unless `loss_scale` has scaled their
+        # loss: what a program has computed by itself is not multiplied.
+        if not isinstance(optimizer, AdamBase) or optimizer.scaled is None:
+            self._carried.of[optimizer] = self._scale.value
         if isinstance(optimizer, AdamBase):
-            optimizer.scale_with(self._scale)
-            self._carried.append(optimizer.carried)
-        else:
-            self._carried.append(CarriedScale(self._scale.value))
+            optimizer.dynamic_scale.wait()
+            optimizer.dynamic_scale = self._scale
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
@@ -185,7 +187,14 @@ class OptimManager:
         """A copy with optimizers and schedules of its own. Copy the model in the same call."""
         self._scale.wait()
         own = {"_engine": self._engine, "_last_loss": self._last_loss, "_mark": None, "_known": {}}
-        return copy_of(self, memo, **own)
+        new = copy_of(self, memo, **own, _carried=self._carried)
+        for optimizer, copied in zip(self.optimizers, new.optimizers, strict=True):
+            self._carried.of[copied] = self._carried.of[optimizer]
+        return new
+
+    def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        grads = map(gradient_of, parameters_of(optimizer.param_groups))
+        return self._engine.backward.has_deferred or any(grad is not None for grad in grads)
 
     def _replicate(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the optimizer's ordinary parameters for summing gradients over ranks.
@@ -226,13 +235,19 @@ class OptimManager:
                     "pass the loss itself, or call loss.backward()."
                 )
         self._note_loss(loss.detach())
+        scaled, scale = self.scale_loss(loss), self.loss_scale
+        # The pass may add to the gradients of other managers, which carry another scale.
+        others = [one for one, carried in self._carried.of.items() if carried != scale]
+        for optimizer in filter(self._has_gradients, others):
+            self._carried.become(optimizer, scale)
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
-            self.scale_loss(loss).backward()
+            scaled.backward()
+        for optimizer in filter(self._has_gradients, others):
+            self._carried.of[optimizer] = scale
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         """Remember on the device whether a loss was finite; the host does not wait for it."""
-        params = [x for one in self.optimizers for x in parameters_of(one.param_groups)]
-        if not self._engine.backward.has_deferred and all(gradient_of(x) is None for x in params):
+        if not any(map(self._has_gradients, self.optimizers)):
             self._mark = None  # the gradients of earlier losses are not used
         term = loss.reshape(()) * 0
         self._mark = term if self._mark is None else self._mark + term
@@ -332,7 +347,11 @@ class OptimManager:
         if all(
             isinstance(optimizer, AdamBase) and optimizer.skips_on_device
             for optimizer in self.optimizers
-        ) and all(map(is_restorable, self._schedules)):
+        ) and all(
+            callable(getattr(schedule, name, None))
+            for schedule in self._schedules
+            for name in ("state_dict", "load_state_dict")
+        ):
             self._scale.awaited = arriving, self._advance_if_finite(scale, total)
             if not arriving.needs_waiting:
                 self._scale.wait()
@@ -352,17 +371,13 @@ class OptimManager:
             if isinstance(optimizer, AdamBase):
                 optimizer.step(scale=scale)
                 continue
-            spans = self._spans_of(parameters_of(optimizer.param_groups)) if scale != 1.0 else []
-            grads = [part.grad for found in gradients_of(spans) for part in found]
-            for grad in grads:
-                grad.div_(scale)
+            self._carried.become(optimizer, 1.0)
             try:
                 optimizer.step()
             finally:
                 # They carry the scale again: the program may write others into them, add to them,
                 # or step again after an error.
-                for grad in grads:
-                    grad.mul_(scale)
+                self._carried.become(optimizer, scale)
         for schedule in self._schedules:
             schedule.step()
         self._num_steps += 1

@@ -60,6 +60,7 @@ class AdamOffloadOptimizer(AdamBase):
             process. All threads copy them to and from page-locked memory while `step` goes on.
 
     Raises:
+        TypeError: as AdamOptimizer.
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range; on all ranks when states are laid out,
             before any of it is allocated, if they need more than `host_bytes` and there is no
@@ -73,19 +74,13 @@ class AdamOffloadOptimizer(AdamBase):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
-        hold_steps: int = 0,
+        *sixth: Any,
         record_delta: bool = False,
-        *,
-        maximize: bool = False,
-        scale: float | None = None,
-        scale_factor: float | None = None,
-        scale_steps: int | None = None,
-        moments: str = "fp32",
-        master_weights: str = "fp32",
         overlap: bool = True,
         device_bytes: int | str = 0,
         host_bytes: int | None = None,
         folder: str | os.PathLike[str] | None = None,
+        **options: Any,
     ) -> None:
         check(
             type(self).__name__,
@@ -93,20 +88,7 @@ class AdamOffloadOptimizer(AdamBase):
             device_bytes=(device_bytes, ROOM),
             host_bytes=(host_bytes, LIMIT),
         )
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            hold_steps,
-            maximize=maximize,
-            scale=scale,
-            scale_factor=scale_factor,
-            scale_steps=scale_steps,
-            moments=moments,
-            master_weights=master_weights,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, *sixth, **options)
         self._record_delta, self._overlap = record_delta, overlap
         self._device_bytes, self._host_bytes, self._folder = device_bytes, host_bytes, folder
         #: bytes of the GPU for states, once that is known
@@ -131,16 +113,16 @@ class AdamOffloadOptimizer(AdamBase):
 
     def get_avg_delta(self) -> float:
         """Mean change of a weight in the last step, over all ranks. Collective."""
-        count, total, _ = self._global_changes()
-        return total / max(count, 1.0)
+        mean, _ = self._mean_changes()
+        return mean
 
     def get_var_delta(self) -> float:
         """Variance of the change of a weight in the last step, over all ranks. Collective."""
-        count, total, squares = self._global_changes()
-        return squares / max(count, 1.0) - (total / max(count, 1.0)) ** 2
+        mean, square = self._mean_changes()
+        return square - mean**2
 
-    def _global_changes(self) -> tuple[float, float, float]:
-        """Number of elements, sum and sum of squares of their changes in the last step."""
+    def _mean_changes(self) -> tuple[float, float]:
+        """Means of the changes of all elements in the last step, and of their squares."""
         self.wait()
         # Those of ordinary parameters are the same on all ranks and count once.
         sums = torch.zeros(2, 3, dtype=torch.float64, device="cpu")
@@ -152,7 +134,7 @@ class AdamOffloadOptimizer(AdamBase):
                 own[1:] += part.cpu()
         collectives.all_reduce_(sums[1], "sum", world.current("record_delta").mesh.world)
         count, total, squares = sums.sum(0).tolist()
-        return count, total, squares
+        return total / max(count, 1.0), squares / max(count, 1.0)
 
     def wait(self) -> None:
         for update in self._updates:

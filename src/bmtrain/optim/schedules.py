@@ -15,12 +15,6 @@ from bmtrain.errors import ConfigurationError
 _ATOMS = frozenset((int, float, bool, str, type(None)))
 
 
-def is_restorable(schedule: Any) -> bool:
-    """Whether a schedule can return to an earlier state."""
-    methods = (getattr(schedule, name, None) for name in ("state_dict", "load_state_dict"))
-    return all(map(callable, methods))
-
-
 def check_steps_alone(schedule: Any) -> None:
     """Refuse a schedule that an OptimManager cannot step, before its first step is half done.
 
@@ -28,17 +22,13 @@ def check_steps_alone(schedule: Any) -> None:
         ConfigurationError: for one whose `step` has an argument without a default, as that of
             torch's ReduceLROnPlateau.
     """
-    needed = [
-        name
-        for name, argument in inspect.signature(schedule.step).parameters.items()
-        if argument.default is argument.empty
-        and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
-    ]
-    if needed:
+    try:
+        inspect.signature(schedule.step).bind()
+    except TypeError as error:
         raise ConfigurationError(
-            f"add_optimizer got {type(schedule).__name__}, whose step() needs {needed[0]!r}: leave "
-            f"it out, and call its step({needed[0]}) yourself, with the same value on all ranks."
-        )
+            f"add_optimizer got {type(schedule).__name__}, whose step() is {error}: leave it out, "
+            "and call its step yourself, with the same values on all ranks."
+        ) from None
 
 
 def step_schedules(
@@ -49,7 +39,7 @@ def step_schedules(
     Values that the program has written in between are kept.
 
     Args:
-        schedules: that are restorable, each with a `step()`.
+        schedules: each with `step()`, `state_dict` and `load_state_dict`.
         optimizers: whose hyperparameters the schedules write.
     """
     if not schedules:

@@ -287,8 +287,7 @@ def compute(chunk: Chunk, verdict: torch.Tensor | None) -> None:
         by_settings.setdefault(update.settings, []).append(own)
         if update.records:
             master = own.master
-            is_wide = master is not None and master.is_floating_point()
-            values = master if is_wide and master is not None else own.weight
+            values = own.weight if master is None or not master.is_floating_point() else master
             watched.append((update, values, values.clone()))
     for settings, members in by_settings.items():
         update_tensors(members, settings, verdict)

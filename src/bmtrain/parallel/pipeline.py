@@ -13,7 +13,7 @@ from bmtrain.block.block import Block
 from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
 from bmtrain.distributed import autograd, collectives, stages
 from bmtrain.distributed.collectives import Transfer
-from bmtrain.distributed.stages import Head, Link, Links, Share
+from bmtrain.distributed.stages import Head, Links, Share
 from bmtrain.errors import ConfigurationError
 from bmtrain.parallel.microbatch import Call, read_call, rows_per_micro_batch, stage_layers
 from bmtrain.recompute.level import Level
@@ -220,8 +220,15 @@ class _Passing:
     def run(self, joined: _Joined, number: int) -> None:
         """Run micro-batch `number` through the blocks of this stage."""
         hidden, (args, kwargs) = joined.part(number)
-        if self._upstream is not None:
-            hidden = self._receive(self._upstream, number, joined)
+        is_first, link = number == 0 and not self._is_known, self._upstream
+        if link is not None:
+            if is_first:
+                self.incoming = link.receive_heads()
+            arriving = self._arriving or link.receive(self.incoming)
+            more = number + 1 < joined.num_micro_batches  # receive the next one during compute
+            self._arriving = link.receive(self.incoming) if more else None
+            hidden = stages.take_over(self.incoming, arriving, link, joined.ties)
+            self.ties += [x for x in hidden if x.requires_grad]
         inputs = []
         for block in self._blocks:
             if self._with_states:
@@ -231,19 +238,9 @@ class _Passing:
         self._outputs.append(hidden)
         if self._downstream is None:
             return
-        if number == 0 and not self._is_known:
+        if is_first:
             self._downstream.send_heads([Head.of(x) for x in hidden])
         self.ties.append(stages.PassOn.apply(self._downstream, *hidden))
-
-    def _receive(self, link: Link, number: int, joined: _Joined) -> Hidden:
-        if number == 0 and not self._is_known:
-            self.incoming = link.receive_heads()
-        arriving = self._arriving or link.receive(self.incoming)
-        more = number + 1 < joined.num_micro_batches  # receive the next one during compute
-        self._arriving = link.receive(self.incoming) if more else None
-        hidden = stages.take_over(self.incoming, arriving, link, joined.ties)
-        self.ties += [x for x in hidden if x.requires_grad]
-        return hidden
 
     def results(self) -> list[list[torch.Tensor]]:
         """What this stage holds for the owners of the rows, of the first micro-batch: for each

@@ -103,15 +103,14 @@ def named_function(owner: str, name: str) -> Callable[..., Any]:
     Raises:
         ConfigurationError: if there is none.
     """
-    found, reason = None, "it cannot be called"
     try:
         found = pkgutil.resolve_name(name)
+        if not callable(found):
+            raise ValueError("it cannot be called")
     except (ImportError, AttributeError, ValueError) as error:
-        reason = str(error)
-    if not callable(found):
         raise ConfigurationError(
-            f"{owner}: {name!r} names no function ({reason}): expected module:function, such as "
+            f"{owner}: {name!r} names no function ({error}): expected module:function, such as "
             "my_package.checks:program; modules are looked for from the current folder and on "
             "PYTHONPATH."
-        )
+        ) from error
     return found

@@ -174,13 +174,13 @@ def meeting_place(launch: Launch, environment: Environment) -> str:
             "several runs share a host."
         )
     if environment.get("MASTER_PORT"):
-        port = check_port(environment)
-    return tcp_url(address, port)
-
-
-def tcp_url(address: str, port: int) -> str:
-    """Of a host, or of an IPv6 address in brackets or without."""
-    address = address.strip("[]")
+        port = number(environment, "MASTER_PORT")
+        if not 0 < port < 2**16:
+            raise ConfigurationError(
+                f"the environment variable MASTER_PORT is {environment['MASTER_PORT']!r}: expected "
+                "a port from 1 to 65535."
+            )
+    address = address.strip("[]")  # of IPv6, with brackets or without
     return f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
 
 
@@ -203,17 +203,6 @@ def number(environment: Environment, name: str) -> int:
             "program with torchrun, srun or mpirun."
         )
     return int(text)
-
-
-def check_port(environment: Environment) -> int:
-    """MASTER_PORT, which is set; ConfigurationError unless it is a port."""
-    port = number(environment, "MASTER_PORT")
-    if not 0 < port < 2**16:
-        raise ConfigurationError(
-            f"the environment variable MASTER_PORT is {environment['MASTER_PORT']!r}: expected a "
-            "port from 1 to 65535."
-        )
-    return port
 
 
 def first_host(text: str) -> str:

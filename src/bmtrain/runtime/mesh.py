@@ -116,23 +116,13 @@ def build_mesh(topology: Topology, opened: Groups) -> Mesh:
                 index = ranks.index(topology.rank)
                 by_partition[partition] = Axis(kind, ranks, index, Communicators(*groups))
         axes[kind] = by_partition[partition]
-    upstream, downstream = _build_links(topology, opened)
-    return Mesh(topology, **axes, upstream=upstream, downstream=downstream)
-
-
-def _build_links(topology: Topology, opened: Groups) -> tuple[Axis | None, Axis | None]:
-    """The axes to the neighbouring stages.
-
-    A separate group per neighbour, so that sends downstream do not queue behind receives from
-    upstream.
-    """
-    upstream = downstream = None
+    links: list[Axis | None] = [None, None]  # to the next stage, and to the one before
     for line in topology.partition("pipe"):
         for ranks in itertools.pairwise(line):
+            # A group for each neighbour: sends downstream do not queue behind receives from
+            # upstream.
             group = opened.open(ranks)
-            communicators = Communicators(group, group, group)
-            if topology.rank == ranks[0]:
-                downstream = Axis("link", ranks, 0, communicators)
-            elif topology.rank == ranks[1]:
-                upstream = Axis("link", ranks, 1, communicators)
-    return upstream, downstream
+            if topology.rank in ranks:
+                index = ranks.index(topology.rank)
+                links[index] = Axis("link", ranks, index, Communicators(group, group, group))
+    return Mesh(topology, **axes, downstream=links[0], upstream=links[1])

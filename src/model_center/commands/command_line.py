@@ -22,12 +22,12 @@ from model_center.errors import (
 )
 from model_center.optional import missing
 
-ABOUT = "Train models, prepare data for that, pass on the results."
+ABOUT = "Train models, prepare their data, use the results."
 # What each does, and its module, imported when it is asked for: some need transformers, others do
 # not.
 COMMANDS = {
     "train": (
-        "a language model, on conversations or texts; whole or by LoRA",
+        "train a language model on conversations or texts, all weights or LoRA",
         "model_center.commands.train",
     ),
     "certify": (
@@ -38,10 +38,10 @@ COMMANDS = {
     "chat": ("chat with a model", "model_center.commands.chat"),
     "merge": ("merge adapters into their base model", "model_center.commands.merge"),
     "plan": ("forecast the memory of a run", "model_center.commands.plan"),
-    "plot": ("loss, learning rate, memory and speed of runs", "model_center.commands.plot"),
-    "preprocess": ("text to token data", "model_center.preprocess"),
+    "plot": ("draw loss, learning rate, memory and speed of runs", "model_center.commands.plot"),
+    "preprocess": ("tokenize text into token data", "model_center.preprocess"),
     "convert": (
-        "a folder of Hugging Face made one of ModelCenter, or the other way round",
+        "convert a folder of Hugging Face to ModelCenter's format, or back",
         "model_center.convert",
     ),
 }

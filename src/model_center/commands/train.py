@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-scratch",
         action="store_true",
-        help="start from random weights: only configuration and tokenizer of --model-config are "
-        "used",
+        help="start from random weights; only the configuration and tokenizer of --model-config "
+        "are used",
     )
     parser.add_argument(
         "--tokenizer",
@@ -84,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=positive,
         metavar="N",
-        help="with --from-scratch: tokens of the model; without --tokenizer a byte-level BPE of so "
-        "many is made of --data (default: as the configuration says)",
+        help="with --from-scratch: tokens of the vocabulary; without --tokenizer, a byte-level BPE "
+        "of that size is trained on --data (default: as the configuration says)",
     )
     data = parser.add_argument_group("data: docs/site/en/guides/fine-tuning.md")
     data.add_argument(
@@ -93,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME[:WEIGHT]",
         help="training data: files (JSON lines or array, Parquet, CSV, text), folders of them, "
-        "token data of preprocess, or data sets of the hub; with a weight, as many times in each "
-        "pass, or the share below 1",
+        "token data of preprocess, or data sets of the hub; WEIGHT is how often each pass reads "
+        "them, a share if below 1",
     )
     data.add_argument("--validation", nargs="+", metavar="NAME", help="validation data")
     data.add_argument(
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=share,
         default=0.0,
         metavar="SHARE",
-        help="of the rows of each --data, set aside in place of --validation (default: 0)",
+        help="share of the rows of each --data to validate on, without --validation (default: 0)",
     )
     data.add_argument(
         "--too-long",
@@ -150,19 +150,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted.add_argument(
         "--beta",
         type=above_zero,
-        help="how much a preference counts (default: dpo 0.1, orpo 0.1, simpo 2)",
+        help="strength of the preference term (default: dpo 0.1, orpo 0.1, simpo 2)",
     )
-    wanted.add_argument(
-        "--margin", type=amount, default=1.0, help="of simpo, its gamma (default: 1)"
-    )
+    wanted.add_argument("--margin", type=amount, default=1.0, help="gamma of simpo (default: 1)")
     lora = parser.add_argument_group("LoRA")
     lora.add_argument(
         "--lora-rank", type=count, default=0, help="0 trains all weights (default: 0)"
     )
     lora.add_argument(
-        "--lora-alpha", type=float, default=16, help="adapters count alpha / rank times"
+        "--lora-alpha", type=float, default=16, help="adapters are scaled by alpha / rank"
     )
-    lora.add_argument("--lora-dropout", type=float, default=0.0, help="of what adapters read")
+    lora.add_argument(
+        "--lora-dropout", type=float, default=0.0, help="dropout of the adapters' inputs"
+    )
     lora.add_argument(
         "--lora-targets",
         nargs="+",
@@ -356,7 +356,12 @@ class Evaluator:
                     goal.add_reference(rows, _name_of(parts, args))
             elif all(part.samples.tokens.is_text.all() for part in parts):
                 self._num_bytes = rows.num_bytes()
-            self._loader = make_loader(rows, args, shuffle=False)
+            if isinstance(rows, PackedSamples):
+                rows.fill_up(bmt.world_size())
+            try:
+                self._loader = make_loader(rows, args, shuffle=False)
+            except DataError as error:
+                raise DataError(f"the validation data: {error}") from error
         self._questions = _questions(Mixture(parts or training_parts), args.samples)
 
     def report(self, training: Run) -> None:

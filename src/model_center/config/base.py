@@ -345,6 +345,8 @@ class TransformerConfig(Config):
     # Those of ModelCenter's arguments that not all models have: after `vocab_size`, after
     # `pos_bias_type`, after `tied`, and at the end.
     OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = ("", "", "", "")
+    # How many of ModelCenter's arguments all versions of it have in the same order; None for all.
+    POSITIONS: ClassVar[int | None] = None
 
     vocab_size: int
     dim_model: int = 768
@@ -385,7 +387,8 @@ class TransformerConfig(Config):
         sizes = f"vocab_size {first} dim_model num_heads dim_head dim_ff {depth} dropout_p"
         start = f"{sizes} emb_init_mean emb_init_std pos_bias_type {after_positions} {ARGUMENTS}"
         names = f"{start} tied {after_tied} cls_head post_layer_norm {last}".split()
-        return tuple(name for name in names if name in fields)  # a base class has no depth
+        # A base class has no depth.
+        return tuple(name for name in names if name in fields)[: cls.POSITIONS]
 
     def __post_init__(self) -> None:
         """As in Config; sizes are checked too."""

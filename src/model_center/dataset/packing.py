@@ -39,7 +39,7 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
     The same samples always give the same rows.
 
     Attributes:
-        rows: the numbers of the samples in each row.
+        rows: the numbers of the samples in each row; none of one that `fill_up` has added.
         num_without_answer: samples left out because none of their answer is within `max_length`.
     """
 
@@ -88,17 +88,23 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         """Row `index`."""
-        items = [self.samples[number] for number in self.rows[index]]
+        row = self.rows[index]
+        items = [self.samples[number] for number in row or self.rows[0]]
         lengths = [len(item["input_ids"]) for item in items]
+        targets = torch.cat([item["targets"] for item in items])
         return {
             "input_ids": torch.cat([item["input_ids"] for item in items]),
-            "targets": torch.cat([item["targets"] for item in items]),
+            "targets": targets if row else torch.full_like(targets, -100),
             "position_ids": torch.cat([torch.arange(length) for length in lengths]),
             "segments": torch.repeat_interleave(
                 torch.arange(1, len(items) + 1), torch.tensor(lengths)
             ),
             "input_length": torch.tensor(sum(lengths)),
         }
+
+    def fill_up(self, least: int) -> None:
+        """Add rows without a token in the loss until there are `least`: one for each rank."""
+        self.rows += [[] for _ in range(least - len(self.rows))]
 
     def overview(self) -> Overview:
         """What there is to say of the rows."""

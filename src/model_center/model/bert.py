@@ -35,6 +35,11 @@ class BertConfig(MaskedConfig):
     model_type: ClassVar[str] = "bert"
     architecture: ClassVar[str] = "BertForMaskedLM"
 
+    POSITIONS: ClassVar[int | None] = 2
+    POSITIONS_END: ClassVar[str] = (
+        " The third is position_size in ModelCenter to 0.1.3 and dim_model from 0.1.5 on."
+    )
+
     vocab_size: int = 119547
     head_activate_fn: str = "gelu"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from model_center.layer.embedding import Embedding
 from model_center.model.seq2seq import Seq2SeqConfig, Seq2SeqModel
@@ -14,6 +15,11 @@ class CPM2Config(Seq2SeqConfig):
 
     `length_scale` is not for the embedding.
     """
+
+    POSITIONS: ClassVar[int | None] = 33
+    POSITIONS_END: ClassVar[str] = (
+        " The 34th is cls_head in ModelCenter to 0.1.3 and tied from 0.1.5 on."
+    )
 
     vocab_size: int = 26240
     dim_ff: int = 1920

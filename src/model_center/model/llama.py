@@ -63,6 +63,7 @@ class LlamaConfig(TransformerConfig):
         "ffn_bias": ("mlp_bias", False),
     }
 
+    POSITIONS: ClassVar[int | None] = 3
     POSITIONS_END: ClassVar[str] = (
         " The fourth is dim_head in ModelCenter's releases, num_heads_kv in its repository."
     )
@@ -86,11 +87,6 @@ class LlamaConfig(TransformerConfig):
     rope_scaling: dict[str, Any] | None = None
     position_size: int = 2048
     sliding_window: int | None = None
-
-    @classmethod
-    def arguments(cls) -> tuple[str, ...]:
-        """What all versions of ModelCenter have in this order; after it they differ."""
-        return super().arguments()[:3]
 
     def __post_init__(self) -> None:
         """As in TransformerConfig; a window holds at least the token itself."""

@@ -45,6 +45,10 @@ class RobertaConfig(MaskedConfig):
         "",
         "pad_token_id",
     )
+    POSITIONS: ClassVar[int | None] = 2
+    POSITIONS_END: ClassVar[str] = (
+        " The third is position_size in ModelCenter to 0.1.3 and dim_model from 0.1.5 on."
+    )
 
     vocab_size: int = 50265
     type_size: int = 1

@@ -85,11 +85,15 @@ class VitConfig(Config):
     norm_eps: float = 1e-5
     ffn_activate_fn: str = "gelu"
 
+    POSITIONS_END: ClassVar[str] = (
+        " The 15th is dtype in ModelCenter to 0.1.3 and half from 0.1.5 on."
+    )
+
     @classmethod
     def arguments(cls) -> tuple[str, ...]:
-        """ModelCenter's arguments, in its order."""
+        """Those of ModelCenter's arguments that all its versions have in the same order."""
         sizes = "img_size patch_size channels_in num_classes hidden_size num_layers num_heads"
-        flags = "attn_bias attn_scale norm_bias ffn_bias representation_size drop half dtype"
+        flags = "attn_bias attn_scale norm_bias ffn_bias representation_size drop"
         return tuple(f"{sizes} mlp_size {flags}".split())
 
     def __post_init__(self) -> None:
