@@ -13,7 +13,7 @@ import importlib
 import json
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,19 +108,17 @@ def num_users(storage: torch.UntypedStorage) -> int:
 SCRIPTED: Any = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
 
 
-def tensors_over(storages: Iterable[StorageWeakRef]) -> list[torch.Tensor]:
+def tensors_over(storages: Iterable[StorageWeakRef]) -> Iterator[torch.Tensor]:
     """The tensors of this process, wherever Python holds them, that lie in the memory of storages
     which are alive. If any is, a walk over all objects: a tenth of a second.
     """
     wanted = {reference.cdata for reference in storages if not reference.expired()}
-    found = []
     with plain_functions():
         for thing in gc.get_objects() if wanted else ():
             if issubclass(type(thing), torch.Tensor):  # `isinstance` would ask proxies
                 with contextlib.suppress(RuntimeError):  # it has no storage
                     if thing.untyped_storage()._cdata in wanted:
-                        found.append(thing)
-    return found
+                        yield thing
 
 
 #: A context in which detached tensors share version counters, also with what autograd saved.

@@ -627,7 +627,7 @@ def scripted_norms():
     inner = nn.Sequential(nn.Linear(8, 8), ScriptedNorm(script, bmt.DistributedParameter))
     inner[0].load_state_dict(plain[0].state_dict())
     last = ScriptedNorm(script, bmt.DistributedParameter)
-    block = bmt.Block(inner, use_checkpoint=False, compile=False)
+    block: Any = bmt.Block(inner, use_checkpoint=False, compile=False)
     plain.to(bmt.device())
     for number in range(5):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(bmt.device())
@@ -639,8 +639,9 @@ def scripted_norms():
             optimizer = torch.optim.SGD(each, lr=0.1)
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(last.weight.full_tensor(), plain[2].weight.detach())
-    torch.testing.assert_close(block[1].weight.full_tensor(), plain[1].weight.detach())
+    pairs: Any = ((last, plain[2]), (block[1], plain[1]))
+    for one, known in pairs:
+        torch.testing.assert_close(one.weight.full_tensor(), known.weight.detach())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
