@@ -403,8 +403,9 @@ def test_what_is_refused():
     for dtype, options, expected in cases:
         with pytest.raises(ConfigurationError, match=expected):
             AdamOptimizer([nn.Parameter(torch.ones(3, dtype=dtype))], **options)
+    unknown: Any = {"master_weight": "split"}
     with pytest.raises(TypeError, match="'master_weight'"):
-        AdamOptimizer(params, **dict.fromkeys(["master_weight"], "split"))
+        AdamOptimizer(params, **unknown)
     optimizer = AdamOptimizer(params, lr=0.1, master_weights="none")
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3).half())]})
     params[0].grad = torch.ones(3)

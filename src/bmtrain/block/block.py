@@ -539,10 +539,13 @@ class Block(DistributedModule):
 CheckpointBlock = Block
 
 
-def parts_of(module: torch.nn.Module, path: str = "") -> list[tuple[str, torch.nn.Module]]:
+def parts_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """A module and what is below it outside of other blocks, with their paths."""
-    parts = [(path, module)]
+    return list(_plain_subtree("", module))
+
+
+def _plain_subtree(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    yield path, module
     for name, child in module._modules.items():
         if child is not None and not isinstance(child, Block):
-            parts += parts_of(child, f"{path}{name}.")
-    return parts
+            yield from _plain_subtree(f"{path}{name}.", child)

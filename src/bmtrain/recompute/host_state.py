@@ -332,9 +332,8 @@ class Trial:
     def __init__(self, modules: Sequence[torch.nn.Module], arguments: Sequence[Any]) -> None:
         self._modules, self._arguments = modules, arguments
         self._before = before = self._snapshot()
-        self._buffers = [
-            (x, x.detach().clone()) for x in map(before.tensors.__getitem__, before.buffers)
-        ]
+        tensors = [before.tensors[number] for number in before.buffers]
+        self._buffers = [(x, x.detach().clone()) for x in tensors]
         generators = [*default_generators(world.device()), *before.generators]
         self._generators = [(each, read_generator(each)) for each in generators]
 

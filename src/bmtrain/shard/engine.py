@@ -45,6 +45,10 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return out
 
 
+# What is known of a tensor (`__get__`: `.shape`, `.data`, `.T`), and what recomputation asks for.
+_READS_NO_VALUES = ("__get__", "detach", "is_inference", "requires_grad_")
+
+
 class Stale(torch.Tensor):
     """A tensor in gathered memory of parameters that have changed since.
 
@@ -54,8 +58,7 @@ class Stale(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What is known of a tensor (`__get__`: `.shape`, `.T`), and what recomputation asks for.
-        if func.__name__ not in ("__get__", "detach", "is_inference", "requires_grad_"):
+        if getattr(func, "__name__", "") not in _READS_NO_VALUES:
             raise StaleParameterError(
                 "a parameter that a forward pass has kept (in an attribute, a list, a closure or "
                 "the like), or a view of one, was used after the parameter had changed: it is a "
@@ -187,10 +190,8 @@ class Gathered(Residence):
             if version != self.version:  # a write to `param.local` is not reported
                 self.lapse()
             self._full, self.version = self._source.new_full(axis.size), version
-            self.given = [
-                *itertools.filterfalse(StorageWeakRef.expired, self.given),
-                StorageWeakRef(self._full.untyped_storage()),
-            ]
+            alive = itertools.filterfalse(StorageWeakRef.expired, self.given)
+            self.given = [*alive, StorageWeakRef(self._full.untyped_storage())]
             self._arrived = self._transport.gather(
                 Gather(self._full, self._source, axis, self.label.places[phase])
             )
@@ -290,7 +291,9 @@ class Fixed(Residence):
 
     def acquire(self, phase: Phase) -> torch.Tensor:
         self.bring()
-        return cast(torch.Tensor, self._shown)
+        if self._shown is None:
+            raise RuntimeError("a gather left no buffer")
+        return self._shown
 
     def forget(self) -> None:
         # Nobody may have waited for the gather: without this wait, what follows on the compute

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,7 +46,9 @@ class Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*itertools.compress(views, map(operator.not_, use.trainable)))
+        ctx.mark_non_differentiable(
+            *(view for view, trainable in zip(views, use.trainable, strict=True) if not trainable)
+        )
         return tuple(views)
 
     @staticmethod
