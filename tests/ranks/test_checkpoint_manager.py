@@ -482,6 +482,8 @@ DAMAGES: list[tuple[str, Callable[[pathlib.Path], object]]] = [
             (PIECE, "[0, 0, 0, 9, 1]"),
             (f"0, 1, [{PIECE}", f"0, 1000000000000, [{PIECE}"),
             ('"step": 2', '"step": 1e400'),
+            ('"step": 2', '"step": 1e300'),
+            ('"step": 2', '"step": -5'),
             ("[3, 3]", "[-3, -3]"),
             ('"ties": {"model": {}}', '"ties": {"model": {"x": "y"}}'),
         ]

@@ -195,8 +195,10 @@ def parse(text: str, *, is_part: bool = False) -> Manifest:
     ties = {section: dict(known) for section, known in dict(content["ties"]).items()}
     if any(kept not in tensors[section] for section in ties for kept in ties[section].values()):
         raise ValueError("a second name of a tensor that it does not hold")
-    world = {name: int(content[name]) for name in SIZES}
-    return Manifest(int(content["step"]), world, dict(content["facts"]), files, tensors, ties)
+    world, step = {name: int(content[name]) for name in SIZES}, int(content["step"])
+    if step not in range(2**63):
+        raise ValueError(f"{step} is not a number of steps")
+    return Manifest(step, world, dict(content["facts"]), files, tensors, ties)
 
 
 def read_manifest(folder: pathlib.Path) -> Manifest:
