@@ -184,8 +184,8 @@ PROGRAM = """
     [("end", "raise"), pytest.param(("exit", "term", "twice", "atexit"), marks=pytest.mark.long)],
 )
 def test_however_the_program_ends(tmp_path, kinds):
-    """At its end, sys.exit, an exception, SIGTERM and in atexit functions: the new file, or else
-    the old one, whole.
+    """At its end, sys.exit, an exception and in atexit functions: the new file; after SIGTERM the
+    old one, whole.
     """
     stores = [
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -205,8 +205,6 @@ def test_however_the_program_ends(tmp_path, kinds):
             assert codes[0] == expected[kind], f"{kind}, {world_size} ranks: {codes}\n{done.stderr}"
             state = torch.load(tmp_path / f"{kind}-{world_size}.pt", weights_only=True)
             value = state["weight"].unique().item()
-            # Signals, and errors where other ranks must be stopped, end the process at once: the
-            # old file stays.
-            is_sudden = kind == "term" or (kind == "raise" and world_size == 2)
-            assert value == (1.0 if is_sudden else 2.0), f"{kind}, {world_size} ranks"
+            # Signals end the process at once.
+            assert value == (1.0 if kind == "term" else 2.0), f"{kind}, {world_size} ranks"
     assert ("ValueError: the program fails" in done.stderr) == ("raise" in kinds)
