@@ -170,6 +170,7 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
             raise
         why = answer.partition(_IN_VAIN)[2]
         if why:
+            store.delete_key(card)  # it is read
             raise RuntimeError(why)
         return room(store, answer)
     cards, late = [], []
@@ -187,6 +188,10 @@ def _own_room(store: Store, rank: int, size: int, end: float) -> Store:
     for card in cards:
         store.set(card, answer)
     if why:
+        # Without this wait the store would be gone with this process before the others have read.
+        end = time.monotonic() + NAME_S
+        while any(store.check([card]) for card in cards) and time.monotonic() < end:
+            time.sleep(PAUSE_S)
         raise RuntimeError(why)
     return room(store, answer)
 
