@@ -58,6 +58,10 @@ TOLERATED = 0.05  # how much slower than the saved results is no regression
 LEAST = 20  # seconds: nothing is measured in less
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # NVLink multicast stays off: a program that uses it can put GPUs out of service that others share.
+# Compiled by themselves too: a layer that the compiler gives up, under a checkpoint for example,
+# would make tensors of all pairs of tokens.
+FLEX_ATTENTION: Any = torch.compile(flex_attention)
+MAKE_MASK: Any = torch.compile(create_block_mask)
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
@@ -114,12 +118,12 @@ class Flex:
             return (k <= q) & (segments[b, q] == segments[b, k])
 
         rows, seq = segments.shape
-        return create_block_mask(mask_mod, rows, None, seq, seq, device=DEVICE, _compile=True)
+        return MAKE_MASK(mask_mod, rows, None, seq, seq, device=DEVICE)
 
     @staticmethod
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shown: Any) -> torch.Tensor:
         """Of (batch, heads, tokens, dim)."""
-        return flex_attention(q, k, v, block_mask=shown, enable_gqa=True)
+        return FLEX_ATTENTION(q, k, v, block_mask=shown, enable_gqa=True)
 
 
 class Ours:
