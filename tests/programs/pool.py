@@ -6,7 +6,7 @@ import pickle
 from tests.programs import running
 from tests.ranks import runner
 
-from bmtrain.verification.verify import REFUSALS
+from bmtrain.errors import BMTrainError
 
 LIMIT_S = 30.0
 
@@ -64,7 +64,7 @@ def _said(outcome):
         kind, text = pickle.loads(outcome.value)
         return str(kind), str(text)
     error = pickle.loads(outcome.error) if outcome.error else None
-    if isinstance(error, REFUSALS):
+    if isinstance(error, BMTrainError):
         return "refused", f"{type(error).__name__}: {error}"
     last = outcome.trace.strip().splitlines()
     where = " < ".join(line.strip() for line in reversed(last) if line.startswith("  File "))

@@ -16,6 +16,7 @@ from tests.verification import subjects
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
+from bmtrain.plan.sources import of_function
 from bmtrain.verification.compare import compare, relative_tolerance
 from bmtrain.verification.program import load_program
 from bmtrain.verification.record import Key, Kind, Record
@@ -132,6 +133,40 @@ def test_what_cannot_be_verified_is_said():
     with pytest.raises(ConfigurationError, match="before init_distributed"):
         run_ranks(_inside_a_run, 1)
 
+
+# A module, and what of it is shown with its file and line; None where it is no module's own fault.
+MODULES = {
+    "attribute": ("import torch\ntorch.nothing_here\n", "has no attribute 'nothing_here'"),
+    "absent": ("\nimport a_package_that_is_absent\n", "named 'a_package_that_is_absent'"),
+    "name": ("\nfrom torch import nothing_here\n", "cannot import name 'nothing_here'"),
+    "syntax": ("\ndef program(:\n", "SyntaxError: "),
+    "value": ("\nint('a')\n", "ValueError: "),
+    "raising": ("def program():\n    raise OSError('the disk is away')\n", "the disk is away"),
+}
+
+
+@pytest.mark.parametrize("name", [*MODULES])
+def test_a_module_that_fails_shows_its_own_error(name, tmp_path, monkeypatch):
+    """While it is imported, and when `plan` calls its function."""
+    text, words = MODULES[name]
+    module = f"failing_{name}"
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    users = [of_function] if name == "raising" else [of_function, load_program]
+    for user in users:
+        with pytest.raises(ConfigurationError) as raised:
+            user(f"{module}:program")
+        assert words in str(raised.value) and "names no function" not in str(raised.value)
+        assert f'{module}.py", line 2' in str(raised.value)
+
+
+def test_a_name_that_is_none_is_said(tmp_path, monkeypatch):
+    """A missing module or function, a module inside of none, a path, nothing before the colon."""
+    (tmp_path / "whole.py").write_text("number = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("nowhere:f", "whole:f", "whole.inner:f", "./whole.py:f", ":f", "whole:number"):
+        with pytest.raises(ConfigurationError, match=r"names no function .*expected module:function"):
+            load_program(name)
 
 def _inside_a_run():
     bmt.verify(subjects.correct)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pathlib
+import traceback
 from typing import Any
 
 import torch
@@ -24,18 +25,14 @@ def of_function(name: str) -> Source:
         ConfigurationError: if there is no such function, it fails, or it returns something else.
     """
     function = named_function("plan", name)
-
-    def build() -> Any:
-        try:
-            return function()
-        except Exception as error:  # whatever the user's code raises
-            raise ConfigurationError(
-                f"plan: {name} failed on the meta device: {type(error).__name__}: {error}"
-            ) from error
-
-    with torch.device("meta"):
-        made = build()
-    return made if isinstance(made, Source) else Source(name=name, build=build, loss=loss_of)
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigurationError(
+            f"plan: {name} failed on the meta device:\n{traceback.format_exc()}"
+        ) from error
+    return made if isinstance(made, Source) else Source(name=name, build=function, loss=loss_of)
 
 
 def of_transformers(name: str) -> Source:

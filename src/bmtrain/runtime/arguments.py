@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import math
 import numbers
 import pkgutil
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -101,8 +103,19 @@ def named_function(owner: str, name: str) -> Callable[..., Any]:
     """The function that `module:function` names, whose module is imported.
 
     Raises:
-        ConfigurationError: if there is none.
+        ConfigurationError: if there is none, or with the traceback of a module that fails.
     """
+    module = name.partition(":")[0]
+    try:
+        if all(map(str.isidentifier, module.split("."))):
+            importlib.import_module(module)
+    except Exception as error:  # whatever the user's module raises
+        if not (
+            isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        ):
+            raise ConfigurationError(
+                f"{owner}: {module} cannot be imported:\n{traceback.format_exc()}"
+            ) from error
     try:
         found = pkgutil.resolve_name(name)
         if not callable(found):

@@ -25,9 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="a function that returns a bmtrain.verify.Program",
     )
-    ranks = "processes to start (2); under torchrun, its own"
     for flag, name, default, about in (
-        ("--ranks", "ranks", 2, ranks),
+        ("--ranks", "ranks", 2, "processes to start (2); under torchrun, its own"),
         ("--steps", "steps", 3, "steps of training (3)"),
         ("--device", "device", "cpu", "cpu (the default) or cuda"),
         ("--seed", "seed", 0, "of all generators (0)"),
@@ -37,9 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--pp", "pipe_size", -1, "pipeline stages (none)"),
         ("--slack", "slack", 1.0, "factor for all tolerances (1)"),
     ):
-        choices = (2, 3) if name == "zero_level" else None
         parser.add_argument(
-            flag, dest=name, type=type(default), default=default, choices=choices, help=about
+            flag,
+            dest=name,
+            type=type(default),
+            default=default,
+            choices=(2, 3) if name == "zero_level" else None,
+            help=about,
         )
 
 

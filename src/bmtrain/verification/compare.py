@@ -90,9 +90,12 @@ def compare(
     def different(key: Key, rank: int, what: str, *sizes: float) -> Report:
         error, allowed = sizes or (math.nan, math.nan)
         first = Difference(key=key, rank=rank, what=what, error=error, allowed=allowed)
-        found = dict(counts)
         return Report(
-            verdict="different", text=str(first), first=first, compared=found, closest=math.inf
+            verdict="different",
+            text=str(first),
+            first=first,
+            compared=dict(counts),
+            closest=math.inf,
         )
 
     # The sort is stable: within a kind, names stay in the order of recording.

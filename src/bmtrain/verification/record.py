@@ -110,9 +110,9 @@ class Record:
                 if not isinstance(value, torch.Tensor | int | float):
                     continue
                 shaped = value
-                if isinstance(value, torch.Tensor) and value.dim() == 1:
+                if isinstance(value, torch.Tensor) and value.shape == (math.prod(shape),):
                     # this library's Adam keeps those of plain parameters 1-D
-                    shaped = value.reshape(shape) if value.numel() == math.prod(shape) else value
+                    shaped = value.reshape(shape)
                 name = names.get(id(param), f"parameter {index}")
                 self.add(step, Kind.STATE, f"{name}: {entry}", shaped)
 

@@ -101,8 +101,7 @@ def run_on_ranks(program: Program, settings: Settings) -> Record:
 
 
 def _run(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
-    is_there = on_ranks or world.is_initialized()
-    device = world.device() if is_there else torch.device(settings.device)
+    device = world.device() if world.is_initialized() else torch.device(settings.device)
     seed_everything(settings.seed)
     model = program.model()
     if not isinstance(model, torch.nn.Module):
@@ -145,8 +144,7 @@ def _run(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
                 raise ConfigurationError(
                     f"the step returned {type(loss).__name__}: expected its loss, a scalar tensor."
                 )
-            own = loss.detach()
-            record.add(number, Kind.LOSS, "", sum_loss(own) if on_ranks else own)
+            record.add(number, Kind.LOSS, "", sum_loss(loss.detach()) if on_ranks else loss)
         record.add_random(number, device)
         record.add_model(number, model)
         record.add_states(number, model, optimizer, trainer.state())

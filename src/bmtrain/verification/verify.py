@@ -18,17 +18,13 @@ from typing import Any
 
 import torch
 
-from bmtrain import errors
 from bmtrain.distributed import collectives
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import BMTrainError, ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.verification import compare, program
 from bmtrain.verification.record import Record
 from bmtrain.verification.running import Settings, run_on_ranks, run_reference
 
-REFUSALS = tuple(
-    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)
-)
 LOOK_S = 0.05  # between two looks for outcomes
 GRACE_S = 5.0  # how long the other ranks may run on after one has failed
 
@@ -119,12 +115,16 @@ def _child(source: Source, settings: Settings, rank: int | None, file: pathlib.P
         if rank is None:
             record = run_reference(own, settings)
         else:
-            given = {name: vars(settings)[name] for name in ("seed", "device", "timeout")}
-            given["init_method"] = file.with_name("meeting").as_uri()
-            world.init_distributed(**{**given, **settings.init})
+            world.init_distributed(
+                seed=settings.seed,
+                device=settings.device,
+                timeout=settings.timeout,
+                init_method=file.with_name("meeting").as_uri(),
+                **settings.init,
+            )
             record = run_on_ranks(own, settings)
         outcome = Outcome(record=record)
-    except REFUSALS as error:
+    except BMTrainError as error:
         kind = "" if rank is None else f"{type(error).__name__}: "
         outcome = Outcome(refusal=f"{kind}{error}")
     except Exception:  # of any kind: the parent reports it
