@@ -167,7 +167,7 @@ def test_reads_in_many_pieces_are_those_in_one():
         sizes.append((4 * (stop - start), 4 * shape[-1] if len(shape) > 1 else 4))
         return MappedSource.read(mapped, name, start, stop, scratch)
 
-    mapped.read = counted
+    mapped.read = counted  # type: ignore[method-assign]
     for chunk, dtype in ((1, torch.float), (24, torch.bfloat16), (50, torch.float)):
         for rank in range(3):
             reads = []
