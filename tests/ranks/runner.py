@@ -39,6 +39,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from tests.cores import share_cores
+from tests.ranks.file_peers import in_files
 
 import bmtrain
 from bmtrain.runtime import world
@@ -165,7 +166,8 @@ def run_ranks(fn, world_size, *args, timeout=TIMEOUT_S, device="cpu", init=None,
         timeout: seconds for all; then every rank prints its stack and is killed.
         device: where the ranks compute; None for their GPUs.
         init: arguments of `init_distributed`, `zero_level` for example. Ranks draw the same random
-            numbers then, as one process does for the rows that they all have.
+            numbers then, as one process does for the rows that they all have. "copy_engine" copies
+            through files on CPUs, see file_peers.py.
         join: False leaves the call of `init_distributed` to `fn`, in processes of its own; the
             environment is set all the same.
 
@@ -487,11 +489,15 @@ def _perform(job):
         )
         try:
             fn, args = pickle.loads(job.call)
-            if job.init is not None:
-                bmtrain.init_distributed(**job.init)
-                # Most functions give all ranks the rows of one process, and compare with that.
-                world.current("a test").draws.same_rows = True
-            return Outcome(rank=job.rank, value=pickle.dumps(fn(*args)))
+            init = job.init or {}
+            with contextlib.ExitStack() as stack:
+                if (init.get("transport"), init.get("device")) == ("copy_engine", "cpu"):
+                    stack.enter_context(in_files())
+                if job.init is not None:
+                    bmtrain.init_distributed(**init)
+                    # Most functions give all ranks the rows of one process, and compare with that.
+                    world.current("a test").draws.same_rows = True
+                return Outcome(rank=job.rank, value=pickle.dumps(fn(*args)))
         except BaseException as error:
             return Outcome(
                 rank=job.rank,

@@ -12,14 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.ranks import models
+from tests.ranks import file_peers, models
+from tests.ranks.file_peers import FilePeers
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.test_numerics import answer, train
 from tests.tensors import grad_of, gradient_memory, source_of, storage_of
 
 import bmtrain as bmt
 from bmtrain.distributed import collectives, exchange, peers, transport
-from bmtrain.distributed.peers import FilePeers, PeerGroups
+from bmtrain.distributed.peers import PeerGroups
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
@@ -201,7 +202,7 @@ def be_refused():
     hosts = mock.patch.object(peers, "this_host", lambda: (f"host {bmt.rank()}", ""))
     for cause, told in (
         (hosts, r"2 ranks are on 2 hosts"),
-        (mock.patch.object(peers, "FilePeers", NoPeers), r"1 cannot share memory \(not supported "),
+        (mock.patch.object(peers, "Peers", NoPeers), r"1 cannot share memory \(not supported "),
     ):
         with (
             cause,
@@ -215,18 +216,29 @@ def test_what_cannot_be_had_is_refused():
     with pytest.raises(ConfigurationError, match=expected):
         world.Defaults(transport="carrier pigeon")
     run_ranks(be_refused, 2, init=COPIES)
+    run_ranks(ask_on_cpus, 2)
+
+
+def ask_on_cpus():
+    """No copy engine there; ranks by themselves need none, and "auto" says nothing."""
+    current = world.current()
+    asked = dataclasses.replace(current, defaults=world.Defaults(transport="copy_engine"))
+    with pytest.raises(ConfigurationError, match="is not possible: the ranks compute on CPUs; use"):
+        PeerGroups(asked).of(current.mesh.world)
+    assert PeerGroups(asked).of(current.mesh.tp) is None
+    assert PeerGroups(current).of(current.mesh.world) is None
 
 
 def full_disk():
     """Inside, rank 1 has no room for memory that ranks share."""
-    make = peers._make_file
+    make = file_peers.make_file
 
     def full(path, num_bytes):
         if bmt.rank() == 1:
             raise OSError(28, "No space left on device")
         return make(path, num_bytes)
 
-    return mock.patch.object(peers, "_make_file", full)
+    return mock.patch.object(file_peers, "make_file", full)
 
 
 @on_ranks(2, init=COPIES)
@@ -308,7 +320,7 @@ def device_peers(driver, version):
         mock.patch.object(peers, "TORCH_VERSION", tuple(map(int, version.split(".")[:2]))),
         mock.patch.object(peers, "symmetric_memory", lambda: driver),
     ):
-        yield peers.DevicePeers(world.current().mesh.world, bmt.device(), 1.0)
+        yield peers.Peers(world.current().mesh.world, bmt.device(), 1.0)
 
 
 def fill_a_gpu():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import queue
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from bmtrain.checkpoint.source import Header, Source
+from bmtrain.checkpoint.source import Source
 from bmtrain.shard.layout import round_up
 
 NUM_THREADS = 4  # two saturate one disk; the others copy and convert in the meantime
@@ -29,28 +29,6 @@ class Read:
     start: int
     stop: int
 
-    def pieces(self, header: Header, limit: int) -> Iterator[Read]:
-        """This read, cut at row boundaries into reads of at most `limit` bytes or one row."""
-        row = _row(header)
-        places = cuts(self.start, self.stop, row, limit // header.dtype.itemsize)
-        for start, stop in itertools.pairwise(places):
-            yield Read(self.target[start - self.start : stop - self.start], self.name, start, stop)
-
-    def scratch_bytes(self, header: Header) -> int:
-        """The size in bytes of all rows that this read touches."""
-        row = _row(header)
-        return (round_up(self.stop, row) - self.start // row * row) * header.dtype.itemsize
-
-
-def cuts(start: int, stop: int, row: int, limit: int) -> list[int]:
-    """The bounds of the pieces of [start, stop), cut at multiples of `row`.
-
-    A piece has at most `limit` elements, or one row if a row is longer.
-    """
-    first, last = round_up(start, row), stop // row * row
-    inner = range(first, last, max(limit // row, 1) * row)
-    return sorted({start, stop, *inner, *([last] if first <= last else [])})
-
 
 def read_all(reads: Iterable[Read | None], source: Source, chunk: int = CHUNK) -> None:
     """Fill the targets of all reads, converted to their dtypes, in the order of the file.
@@ -62,17 +40,26 @@ def read_all(reads: Iterable[Read | None], source: Source, chunk: int = CHUNK) -
 
     Raises the first error of any thread; the targets' values are then undefined.
     """
-    order = {name: place for place, name in enumerate(source.headers)}
-    pieces = [
-        piece
-        for read in filter(None, reads)
-        for piece in read.pieces(source.headers[read.name], chunk)
-    ]
-    pieces.sort(key=lambda piece: (order[piece.name], piece.start))
+    pieces: list[Read] = []
+    size = 0  # bytes of all rows that a piece touches
+    for read in reads:
+        if read is None or read.start == read.stop:
+            continue
+        header = source.headers[read.name]
+        # A source that turns a matrix reads whole rows: pieces end where a row does.
+        row = header.shape[-1] if len(header.shape) > 1 else 1
+        step = max(chunk // header.dtype.itemsize // row, 1) * row
+        inner = range((read.start // step + 1) * step, read.stop, step)
+        for start, stop in itertools.pairwise([read.start, *inner, read.stop]):
+            target = read.target[start - read.start : stop - read.start]
+            pieces.append(Read(target, read.name, start, stop))
+            touched = round_up(stop, row) - start // row * row
+            size = max(size, touched * header.dtype.itemsize)
     if not pieces:
         return
+    order = {name: place for place, name in enumerate(source.headers)}
+    pieces.sort(key=lambda piece: (order[piece.name], piece.start))
     devices = {piece.target.device for piece in pieces if piece.target.device.type != "cpu"}
-    size = max(piece.scratch_bytes(source.headers[piece.name]) for piece in pieces)
     # Pinned, so that the device copies straight from them and not through a staging buffer.
     buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
     count = min(NUM_THREADS, len(pieces))
@@ -96,8 +83,3 @@ def read_all(reads: Iterable[Read | None], source: Source, chunk: int = CHUNK) -
     # caller could read a target on another stream before its values have arrived.
     for device in devices:
         torch.cuda.synchronize(device)
-
-
-def _row(header: Header) -> int:
-    """The number of elements in a row: the size of the last dim, or 1 if there is only one dim."""
-    return max(header.shape[-1], 1) if len(header.shape) > 1 else 1

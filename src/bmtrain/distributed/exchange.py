@@ -29,7 +29,7 @@ class Exchange:
         side_by_side: issues copies that may run concurrently.
 
     Raises:
-        torch.OutOfMemoryError, OSError: on all ranks, if any runs out of memory.
+        torch.OutOfMemoryError: on all ranks, if any runs out of memory.
     """
 
     def __init__(

@@ -1,8 +1,6 @@
-"""Memory that all ranks of an axis can read and write: peer copies need no collective and no SMs.
+"""Memory that the GPUs of one host can read and write: copies need no collective and no SMs.
 
-On the GPUs of one host it is symmetric memory, mapped into every process and moved by copy engines.
-On CPUs it is files that every process maps, so that the code on top also runs, and is tested,
-there.
+It is symmetric memory, mapped into every process and moved by copy engines.
 """
 
 from __future__ import annotations
@@ -10,12 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
-import pathlib
-import sys
-import tempfile
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +17,7 @@ import torch.distributed as dist
 
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt
-from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ConfigurationError, first_line
-from bmtrain.runtime import world
 from bmtrain.runtime.log import print_rank, warn
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.process import this_host
@@ -54,44 +45,13 @@ class PeerMemory:
     num_bytes: int
 
 
-class Peers(ABC):
-    """The ranks of an axis that can all access each other's memory."""
-
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        self.axis, self.device = axis, device
-        # For `num_bytes` only. Strong references would keep all peer memory mapped.
-        self._alive: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that this rank's parts of all live peer memory occupy on its device."""
-        return sum(memory.num_bytes for memory in self._alive)
-
-    @abstractmethod
-    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
-        """Zeros (numel,) on this rank, and the parts of all ranks. Collective, with the same numel.
-
-        The other ranks' memory stays mapped for as long as the PeerMemory is alive.
-
-        Raises:
-            torch.OutOfMemoryError, OSError: on all ranks, if the device (on a CPU, the disk) of any
-                is full.
-        """
-
-    @abstractmethod
-    def barrier(self, channel: int) -> None:
-        """Make later work on the current stream wait for all ranks' earlier work on theirs.
-
-        `channel` is GATHERS or REDUCTIONS. The barriers of one channel must come in the same order
-        on all ranks: otherwise barriers of different operations match each other.
-        """
-
-
-class DevicePeers(Peers):
-    """GPUs of one host with peer access to each other."""
+class Peers:
+    """GPUs of one host with access to each other's memory, one for each rank of an axis."""
 
     def __init__(self, axis: Axis, device: torch.device, timeout: float) -> None:
-        super().__init__(axis, device)
+        self.axis, self._device = axis, device
+        # For `num_bytes` only. Strong references would keep all peer memory mapped.
+        self._alive: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
         self._timeout_ms = math.ceil(timeout * 1000)
 
         def introduce() -> None:
@@ -109,7 +69,7 @@ class DevicePeers(Peers):
         """Symmetric memory (numel,) on this rank, and torch's handle to that of all ranks."""
 
         make = functools.partial(
-            symmetric_memory().empty_strided_p2p, (numel,), (1,), dtype, self.device
+            symmetric_memory().empty_strided_p2p, (numel,), (1,), dtype, self._device
         )
 
         def make_or_free() -> torch.Tensor:
@@ -124,7 +84,19 @@ class DevicePeers(Peers):
         own = attempt(make_or_free, self.axis, torch.OutOfMemoryError)
         return own, symmetric_memory().rendezvous(own, self.axis.group.group_name)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank's parts of all live peer memory occupy on its device."""
+        return sum(memory.num_bytes for memory in self._alive)
+
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
+        """Zeros (numel,) on this rank, and the parts of all ranks. Collective, with the same numel.
+
+        The other ranks' memory stays mapped for as long as the PeerMemory is alive.
+
+        Raises:
+            torch.OutOfMemoryError: on all ranks, if the device of any is full.
+        """
         own, handle = self._share(numel, dtype)
         own.zero_()
         # torch places its signal pad behind the data, and the driver maps whole pages
@@ -135,39 +107,12 @@ class DevicePeers(Peers):
         return own, memory
 
     def barrier(self, channel: int) -> None:
+        """Make later work on the current stream wait for all ranks' earlier work on theirs.
+
+        `channel` is GATHERS or REDUCTIONS. The barriers of one channel must come in the same order
+        on all ranks: otherwise barriers of different operations match each other.
+        """
         self._flags_of_all.barrier(channel, self._timeout_ms)
-
-
-class FilePeers(Peers):
-    """Processes of one host: files that all of them map."""
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
-        num_bytes = numel * dtype.itemsize
-
-        def mapped(paths: list[pathlib.Path]) -> list[torch.Tensor]:
-            options: Any = {"size": numel, "dtype": dtype, "device": self.device}
-            return [torch.from_file(str(path), shared=True, **options) for path in paths]
-
-        with attempt(
-            lambda: tempfile.TemporaryDirectory(prefix="bmtrain-"), self.axis, OSError
-        ) as folder:
-            path = attempt(
-                lambda: _make_file(pathlib.Path(folder, "memory"), num_bytes), self.axis, OSError
-            )
-            paths = collectives.gather_objects(path, self.axis, "shared memory")
-            # Safe to delete the files afterwards: every rank has mapped all of them by then.
-            parts = attempt(lambda: mapped(paths), self.axis, OSError)
-        own = parts[self.axis.index]
-        # The PeerMemory gets an alias of this rank's tensor: holding the tensor itself would keep
-        # the shard alive, and its finaliser, which drops this memory, would never run.
-        aliases = [own.detach() if part is own else part for part in parts]
-        memory = PeerMemory(aliases, None, num_bytes)
-        self._alive.add(memory)
-        return own, memory
-
-    def barrier(self, channel: int) -> None:
-        # not a collective of its own in the ledger: the gather or reduction around it is logged
-        world.current().service(Ledger).compare(self.axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,18 +150,15 @@ class PeerGroups:
 
     def _look(self, axis: Axis) -> Peers | None:
         wanted = self._world.defaults.transport
-        on_cpu = self.device.type == "cpu"
-        if axis.size == 1 or wanted == "collective" or (on_cpu and wanted == "auto"):
+        is_asked = wanted == "copy_engine"
+        if axis.size == 1 or not (is_asked or (wanted == "auto" and self.device.type != "cpu")):
             return None
         obstacle = _obstacle(axis, self.device)
         peers: Peers | None = None
         if obstacle is None:
             problem: str | None = None
             try:
-                if on_cpu:
-                    peers = FilePeers(axis, self.device)
-                else:
-                    peers = DevicePeers(axis, self.device, self._world.timeout)
+                peers = Peers(axis, self.device, self._world.timeout)
             # some limits of drivers and containers show only on use
             except RuntimeError as error:
                 problem = f"rank {self._world.rank} cannot share memory ({first_line(error)})"
@@ -225,7 +167,7 @@ class PeerGroups:
             if problem is not None:
                 peers = None
                 obstacle = Obstacle(problem, "check what the driver or the container forbids")
-        if obstacle is not None and wanted == "copy_engine":
+        if obstacle is not None and is_asked:
             raise ConfigurationError(
                 f"transport='copy_engine' is not possible: {obstacle.what}; use 'auto' or "
                 "'collective'."
@@ -244,18 +186,6 @@ class PeerGroups:
         return peers
 
 
-def _make_file(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
-    """A file of zeros with its blocks allocated.
-
-    Touching a hole of a sparse file on a full disk would kill the process with SIGBUS.
-    """
-    with open(path, "wb") as file:
-        if sys.platform == "linux":
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        file.truncate(num_bytes)
-    return path
-
-
 def _obstacle(axis: Axis, device: torch.device) -> Obstacle | None:
     """Why ranks cannot access each other's memory, the same on all ranks; None if they can."""
     hosts = set(collectives.gather_objects(this_host(), axis, "hosts"))
@@ -268,7 +198,7 @@ def _obstacle(axis: Axis, device: torch.device) -> Obstacle | None:
     if len(hosts) > 1:
         return Obstacle(f"{axis.size} ranks are on {len(hosts)} hosts")
     if device.type == "cpu":
-        return None
+        return Obstacle("the ranks compute on CPUs")
     places = collectives.gather_objects(device.index, axis, "GPUs")
     if len(set(places)) < axis.size:
         return Obstacle(
