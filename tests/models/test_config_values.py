@@ -186,10 +186,9 @@ def test_arguments_that_would_be_taken_for_others():
         ({"attention_mask": summands}, "4 dims of floating point: expected bool"),
         ({"attention_mask": torch.ones(2, 4, 8)}, "is for 4 queries: expected 8"),
         ({"length": [8, 3]}, "length is of type list: expected a tensor"),
-        ({"length": number[:, None]}, r"shape \(2, 1\), torch.int64: expected integers \(2,\)"),
-        ({"length": torch.ones(3).long()}, r"length is of shape \(3,\), torch.int64: expected"),
-        ({"length": number[:1]}, r"length is of shape \(1,\), torch.int64: expected integers"),
-        ({"length": number.float()}, r"length is of shape \(2,\), torch.float32: expected"),
+        ({"length": number[:, None]}, r"length is of shape \(2, 1\): expected \(2,\), a number"),
+        ({"length": torch.ones(3).long()}, r"length is of shape \(3,\): expected"),
+        ({"length": number[:1]}, r"length is of shape \(1,\): expected"),
     ):
         with pytest.raises(InputError, match=message):
             model(IDS, **given)

@@ -13,6 +13,7 @@ from model_center.errors import InputError, WeightsError
 from model_center.generation import generate
 from model_center.layer.dense_attention import Attention
 from model_center.layer.linear import Linear
+from model_center.layer.mask import mask_of_lengths
 from model_center.model import CPM1, GPT2, GPT2Config
 
 IDS = parity.token_ids(2, 8)
@@ -35,6 +36,15 @@ def scores(model, **inputs):
     return parity.logits_of(parity.scored(model, inputs))
 
 
+def test_lengths_of_floating_point():
+    """Programs give `torch.Tensor([n])`; fp16 and bf16 have no numbers between their steps."""
+    for dtype in (torch.int32, torch.float32, torch.float16, torch.bfloat16):
+        assert mask_of_lengths(torch.tensor([2064, 0], dtype=dtype), 2080).sum(1).tolist() == [
+            2064,
+            0,
+        ]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_which_argument_counts(name):
     """Of length and mask the mask, in LLaMA the length; of ids and embeddings the embeddings;
@@ -44,6 +54,8 @@ def test_which_argument_counts(name):
     both = scores(model, input_ids=IDS, length=LENGTH, attention_mask=MASK)
     one = {"length": LENGTH} if name == "Llama" else {"attention_mask": MASK}
     assert torch.equal(both, scores(model, input_ids=IDS, **one))
+    by_length = scores(model, input_ids=IDS, length=LENGTH)
+    assert torch.equal(scores(model, input_ids=IDS, length=LENGTH.float()), by_length)
     if name == "T5":
         given = {"decoder_length": LENGTH, "decoder_attention_mask": MASK}
         both = scores(model, input_ids=IDS, **given)

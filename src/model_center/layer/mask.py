@@ -179,7 +179,8 @@ def mask_from(
 
 def mask_of_lengths(length: torch.Tensor, num_keys: int) -> torch.Tensor:
     """bool (batch, keys): the first `length` (batch,) keys are valid."""
-    return torch.arange(num_keys, device=length.device) < length[:, None]
+    # In fp32, also where ModelCenter's programs give `torch.Tensor([n])`: fp16 rounds positions.
+    return torch.arange(num_keys, device=length.device) < length[:, None].float()
 
 
 def last_queries(mask: AttentionMask, num_queries: int) -> AttentionMask:

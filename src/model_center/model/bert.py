@@ -87,7 +87,7 @@ class Bert(MaskedModel):
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
-            length: (batch,), integers, the number of valid tokens at the start of each row; an
+            length: (batch,), the number of valid tokens at the start of each row; an
                 alternative to the mask.
             attention_mask: (batch, seq), nonzero where a token is valid, any dtype, or (batch, seq,
                 seq). It counts if `length` is given too.

@@ -159,7 +159,7 @@ class GLM(CausalModel):
             sep: (batch,), the number of tokens of the context, padding before them included: the
                 place of the first start token if None. With a cache None means that it holds all of
                 the context.
-            length: (batch,), integers, the number of valid tokens at the start of each row.
+            length: (batch,), the number of valid tokens at the start of each row.
             attention_mask: (batch, keys), nonzero where a token is valid, any dtype. A mask (batch,
                 queries, keys) is used as it is. It counts if `length` is given too.
             past_key_values: of earlier tokens, the whole context at least.

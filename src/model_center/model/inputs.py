@@ -90,7 +90,7 @@ def attention_mask_of(
         length_counts: whether of both `length` counts instead, as in ModelCenter's Llama.
 
     Raises:
-        InputError: for a mask of another length, or a `length` that is not of integers (batch,).
+        InputError: for a mask of another length, or a `length` that is not of numbers (batch,).
     """
     if isinstance(attention_mask, AttentionMask) and not (length is not None and length_counts):
         return attention_mask
@@ -108,14 +108,13 @@ def attention_mask_of(
 
 
 def _check_length(length: object, num_rows: int) -> None:
-    """InputError unless it is a tensor of integers (num_rows,)."""
+    """InputError unless it is a tensor (num_rows,)."""
     if not isinstance(length, torch.Tensor):
         raise InputError(f"length is of type {type(length).__name__}: expected a tensor (batch,).")
-    is_integer = not (length.is_floating_point() or length.is_complex())
-    if length.shape != (num_rows,) or not is_integer:
+    if length.shape != (num_rows,):
         raise InputError(
-            f"length is of shape {tuple(length.shape)}, {length.dtype}: expected integers "
-            f"({num_rows},), a number for each row."
+            f"length is of shape {tuple(length.shape)}: expected ({num_rows},), a number for each "
+            "row."
         )
 
 

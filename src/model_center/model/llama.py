@@ -179,7 +179,7 @@ class Llama(CausalModel):
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
-            length: (batch,), integers, the number of valid tokens at the start of each row. It
+            length: (batch,), the number of valid tokens at the start of each row. It
                 counts if `attention_mask` is given too, as in ModelCenter.
             attention_mask: (batch, keys), nonzero where a token is valid, any dtype; keys are those
                 of the cache and the new ones. A mask (batch, queries, keys) is used as it is.

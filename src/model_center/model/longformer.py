@@ -115,7 +115,7 @@ class Longformer(MaskedModel):
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
-            length: (batch,), integers, the number of valid tokens at the start of each row; an
+            length: (batch,), the number of valid tokens at the start of each row; an
                 alternative to the mask.
             attention_mask: (batch, seq), nonzero where a token is valid, any dtype.
             global_attention_mask: (batch, seq), nonzero where a valid token sees all and is seen by

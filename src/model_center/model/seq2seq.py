@@ -85,7 +85,7 @@ class Seq2SeqModel(BaseModel):
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model); or
                 `encoder_outputs`.
-            length: (batch,), integers, the number of valid tokens of the encoder at the start of
+            length: (batch,), the number of valid tokens of the encoder at the start of
                 each row; an alternative to the mask.
             attention_mask: (batch, seq), nonzero where a token of the encoder is valid; (batch,
                 queries, keys) only with `encoder_outputs`.
