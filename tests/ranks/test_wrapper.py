@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import AddressError, ParameterError
+from bmtrain.errors import AddressError, ParameterError, RanksDivergedError
 
 
 class Encoder(nn.Module):
@@ -127,6 +127,23 @@ def initialised():
 def test_the_same_initial_values_at_any_world_size():
     (alone,), found = run_ranks(initialised, 1), run_ranks(initialised, 3)
     torch.testing.assert_close(found, [alone] * 3, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_init_parameters_keeps_the_values_of_plain_modules():
+    """A program draws them itself, as BMKG does; on meta there are none to keep."""
+    drawn, other = nn.Embedding(5, 3), nn.Linear(2, 2)
+    nn.init.xavier_uniform_(drawn.weight)
+    nn.init.constant_(other.weight, bmt.rank())
+    with pytest.raises(RanksDivergedError, match=r"0\.weight"):
+        bmt.init_parameters(nn.Sequential(other))
+    assert not isinstance(other.weight, bmt.DistributedParameter)
+    net = nn.Sequential(drawn, nn.LayerNorm(3, device="meta"))
+    want = {"0.weight": drawn.weight.detach().clone()}
+    want |= {"1.weight": torch.ones(3), "1.bias": torch.zeros(3)}
+    bmt.init_parameters(net)
+    assert all(isinstance(param, bmt.DistributedParameter) for param in net.parameters())
+    models.assert_same_dicts(net.state_dict(), want, "the program's own", 0.0)
 
 
 def gathering():

@@ -106,13 +106,15 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
 def init_parameters(model: torch.nn.Module) -> None:
     """Give every distributed parameter its initial values, the same on any number of ranks.
 
-    Runs each `init_method` on the full tensor and keeps this rank's slice. Shards a plain module
-    first, in place (see BMTrainModelWrapper), and initialises it by its own `reset_parameters`.
+    Runs each `init_method` on the full tensor and keeps this rank's slice. Other parameters keep
+    their values; those on the meta device get some from `reset_parameters`. Shards a plain module
+    first, in place (see BMTrainModelWrapper).
 
     Raises:
         ParameterError: for a parameter on the meta device that nothing initialises.
         ConfigurationError: for a plain module with parameters of its own, which only
             BMTrainModelWrapper can replace.
+        RanksDivergedError: for a plain module whose values differ between ranks.
     """
     current = world.current("init_parameters")
     if not any(isinstance(param, DistributedParameter) for param in model.parameters()) and any(
@@ -124,11 +126,10 @@ def init_parameters(model: torch.nn.Module) -> None:
                 "sharded: wrap it first, "
                 "model = bmtrain.BMTrainModelWrapper(model), then call init_parameters(model)."
             )
-        with current.service(Sameness).known():  # all values will come from rank 0's random state
+        sameness = current.service(Sameness)
+        sameness.check(model.named_parameters())
+        with sameness.known():
             _Wrapping(current).wrap_children(model)
-        for param in model.parameters():
-            if isinstance(param, DistributedParameter):
-                param.never_set = True
     initialize.initialize(model)
 
 
