@@ -52,14 +52,14 @@ def inspect_model(
             "call it on every rank with the same model and pattern."
         )
     tensors = [x for param in found.values() for x in (param, param.grad)]
-    sharded = [
+    local = (None if x is None else local_of(x) for x in tensors)
+    own = [
         2 * place + half
         for place, param in enumerate(found.values())
-        if isinstance(param, DistributedParameter)
+        if not isinstance(param, DistributedParameter)
         for half in range(2)
     ]
-    local = (None if x is None else local_of(x) for x in tensors)
-    statistics = statistics_of(local, current.device, axis, sharded)
+    statistics = statistics_of(local, current.device, axis, own)
     rows = []
     for name, values, grad in zip(found, statistics[::2], statistics[1::2], strict=True):
         has_none = grad["mean"] is None and values["mean"] is not None

@@ -13,81 +13,73 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime.mesh import Axis
 
 CHUNK = 1 << 22  # elements converted to fp64 at a time: 32 MiB
-# Of a tensor on one rank: the number of its elements, their sum, the number of chunks with a NaN,
-# the sum of squared deviations from the mean, the maximum, the negated minimum.
-COUNT, TOTAL, NANS, SQUARES, TOP, BOTTOM = range(6)
 COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
 
 Statistics = dict[str, float | None]
+# Of a rank's part of a tensor: the number of its elements, their sum, the sum of their squared
+# deviations from its mean, the maximum, the minimum; here of no elements.
+NOTHING = (0.0, 0.0, 0.0, -math.inf, math.inf)
 
 
 def statistics_of(
     tensors: Iterable[torch.Tensor | None],
     device: torch.device,
-    axis: Axis | None,
-    places: Collection[int] | None = None,
+    axis: Axis,
+    own: Collection[int] = (),
 ) -> list[Statistics]:
-    """Mean, std, max and min of the elements of each tensor, in fp64.
+    """Mean, std, max and min of the elements of each tensor, in fp64. Collective: one exchange.
 
     All four are None for an empty, complex, meta or missing tensor. `std` divides by count - 1,
     torch's default; as torch's it is NaN of a single element. Other NaN come from the data.
 
     Args:
-        tensors: of any shape and dtype; None for one that this rank does not have.
-        device: of the collectives.
-        axis: whose ranks have parts of the tensors; three collectives, however many there are.
-            None for this rank's own numbers.
-        places: the tensors that are in parts, others being this rank's own; None for all. As many
-            on all ranks.
+        tensors: of any shape and dtype, as many on all ranks; None for one that this rank lacks.
+        device: of the collective.
+        axis: whose ranks have parts of the tensors.
+        own: places of tensors of which each rank has its own, and gets the numbers of that.
     """
-    found = [_row(x).to(device) for x in tensors]
+    found = [row_of(x).to(device) for x in tensors]
     if not found:
         return []
-    rows = torch.stack(found)
-    chosen = list(range(len(found)) if places is None else places)
-    if axis is not None and chosen:
-        own = rows[chosen]
-        sums = collectives.all_reduce(own[:, :SQUARES], "sum", axis)
-        shift = own[:, TOTAL] / own[:, COUNT].clamp(min=1)
-        shift -= sums[:, TOTAL] / sums[:, COUNT].clamp(min=1)
-        squares = own[:, SQUARES] + own[:, COUNT] * shift.square()
-        squares = collectives.all_reduce(squares, "sum", axis)
-        extremes = collectives.all_reduce(own[:, TOP:], "max", axis)
-        rows[chosen] = torch.cat([sums, squares[:, None], extremes], dim=1)
-    out: list[Statistics] = []
-    for count, total, nans, squared, top, bottom in rows.tolist():
-        if not count:
-            out.append(dict.fromkeys(("mean", "std", "max", "min")))
-            continue
-        std = math.sqrt(squared / (count - 1)) if count > 1 else math.nan
-        most, least = (math.nan, math.nan) if nans else (top, -bottom)
-        out.append({"mean": total / count, "std": std, "max": most, "min": least})
-    return out
+    rows = collectives.all_gather(torch.stack(found), axis)
+    for rank in range(axis.size):
+        if rank != axis.index:
+            rows[rank, [*own]] = rows.new_tensor(NOTHING)
+    return combined(rows)
 
 
 @torch.no_grad()
-def _row(x: torch.Tensor | None) -> torch.Tensor:
-    """The row of one tensor, computed on its device without a synchronisation."""
-    is_empty = x is None or x.is_meta or x.is_complex() or x.numel() == 0
-    row = torch.zeros(6, dtype=torch.float64, device="cpu" if x is None or x.is_meta else x.device)
-    row[TOP:] = -math.inf
-    if x is None or is_empty:
-        return row
-    flat = (x if x.layout == torch.strided else x.to_dense()).reshape(-1)
-    row[COUNT] = flat.numel()
-    for chunk in flat.split(CHUNK):
+def row_of(x: torch.Tensor | None) -> torch.Tensor:
+    """The numbers of NOTHING for one tensor: (5,), on its device, without a synchronisation."""
+    if x is None or x.is_meta or x.is_complex() or x.numel() == 0:
+        return torch.tensor(NOTHING, dtype=torch.float64, device="cpu")
+    chunks = (x if x.layout == torch.strided else x.to_dense()).reshape(-1).split(CHUNK)
+    total, squares = torch.zeros(2, dtype=torch.float64, device=x.device)
+    extremes = []
+    for chunk in chunks:
         values = chunk.double()
-        lowest, highest = values.aminmax()
-        row[TOTAL] += values.sum()
-        row[NANS] += highest.isnan()
-        # A max reduction over ranks may drop NaN, so chunks with NaN are counted instead.
-        row[TOP:] = torch.maximum(
-            row[TOP:], torch.stack([highest, -lowest]).nan_to_num(-math.inf, math.inf, -math.inf)
-        )
-    mean = row[TOTAL] / flat.numel()
-    for chunk in flat.split(CHUNK):
-        row[SQUARES] += (chunk.double() - mean).square().sum()
-    return row
+        total += values.sum()
+        extremes.append(torch.stack(values.aminmax()))
+    for chunk in chunks:
+        squares += (chunk.double() - total / x.numel()).square().sum()
+    least, most = torch.stack(extremes).unbind(1)
+    count = torch.full_like(total, x.numel())
+    return torch.stack([count, total, squares, most.amax(), least.amin()])
+
+
+def combined(rows: torch.Tensor) -> list[Statistics]:
+    """Statistics of tensors from the rows of all ranks, (ranks, tensors, 5)."""
+    counts, totals, squares, tops, bottoms = rows.unbind(-1)
+    count = counts.sum(0)
+    mean = totals.sum(0) / count
+    shift = totals / counts.clamp(min=1) - mean
+    variance = (squares + counts * shift.square()).sum(0) / (count - 1)
+    numbers = torch.stack([mean, variance.sqrt(), tops.amax(0), bottoms.amin(0)], dim=1)
+    names = ("mean", "std", "max", "min")
+    return [
+        dict(zip(names, values, strict=True)) if of_any else dict.fromkeys(names)
+        for values, of_any in zip(numbers.tolist(), count.tolist(), strict=True)
+    ]
 
 
 def entry(
