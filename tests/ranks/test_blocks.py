@@ -3,6 +3,7 @@ randomness, hooks, names.
 """
 
 import copy
+import functools
 import itertools
 from typing import Any
 
@@ -301,6 +302,25 @@ def watch(net, seen):
             getattr(module, f"register_{kind}_hook")(hook)
 
 
+def global_hooks(level, recompute):
+    """They run once in a call of a block, as of any module."""
+    num_calls = [0]
+
+    def double(_, args, out):
+        num_calls[0] += 1
+        return out * 2
+
+    def call(module, x):
+        num_calls[0] = 0
+        loss = module(x).square().sum()
+        assert num_calls[0] == 3
+        return loss
+
+    with nn.modules.module.register_module_forward_hook(double):
+        make = functools.partial(nn.Sequential, nn.Linear(6, 6), nn.Tanh())
+        compare(make, call, torch.randn(4, 6), level, recompute)
+
+
 class Outside(nn.Module):
     """Modules outside of lists that read their weights in ways of their own."""
 
@@ -503,7 +523,7 @@ def lists():
     assert states.shape == (3, 2, 6) and torch.equal(states[0], x)
 
 
-IN_ALL_MODES = [passes, copies, hooks, moving_buffers, returned_parameters, nested]
+IN_ALL_MODES = [passes, copies, hooks, global_hooks, moving_buffers, returned_parameters, nested]
 
 
 @pytest.mark.parametrize("program", IN_ALL_MODES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -377,8 +376,7 @@ class Block(DistributedModule):
             views = [view.view_as(view) for view in use.views()]
         for view, flag in zip(views, use.trainable, strict=True):
             view.requires_grad_(flag)
-        named = itertools.chain(enumerate(args), kwargs.items())
-        begun = self._host_state.begin(named, self._context.draws)
+        begun = self._host_state.begin(args, kwargs, self._context.draws)
         trials = Trials(self._inner, call.runner, self._host_state, begun)
         with self.binding.running(call.table, views, is_compiled=call.runner.is_compiled):
             return measure(trials, levels, views, args, kwargs)
@@ -428,8 +426,7 @@ class Block(DistributedModule):
         if found is None:
             results, call.lends = runner.results(level), True
             call.run = runner.plain if results is None else results
-            named = itertools.chain(enumerate(args), kwargs.items())
-            begun = self._host_state.begin(named, context.draws)
+            begun = self._host_state.begin(args, kwargs, context.draws)
             body = functools.partial(self._compute, call, contextlib.nullcontext())
             keep = functools.partial(self._warn_of_keeping, results)
             recomputation = Recomputation(body, begun, use.place_of, use.keep, keep)

@@ -222,7 +222,7 @@ def fill(plan: Plan, source: Source) -> None:
     read_all(reads, source)
     for entry in plan.copies.values():
         if isinstance(entry.tensor, DistributedParameter):
-            entry.tensor.mark_set()
+            entry.tensor.mark_written()
 
 
 def read_of(values: torch.Tensor, cut: Cut, source: Source, name: str) -> Read | None:

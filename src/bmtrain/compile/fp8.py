@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.kernels import fp8
+from bmtrain.recompute.recomputation import call
 from bmtrain.torch_internals import plain_functions
 
 
@@ -114,9 +115,9 @@ class Fp8Mode(TorchFunctionMode):
 
 
 def call_in_fp8(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`module(*args, **kwargs)` with linear layers in FP8."""
+    """`call` with linear layers in FP8."""
     with Fp8Mode():
-        return module(*args, **kwargs)
+        return call(module, args, kwargs)
 
 
 class Fp8Weight(torch.Tensor):

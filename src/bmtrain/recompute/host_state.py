@@ -418,18 +418,18 @@ class HostState:
         """State for a copy, which has other modules."""
         return {**self.__dict__, "_snapshot": None}
 
-    def begin(self, arguments: Any, draws: Draws) -> Begun:
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: Draws) -> Begun:
         """A pass begins.
 
         Args:
-            arguments: of the pass; direct tensors among them are the caller's.
+            args, kwargs: of the pass; direct tensors among them are the caller's.
             draws: of the rank.
         """
         if self._snapshot is None or not self._snapshot.is_current():
             self._snapshot = Snapshot()
             self._snapshot.add_modules(module for _, module in self._modules())
         given = Snapshot()
-        for name, value in arguments:
+        for name, value in (*enumerate(args), *kwargs.items()):
             if not isinstance(value, torch.Tensor):
                 given.add(value, f"argument {name}")
         return Begun(self, self._snapshot, given, draws)

@@ -53,7 +53,7 @@ class Trials:
             return call(self._module, given, named)
 
         draws = world.current("Block").draws
-        begun = self._state.begin([*enumerate(args), *kwargs.items()], draws)
+        begun = self._state.begin(args, kwargs, draws)
 
         def keep(_: str) -> None:
             if results is not None:

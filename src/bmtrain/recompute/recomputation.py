@@ -27,6 +27,8 @@ from bmtrain.torch_internals import (
     TorchDispatchMode,
     argument_names,
     at_end_of_backward,
+    has_global_module_hooks,
+    has_hooks,
     in_backward,
     sharing_versions,
     tree_map_only,
@@ -78,7 +80,9 @@ class Runner:
 
 
 def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`module(*args, **kwargs)`."""
+    """`module(*args, **kwargs)` without global hooks, which have run for the block around it."""
+    if has_global_module_hooks() and not has_hooks(module):
+        return module.forward(*args, **kwargs)
     return module(*args, **kwargs)
 
 

@@ -346,28 +346,20 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
 
     def gather_all(self) -> torch.Tensor:
         """As `gather`, with the tensor-parallel split undone: the tensor before the cut."""
-        split = self.storage_of.layout.slots[self.index_in_storage].split
-        full = self.gather()
-        return (
-            full
-            if split is None
-            else torch.cat(
-                list(autograd.all_gather(full, self.storage_of.engine.mesh.tp)), split.dim
-            )
-        )
+        full, split = self.gather(), self.cut.split
+        if split is None:
+            return full
+        return torch.cat(list(autograd.all_gather(full, self.cut.mesh.tp)), split.dim)
 
     def tp_gather(self) -> torch.Tensor:
         """The slices of all tensor-parallel ranks, one after the other: 1-D, differentiable.
 
         Collective over the tensor-parallel ranks. Without `tp_mode` it is this rank's slice.
         """
-        split = self.storage_of.layout.slots[self.index_in_storage].split
         local = self.differentiable_local()
-        return (
-            local
-            if split is None
-            else autograd.all_gather(local, self.storage_of.engine.mesh.tp).view(-1)
-        )
+        if self.cut.split is None:
+            return local
+        return autograd.all_gather(local, self.cut.mesh.tp).view(-1)
 
     def set_full(self, value: torch.Tensor) -> None:
         """Take this rank's slice of the whole tensor `value`.
@@ -402,8 +394,6 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         self.never_set = False
         self.num_own_writes += 1
         self.storage_of.residence.lapse()
-
-    mark_set = mark_written
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
