@@ -159,7 +159,7 @@ will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 # The sequence number of the next autograd node created on this thread.
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # The innermost active saved-tensor hooks, or None.
-saved_tensors_hooks: Callable[[], object] = functools.partial(
+active_saved_tensors_hooks: Callable[[], object] = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
 )
 # Has autograd call a function at the end of the running backward pass.

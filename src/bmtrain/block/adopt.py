@@ -146,7 +146,7 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
         if storage.placement.stage == stage:
             continue
         placement = dataclasses.replace(storage.placement, stage=stage)
-        new = storage.emptied(policy, placement)
+        new = storage.new_like(policy, placement)
         views = storage.views(storage.gather())
         for index, param in enumerate(params):
             new.fill(index, views[index])

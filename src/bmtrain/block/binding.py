@@ -162,7 +162,7 @@ class Binding:
     def __init__(self, modules: Callable[[], Sequence[tuple[str, torch.nn.Module]]]) -> None:
         self._modules = modules
         self._resting: ParameterTable | None = None
-        self._replaced: ParameterTable | None = None  # set while full tensors are bound
+        self._bound_table: ParameterTable | None = None  # set while full tensors are bound
         # Full tensors that stay bound between calls, during backward. See `lend`.
         self._lent: list[torch.Tensor] | None = None
         self._num_runs = 0
@@ -178,8 +178,8 @@ class Binding:
         Raises:
             ParameterError: for a parameter that is not sharded.
         """
-        if self._replaced is not None:
-            return self._replaced
+        if self._bound_table is not None:
+            return self._bound_table
         if self._resting is None or not self._resting.are_current():
             self._resting = ParameterTable(self._modules())
         return self._resting
@@ -213,7 +213,7 @@ class Binding:
             and not (bound[0].is_cuda and torch.cuda.is_current_stream_capturing())
         )
         sums = _sums(bound) if is_looking else None
-        self._replaced, self.is_running = table, True
+        self._bound_table, self.is_running = table, True
         self._put(table, bound)
         try:
             yield
@@ -272,7 +272,7 @@ class Binding:
         For hooks and checkpoints inside the module, whose Python code runs during backward.
         """
         lent = [tensors[position] for position in table.positions]
-        self._replaced, self._lent = table, lent
+        self._bound_table, self._lent = table, lent
         self._put(table, lent)
 
         def give_back() -> None:
@@ -293,7 +293,7 @@ class Binding:
 
     def _put_to_rest(self, table: ParameterTable) -> None:
         self._put(table, table.params)
-        self._replaced = None
+        self._bound_table = None
 
 
 _address = torch.Tensor.data_ptr

@@ -110,7 +110,8 @@ class Block(DistributedModule):
     """
 
     is_block = True
-    __call__ = torch.nn.Module.__call__  # _forward does the same
+    # `_forward` sets whose random numbers are drawn, as DistributedModule does here.
+    __call__ = torch.nn.Module.__call__
 
     def __init__(
         self,
@@ -373,7 +374,7 @@ class Block(DistributedModule):
         # Views, not detached tensors: `detach` hides that parameters share one buffer, and the
         # compiler then takes such inputs for mutated.
         with torch.no_grad():
-            views = [view.view_as(view) for view in use.views()]
+            views = [view.view_as(view) for view in use.gather_views()]
         for view, flag in zip(views, use.trainable, strict=True):
             view.requires_grad_(flag)
         begun = self._host_state.begin(args, kwargs, self._context.draws)
@@ -424,7 +425,7 @@ class Block(DistributedModule):
             with contextlib.suppress(SeveralGraphsError):
                 found = self._compute(call, hooks, args, kwargs)
         if found is None:
-            results, call.lends = runner.results(level), True
+            results, call.lends = runner.selective(level), True
             call.run = runner.plain if results is None else results
             begun = self._host_state.begin(args, kwargs, context.draws)
             body = functools.partial(self._compute, call, contextlib.nullcontext())
@@ -495,19 +496,25 @@ class Block(DistributedModule):
         kwargs: dict[str, Any],
         is_again: bool = False,
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Run the module on gathered parameters, for its saved tensors only if it runs again.
+        """Run the module on gathered parameters.
 
-        Returns the output and the gathered parameters.
+        Args:
+            is_again: only what autograd saves is wanted.
+
+        Returns:
+            The output and the gathered parameters.
         """
         use = call.use
-        again = (
+        # A checkpoint around the block runs it in backward.
+        buffers = (
             spare_buffers([part for _, part in self._parts()])
             if in_backward() and not is_again
             else contextlib.nullcontext()
         )
-        with use.running(), again:
-            views = use.views() if is_again else use.open()
-            if is_again:  # leaves of their own graph: recomputation takes their gradients itself
+        with use.running(), buffers:
+            views = use.gather_views() if is_again else use.gather_in_graph()
+            # Leaves, so that the second run saves what the first has saved; its graph is dropped.
+            if is_again:
                 flags = zip(views, use.trainable, strict=True)
                 views = [view.detach().requires_grad_(flag) for view, flag in flags]
             with (

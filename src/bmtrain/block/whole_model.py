@@ -53,12 +53,12 @@ from bmtrain.torch_internals import (
     COMPILED_NODE,
     BatchNorm,
     StorageWeakRef,
+    active_saved_tensors_hooks,
     hooks_of,
     in_backward,
     in_transform,
     next_node_number,
     node_number,
-    saved_tensors_hooks,
     told_once,
     will_run,
 )
@@ -365,7 +365,7 @@ class WholeModel:
             # Hooks of the model itself run around `forward`.
             or any(hooks and {*hooks.values()} != {note_call} for hooks in self._hooks)
             or changing((*args, *kwargs.values())) is not None
-            or saved_tensors_hooks() is not None
+            or active_saved_tensors_hooks() is not None
             or not self._has_room()
         )
 
@@ -515,7 +515,7 @@ class WholeModel:
             params = [root if x is None else x for each in table.storages for x in each.params]
             self._owner = Owner.apply(root, *params)
         self._versions = {storage: storage.version() for storage in table.storages}
-        use.expect()
+        use.prepare_for_backward()
         return self._leaves
 
     def _arrive_alone(self, storage: Storage, index: int, leaf: torch.Tensor) -> None:
@@ -568,13 +568,13 @@ class WholeModel:
         first_node: int,
     ) -> Any:
         with use.running():
-            views = use.open()
+            views = use.gather_in_graph()
             with self._binding.running(table, views, is_compiled=False):
                 out = self._forward(model, args, kwargs)
         if self._axis.size > 1:
             out = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=False)
         for storage, residence in zip(table.storages, self._residences, strict=True):
-            storage.residence.given.append(StorageWeakRef(residence.memory.untyped_storage()))
+            storage.residence.handed_out.append(StorageWeakRef(residence.memory.untyped_storage()))
         self._residences, self._leaves = [], []  # what is alive of them is the program's
         return out
 

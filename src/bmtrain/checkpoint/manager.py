@@ -119,7 +119,7 @@ class CheckpointManager:
         self._axis = self._world.mesh.world
         # Before connections are opened, for which a rank that is alone here would wait.
         self._world.service(Ledger).enter(
-            self._axis, f"CheckpointManager({str(self.folder)!r})", is_on_host=True
+            self._axis, f"CheckpointManager({str(self.folder)!r})", compares=True
         )
         self._writer = self._world.service(Writer)
         self._board = self._world.service(Board)

@@ -42,8 +42,8 @@ def check_divided(x: torch.Tensor, axis: Axis) -> None:
 def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
     """Log the collective; RanksDivergedError on all ranks if they are known to have diverged."""
     text = what if x is None else f"{what} of {tuple(x.shape)} {x.dtype}"
-    is_on_host = x is None or x.device.type == "cpu"
-    world.current().service(Ledger).enter(axis, text, is_on_host=is_on_host)
+    compares = x is None or x.device.type == "cpu"
+    world.current().service(Ledger).enter(axis, text, compares=compares)
 
 
 def _enter_alone(axis: Axis, what: str) -> None:
@@ -191,7 +191,9 @@ def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:
         return [value]
     out: list[Any] = [None] * axis.size
     _enter(axis, f"exchange for {what}")
-    with world.current().service(Ledger).told(axis):  # another may end after it has come
+    with (
+        world.current().service(Ledger).naming_lost_ranks(axis)
+    ):  # another may end after it has come
         dist.all_gather_object(out, value, group=axis.group)
     return out
 
@@ -201,7 +203,7 @@ def broadcast_object(value: Any, source: int, axis: Axis, what: str) -> Any:
     box = [value]
     if axis.size > 1:
         _enter(axis, f"broadcast from rank {axis.ranks[source]} for {what}")
-        with world.current().service(Ledger).told(axis):
+        with world.current().service(Ledger).naming_lost_ranks(axis):
             dist.broadcast_object_list(
                 box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu")
             )

@@ -63,7 +63,7 @@ _LOST = (
 
 
 @dataclasses.dataclass
-class _Line:
+class _AxisLog:
     """The log of this rank on one axis.
 
     Attributes:
@@ -114,7 +114,7 @@ class Ledger:
         self._rank, self._timeout, self._watchdog = world.rank, world.timeout, world.watchdog
         self._watchdog.collectives = self.summary
         self._store = world.store
-        self._lines = collections.defaultdict[tuple[int, ...], _Line](_Line)
+        self._lines = collections.defaultdict[tuple[int, ...], _AxisLog](_AxisLog)
         self._parted: str | None = None
         self._process = os.getpid()
 
@@ -159,9 +159,9 @@ class Ledger:
             for ranks, x in list(self._lines.items())
         ]
 
-    def enter(self, axis: Axis, what: str, *, is_on_host: bool) -> None:
-        """`note`, then `compare` if the host is about to wait for the other ranks anyway, but not
-        by `swap`, which compares itself.
+    def enter(self, axis: Axis, what: str, *, compares: bool) -> None:
+        """`note`; then `compare`, if `compares`: where the host waits for the other ranks anyway,
+        but not by `swap`, which compares by itself.
 
         Raises:
             RanksDivergedError: on all ranks, if they are about to do different things.
@@ -171,14 +171,14 @@ class Ledger:
             return
         self.refuse_traced(axis, what)
         self.note(axis, what)
-        if is_on_host:
+        if compares:
             self.compare(axis)
 
     def compare_at(self, axis: Axis, what: str) -> None:
         """`enter` a place of the program at which the ranks do nothing together but that, and
         compare on a CPU.
         """
-        self.enter(axis, what, is_on_host=self.is_immediate)
+        self.enter(axis, what, compares=self.is_immediate)
 
     def swap(self, axis: Axis, given: torch.Tensor, taken: torch.Tensor) -> None:
         """Send `given[i]` (n,) to the rank at index i of the axis, and fill `taken[i]` (n,) with
@@ -191,7 +191,7 @@ class Ledger:
         Raises:
             RanksDivergedError: on all ranks, if their logs differ or a rank does not arrive.
         """
-        self.settle(axis)
+        self.finish_comparison(axis)
         own, group, line = axis.index, axis.communicators.group, self._lines[axis.ranks]
 
         def start(do: Callable[..., Any], rows: torch.Tensor, tag: int, place: str) -> list[Any]:
@@ -206,17 +206,17 @@ class Ledger:
         words = heads.view(torch.int64)[..., 0]
         words[:] = line.word
         heads[:, :, 8 : 8 + sent.shape[1]] = sent[:, :FIRST_BYTES]
-        with self.told(axis):
+        with self.naming_lost_ranks(axis):
             works = start(dist.isend, heads[0], _TAG, "group_dst")
             works += start(dist.isend, sent[:, FIRST_BYTES:], _TAG - 1, "group_dst")
             for work in start(dist.irecv, heads[1], _TAG, "group_src"):
                 work.wait()
         if (words != line.word).any():
-            self._part(axis)
+            self._raise_diverged(axis)
         line.agree()
         into[:, :FIRST_BYTES] = heads[1, :, 8 : 8 + into.shape[1]]
         into[own, FIRST_BYTES:] = sent[own, FIRST_BYTES:]
-        with self.told(axis):
+        with self.naming_lost_ranks(axis):
             works += start(dist.irecv, into[:, FIRST_BYTES:], _TAG - 1, "group_src")
             for work in works:
                 work.wait()
@@ -229,7 +229,7 @@ class Ledger:
         Raises:
             RanksDivergedError: as `swap`.
         """
-        self.enter(axis, what, is_on_host=False)
+        self.enter(axis, what, compares=False)
         rows = x.new_empty((axis.size, x.numel()))
         self.swap(axis, x.detach().reshape(1, x.numel()).expand_as(rows), rows)
         return rows.view(axis.size, *x.shape)
@@ -256,20 +256,20 @@ class Ledger:
         return list(found.amax(0).tolist())
 
     @contextlib.contextmanager
-    def told(self, axis: Axis) -> Iterator[None]:
+    def naming_lost_ranks(self, axis: Axis) -> Iterator[None]:
         """Turn Gloo's errors about a missing rank into RanksDivergedError."""
         try:
             yield
         except RuntimeError as error:
             if not any(sign in str(error) for sign in _LOST):
                 raise
-            self._part(axis, error)
+            self._raise_diverged(axis, error)
 
     def compare_later(self, axis: Axis) -> None:
         """Start a background comparison; the next comparison of this axis reports its result."""
         if axis.size == 1:
             return
-        self.settle(axis)
+        self.finish_comparison(axis)
         line = self._lines[axis.ranks]
         own = torch.tensor([line.word], dtype=torch.int64, device="cpu")
         words = torch.empty(axis.size, dtype=torch.int64, device="cpu")
@@ -278,7 +278,7 @@ class Ledger:
         work = all_gather_flat(words, own, group=axis.communicators.gather, async_op=True)
         line.pending = work, own, words
 
-    def settle(self, axis: Axis) -> None:
+    def finish_comparison(self, axis: Axis) -> None:
         """Wait for the comparison that `compare_later` started, and report it."""
         line = self._lines[axis.ranks]
         pending, line.pending = line.pending, None
@@ -288,11 +288,11 @@ class Ledger:
         try:
             work.wait()
         except RuntimeError as error:
-            self._part(axis, error)
+            self._raise_diverged(axis, error)
         if len(set(words.tolist())) > 1:
-            self._part(axis)
+            self._raise_diverged(axis)
 
-    def _part(self, axis: Axis, cause: BaseException | None = None) -> None:
+    def _raise_diverged(self, axis: Axis, cause: BaseException | None = None) -> None:
         """Raise RanksDivergedError: the logs differ, or, with a `cause`, a rank is missing."""
         stories, gone = self._exchange_stories(axis)
         waited = None if cause is None else self._timeout
@@ -300,7 +300,7 @@ class Ledger:
         # what Gloo says of a lost connection would be printed first, and says less
         raise RanksDivergedError(self._parted) from None
 
-    def _exchange_stories(self, axis: Axis) -> tuple[dict[int, _Line], dict[int, str]]:
+    def _exchange_stories(self, axis: Axis) -> tuple[dict[int, _AxisLog], dict[int, str]]:
         """The logs of the ranks of an axis, by rank, as far as they arrive within PATIENCE_S, and
         why others do not come.
 
@@ -331,7 +331,7 @@ class Ledger:
 
 
 def _describe(
-    axis: Axis, stories: dict[int, _Line], gone: dict[int, str], waited: float | None
+    axis: Axis, stories: dict[int, _AxisLog], gone: dict[int, str], waited: float | None
 ) -> str:
     """The error message, the same on all ranks that know the same logs."""
     last = max(story.number for story in stories.values())
@@ -356,7 +356,7 @@ def _describe(
     return f"{deeds}. The last one common to all ranks is number {number - 1}: {known}. {cure}"
 
 
-def _deeds(story: _Line | None, number: int, waited: float | None, gone: str | None) -> str:
+def _deeds(story: _AxisLog | None, number: int, waited: float | None, gone: str | None) -> str:
     if story is None and gone is not None:
         return f"did not reach the next: it {gone}"
     if story is None:

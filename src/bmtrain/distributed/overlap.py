@@ -108,6 +108,7 @@ class Overlap:
 
     def gathered(self, rows: Gathering) -> torch.Tensor:
         """All ranks' rows (ranks * rows, n), of a gather with `whole=True`."""
+        # Without this wait, the reader could find rows that have not arrived yet.
         self._streams.compute_waits(rows.arrived[-1])
         if rows.whole is None:
             raise RuntimeError("rows were gathered in chunks only")
@@ -136,6 +137,8 @@ class Overlap:
 
     def scattered(self, sums: Scattering) -> torch.Tensor:
         """This rank's rows of the sum (rows, m)."""
+        # Without this wait, the reader could find a partial sum, and the allocator could hand out
+        # the summands while the reduction still reads them.
         self._streams.compute_waits(sums.arrived)
         return sums.total
 

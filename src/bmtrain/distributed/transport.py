@@ -81,7 +81,8 @@ class Streams:
         if self._gather is None:
             return contextlib.nullcontext()
         if after is not None:
-            # Without this wait, the gather could overwrite a buffer that is still being read.
+            # Without this wait, the gather could read a shard that is still being written, or
+            # overwrite memory that is still being read.
             self._gather.wait_event(after)
         return torch.cuda.stream(self._gather)
 
@@ -213,7 +214,8 @@ class Gather:
 class Transport:
     """All-gathers and reduce-scatters of a run, over any axis.
 
-    At most MAX_REDUCTIONS full gradients are in flight at a time, which bounds their memory.
+    At most MAX_REDUCTIONS full gradients are in flight at a time, and what autograd has computed
+    for the last of them, which bounds their memory.
     """
 
     MAX_REDUCTIONS = 2
@@ -257,7 +259,7 @@ class Transport:
             RanksDivergedError: on all ranks, if they are known to have diverged.
         """
         for gather in gathers:
-            self.ledger.enter(gather.axis, f"gather of {gather.place}", is_on_host=False)
+            self.ledger.enter(gather.axis, f"gather of {gather.place}", compares=False)
         streams = self.streams
         with streams.gathering(streams.mark_compute()):
             if len(gathers) == 1 and gathers[0].source.peers is not None:
@@ -288,13 +290,14 @@ class Transport:
             if memory is not None:
                 pieces[rank].copy_(memory.parts[rank])
 
-        # Without it, the copies could read a peer's shard before its optimizer has written it.
+        # Without this barrier, the copies could read a peer's shard before its optimizer has
+        # written it.
         peers.barrier(GATHERS)
         self.streams.side_by_side([functools.partial(copy_from, rank) for rank in rotated(axis)])
-        # Without it, a rank could update its shard while a peer still copies from it.
+        # Without this barrier, a rank could update its shard while a peer still copies from it.
         peers.barrier(GATHERS)
 
-    def expect(self, numel: int, dtype: torch.dtype, axis: Axis) -> None:
+    def allocate_exchange(self, numel: int, dtype: torch.dtype, axis: Axis) -> None:
         """Allocate peer memory for reducing full gradients (numel,) of this dtype, where it pays.
 
         Collective, and therefore called before any backward pass: if one rank ran out of memory
@@ -311,7 +314,7 @@ class Transport:
         if peers is not None:
             exchange = Exchange(peers, numel, dtype, self.streams.side_by_side)
             with self.streams.reducing():
-                # Without it, a copy into a peer's memory could arrive before that peer's
+                # Without this barrier, a copy into a peer's memory could arrive before that peer's
                 # zero-fill, which would erase it.
                 peers.barrier(REDUCTIONS)
             self._exchanges[key] = exchange
@@ -325,10 +328,10 @@ class Transport:
         """
         if axis.size == 1:
             for each in reductions:
-                _keep(each)
+                _reduce_alone(each)
             return
         numel = sum(each.total.numel() for each in reductions)
-        self.ledger.enter(axis, f"reduction of {numel} elements for every rank", is_on_host=False)
+        self.ledger.enter(axis, f"reduction of {numel} elements for every rank", compares=False)
         self._make_room()
         first, dtype = reductions[0], reductions[0].dtype
         reads = [tensor for each in reductions for tensor in each.reads]
@@ -378,7 +381,8 @@ class Transport:
             self.streams.compute_waits(self._reductions.popleft().event)
 
     def _make_room(self) -> None:
-        """Wait until less than MAX_REDUCTIONS reductions are in flight, then release their tensors.
+        """Wait until the last reduction has copied its gradients, and less than MAX_REDUCTIONS are
+        in flight, then release their tensors.
 
         The compute stream waits before a tensor is dropped. Without that, the caching allocator
         could hand its memory to a compute kernel while the reduce stream still reads it.
@@ -390,7 +394,7 @@ class Transport:
             self.streams.compute_waits(self._reductions.popleft().event)
 
 
-def _keep(reduction: Reduction) -> None:
+def _reduce_alone(reduction: Reduction) -> None:
     """Write the gradient of a single rank, which is the sum, without communication."""
     total, parts = reduction.total, reduction.parts()
     places = total.split([part.numel() for part in parts])

@@ -129,7 +129,7 @@ class ShardedState(Sharded):
 
     @property
     def local(self) -> torch.Tensor:
-        self._param.storage_of.settle()
+        self._param.storage_of.wait_for_updates()
         self._wait_for_copies()
         return self._local
 

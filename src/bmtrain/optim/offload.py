@@ -292,7 +292,9 @@ class AdamOffloadOptimizer(AdamBase):
         # step.
         for update in away:
             if update.span.storage is not None:
-                update.span.storage.expect(update.finish, is_late=update.span.owner in self._hidden)
+                update.span.storage.add_pending_update(
+                    update.finish, is_late=update.span.owner in self._hidden
+                )
             update.count_write()
         self._streamer.update(here, away, verdict)
         for update in away:

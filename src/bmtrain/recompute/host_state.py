@@ -154,9 +154,9 @@ class Snapshot:
 
     def is_current(self) -> bool:
         """Whether everything is as it was, but for contents of tensors."""
-        return self.holds() and all(map(_Noticed.is_unchanged, self.noticed))
+        return self.is_intact() and all(map(_Noticed.is_unchanged, self.noticed))
 
-    def holds(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether all that is restored is as it was."""
         if self._all_held is None:
             owners = [each.owner for each in self.held]
@@ -418,7 +418,7 @@ class HostState:
         """State for a copy, which has other modules."""
         return {**self.__dict__, "_snapshot": None}
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: Draws) -> Begun:
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: Draws) -> CallState:
         """A pass begins.
 
         Args:
@@ -432,10 +432,10 @@ class HostState:
         for name, value in (*enumerate(args), *kwargs.items()):
             if not isinstance(value, torch.Tensor):
                 given.add(value, f"argument {name}")
-        return Begun(self, self._snapshot, given, draws)
+        return CallState(self, self._snapshot, given, draws)
 
 
-class Begun:
+class CallState:
     """The state at the beginning of one pass."""
 
     def __init__(self, owner: HostState, snapshot: Snapshot, given: Snapshot, draws: Draws) -> None:
@@ -498,7 +498,7 @@ class Begun:
 
         Generators continue where the program left them: a recomputation draws nothing new.
         """
-        is_intact = all(map(Snapshot.holds, self._parts))
+        is_intact = all(map(Snapshot.is_intact, self._parts))
         everything = [each for part in self._parts for each in part.held]
         changed = [] if is_intact else [x for x in everything if not x.is_unchanged()]
         now = [each.contents if is_intact else copy.copy(each.owner) for each in everything]
@@ -535,7 +535,7 @@ class Begun:
                     each.put(each.contents)
                 yield
             finally:
-                if not (is_intact and all(map(Snapshot.holds, self._parts))):
+                if not (is_intact and all(map(Snapshot.is_intact, self._parts))):
                     for each, contents in zip(everything, now, strict=True):
                         if not _Held(each.owner, contents).is_unchanged():
                             each.put(contents)

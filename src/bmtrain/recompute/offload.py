@@ -17,7 +17,7 @@ from bmtrain.distributed.transport import Streams
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.memory import free_host_memory
 from bmtrain.runtime.world import World
-from bmtrain.shard.unshard import Saved
+from bmtrain.shard.unshard import Unpack
 from bmtrain.torch_internals import sharing_versions
 
 
@@ -43,7 +43,7 @@ class Host:
 
     @contextlib.contextmanager
     def saving(
-        self, inputs: Sequence[torch.Tensor], keep: Callable[[torch.Tensor], Saved]
+        self, inputs: Sequence[torch.Tensor], keep: Callable[[torch.Tensor], Unpack]
     ) -> Iterator[None]:
         """Inside, autograd saves `inputs` on the host, and of other tensors what `keep` returns."""
         # The event precedes the block's own kernels: the copies need not wait for those.
@@ -51,7 +51,7 @@ class Host:
         movable = {x.untyped_storage().data_ptr(): x for x in inputs if is_movable(x)}
         sent: dict[int, Away] = {}
 
-        def pack(tensor: torch.Tensor) -> Saved:
+        def pack(tensor: torch.Tensor) -> Unpack:
             address = tensor.untyped_storage().data_ptr()
             if address not in movable:
                 return keep(tensor)

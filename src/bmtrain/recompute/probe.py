@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.recompute.host_state import Begun, HostState
+from bmtrain.recompute.host_state import CallState, HostState
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Memory, Saved, memory_of
 from bmtrain.recompute.offload import Host, is_movable
@@ -37,7 +37,7 @@ class Trials:
     """
 
     def __init__(
-        self, module: torch.nn.Module, runner: Runner, state: HostState, begun: Begun
+        self, module: torch.nn.Module, runner: Runner, state: HostState, begun: CallState
     ) -> None:
         self._module, self._runner, self._state, self.begun = module, runner, state, begun
 
@@ -46,7 +46,7 @@ class Trials:
         inside = self._runner.plain if level is Level.NOTHING else self._runner.recomputing(level)
         if inside is not None:
             return inside(self._module, args, kwargs), 0
-        results = self._runner.results(level)
+        results = self._runner.selective(level)
         call = self._runner.plain if results is None else results
 
         def body(given: tuple[Any, ...], named: dict[str, Any], _: bool) -> Any:
@@ -97,7 +97,7 @@ def measure(
     return options
 
 
-def _measure(once: Callable[[], Option], begun: Begun) -> Option:
+def _measure(once: Callable[[], Option], begun: CallState) -> Option:
     found = []
     for _ in range(_NUM_RUNS):
         with begun.restored():

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from bmtrain.distributed import tensor_parallel  # noqa: F401 (it defines operators)
 from bmtrain.errors import RecomputationError
-from bmtrain.recompute.host_state import Begun, changed_in_place
+from bmtrain.recompute.host_state import CallState, changed_in_place
 from bmtrain.recompute.level import Level
-from bmtrain.shard.unshard import Saved
+from bmtrain.shard.unshard import Unpack
 from bmtrain.torch_internals import (
     TorchDispatchMode,
     argument_names,
@@ -65,12 +65,12 @@ class Runner:
     def recomputing(self, level: Level) -> ModuleCall | None:
         """A function like `plain` that recomputes by itself and keeps what `level` says.
 
-        None if the caller must recompute, by `results`. The function raises SeveralGraphsError
+        None if the caller must recompute, by `selective`. The function raises SeveralGraphsError
         if the module does not compile as one graph.
         """
         return None
 
-    def results(self, level: Level) -> Selective | None:
+    def selective(self, level: Level) -> Selective | None:
         """Runs one call at `level`, which the caller runs once more in backward, in the place of
         `plain`; None if no results are kept.
 
@@ -220,7 +220,7 @@ class _Saved:
     index: int
     shape: torch.Size
     dtype: torch.dtype
-    value: torch.Tensor | Saved | None
+    value: torch.Tensor | Unpack | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,9 +269,9 @@ class Recomputation:
     def __init__(
         self,
         body: Body,
-        begun: Begun,
-        place_of: Callable[[torch.Tensor], Saved | None],
-        keep: Callable[[torch.Tensor], Saved],
+        begun: CallState,
+        place_of: Callable[[torch.Tensor], Unpack | None],
+        keep: Callable[[torch.Tensor], Unpack],
         on_kept: Callable[[str], None],
     ) -> None:
         self._body, self._begun = body, begun

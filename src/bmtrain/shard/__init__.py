@@ -1,55 +1,69 @@
-"""Sharded parameters: the spine of the engine.
+"""Sharded parameters: one training step, who holds which memory, and who waits for whom.
 
-One step of training, in the words of this package.
-
-A `Storage` holds parameters of one dtype and one placement, flattened one after the other. Each
-rank of its `axis` keeps an equal part, the *shard*. A `Block` runs a module; its parameters lie in
-few storages.
+A *rank* is one process, an *axis* a group of ranks. A *collective* is an operation that every rank
+of an axis must start, all in the same order. A `Storage` (not torch's) is a flat array of
+parameters of one dtype and one *placement*: which ranks have it. Each rank of its axis keeps one
+equal part of the array, the *shard*. The *full buffer* is the whole array on one rank; a *view* is
+one parameter in it. A *gather* fills the full buffer from all shards. A *reduction* sums full
+gradients over the ranks and leaves each rank the part that matches its shard; a storage's
+`Gradient` keeps that part. A `Residence` manages the full buffer of a storage: `acquire` starts the
+gather unless it has been started, `release` drops the buffer when its last holder lets go. A `Use`
+is one call of a module: it holds full buffers while that call may read them, and lives as long as
+the call's autograd graph. A *pass* is one forward or one backward of the model. If the axis has one
+rank, the shard is the full buffer and nothing is communicated.
 
 Forward, `block(x)`:
 
-1. The block makes a `Use`, the record of this call. It lives as long as the autograd graph of the
-   call and serves forward, recomputation and backward.
-2. `Use.open` asks the `Engine` for the full buffer of each storage (`Engine.acquire`). If it is
-   not resident or in flight, the `Residence` of the storage allocates a buffer and the `Transport`
-   starts the *gather* that fills it from all shards. Then the engine starts the gather that came
-   next in the last pass (`Schedule`): it runs beside this block.
-3. `Unshard.apply` makes views of the buffer, one per parameter, that belong to the graph but are
-   no leaves. A `Binding` puts them in the place of the parameters while the module runs.
-4. Under ZeRO-3 the use releases the buffer: its memory goes back to the allocator. What autograd
-   has saved of it is kept as a place in the buffer (`Packed`), not as a view. Under ZeRO-2 it
-   stays.
-5. Outputs are *tied* to the graph (`outputs.tied_to`), so that backward reaches the call on every
-   rank.
+1. `Block._forward` makes a `Use`. `Use.gather_in_graph` gets each full buffer from
+   `Engine.acquire`, which also prefetches: it starts the gather that followed this one in earlier
+   passes (`Schedule`).
+2. `Unshard.apply` makes the trainable views outputs of one autograd node. `Binding.running` puts
+   all views in the place of the module's parameters while the module runs.
+3. `outputs.tied_to` adds a path from the outputs to that node if there is none. A rank without one
+   would skip the collectives of backward, and the other ranks would hang.
+4. `Use.running` ends. ZeRO-3 releases the buffers: a saved tensor that lies in one is kept as its
+   position (`Packed`) and read from the next gather. ZeRO-2 holds them until backward is done with
+   them. Without gradients both release.
 
-Backward:
+Backward, in the order in which autograd comes to it:
 
-6. Before the first node of the call runs, `Use.lend` acquires the buffers again and lends full
-   tensors to the module, for hooks and checkpoints whose Python code runs in backward. A
-   recomputed block runs its module again (`recompute/recomputation.py`).
-7. `Unshard.backward` has the gradients of all parameters of the call: it releases the buffers and
-   hands the gradients to `Backward.add`. Each storage's `Gradient` starts a *reduction*: the sum
-   over ranks, of which each rank gets the part of its shard.
-8. When autograd has run its last node, `Backward.finish` lets the ranks agree on which parameters
-   got a gradient, waits for the reductions and shows the sums in `.grad` (`Gradient.close`).
+5. A hook on the outputs calls `Use.lend` if Python code of the module (hooks, inner checkpoints)
+   may run in backward: it gathers again under ZeRO-3 and puts full tensors into the module, until
+   step 7. Otherwise the first saved tensor that lies in a buffer gathers again.
+6. If the block is recomputed, the first saved tensor that autograd asks for runs the module again
+   (`recompute/`) with the buffers, attributes and random state of its first run. Only the tensors
+   that this run saves are used. A call that cannot be repeated keeps its activations instead. If
+   the program has changed something that the first run read and that cannot be restored, backward
+   raises RecomputationError.
+7. `Unshard.backward` gets the gradients of all views. `Use.end` takes the loan back, releases the
+   buffers, so that the flat gradient can have their memory, and calls `Backward.add`, which starts
+   the reductions or, while gradients are deferred, keeps full gradients on this rank.
+8. After the last node `Backward.finish` lets the hosts agree on which parameters got a gradient on
+   any rank, waits for the reductions, and shows the sums in `.grad` (`Gradient.close`). Then
+   `Engine.forget_gathered` drops all full buffers, because shards may be written now.
 
-Then an optimizer updates shards, element by element. `Steps` checks that all ranks take the same
-step.
+Update: `Steps` enters the step in the ledger, and the optimizer writes each rank's shards. An older
+graph cannot run backward any more (StaleParameterError): it would compute with the new values.
 
-Who waits for whom:
+On a GPU the compute, gather and reduce streams wait for each other by events, the host does not:
 
-* A gather waits for all that was issued on the compute stream before it: for writes of the shard,
-  and for the last reader of the memory that the allocator has handed out again.
-* The compute stream waits for a gather before the module reads the buffer.
-* A reduction waits for the compute stream, which computes what it reads. At most two are in
-  flight; the compute stream waits for the oldest before its memory is dropped.
-* The compute stream waits for all reductions before `.grad` is shown.
-* On a CPU these waits do nothing: work is done in the order of the program.
+* A gather waits for the compute stream, which may still write the shard or read the memory that the
+  new buffer got. By peer copies it also waits for all ranks, before and after it copies.
+* The compute stream waits for a gather before a module reads the buffer or its memory is reused.
+* A reduction waits for the compute stream, which computes the gradients.
+* Before a reduction starts, the compute stream waits until the one before has copied its gradients,
+  and for the older of two in flight: the allocator may reuse their memory.
+* The compute stream waits for all reductions before `.grad` is shown: it would be a partial sum.
+* A gather waits for an optimizer's update that is still under way (`Residence.wait_for_updates`).
 
-Collectives must come in the same order on all ranks. So nothing on this path decides by what can
-differ between ranks: versions of parameters, or which Python objects are alive. The `Ledger` has a
-name for each of them and compares.
+On a CPU there are no streams: each collective blocks the host, and a prefetch overlaps nothing.
 
-Beside the spine: `parameter.py`, `slices.py`, `sharded.py` and `elementwise.py` are parameters as
-programs see them, `replicated.py` the parameters that are whole on every rank.
+If forward raises, the module gets its parameters back. If backward raises, autograd drops the
+call of `finish`; the next gather, gradient, step or `zero_grad` calls `Backward.abandon`, which
+drops the pass and communicates nothing, since other ranks may not have failed.
+
+No choice between collectives may depend on what differs between ranks, such as versions or live
+objects; a check of versions may only raise. The `Ledger` names every collective and compares the
+names between ranks: on a CPU in each one, on a GPU in step 8 and once per forward pass, in the
+background. If they differ, all ranks raise.
 """

@@ -7,7 +7,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -16,9 +16,7 @@ from bmtrain.distributed.transport import Reduction, Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
-from bmtrain.torch_internals import at_end_of_backward, backward_pass, in_backward
-
-NO_PASS: Final = -1  # the number while no backward pass runs
+from bmtrain.torch_internals import NO_PASS, at_end_of_backward, backward_pass, in_backward
 
 
 def any_rank(ledger: Ledger, flags: list[bool], axis: Axis) -> list[bool]:
@@ -53,16 +51,16 @@ class Backward:
     A gradient that arrives joins the pass; autograd calls `finish` at its end.
 
     Attributes:
-        task: autograd's number of the pass; NO_PASS while none runs.
+        pass_number: autograd's number of the pass; NO_PASS while none runs.
         replicated: takes part in the end of every pass too.
     """
 
-    def __init__(self, transport: Transport, on_finish: Callable[[], None]) -> None:
-        self._transport, self._on_finish = transport, on_finish
+    def __init__(self, transport: Transport, on_end: Callable[[], None]) -> None:
+        self._transport, self._on_end = transport, on_end
         self._gradients: list[Gradient] = []
         self._waiting: list[Gradient] = []  # their gradients are deferred on this rank
         self._uses: list[Any] = []  # that backward has reached, of class Use
-        self.task = NO_PASS
+        self.pass_number = NO_PASS
         # Called by autograd at the end of the pass. Autograd alone keeps it, so it dies with a pass
         # that raises.
         self._end: weakref.ref[object] | None = None
@@ -95,20 +93,16 @@ class Backward:
         # Not from inside a pipeline: a drop may reduce gradients over all ranks, and the stages
         # reach this point one after the other. The first would wait for ranks that wait for its
         # gradients: deadlock.
-        left = (
-            []
-            if use.is_repeated
-            else [u for u in self._uses if u.order > use.order and u.is_droppable]
-        )
-        for other in left:
-            other.drop()
-            self._uses.remove(other)
+        for other in () if use.is_repeated else list(self._uses):
+            if other.order > use.order and other.is_droppable:
+                other.release_all()
+                self._uses.remove(other)
         if use not in self._uses:
             self._uses.append(use)
 
     def end_use(self, use: Any) -> None:
         """All gradients of `use` are computed."""
-        use.drop()
+        use.release_all()
         if use in self._uses:
             self._uses.remove(use)
 
@@ -139,12 +133,12 @@ class Backward:
 
     def finish(self) -> None:
         """End the pass. Called by autograd after the last node; harmless when nothing is open."""
-        self.task = NO_PASS
+        self.pass_number = NO_PASS
         for use in self._uses:
-            use.drop()
+            use.release_all()
         self._uses.clear()
         self._close(flushes=not self._deferring)
-        self._on_finish()
+        self._on_end()
 
     def flush(self) -> None:
         """Reduce what `deferring` held back and no later backward pass has reduced. Collective.
@@ -190,25 +184,25 @@ class Backward:
 
     def join(self) -> None:
         """A gradient has arrived: make sure that the pass ends with `finish`."""
-        task = backward_pass()
-        if task in (self.task, NO_PASS):
+        pass_number = backward_pass()
+        if pass_number in (self.pass_number, NO_PASS):
             return
-        if self.task != NO_PASS and (self._end is None or self._end() is None):
+        if self.pass_number != NO_PASS and (self._end is None or self._end() is None):
             self.abandon()  # it has raised, and nothing was gathered since
-        if self.task != NO_PASS:
+        if self.pass_number != NO_PASS:
             self._refuse_hooks()
             # A pass inside a pass, as reentrant checkpointing runs one. Autograd tells only the
             # number of the innermost, so what the outer pass has brought so far is shown now.
             self.finish()
         self._refuse_lost()
-        self.task = task
+        self.pass_number = pass_number
         end = functools.partial(self.finish)
         self._end = weakref.ref(end)
         at_end_of_backward(end)
 
     def abandon_if_dead(self) -> None:
         """Drop a pass that an exception has ended: outside of backward none can be running."""
-        if self.task != NO_PASS and not in_backward():
+        if self.pass_number != NO_PASS and not in_backward():
             self.abandon()
 
     def _refuse_lost(self) -> None:
@@ -229,9 +223,8 @@ class Backward:
         if any(gradient.has_hooks for gradient in self._gradients):
             raise ParameterError(
                 "a parameter with hooks got a gradient in a backward pass that runs "
-                "another one inside, as reentrant checkpoints "
-                "and recomputed blocks with TorchScript do: give those blocks "
-                "use_checkpoint=False, or change `.grad` later."
+                "another one inside, as reentrant checkpoints do: call them with "
+                "use_reentrant=False, or change `.grad` later."
             )
 
     def abandon(self) -> None:
@@ -239,9 +232,9 @@ class Backward:
 
         Nothing here is collective: other ranks may not have failed, and would not come.
         """
-        self.task = NO_PASS
+        self.pass_number = NO_PASS
         for use in self._uses:
-            use.drop()
+            use.release_all()
         # Gradients are put back on the compute stream, and the next pass reads and writes the sums
         # there. Without this wait, a reduction in flight could overwrite both.
         self._transport.wait_for_reductions()
@@ -258,7 +251,7 @@ class Backward:
         self._gradients.clear()
         if self.replicated is not None:
             self.replicated.discard()
-        self._on_finish()
+        self._on_end()
 
     def _agree(self, gradients: Sequence[Gradient]) -> dict[Gradient, list[bool]]:
         """For each slot of each gradient, whether any rank that shares it has touched it.
@@ -275,7 +268,7 @@ class Backward:
             members = by_axis[name]
             # A rank adds to its own slices: where one has cleared them and another has not, the
             # gradient is a sum of nothing that one process computes.
-            added = [flag for gradient in members for flag in gradient.continued]
+            added = [flag for gradient in members for flag in gradient.had_grad]
             self._transport.ledger.note(
                 members[0].axis,
                 f"the end of a backward pass with {len(members)} gradients ({sum(added)} of "

@@ -17,13 +17,14 @@ from bmtrain.distributed.transport import Gather, ShardSource, Streams, Transpor
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.backward import NO_PASS, Backward
+from bmtrain.shard.backward import Backward
 from bmtrain.shard.label import Label, Phase
 from bmtrain.shard.layout import Slot
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.steps import Steps
 from bmtrain.torch_internals import (
+    NO_PASS,
     StorageWeakRef,
     num_users,
     plain_functions,
@@ -72,9 +73,10 @@ class Stale(torch.Tensor):
 
 
 class Residence:
-    """The full values of a storage on a rank that needs no gather: the shard is the full buffer.
+    """The full buffer of a storage: where it lies, and who holds it.
 
-    Every `acquire` is matched by a `release`.
+    This class is that of a rank alone on its axis, whose shard is the full buffer. `release` ends
+    what `acquire` has begun; a holder that is dropped without it has none since `forget`.
     """
 
     #: whether backward reads the buffer of forward; if not, saved views are packed and looked up
@@ -94,14 +96,15 @@ class Residence:
 
     def __init__(self, source: ShardSource, label: Label) -> None:
         self._source, self.label = source, label
-        #: memory of the shard's present values that the program may have kept; see `lapse`
-        self.given: list[StorageWeakRef] = []
+        #: memory of the shard's present values that the program may have kept; see `mark_stale`
+        self.handed_out: list[StorageWeakRef] = []
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Wait for updates of the shard that are under way, if its storage is alive."""
-        settle = self.updates()
-        if settle is not None:
-            settle()
+        self.is_late = False
+        wait = self.updates()
+        if wait is not None:
+            wait()
 
     def prefetch(self, phase: Phase) -> None:
         """Start the gather, unless the values are resident or in flight."""
@@ -125,11 +128,11 @@ class Residence:
     def bring(self) -> None:
         """Make the values of a residence that never moves readable on the compute stream."""
 
-    def lapse(self) -> None:
+    def mark_stale(self) -> None:
         """The shard was written: refuse what the program has kept of gathered memory."""
-        if self.given:
-            given, self.given = self.given, []
-            for tensor in tensors_over(given):
+        if self.handed_out:
+            handed_out, self.handed_out = self.handed_out, []
+            for tensor in tensors_over(handed_out):
                 tensor.__class__ = Stale
 
     def forget(self) -> None:
@@ -154,7 +157,7 @@ class Absent(Residence):
 
 
 class Gathered(Residence):
-    """Several ranks: each gather fills a new buffer, which dies with its last reader.
+    """Several ranks: each gather fills a new buffer, which its last holder drops, or `forget`.
 
     The gather waits for all that was issued on the compute stream before it, and so for the last
     reader of the memory that the allocator has handed out again. Holders in the same pass share a
@@ -188,10 +191,10 @@ class Gathered(Residence):
         if self._full is None:
             axis, version = self.label.axis, version_of(self._source.get())
             if version != self.version:  # a write to `param.local` is not reported
-                self.lapse()
+                self.mark_stale()
             self._full, self.version = self._source.new_full(axis.size), version
-            alive = itertools.filterfalse(StorageWeakRef.expired, self.given)
-            self.given = [*alive, StorageWeakRef(self._full.untyped_storage())]
+            alive = itertools.filterfalse(StorageWeakRef.expired, self.handed_out)
+            self.handed_out = [*alive, StorageWeakRef(self._full.untyped_storage())]
             self._arrived = self._transport.gather(
                 Gather(self._full, self._source, axis, self.label.places[phase])
             )
@@ -261,15 +264,15 @@ class Fixed(Residence):
 
     def prefetch(self, phase: Phase) -> None:
         if not self.is_current:
-            self.arrives(self._transport.gather(self.missing(phase)))
+            self.arrives(self._transport.gather(self.missing()))
 
-    def missing(self, phase: Phase) -> Gather:
+    def missing(self) -> Gather:
         """The gather that brings the values; `arrives` says that it was started."""
         axis = self.label.axis
         if self._full is None:
             self._full = self._source.new_full(axis.size)
         self._values, self.version = Values.NONE, version_of(self._source.get())
-        return Gather(self._full, self._source, axis, self.label.places[phase])
+        return Gather(self._full, self._source, axis, self.label.places[Phase.FORWARD])
 
     def arrives(self, ready: torch.Event | None) -> None:
         """The values are there after `ready`."""
@@ -420,7 +423,7 @@ class Engine:
             Streams(world.device), world.service(PeerGroups), world.service(Ledger)
         )
         self.schedule: Schedule[Residence] = Schedule()
-        self.backward = Backward(self.transport, self.begin_pass)
+        self.backward = Backward(self.transport, self.forget_gathered)
         self.replicated = Replicated(world.mesh.world, self.transport.ledger, self.backward)
         # Ties gathered views to the graph. All gathers share it, because nothing is ever
         # accumulated into it. It is on the CPU, where autograd attaches no stream to its node.
@@ -429,7 +432,7 @@ class Engine:
         self.residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self.num_registered = 0
         world.service(Sameness)  # refuses wrappers that take over modules
-        self.steps = Steps(self.transport.ledger, world.mesh.world, self.replicated)
+        self.steps = Steps(self.transport.ledger, world.mesh.world, self.replicated, self.backward)
         self._with_grad = True  # grad mode of the last forward pass
         self._num_turns = 0  # storages met in the pass
 
@@ -449,7 +452,7 @@ class Engine:
         """
         missing = [each for each in residences if isinstance(each, Fixed) and not each.is_current]
         if missing:
-            ready = self.transport.gather(*[each.missing(Phase.FORWARD) for each in missing])
+            ready = self.transport.gather(*[each.missing() for each in missing])
             for each in missing:
                 each.arrives(ready)
         for residence in residences:
@@ -477,13 +480,13 @@ class Engine:
         teacher that follows its student do. So a change of `with_grad` starts a new pass, and
         nothing is prefetched or kept across it.
         """
-        if self.backward.task != NO_PASS:
+        if self.backward.pass_number != NO_PASS:
             self.backward.abandon_if_dead()
         if isinstance(residence, Fixed):  # `bring` has gathered it, outside of the schedule
             return residence.acquire(phase)
         if phase is Phase.FORWARD:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
-                self.begin_pass()
+                self.forget_gathered()
                 # On a GPU the host does not wait for gathers: without this, ranks that part in a
                 # forward pass would hang with no message. Once per pass, in the background.
                 ledger = self.transport.ledger
@@ -494,8 +497,7 @@ class Engine:
             self._num_turns += 1
         following = self.schedule.observe(residence, phase)
         # Wait for the values that the gather is about to read.
-        residence.is_late = False
-        residence.settle()
+        residence.wait_for_updates()
         full = residence.acquire(phase)
         # Backward gathers inside a pipeline only if a graph was retained. The successor may be
         # outside of it: the ranks of other stages reach that gather only after they have got
@@ -510,15 +512,14 @@ class Engine:
 
         Called at the same place on all ranks.
         """
-        if self.backward.task != NO_PASS:
+        if self.backward.pass_number != NO_PASS:
             self.backward.abandon_if_dead()
         # Compiled code of whole models reads shards without asking for them.
         for residence in list(self.residences):
-            residence.is_late = False
-            residence.settle()
+            residence.wait_for_updates()
         # A capture that follows cannot wait for events of work that was issued before it.
         self.transport.streams.join()
-        self.begin_pass()
+        self.forget_gathered()
 
     def fixed(self, residence: Residence) -> Residence:
         """The residence of the same values that stays where it is, for as long as it is held."""
@@ -526,7 +527,7 @@ class Engine:
         self.residences.add(found)
         return found
 
-    def begin_pass(self) -> None:
+    def forget_gathered(self) -> None:
         """A pass is over: forget what was gathered, as shards may be written before the next."""
         self.schedule.restart()
         self._num_turns = 0

@@ -61,7 +61,7 @@ class Gradient:
         self._params = params  # filled in by the storage later
         self._device, self._transport, self._cuts = device, transport, cuts
         pieces = [layout.piece(index, self.axis.index) for index in range(len(cuts))]
-        self._places = [slice(piece.begin, piece.end) for piece in pieces]
+        self._ranges = [slice(piece.begin, piece.end) for piece in pieces]
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
         # The same in the parameters' dtype, shown in `.grad`; one tensor if the dtypes agree.
         self.flat: torch.Tensor | None = None
@@ -74,7 +74,7 @@ class Gradient:
         # By slot: gradients of slices, summed over ranks already, added at the end of the pass.
         self._slices: list[tuple[int, torch.Tensor]] = []
         self._keeps_slices = False  # `_slices` are deferred
-        self.continued = [False] * len(cuts)
+        self.had_grad = [False] * len(cuts)
         self.touched = [False] * len(cuts)
         self._deferred: torch.Tensor | None = None
         #: whether gradients were held back at the beginning of the pass
@@ -96,7 +96,7 @@ class Gradient:
         """Whether this rank holds gradients back for a later reduction."""
         return self._deferred is not None or self._keeps_slices or self.is_lost
 
-    def expect(self) -> None:
+    def prepare_for_backward(self) -> None:
         """A backward pass may come: free cleared memory, prepare for the reduction.
 
         Collective the first time.
@@ -107,25 +107,25 @@ class Gradient:
             if all(param is None or param.shown_grad is None for param in params):
                 self._total = self.flat = None
                 self._views = [None] * len(params)
-        self._transport.expect(self.layout.numel, self._reduce_dtype, self.axis)
+        self._transport.allocate_exchange(self.layout.numel, self._reduce_dtype, self.axis)
 
     def open(self) -> None:
         """Begin a backward pass: keep what is in `.grad`, drop the rest of the sum."""
         self.is_open = True
         params = [reference() for reference in self._params]
         grads = [None if param is None else param.shown_grad for param in params]
-        self.continued = [grad is not None for grad in grads]
+        self.had_grad = [grad is not None for grad in grads]
         self._hooked = {
             index
             for index, param in enumerate(params)
             if param is not None and (param.grad_hooks or param.post_hooks)
         }
-        carried = [is_there and i not in self._hooked for i, is_there in enumerate(self.continued)]
+        carried = [is_there and i not in self._hooked for i, is_there in enumerate(self.had_grad)]
         self._accumulates = any(carried)
         is_kept = [grad is view for grad, view in zip(grads, self._views, strict=True)]
         is_moved = (
             self.flat is None
-            or any(self.continued[index] for index in self._hooked)
+            or any(self.had_grad[index] for index in self._hooked)
             or any(v is not None and not kept for v, kept in zip(self._views, is_kept, strict=True))
         )
         old = self._total if self._accumulates else None
@@ -151,7 +151,7 @@ class Gradient:
                 self._slice(self._total, index).copy_(self._slice(old, index))
         self.had_deferred = self.has_deferred
         if not self.has_deferred:
-            self.touched = [False] * len(self.continued)
+            self.touched = [False] * len(self.had_grad)
 
     def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> Reduction | None:
         """Add one full gradient: a tensor per slot, None for zeros.
@@ -253,7 +253,7 @@ class Gradient:
         for index, param in enumerate(params):
             if param is None or not trained[index]:
                 continue
-            if self.continued[index] or touched[index]:
+            if self.had_grad[index] or touched[index]:
                 view, own = before[index], self._slice(flat, index)
                 if index in self._hooked:
                     self._run_hooks(param, own, index, is_touched=touched[index])
@@ -308,7 +308,7 @@ class Gradient:
         )
 
     def _slice(self, flat: Any, index: int) -> torch.Tensor:
-        own: torch.Tensor = flat[self._places[index]]
+        own: torch.Tensor = flat[self._ranges[index]]
         return own
 
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from bmtrain.runtime.config import device_of_state_dicts
 from bmtrain.shard.listing import full_values
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import check_same_state
-from bmtrain.shard.window import Gathered, Window
+from bmtrain.shard.window import Window, WindowSource
 
 
 class DistributedModule(torch.nn.Module):
@@ -91,7 +91,7 @@ class DistributedModule(torch.nn.Module):
         )
         for name, whole in full_values(sharded):
             value = whole.to(device_of_state_dicts())
-            out[name] = Window.onto(value, Gathered(value, out[name], is_snapshot=True))
+            out[name] = Window.onto(value, WindowSource(value, out[name], is_snapshot=True))
         for name in fresh:
             if isinstance(out[name], torch.Tensor) and not keep:
                 out[name] = out[name].detach()

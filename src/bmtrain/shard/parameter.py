@@ -290,7 +290,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
 
         It shares the parameter's memory. Waits for an update of an optimizer in flight.
         """
-        self.storage_of.settle()
+        self.storage_of.wait_for_updates()
         return self._local
 
     @property
@@ -341,7 +341,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
             return torch.gather(self, *args, **kwargs)
         use = Use([self.storage_of])
         with use.running():
-            view = use.open()[self.index_in_storage]
+            view = use.gather_in_graph()[self.index_in_storage]
             return view.clone() if use.is_gathered_again else view
 
     def gather_all(self) -> torch.Tensor:
@@ -393,7 +393,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         """`mark_written` for writes at the end of a pass, when no gather has to be forgotten."""
         self.never_set = False
         self.num_own_writes += 1
-        self.storage_of.residence.lapse()
+        self.storage_of.residence.mark_stale()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
@@ -452,7 +452,7 @@ class ParameterAlias(Sharded):
 
     @property
     def local(self) -> torch.Tensor:
-        self.param.storage_of.settle()
+        self.param.storage_of.wait_for_updates()
         return self._local
 
     @property
@@ -495,7 +495,7 @@ def _forget_native_gradient(param: torch.Tensor) -> None:
 
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
     """Copy a storage with all its parameters; they stay together, as in the original."""
-    target = source.emptied(source.policy, source.placement, adoptable=source.adoptable)
+    target = source.new_like(source.policy, source.placement, adoptable=source.adoptable)
     target.shard.copy_(source.shard)
     params = []
     for index, old in enumerate(source.params):

@@ -23,7 +23,7 @@ from bmtrain.shard.slices import (
     total,
     write_in_graph,
 )
-from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory, written_uncounted
+from bmtrain.shard.window import Window, WindowSource, as_copy, shares_memory, written_uncounted
 from bmtrain.torch_internals import SCRIPTED, is_collective, is_of_torch, plain_functions
 
 Args = tuple[Any, ...]
@@ -373,7 +373,7 @@ def _as_result(
         if out is whole:
             return sharded[key]
         if not isinstance(out, Slices) and shares_memory(out, whole):
-            return Window.onto(_plain(out), Gathered(whole, sharded[key]))
+            return Window.onto(_plain(out), WindowSource(whole, sharded[key]))
     return out
 
 

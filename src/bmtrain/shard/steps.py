@@ -16,6 +16,7 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
+from bmtrain.shard.backward import Backward
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import plain_functions
@@ -31,6 +32,7 @@ class Steps:
             from then on.
         axis: of all ranks.
         replicated: the ordinary parameters whose gradients are summed over ranks.
+        backward: the running backward pass.
 
     Attributes:
         has_sharded: whether anything has been sharded in this run; ordinary parameters are not
@@ -39,8 +41,11 @@ class Steps:
         waits: called once, before the next step of any optimizer.
     """
 
-    def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated) -> None:
+    def __init__(
+        self, ledger: Ledger, axis: Axis, replicated: Replicated, backward: Backward
+    ) -> None:
         self._ledger, self._axis, self._replicated = ledger, axis, replicated
+        self._backward = backward
         self.has_sharded = False
         self._ordinary: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ordinary] = (
             weakref.WeakKeyDictionary()
@@ -68,6 +73,9 @@ class Steps:
                 values; or parameters that were replaced when their model was sharded, which it
                 would train in vain.
         """
+        # After a backward pass that has raised: without this, the optimizer could read sums that
+        # the reduce stream still writes.
+        self._backward.abandon_if_dead()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._replicated.refuse_retired(params)
         world.current().watchdog.step()

@@ -96,16 +96,16 @@ class Storage:
             survives = policy.zero_level == 2
             self.residence = Gathered(source, label, engine.transport, survives_forward=survives)
         self.residence.is_pipelined = placement.stage is not None
-        self.residence.updates = weakref.WeakMethod(self.settle)
+        self.residence.updates = weakref.WeakMethod(self.wait_for_updates)
         engine.residences.add(self.residence)
 
     @property
     def shard(self) -> torch.Tensor:
         """This rank's values (shard_numel,); waits for an update that is under way."""
-        self.settle()
+        self.wait_for_updates()
         return self._shard
 
-    def expect(self, finish: Callable[[], None], *, is_late: bool) -> None:
+    def add_pending_update(self, finish: Callable[[], None], *, is_late: bool) -> None:
         """Values of the shard are computed beside the program: whoever asks for them waits.
 
         Called at the same place on all ranks, those without elements of it too. The caller has
@@ -119,7 +119,7 @@ class Storage:
         self._updates.append(finish)
         self.residence.is_late = is_late or self.residence.is_late
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Wait for updates that are under way. Not collective.
 
         Raises:
@@ -142,7 +142,7 @@ class Storage:
             isinstance(param, Slices) and param.is_held for param in params
         )
 
-    def emptied(
+    def new_like(
         self, policy: ShardPolicy, placement: Placement, *, adoptable: bool = False
     ) -> Storage:
         """Another one for as many values, all zeros. Collective."""

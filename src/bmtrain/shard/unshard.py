@@ -20,12 +20,12 @@ from bmtrain.shard.label import Phase
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 from bmtrain.torch_internals import (
+    active_saved_tensors_hooks,
     at_end_of_backward,
     backward_pass,
     in_backward,
     in_transform,
     plain_functions,
-    saved_tensors_hooks,
     sharing_versions,
     version_of,
     will_run,
@@ -122,7 +122,7 @@ class Kept:
 
 
 # What is kept of a saved tensor; called for it.
-Saved = Callable[[], torch.Tensor]
+Unpack = Callable[[], torch.Tensor]
 
 # Gives a module the tensors of a use, one per slot of all storages; returns a function that takes
 # them back.
@@ -139,7 +139,7 @@ class Loan:
 
     def __init__(self, tensors: Sequence[torch.Tensor], give_back: Callable[[], None]) -> None:
         self._tensors, self._give_back = tensors, give_back
-        self.task = backward_pass()
+        self.pass_number = backward_pass()
 
     @property
     def is_open(self) -> bool:
@@ -198,8 +198,8 @@ class Use:
         self.is_gathered_again = any(not each.survives_forward for each in residences)
         self._full: dict[Storage, torch.Tensor] = {}
         #: for saved tensors: the program's, or those of a call around it; None without any
-        self.hooks: Any = saved_tensors_hooks()
-        self._places: dict[int, Storage] = {}  # by address of the full buffer
+        self.hooks: Any = active_saved_tensors_hooks()
+        self._by_address: dict[int, Storage] = {}  # by address of the full buffer
         self._running = 0
         self._with_grad = torch.is_grad_enabled()
         self.order = next(_ORDER)
@@ -238,32 +238,32 @@ class Use:
         """Whether backward has come to its end."""
         return self._ended_in != -1
 
-    def open(self) -> list[torch.Tensor]:
+    def gather_in_graph(self) -> list[torch.Tensor]:
         """Gather; one view per slot of all storages, in the graph where gradients are wanted."""
         if not self.storages:
             return []
         if not (torch.is_grad_enabled() and any(self.trainable)):
-            return self.views()
+            return self.gather_views()
         refuse_transforms()
         if self._tied is not None:
             return self._tied
-        self.expect()
+        self.prepare_for_backward()
         leaf = self.storages[0].engine.leaf
         # the leaf in the place of those that the program has dropped
         params = [leaf if x is None else x for one in self.storages for x in one.params]
         with torch.no_grad():
-            views = self.views()
+            views = self.gather_views()
         views = list(Unshard.apply(self, views, leaf, *params))
         if self._calls is Calls.OPEN:
             self._tied = views
         return views
 
-    def expect(self) -> None:
+    def prepare_for_backward(self) -> None:
         """Backward may come, and bring gradients. Collective the first time."""
         for storage, _ in self._trained():
-            storage.gradient.expect()
+            storage.gradient.prepare_for_backward()
 
-    def views(self) -> list[torch.Tensor]:
+    def gather_views(self) -> list[torch.Tensor]:
         """One view per slot of all storages, outside the graph."""
         views: list[torch.Tensor] = []
         for storage in self.storages:
@@ -279,14 +279,13 @@ class Use:
         finally:
             self._running -= 1
             # Forward is over: release all but what backward will read from here (ZeRO-2). In
-            # backward, `end` and `drop` release; while a run is nested in another, the outer still
-            # reads.
+            # backward, `end` and `release_all` do; while a run is nested in another, the outer
+            # still reads.
             if not (in_backward() or self._running):
                 for storage in list(self._full):
-                    residence = self._residences[storage]
-                    if not residence.survives_forward or not torch.is_grad_enabled():
-                        self._places.clear()
-                        residence.release(self._full.pop(storage))
+                    survives = self._residences[storage].survives_forward
+                    if not survives or not torch.is_grad_enabled():
+                        self._release(storage)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -341,7 +340,7 @@ class Use:
         # No gradient gets past a checkpoint that runs a nested backward pass: then this pass may
         # have no path to the node that ends the use.
         self._has_end = end is not None and will_run(end)
-        tensors = self.views()
+        tensors = self.gather_views()
         for tensor, trainable in zip(tensors, self.trainable, strict=True):
             if tensor.requires_grad is not trainable:
                 tensor.requires_grad_(trainable)
@@ -349,26 +348,28 @@ class Use:
         # Weak: after a pass that raised, a strong reference would keep the loan open for as long as
         # the graph lives, and full tensors in the module.
         self._loan = weakref.ref(loan)
-        at_end_of_backward(lambda: self.drop() if loan.is_open else None)
+        at_end_of_backward(lambda: self.release_all() if loan.is_open else None)
 
     def _open_loan(self) -> Loan | None:
         loan = None if self._loan is None else self._loan()
         return loan if loan is not None and loan.is_open else None
 
-    def drop(self) -> None:
+    def release_all(self) -> None:
         """Release all full buffers, and reduce gradients that only the loan has collected."""
         loan = self._open_loan()
         if loan is not None:
-            if backward_pass() not in (-1, loan.task):
+            if backward_pass() not in (-1, loan.pass_number):
                 return  # only a nested pass is over: the outer one still needs the tensors
             late = loan.end()
             if in_backward():
                 self._reduce(late)
         self._has_end = True
-        while self._full:
-            storage, full = self._full.popitem()
-            self._places.clear()
-            self._residences[storage].release(full)
+        for storage in reversed(list(self._full)):
+            self._release(storage)
+
+    def _release(self, storage: Storage) -> None:
+        self._by_address.clear()  # `place_of` makes it anew
+        self._residences[storage].release(self._full.pop(storage))
 
     def end(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Backward has computed the gradients of all slots: release the buffers, then reduce.
@@ -414,7 +415,7 @@ class Use:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda saved: saved())
 
-    def keep(self, tensor: torch.Tensor) -> Saved:
+    def keep(self, tensor: torch.Tensor) -> Unpack:
         """Keep a saved tensor.
 
         Of parameters their places are kept: views would keep buffers until backward. All else goes
@@ -433,14 +434,14 @@ class Use:
 
         None, too, for views of parameters that the program's hooks see in plain PyTorch.
         """
-        if len(self._places) != len(self._full):
-            self._places = {
+        if len(self._by_address) != len(self._full):
+            self._by_address = {
                 full.untyped_storage().data_ptr(): storage for storage, full in self._full.items()
             }
         # Sharded and sparse tensors have no memory of their own.
         has_memory = not isinstance(tensor, Slices) and tensor.layout is torch.strided
         address = tensor.untyped_storage().data_ptr() if has_memory else 0
-        storage = self._places.get(address)
+        storage = self._by_address.get(address)
         if storage is None:
             return None
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())

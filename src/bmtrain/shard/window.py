@@ -23,7 +23,7 @@ from bmtrain.torch_internals import (
 )
 
 
-class Gathered:
+class WindowSource:
     """A gathered whole tensor that has windows.
 
     Args:
@@ -73,10 +73,10 @@ class Window(torch.Tensor):
             itself could not be.
     """
 
-    _gathered: Gathered  # the tensor this is a view of
+    _gathered: WindowSource  # the tensor this is a view of
 
     @classmethod
-    def onto(cls, view: torch.Tensor, gathered: Gathered) -> Window:
+    def onto(cls, view: torch.Tensor, gathered: WindowSource) -> Window:
         """The window `view`, which shares memory with the gathered tensor."""
         with plain_functions():
             window = view.as_subclass(cls)
