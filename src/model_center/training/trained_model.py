@@ -352,6 +352,7 @@ class TransformersModel(TrainedModel):
         """Weights are read slice by slice; first values are those of transformers."""
         accelerate = package("accelerate", "a model of transformers", ConfigError)
         dtype, auto = DTYPES[args.dtype], getattr(self._auto, self._AUTO)
+        is_alone = self._needs_rows_alone(args)
         torch.manual_seed(args.seed)
         if args.from_scratch:
             model = auto.from_config(self.config, dtype=dtype)
@@ -372,6 +373,38 @@ class TransformersModel(TrainedModel):
         scores = args.batch_size * args.max_length * self.vocab_size * dtype.itemsize
         self._are_scores_large = scores > LARGE
         self._probe_packing(args)
+        self.is_packed = self.is_packed and not is_alone
+
+    def _needs_rows_alone(self, args: argparse.Namespace) -> bool:
+        """Whether transformers takes the rotary frequencies of a whole micro-batch from its longest
+        sample, so that a sample beside a longer one is computed otherwise than alone.
+
+        Raises:
+            ConfigError: where the run has more samples than one in a micro-batch then, or where the
+                frequencies also depend on the batches before.
+        """
+        text = self.config.get_text_config()
+        # transformers 4 has them in `rope_scaling`; some models have them for each kind of layer
+        given = vars(text).get("rope_parameters") or vars(text).get("rope_scaling") or {}
+        for rope in [one for one in given.values() if isinstance(one, dict)] or [given]:
+            kind = rope.get("rope_type", rope.get("type"))
+            limit = text.max_position_embeddings if kind in ("dynamic", "longrope") else None
+            if kind == "longrope":
+                original = "original_max_position_embeddings"
+                limit = rope.get(original) or getattr(text, original, None) or limit
+            if limit is None or args.max_length <= limit:
+                continue
+            remedy = f"--max-length {limit}"
+            if kind == "longrope":
+                remedy += ", or --batch-size 1 with more --gradient-accumulation"
+                if args.batch_size == 1 and not args.objective.takes_pairs:
+                    return True
+            raise ConfigError(
+                f"--max-length {args.max_length}: beyond {limit} tokens this model's rotary "
+                f"embedding ({kind}) takes its frequencies from the longest row of a micro-batch, "
+                f"so that results would depend on the number of ranks. Give {remedy}."
+            )
+        return False
 
     def _table_of_positions(self, model: Any) -> int | None:
         """How many positions a model has that keeps them in a table; None where they are computed.
