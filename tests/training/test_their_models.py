@@ -19,7 +19,7 @@ from tests.training.their_models import arguments, check_learning, make
 from model_center.errors import ConfigError
 from model_center.training.objectives import Objective
 from model_center.training.setup import DTYPES
-from model_center.training.trained_model import trained_model_of
+from model_center.training.trained_model import TransformersModel, trained_model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 # Whether samples share rows.
@@ -186,13 +186,13 @@ def adapters_are_computed(folders):
     """On a rank: scores beside adapters are those of transformers' model with A and B in its weights."""
     ids = torch.arange(5, 21)[None]
     for path, wrong, why in folders:
-        trained_model: Any = trained_model_of(path)
+        trained_model: Any = TransformersModel(path)
         trained_model.load(arguments(Path(path)))
         with pytest.raises(ConfigError, match=why):
             trained_model.adapt(arguments(Path(path), lora_rank=4, lora_targets=[wrong]))
         for targets in (None, ["all-linear"]):
             args = arguments(Path(path), lora_rank=4, lora_alpha=8, lora_targets=targets)
-            trained_model = trained_model_of(path)
+            trained_model = TransformersModel(path)
             trained_model.load(args)
             trained_model.adapt(args)
             plain: Any = transformers.AutoModelForCausalLM.from_pretrained(path)
@@ -207,6 +207,25 @@ def adapters_are_computed(folders):
             want = plain(input_ids=ids, use_cache=False).logits
             assert (want - before).abs().max() > 0.01, path
             assert torch.allclose(found, want, rtol=1e-3, atol=1e-4), path
+
+
+@pytest.mark.fresh
+def test_layers_outside_of_blocks_get_adapters(tmp_path):
+    """OPT's projections from and to its embeddings are in no list of layers; its head gets none."""
+    path = str(make("opt", tmp_path, word_embed_proj_dim=8))
+    run_ranks(adapters_are_computed, 1, [(path, "lm_head", "lm_head is the head")])
+    run_ranks(all_but_the_head, 1, path)
+
+
+def all_but_the_head(path):
+    trained_model = TransformersModel(path)
+    trained_model.load(arguments(Path(path)))
+    trained_model.adapt(arguments(Path(path), lora_rank=4, lora_targets=["all-linear"]))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+    linear = {name for name, one in plain.named_modules() if isinstance(one, torch.nn.Linear)}
+    names = [name for name, _ in trained_model.model.named_modules() if name.endswith(".lora_B")]
+    found = {name.removeprefix("base_model.model.").removesuffix(".lora_B") for name in names}
+    assert found == linear - {"lm_head"} and "model.decoder.project_in" in found
 
 
 @pytest.mark.long

@@ -757,26 +757,33 @@ class RewardModel(TransformersModel):
         return self._logits(inputs)[:, 0].float()
 
 
-def irreplaceable(model: torch.nn.Module) -> dict[str, str]:
+def irreplaceable(model: Any) -> dict[str, str]:
     """The names of linear layers of a model of transformers that neither an adapter nor 4 bits can
     stand in for, and why: a module reads the layer's weight and does not call it (kernels of Mamba
-    do more than the layer), or the layer is of a class of its own (a router that returns more).
+    do more than the layer), as the loss does with the head, or the layer is of a class of its own
+    (a router that returns more).
     """
-    found: dict[str, str] = {}
-    children: dict[tuple[type, str], type] = {}
+    head = model.get_output_embeddings()
+    found = {
+        name.rpartition(".")[2]: "is the head, whose weight the loss reads"
+        for name, module in model.named_modules()
+        if module is head
+    }
+    children: dict[tuple[type, str], type[torch.nn.Module]] = {}
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, torch.nn.Linear):
                 children[type(module), name] = type(child)
     for (kind, name), layer in children.items():
-        if layer is not torch.nn.Linear:
+        # a sharded module is of a class of its own, which computes as the layer does
+        if layer.forward is not torch.nn.Linear.forward:
             found[name] = f"is a {layer.__name__}"
         elif name in WEIGHT_READ.findall(inspect.getsource(kind)):
             found[name] = f"is not called: {kind.__name__} reads its weight"
     return found
 
 
-def layers_to_adapt(model: torch.nn.Module, targets: Sequence[str] | None) -> dict[str, Any]:
+def layers_to_adapt(model: Any, targets: Sequence[str] | None) -> dict[str, Any]:
     """What a configuration of peft says of the layers of a model of transformers that get adapters:
     the projections of attention, of a model without any all linear layers.
 
