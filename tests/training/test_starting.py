@@ -123,3 +123,24 @@ def test_adapters_and_their_model(tmp_path, capsys):
     assert main(words) == 1
     assert "merge them into their model" in capsys.readouterr().err
     bmt.shutdown()  # of the command that was refused
+
+
+def test_adapters_of_a_reward_model(tmp_path):
+    """`merge` keeps their head."""
+    base, run = tiny("llama", tmp_path), tmp_path / "run"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    kind = transformers.AutoModelForSequenceClassification
+    model = kind.from_pretrained(base, num_labels=1, pad_token_id=tokenizer.eos_token_id)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS"))
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    with torch.no_grad():
+        for param in adapted.parameters():
+            if param.requires_grad:
+                param.normal_()
+    adapted.save_pretrained(run / "adapter")
+    tokenizer.save_pretrained(run / "adapter")
+    assert main(["merge", str(run), str(run / "model")]) == 0
+    merged = kind.from_pretrained(run / "model", dtype=torch.float32)
+    rewards = merged(torch.arange(3, 20)[None]).logits
+    torch.testing.assert_close(rewards, adapted.eval()(torch.arange(3, 20)[None]).logits)
+    assert rewards.shape == (1, 1)

@@ -10,14 +10,16 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import DATA, TINY, command, losses, same_learning
 from tests.training.their_models import arguments, check_learning, make
 
 from model_center.errors import ConfigError
+from model_center.training.objectives import Objective
 from model_center.training.setup import DTYPES
-from model_center.training.trained_model import trained_model_of
+from model_center.training.trained_model import TransformersModel, trained_model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 # Whether samples share rows.
@@ -68,6 +70,53 @@ def refused(folders):
 @pytest.mark.fresh
 def test_models_that_are_no_language_models(tmp_path):
     run_ranks(refused, 1, [str(make(kind, tmp_path)) for kind in NO_LANGUAGE_MODELS])
+
+
+HEADS: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def rows_of_different_lengths(longrope, dynamic):
+    """On a rank: what is refused, and the loss of what is not, beside transformers' own."""
+    path = Path(longrope)
+    trained_model: Any = trained_model_of(longrope)
+    for more in ({"batch_size": 2}, {"batch_size": 1, "objective": Objective.DPO}):
+        with pytest.raises(
+            ConfigError, match=r"beyond 32 tokens .* \(longrope\) .* Give --max-len"
+        ):
+            trained_model.load(arguments(path, **more))
+    trained_model.load(arguments(path, max_length=32))
+    assert trained_model.is_packed
+    trained_model.load(arguments(path, batch_size=1))
+    assert not trained_model.is_packed
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    short, long = torch.arange(5, 21), torch.arange(5, 53)
+    alone = {}
+    for ids in (short, long, short):
+        batch = {"input_ids": ids[None], "targets": (ids + 1)[None]}
+        batch["segments"] = torch.ones_like(batch["input_ids"])
+        logits = plain(input_ids=ids[None], use_cache=False).logits[0]
+        want = F.cross_entropy(logits, ids + 1, reduction="sum")
+        assert torch.allclose(trained_model.loss_sum(batch), want, rtol=1e-5)
+        alone[len(ids)] = logits[: len(short)]
+    assert not torch.allclose(alone[len(short)], alone[len(long)], rtol=1e-2)  # it does matter
+    trained_model = trained_model_of(dynamic)
+    with pytest.raises(
+        ConfigError, match=r"beyond 32 tokens .* \(dynamic\) .* Give --max-length 32\.$"
+    ):
+        trained_model.load(arguments(Path(dynamic), batch_size=1))
+    trained_model.load(arguments(Path(dynamic), max_length=32))
+    assert trained_model.is_packed
+
+
+@pytest.mark.fresh
+def test_rotary_frequencies_of_the_longest_row(tmp_path):
+    """Rows beside which others are computed otherwise are alone in their micro-batches."""
+    scaling: Any = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    ours: dict[str, Any] = {**HEADS, "original_max_position_embeddings": 32, "pad_token_id": 0}
+    longrope = make("phi3", tmp_path, max_position_embeddings=64, rope_scaling=scaling, **ours)
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    dynamic = make("olmo2", tmp_path, max_position_embeddings=32, rope_scaling=scaling, **HEADS)
+    run_ranks(rows_of_different_lengths, 2, str(longrope), str(dynamic))
 
 
 def positions(folders):
@@ -137,13 +186,13 @@ def adapters_are_computed(folders):
     """On a rank: scores beside adapters are those of transformers' model with A and B in its weights."""
     ids = torch.arange(5, 21)[None]
     for path, wrong, why in folders:
-        trained_model: Any = trained_model_of(path)
+        trained_model: Any = TransformersModel(path)
         trained_model.load(arguments(Path(path)))
         with pytest.raises(ConfigError, match=why):
             trained_model.adapt(arguments(Path(path), lora_rank=4, lora_targets=[wrong]))
         for targets in (None, ["all-linear"]):
             args = arguments(Path(path), lora_rank=4, lora_alpha=8, lora_targets=targets)
-            trained_model = trained_model_of(path)
+            trained_model = TransformersModel(path)
             trained_model.load(args)
             trained_model.adapt(args)
             plain: Any = transformers.AutoModelForCausalLM.from_pretrained(path)
@@ -158,6 +207,25 @@ def adapters_are_computed(folders):
             want = plain(input_ids=ids, use_cache=False).logits
             assert (want - before).abs().max() > 0.01, path
             assert torch.allclose(found, want, rtol=1e-3, atol=1e-4), path
+
+
+@pytest.mark.fresh
+def test_layers_outside_of_blocks_get_adapters(tmp_path):
+    """OPT's projections from and to its embeddings are in no list of layers; its head gets none."""
+    path = str(make("opt", tmp_path, word_embed_proj_dim=8))
+    run_ranks(adapters_are_computed, 1, [(path, "lm_head", "lm_head is the head")])
+    run_ranks(all_but_the_head, 1, path)
+
+
+def all_but_the_head(path):
+    trained_model = TransformersModel(path)
+    trained_model.load(arguments(Path(path)))
+    trained_model.adapt(arguments(Path(path), lora_rank=4, lora_targets=["all-linear"]))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+    linear = {name for name, one in plain.named_modules() if isinstance(one, torch.nn.Linear)}
+    names = [name for name, _ in trained_model.model.named_modules() if name.endswith(".lora_B")]
+    found = {name.removeprefix("base_model.model.").removesuffix(".lora_B") for name in names}
+    assert found == linear - {"lm_head"} and "model.decoder.project_in" in found
 
 
 @pytest.mark.long

@@ -38,9 +38,9 @@ LIMITS = [(name, size) for size, names in SIZES.items() for name in names.split(
 LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_layers")
 
 
-def tiny_config(kind):
-    """The default configuration of a model type, its sizes small."""
-    config = transformers.AutoConfig.for_model(kind)
+def tiny_config(kind, **changes):
+    """The default configuration of a model type with some changes, its sizes small."""
+    config = transformers.AutoConfig.for_model(kind, **changes)
     config = config.get_text_config() if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else config
     for key, value in list(vars(config).items()):
         if (isinstance(value, float) and "dropout" in key) or key.endswith("pdrop"):
@@ -59,13 +59,13 @@ def tiny_config(kind):
     return config
 
 
-def make(kind, folder, dtype=torch.float32):
+def make(kind, folder, dtype=torch.float32, **changes):
     """A folder with a tiny model of a type, and a tokenizer."""
     path = folder / kind
     shutil.copytree(DATA / "tokenizers" / "gpt2", path)
     (path / "config.json").unlink(missing_ok=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    config = tiny_config(kind)
+    config = tiny_config(kind, **changes)
     config.vocab_size = len(tokenizer)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)

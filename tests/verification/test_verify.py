@@ -165,8 +165,11 @@ def test_a_name_that_is_none_is_said(tmp_path, monkeypatch):
     (tmp_path / "whole.py").write_text("number = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("nowhere:f", "whole:f", "whole.inner:f", "./whole.py:f", ":f", "whole:number"):
-        with pytest.raises(ConfigurationError, match=r"names no function .*expected module:function"):
+        with pytest.raises(
+            ConfigurationError, match=r"names no function .*expected module:function"
+        ):
             load_program(name)
+
 
 def _inside_a_run():
     bmt.verify(subjects.correct)

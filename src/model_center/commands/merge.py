@@ -42,9 +42,17 @@ def run(args: argparse.Namespace) -> None:
     folder = resolve(args.model_config or base, "model")
     open_source(folder)  # says which file is read, or refuses, as all that load do
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        merged = peft.PeftModel.from_pretrained(model, adapters).merge_and_unload()
         tokenizer = transformers.AutoTokenizer.from_pretrained(adapters)
+        kind, options = transformers.AutoModelForCausalLM, {}
+        if peft.PeftConfig.from_pretrained(adapters).task_type == peft.TaskType.SEQ_CLS:
+            # a reward model: its head is among the adapters' files
+            kind = transformers.AutoModelForSequenceClassification
+            pad = (
+                tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+            )
+            options = {"num_labels": 1, "pad_token_id": pad}
+        model = kind.from_pretrained(folder, dtype="auto", **options)
+        merged = peft.PeftModel.from_pretrained(model, adapters).merge_and_unload()
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{adapters} does not fit {folder}: {error}") from error
     staging = Staging(args.out)

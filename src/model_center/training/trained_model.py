@@ -352,6 +352,7 @@ class TransformersModel(TrainedModel):
         """Weights are read slice by slice; first values are those of transformers."""
         accelerate = package("accelerate", "a model of transformers", ConfigError)
         dtype, auto = DTYPES[args.dtype], getattr(self._auto, self._AUTO)
+        is_alone = self._needs_rows_alone(args)
         torch.manual_seed(args.seed)
         if args.from_scratch:
             model = auto.from_config(self.config, dtype=dtype)
@@ -372,6 +373,38 @@ class TransformersModel(TrainedModel):
         scores = args.batch_size * args.max_length * self.vocab_size * dtype.itemsize
         self._are_scores_large = scores > LARGE
         self._probe_packing(args)
+        self.is_packed = self.is_packed and not is_alone
+
+    def _needs_rows_alone(self, args: argparse.Namespace) -> bool:
+        """Whether transformers takes the rotary frequencies of a whole micro-batch from its longest
+        sample, so that a sample beside a longer one is computed otherwise than alone.
+
+        Raises:
+            ConfigError: where the run has more samples than one in a micro-batch then, or where the
+                frequencies also depend on the batches before.
+        """
+        text = self.config.get_text_config()
+        # transformers 4 has them in `rope_scaling`; some models have them for each kind of layer
+        given = vars(text).get("rope_parameters") or vars(text).get("rope_scaling") or {}
+        for rope in [one for one in given.values() if isinstance(one, dict)] or [given]:
+            kind = rope.get("rope_type", rope.get("type"))
+            limit = text.max_position_embeddings if kind in ("dynamic", "longrope") else None
+            if kind == "longrope":
+                original = "original_max_position_embeddings"
+                limit = rope.get(original) or getattr(text, original, None) or limit
+            if limit is None or args.max_length <= limit:
+                continue
+            remedy = f"--max-length {limit}"
+            if kind == "longrope":
+                remedy += ", or --batch-size 1 with more --gradient-accumulation"
+                if args.batch_size == 1 and not args.objective.takes_pairs:
+                    return True
+            raise ConfigError(
+                f"--max-length {args.max_length}: beyond {limit} tokens this model's rotary "
+                f"embedding ({kind}) takes its frequencies from the longest row of a micro-batch, "
+                f"so that results would depend on the number of ranks. Give {remedy}."
+            )
+        return False
 
     def _table_of_positions(self, model: Any) -> int | None:
         """How many positions a model has that keeps them in a table; None where they are computed.
@@ -724,26 +757,33 @@ class RewardModel(TransformersModel):
         return self._logits(inputs)[:, 0].float()
 
 
-def irreplaceable(model: torch.nn.Module) -> dict[str, str]:
+def irreplaceable(model: Any) -> dict[str, str]:
     """The names of linear layers of a model of transformers that neither an adapter nor 4 bits can
     stand in for, and why: a module reads the layer's weight and does not call it (kernels of Mamba
-    do more than the layer), or the layer is of a class of its own (a router that returns more).
+    do more than the layer), as the loss does with the head, or the layer is of a class of its own
+    (a router that returns more).
     """
-    found: dict[str, str] = {}
-    children: dict[tuple[type, str], type] = {}
+    head = model.get_output_embeddings()
+    found = {
+        name.rpartition(".")[2]: "is the head, whose weight the loss reads"
+        for name, module in model.named_modules()
+        if module is head
+    }
+    children: dict[tuple[type, str], type[torch.nn.Module]] = {}
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, torch.nn.Linear):
                 children[type(module), name] = type(child)
     for (kind, name), layer in children.items():
-        if layer is not torch.nn.Linear:
+        # a sharded module is of a class of its own, which computes as the layer does
+        if layer.forward is not torch.nn.Linear.forward:
             found[name] = f"is a {layer.__name__}"
         elif name in WEIGHT_READ.findall(inspect.getsource(kind)):
             found[name] = f"is not called: {kind.__name__} reads its weight"
     return found
 
 
-def layers_to_adapt(model: torch.nn.Module, targets: Sequence[str] | None) -> dict[str, Any]:
+def layers_to_adapt(model: Any, targets: Sequence[str] | None) -> dict[str, Any]:
     """What a configuration of peft says of the layers of a model of transformers that get adapters:
     the projections of attention, of a model without any all linear layers.
 
