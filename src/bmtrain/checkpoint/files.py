@@ -181,33 +181,22 @@ def read_torch(path: pathlib.Path, *, mmap: bool = True) -> Any:
             return torch.load(path, map_location="cpu", mmap=mmap and is_archive, weights_only=True)
     except CheckpointError:
         raise
-    except pickle.UnpicklingError as error:
-        # Torch's own message advises loading the file with weights_only=False.
-        code = re.search(r"(?i)\bglobal:? ([\w.]+)", str(error))
-        detail = re.search(r"WeightsUnpickler error: (.*)", str(error))
-        if code is not None:
-            reason = (
-                f"it holds Python objects other than tensors ({code[1]}), which could run code and "
-                "are not loaded; save a state dict instead"
-            )
-        elif not is_archive:
-            reason = (
-                "it is not a checkpoint: neither a torch archive nor a pickle of tensors, and "
-                "any other pickle could run code"
-            )
-        else:
-            what = "its list of tensors cannot be read" if detail is None else detail[1].strip()
-            reason = f"it is damaged ({what})"
-        raise CheckpointError(unreadable(path, reason)) from error
     except OSError:
         with reading(path):
             raise
     except Exception as error:  # damaged files end in errors of any kind
-        # torch's advice is to load what it cannot read without care
-        more = "" if "weights_only" in str(error) else f" ({first_line(error)})"
-        raise CheckpointError(
-            unreadable(path, f"it is damaged or not a checkpoint{more}")
-        ) from error
+        code = re.search(r"(?i)\bglobal:? ([\w.]+)", str(error))
+        if isinstance(error, pickle.UnpicklingError) and code is not None:
+            reason = (
+                f"it holds Python objects other than tensors ({code[1]}), which could run code and "
+                "are not loaded; save a state dict instead"
+            )
+        elif isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+            # torch's own message advises to load it without care
+            reason = "it is damaged or not a checkpoint; any other pickle could run code"
+        else:
+            reason = f"it is damaged or not a checkpoint ({first_line(error)})"
+        raise CheckpointError(unreadable(path, reason)) from error
 
 
 def make_new(path: pathlib.Path) -> None:

@@ -56,11 +56,6 @@ class DeviceMemory:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + self.cached()
 
-    def fragments(self) -> int:
-        """Free bytes of segments that tensors partly occupy: they cannot go back to the device."""
-        stats = torch.cuda.memory_stats(self._device)
-        return int(stats.get("inactive_split_bytes.all.current", 0))
-
     def total(self) -> int:
         """Bytes of the device's memory."""
         _, total = torch.cuda.mem_get_info(self._device)

@@ -68,16 +68,12 @@ def send(src: Buffer, peer: int, comm: Axis) -> None:
 
     Sending to self is possible only between groupStart and groupEnd.
     """
-    source = _flat("send", src)
-    if not _is_queued("send", source, peer, comm, is_sent=True):
-        collectives.send(source, peer, comm)
+    _transfer("send", src, peer, comm)
 
 
 def recv(dst: Buffer, peer: int, comm: Axis) -> None:
     """Fill `dst` with what rank `peer` sends; inside a group it is filled at groupEnd."""
-    target = _flat("recv", dst)
-    if not _is_queued("recv", target, peer, comm, is_sent=False):
-        collectives.receive_(target, peer, comm)
+    _transfer("recv", dst, peer, comm)
 
 
 def groupStart() -> None:
@@ -141,18 +137,19 @@ def commDestroy(comm: Axis) -> None:
     autograd.checked("nccl.commDestroy", comm)
 
 
-def _is_queued(what: str, x: torch.Tensor, peer: int, comm: Axis, *, is_sent: bool) -> bool:
-    """Whether a transfer is left to groupEnd; one that is not must go to another rank."""
-    batch = world.current(f"nccl.{what}").service(_Batch)
+def _transfer(what: str, buffer: Buffer, peer: int, comm: Axis) -> None:
+    """Send or receive, or leave that to groupEnd; outside of a group with another rank alone."""
+    x, batch = _flat(what, buffer), world.current(f"nccl.{what}").service(_Batch)
     autograd.checked(f"nccl.{what}", comm, peer)
     if batch.depth:
-        batch.queued.append((comm, is_sent, x, peer))
-    elif peer == comm.index:
+        batch.queued.append((comm, what == "send", x, peer))
+        return
+    if peer == comm.index:
         raise ConfigurationError(
             f"nccl.{what} got this rank itself, {peer}: expected another one; between "
             "groupStart() and groupEnd() a rank may send to itself."
         )
-    return batch.depth > 0
+    (collectives.send if what == "send" else collectives.receive_)(x, peer, comm)
 
 
 def _flat(what: str, buffer: Buffer) -> torch.Tensor:

@@ -262,8 +262,21 @@ class Transport:
             self.ledger.enter(gather.axis, f"gather of {gather.place}", compares=False)
         streams = self.streams
         with streams.gathering(streams.mark_compute()):
-            if len(gathers) == 1 and gathers[0].source.peers is not None:
-                self._copy_shards(gathers[0].source.peers, gathers[0])
+            if len(gathers) == 1 and (peers := gathers[0].source.peers) is not None:
+                # held until the copies are issued: it keeps the memory mapped
+                memory = gathers[0].source.memory
+                pieces = gathers[0].full.chunk(peers.axis.size)
+                copies = [
+                    functools.partial(pieces[rank].copy_, memory.parts[rank])
+                    for rank in (rotated(peers.axis) if memory is not None else ())
+                ]
+                # Without this barrier, the copies could read a peer's shard before its optimizer
+                # has written it.
+                peers.barrier(GATHERS)
+                streams.side_by_side(copies)
+                # Without this barrier, a rank could update its shard while a peer still copies
+                # from it.
+                peers.barrier(GATHERS)
             elif self.ledger.is_immediate:
                 for gather in gathers:
                     rows = gather.full.view(gather.axis.size, gather.source.numel)
@@ -279,23 +292,6 @@ class Transport:
                         axis,
                     )
             return streams.mark_current()
-
-    def _copy_shards(self, peers: Peers, gather: Gather) -> None:
-        axis = peers.axis
-        # held until the copies are issued: it keeps the memory mapped
-        memory = gather.source.memory
-        pieces = gather.full.chunk(axis.size)
-
-        def copy_from(rank: int) -> None:
-            if memory is not None:
-                pieces[rank].copy_(memory.parts[rank])
-
-        # Without this barrier, the copies could read a peer's shard before its optimizer has
-        # written it.
-        peers.barrier(GATHERS)
-        self.streams.side_by_side([functools.partial(copy_from, rank) for rank in rotated(axis)])
-        # Without this barrier, a rank could update its shard while a peer still copies from it.
-        peers.barrier(GATHERS)
 
     def allocate_exchange(self, numel: int, dtype: torch.dtype, axis: Axis) -> None:
         """Allocate peer memory for reducing full gradients (numel,) of this dtype, where it pays.

@@ -85,7 +85,10 @@ class LossScale:
         """Update the scale after a step whose gradients were all finite, or not."""
         if is_finite:
             self.num_in_a_row = 0
-            self.grow()
+            self.good_steps += 1
+            if self.good_steps >= self.growth_steps:
+                self._value = min(self._value * self.factor, self.maximum)
+                self.good_steps = 0
             return
         self.num_skipped += 1
         self.num_in_a_row += self._value in (self.minimum, self._value / self.factor)
@@ -110,13 +113,6 @@ class LossScale:
         before, self._value = self._value, max(self._value / self.factor, self.minimum)
         self.good_steps = 0
         tell(f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped")
-
-    def grow(self) -> None:
-        """Count a good step; after `growth_steps` in a row, multiply the scale by `factor`."""
-        self.good_steps += 1
-        if self.good_steps >= self.growth_steps:
-            self._value = min(self._value * self.factor, self.maximum)
-            self.good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
         """The state for `load_state_dict`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -234,7 +234,11 @@ class OptimManager:
                     "backward got a loss that optimizer.loss_scale() has scaled already: "
                     "pass the loss itself, or call loss.backward()."
                 )
-        self._note_loss(loss.detach())
+        if not any(map(self._has_gradients, self.optimizers)):
+            self._mark = None  # the gradients of earlier losses are not used
+        # Noted on the device whether the loss is finite; the host does not wait for it.
+        term = loss.detach().reshape(()) * 0
+        self._mark = term if self._mark is None else self._mark + term
         scaled, scale = self.scale_loss(loss), self.loss_scale
         # The pass may add to the gradients of other managers, which carry another scale.
         others = [one for one, carried in self._carried.of.items() if carried != scale]
@@ -244,13 +248,6 @@ class OptimManager:
             scaled.backward()
         for optimizer in filter(self._has_gradients, others):
             self._carried.of[optimizer] = scale
-
-    def _note_loss(self, loss: torch.Tensor) -> None:
-        """Remember on the device whether a loss was finite; the host does not wait for it."""
-        if not any(map(self._has_gradients, self.optimizers)):
-            self._mark = None  # the gradients of earlier losses are not used
-        term = loss.reshape(()) * 0
-        self._mark = term if self._mark is None else self._mark + term
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers, deferred ones included.
@@ -343,31 +340,32 @@ class OptimManager:
         factor = _factor(self.optimizers, params, scale)
         total = global_sum_of_squares(*gradients_of(self._spans_of(params)), mark, factor)
         arriving = HostCopy([total])
+        schedules = [schedule for schedule in self.lr_schedulers if schedule is not None]
+        optimizers: list[Any] = self.optimizers
         # Whether the device can skip a step that the host undoes later.
-        if all(
-            isinstance(optimizer, AdamBase) and optimizer.skips_on_device
-            for optimizer in self.optimizers
-        ) and all(
+        if all(isinstance(one, AdamBase) and one.skips_on_device for one in optimizers) and all(
             callable(getattr(schedule, name, None))
-            for schedule in self._schedules
+            for schedule in schedules
             for name in ("state_dict", "load_state_dict")
         ):
-            self._scale.awaited = arriving, self._advance_if_finite(scale, total)
+            stepped = [*optimizers]
+            for optimizer in stepped:
+                optimizer.step(scale=scale, verdict=total)
+            take_back_schedules = step_schedules(schedules, stepped)
+            self._num_steps += 1
+
+            def take_back() -> None:
+                for optimizer in stepped:
+                    optimizer.take_back()
+                take_back_schedules()
+                self._num_steps -= 1
+
+            self._scale.awaited = arriving, take_back
             if not arriving.needs_waiting:
                 self._scale.wait()
-        else:
-            is_finite = math.isfinite(arriving.values()[0])
-            if is_finite:
-                self._advance(scale)
-            self._scale.judge(is_finite)
-
-    @property
-    def _schedules(self) -> list[Any]:
-        return [scheduler for scheduler in self.lr_schedulers if scheduler is not None]
-
-    def _advance(self, scale: float) -> None:
-        """Take one step with all optimizers and schedules."""
-        for optimizer in self.optimizers:
+            return
+        is_finite = math.isfinite(arriving.values()[0])
+        for optimizer in optimizers if is_finite else ():
             if isinstance(optimizer, AdamBase):
                 optimizer.step(scale=scale)
                 continue
@@ -378,28 +376,10 @@ class OptimManager:
                 # They carry the scale again: the program may write others into them, add to them,
                 # or step again after an error.
                 self._carried.become(optimizer, scale)
-        for schedule in self._schedules:
+        for schedule in schedules if is_finite else ():
             schedule.step()
-        self._num_steps += 1
-
-    def _advance_if_finite(self, scale: float, total: torch.Tensor) -> Callable[[], None]:
-        """Take a step that the device skips if `total` is not finite.
-
-        Returns the function that undoes the host's part of the step.
-        """
-        optimizers: list[Any] = list(self.optimizers)
-        for optimizer in optimizers:
-            optimizer.step(scale=scale, verdict=total)
-        take_back_schedules = step_schedules(self._schedules, optimizers)
-        self._num_steps += 1
-
-        def take_back() -> None:
-            for optimizer in optimizers:
-                optimizer.take_back()
-            take_back_schedules()
-            self._num_steps -= 1
-
-        return take_back
+        self._num_steps += is_finite
+        self._scale.judge(is_finite)
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
         """State of optimizers, schedulers and loss scale; with `gather_opt` of full tensors.

@@ -6,17 +6,18 @@ All is looked at before anything is changed.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bmtrain.distributed import collectives
-from bmtrain.distributed.agreement import Figures, agree, are_near, look
+from bmtrain.distributed.agreement import Figures, agree, are_near, look, told_apart
 from bmtrain.errors import CheckpointError
 from bmtrain.kernels.bf16 import are_neighbours
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import AMOUNT, COUNT, Rule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
@@ -29,6 +30,7 @@ MOMENTS = {"exp_avg", "exp_avg_sq"}
 # Elements of a whole tensor that are compared exactly: so many consecutive ones at so many places.
 # The whole state of a large model is more than a CPU can look at in the time of reading it.
 PLACES, LENGTH = 64, 4096
+_SCALE = Rule("a loss scale", lambda value: AMOUNT.holds(value) and value < 2**200)
 
 
 def check_manager_state(state: Any, schedules: Sequence[Any]) -> None:
@@ -42,16 +44,14 @@ def check_manager_state(state: Any, schedules: Sequence[Any]) -> None:
             others; states of optimizers are not compared here.
     """
     _agree(_problem_of_manager(state, schedules))
-    rest = {name: described(state.get(name)) for name in OF_ALL_RANKS}
-    everyone = collectives.gather_objects(
-        rest, world.current("load_state_dict").mesh.world, "OptimManager.load_state_dict"
-    )
-    for name in OF_ALL_RANKS:
-        if len({other[name] for other in everyone}) > 1:
-            raise CheckpointError(
-                f"load_state_dict got {name!r} that differs between ranks: give all of them the "
-                "same state, that of one file for example."
-            )
+    text = "; ".join(f"{name} {described(state.get(name))}" for name in OF_ALL_RANKS)
+    axis = world.current("load_state_dict").mesh.world
+    told = told_apart(text, axis, "OptimManager.load_state_dict")
+    if told is not None:
+        raise CheckpointError(
+            f"load_state_dict got states that differ between ranks ({told}): give all of them the "
+            "same, that of one file for example."
+        )
 
 
 def check_adam_state(state: Any, known: Collection[str]) -> None:
@@ -169,34 +169,26 @@ def _problem_of_manager(state: Any, schedules: Sequence[Any]) -> str | None:
 def _problem_of_numbers(state: Mapping[str, Any]) -> str | None:
     """Of counts, and of the loss scale: a number, as BMTrain has it, or a LossScale's state."""
     for name in ("num_steps", "num_skipped"):
-        count = state.get(name, 0)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            return f"{name}={count!r}"
+        if not COUNT.holds(state.get(name, 0)):
+            return f"{name}={state[name]!r}"
     for name in ("loss_scale", "loss_scale_state"):
         saved = state.get(name)
-        if isinstance(saved, Mapping) and set(saved) != {"value", "good_steps"}:
-            return f"a {name} of {sorted(map(str, saved))}"
-        for value in saved.values() if isinstance(saved, Mapping) else [saved]:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 <= value < 2**200):
-                return f"a {name} of {value!r}"
+        numbers = saved if isinstance(saved, Mapping) else {"value": saved, "good_steps": 0}
+        are_known = set(numbers) == {"value", "good_steps"}
+        if not are_known or not all(x is None or _SCALE.holds(x) for x in numbers.values()):
+            return f"a {name} of {saved!r}"
     return None
 
 
 def _problem_of_optimizer(state: Any) -> str | None:
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-        return f"no optimizer state but a {type(state).__name__} without 'state' and 'param_groups'"
-    groups, states = state["param_groups"], state["state"]
-    if not isinstance(groups, list | tuple) or not all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
-        for group in groups
-    ):
-        return "param_groups that are not dicts with lists of 'params'"
-    if not isinstance(states, Mapping):
-        return f"a {type(states).__name__} as the states of parameters"
-    for index, one in states.items():
-        if not isinstance(index, int) or not isinstance(one, Mapping):
-            return f"a {type(one).__name__} as the state of parameter {index!r}"
+    try:
+        for group in state["param_groups"]:
+            list(group["params"])
+        for index, one in state["state"].items():
+            operator.index(index)
+            one.items()
+    except (TypeError, LookupError, AttributeError) as error:
+        return f"no optimizer state ({type(error).__name__}: {error})"
     return None
 
 

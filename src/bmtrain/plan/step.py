@@ -199,23 +199,19 @@ class Memory:
         inputs = sum(call.costs.inputs for call, level in called if level is Level.OFFLOADED)
         return HOST_SYSTEM + self.machine.gpus * (HOST_PROCESS + self.host + inputs)
 
-    def gradients_behind(self, gone: int, *, is_forward: bool) -> int:
-        """Bytes of gradients that lie in memory when those of calls before number `gone` do not."""
-        numbers = {call.number for call in self.outline.calls[gone:]}
-        shards = [shard for number in numbers for shard in self.blocks[number]]
-        if not is_forward or gone < len(self.outline.calls):
-            shards += self.others
-        return sum(shard.num_bytes for shard in shards if shard.trained)
-
     def _moment(self, name: str, place: int, kept: int, outside: int, gone: int) -> Moment:
         """The parts of a moment; gradients of the blocks before number `gone` are not there."""
         # Without blocks the turn is all of both passes.
         is_forward = name == "forward" or (name == "turn" and place >= 0)
         is_cut = self.ranks > 1 and place >= 0 and self.outline.calls
         in_flight = self._in_flight(place) if is_cut and name == "backward" else 0
+        numbers = {call.number for call in self.outline.calls[gone:]}
+        behind = [shard for number in numbers for shard in self.blocks[number]]
+        if not is_forward or gone < len(self.outline.calls):
+            behind += self.others
         parts = {
             "weights": self.weights,
-            "gradients": self.gradients_behind(gone, is_forward=is_forward),
+            "gradients": sum(shard.num_bytes for shard in behind if shard.trained),
             "optimizer states": self.states,
             "gathered weights": self._gathered(place) if is_cut else 0,
             "gradients in flight": self.exchanges + in_flight,

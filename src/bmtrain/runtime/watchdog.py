@@ -346,20 +346,19 @@ class Watchdog:
                 self._asked, self._was_asked, self._looks = 0, False, {}
             self._idle = now - self._since
             limit = self._limit()
-            is_over, times = self._idle > limit, ASK_S[self._asked :]
-            if self._store is not None and not is_over and times and self._is_due(times[0]):
-                is_over, limit = self._one_hangs(limit), self._idle
-                now = time.monotonic()
+            is_over = self._idle > limit
+            if self._store is not None and not is_over and self._asked < len(ASK_S):
+                waits = self._is_waiting()
+                # One that does not wait asks later, unless another has.
+                due = ASK_S[self._asked] * (1 if waits else _LATER)
+                if self._idle > due and (waits or not self._was_asked):
+                    is_over, limit = self._one_hangs(limit), self._idle
+                    now = time.monotonic()
             if is_over and self._seen == self.progress:
                 # The alarm: all ranks say where they are, and end.
                 self._post(str(limit), range(self._place.size))
                 self._end(limit)
                 return
-
-    def _is_due(self, seconds: float) -> bool:
-        """Whether this rank asks now: one that does not wait later, unless another has."""
-        waits = self._is_waiting()
-        return self._idle > seconds * (1 if waits else _LATER) and (waits or not self._was_asked)
 
     def _one_hangs(self, limit: float) -> bool:
         """Ask the other ranks where they are; from the second time on say who does not wait.

@@ -72,7 +72,10 @@ class ResidentWeights:
         if current.device.type == "cpu":
             return True
         memory = current.service(DeviceMemory)
-        return self.num_bytes + spare <= memory.within_reach() - memory.fragments() - memory.held()
+        # Free bytes of segments that tensors partly occupy: they cannot go back to the device.
+        stats = torch.cuda.memory_stats(current.device)
+        fragments = int(stats.get("inactive_split_bytes.all.current", 0))
+        return self.num_bytes + spare <= memory.within_reach() - fragments - memory.held()
 
     def memory(self) -> list[Residence]:
         """Owners of the memory that whole parameters are gathered to, alive or new."""
