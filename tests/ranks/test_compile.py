@@ -2,6 +2,7 @@
 never in the way.
 """
 
+import contextlib
 import copy
 import io
 import warnings
@@ -245,6 +246,17 @@ class SummingPlainly(Layer):
         return super().forward(x) + total
 
 
+def printing(forward):
+    """As `forward`, in two graphs."""
+
+    def run(x):
+        out = forward(x)
+        print(out.norm().item(), file=io.StringIO())
+        return out
+
+    return run
+
+
 @on_ranks(2, init=BY_DEFAULT)
 def test_ranks_may_differ_in_what_compiles():
     """A graph that breaks, or a compiler that fails, on one rank or on both: uncompiled or not,
@@ -260,9 +272,7 @@ def test_ranks_may_differ_in_what_compiles():
     plain = nn.ModuleList([Layer(), Layer()])
     blocks = blocks_of(plain)
     if bmt.rank() == 0:
-        blocks[0].up.register_forward_hook(
-            lambda module, args, out: print(out.norm().item(), file=io.StringIO())
-        )
+        blocks[0].up.forward = printing(blocks[0].up.forward)
     for block in blocks:
         block.compile(backend="eager")
     with warnings.catch_warnings():
@@ -354,6 +364,31 @@ def test_what_programs_do_to_blocks(recompute):
     assert own.num_graphs == 0
     compare(plain, blocks, "after errors", torch.ones(3, 6))
     assert own.num_graphs == 1, "an error of the module itself ended its compiling"
+
+
+@on_ranks(1, init=BY_DEFAULT)
+def test_hooks_that_come_after_compiling_on_request():
+    """Hooks of a module inside, of the block, of all modules: each runs, and ends with its handle."""
+    plain = nn.ModuleList([Layer(), Layer()])
+    blocks = blocks_of(plain)
+    counting = models.Counting()
+    for block in blocks:
+        block.compile(backend=counting)
+    x = torch.ones(3, 6)
+    compare(plain, blocks, "before the hooks", x)
+    num_graphs = counting.num_graphs
+    registers = [
+        [layer.get_submodule("up").register_forward_hook for layer in (plain[0], blocks[0])],
+        [layer.register_forward_hook for layer in (plain[1], blocks[1])],
+        [nn.modules.module.register_module_forward_hook],
+    ]
+    for number, each in enumerate(registers):
+        with contextlib.ExitStack() as handles:
+            for register in each:
+                handles.enter_context(register(lambda module, args, out: out * 3))
+            compare(plain, blocks, f"with hook {number}", x)
+        compare(plain, blocks, f"without hook {number}", x)
+    assert counting.num_graphs == num_graphs > 0
 
 
 class Watching(TorchFunctionMode):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.garbage import without_collector
 from tests.ranks import models
-from tests.ranks.runner import on_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import Tensor, nn
 
@@ -192,6 +192,53 @@ def test_all_ranks_run_whole_or_none(what):
     assert bool(told) is (what != "hook")
     assert torch.equal(torch.get_rng_state(), before)
     check(model, plain, 9)
+
+
+def doubled(layer):
+    """Exchange the layer's forward by one that calls it."""
+    forward = layer.forward
+    layer.forward = lambda x: 2 * forward(x)
+
+
+def train_without_compiled_code():
+    torch.manual_seed(0)
+    plain = Net()
+    model, _ = wrapped(plain)
+    check(model, plain, 0)
+    assert stage_of(model) is Stage.WHOLE
+    model.__dict__["_whole_model"]._gate._lower = Lowering(fails_on=0)
+    nets = (model, plain)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    for net in nets:
+        doubled(net.layers[0])
+    with pytest.warns(UserWarning, match="block by block"):
+        for number in range(1, 4):
+            check(model, plain, number)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert stage_of(model) is Stage.APART
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_training_goes_on_without_compiled_code(num_ranks):
+    """A later call does not compile: it and all further steps are those of plain PyTorch."""
+    run_ranks(train_without_compiled_code, num_ranks, init=COMPILED)
+
+
+@on_ranks(2, init=COMPILED)
+def test_hooks_of_all_modules_run():
+    torch.manual_seed(0)
+    plain = Net()
+    model, _ = wrapped(plain)
+    check(model, plain, 0)
+
+    def double(module, _, out):
+        return 2 * out if isinstance(module, Layer) else None
+
+    with nn.modules.module.register_module_forward_hook(double):
+        check(model, plain, 1)
+    check(model, plain, 2)
+    assert stage_of(model) is Stage.WHOLE
 
 
 class Bounded(Net):

@@ -48,7 +48,8 @@ class ParameterTable(tuple[Row, ...]):
 
     def __new__(cls, modules: Sequence[tuple[str, torch.nn.Module]]) -> ParameterTable:
         places = list(places_of(modules))
-        if not any(isinstance(place.value, torch.nn.Parameter | Slices) for place in places):
+        values = [place.value for place in places if not isinstance(place.value, Bound)]
+        if not any(isinstance(value, torch.nn.Parameter | Slices) for value in values):
             return super().__new__(cls)
         return super().__new__(cls, [Row(place, _sharded(place)) for place in places])
 

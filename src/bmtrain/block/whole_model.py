@@ -573,8 +573,11 @@ class WholeModel:
                 out = self._forward(model, args, kwargs)
         if self._axis.size > 1:
             out = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=False)
-        for storage, residence in zip(table.storages, self._residences, strict=True):
-            storage.residence.handed_out.append(StorageWeakRef(residence.memory.untyped_storage()))
+            # On one rank their memory is that of the shards, which never becomes stale.
+            for storage, residence in zip(table.storages, self._residences, strict=True):
+                storage.residence.handed_out.append(
+                    StorageWeakRef(residence.memory.untyped_storage())
+                )
         self._residences, self._leaves = [], []  # what is alive of them is the program's
         return out
 

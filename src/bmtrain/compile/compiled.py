@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bmtrain.compile import backend
-from bmtrain.compile.programs import Structure, recomputing
+from bmtrain.compile.programs import Structure, is_watched, recomputing
 from bmtrain.errors import first_line
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.recomputation import ModuleCall, Runner, SeveralGraphsError, call
@@ -41,9 +41,9 @@ class CompiledModule(Runner):
         self._recomputes_inside = True
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """True: what the program has exchanged is compiled anew."""
+        """Whether no hook watches the call. What the program has exchanged is compiled anew."""
         self._structure.look(modules)
-        return True
+        return not is_watched(modules)
 
     def _run(
         self,

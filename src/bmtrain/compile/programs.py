@@ -393,7 +393,7 @@ def is_watched(modules: Sequence[torch.nn.Module]) -> bool:
         or in_transform()
         or torch.compiler.is_compiling()
         or is_tracing()
-        or has_global_module_hooks()
+        or bool(has_global_module_hooks())
         or any(map(has_hooks, modules))
     )
 
