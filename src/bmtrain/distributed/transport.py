@@ -268,7 +268,8 @@ class Transport:
                 pieces = gathers[0].full.chunk(peers.axis.size)
                 copies = [
                     functools.partial(pieces[rank].copy_, memory.parts[rank])
-                    for rank in (rotated(peers.axis) if memory is not None else ())
+                    for rank in rotated(peers.axis)
+                    if memory is not None
                 ]
                 # Without this barrier, the copies could read a peer's shard before its optimizer
                 # has written it.

@@ -512,8 +512,7 @@ class Engine:
 
         Called at the same place on all ranks.
         """
-        if self.backward.pass_number != NO_PASS:
-            self.backward.abandon_if_dead()
+        self.backward.abandon_if_dead()
         # Compiled code of whole models reads shards without asking for them.
         for residence in list(self.residences):
             residence.wait_for_updates()
