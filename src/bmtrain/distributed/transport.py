@@ -266,9 +266,10 @@ class Transport:
                 # held until the copies are issued: it keeps the memory mapped
                 memory = gathers[0].source.memory
                 pieces = gathers[0].full.chunk(peers.axis.size)
+                shards = [] if memory is None else memory.parts
                 copies = [
-                    functools.partial(pieces[rank].copy_, memory.parts[rank])
-                    for rank in (rotated(peers.axis) if memory is not None else ())
+                    functools.partial(pieces[rank].copy_, shards[rank])
+                    for rank in (rotated(peers.axis) if shards else ())
                 ]
                 # Without this barrier, the copies could read a peer's shard before its optimizer
                 # has written it.
