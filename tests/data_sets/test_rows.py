@@ -356,3 +356,23 @@ def test_tokens_are_made_once(workers, tmp_path):
     assert len([*cache.iterdir()]) == 3
     with refused(r"the tokens of .*b\.jsonl cannot be written: .*Not a directory"):
         tokens_of(source(broken), GPT2, broken / "cache")
+
+
+def test_long_texts(tmp_path, monkeypatch):
+    """A few at a time, with the same tokens; one that no memory holds is refused, by file and row."""
+    rows = [{"text": f"{n} is a number. " * (1 + n % 9)} for n in range(40)]
+    path = write_rows(tmp_path / "a.jsonl", *rows)
+    whole, seen = tokens_of(source(path), GPT2), []
+    with monkeypatch.context() as patch:
+        patch.setattr("model_center.dataset.tokenised.LONG_BATCH", 400)
+        parts = tokens_of(source(path), GPT2, report=seen.append)
+        assert np.array_equal(parts.ids, whole.ids) and np.array_equal(parts.stops, whole.stops)
+        assert seen[-1] == len(rows) and 5 < len(seen) < len(rows)
+        patch.setattr("os.sysconf", lambda name: 2**8)  # pages of so many bytes
+        write_rows(path, *rows, {"text": "long " * 2000})
+        with refused(
+            r"a\.jsonl, line 41: a text of 10,026 letters, for .* Divide it into documents"
+        ):
+            tokens_of(source(path), GPT2)
+        write_rows(path, *rows)
+        assert np.array_equal(tokens_of(source(path), GPT2).ids, whole.ids)

@@ -86,7 +86,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {missing(str(chosen), needed)}", file=sys.stderr)
         return 1
     except MENDABLE as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        # in one piece: print writes the end of the line alone, behind another rank's text perhaps
+        sys.stderr.write(f"error: {printable(str(error))}\n")
         return 1
     return 0
 

@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import os
 import pathlib
 import pickle
 import reprlib
@@ -40,6 +41,9 @@ IDS, IN_LOSS, BYTES, ROWS, FACTS = "ids.bin", "in_loss.bin", "bytes.bin", "rows.
 VERSION = 3  # of what is in the files
 MOST_BYTES = np.iinfo(np.uint16).max  # of a token that can be written down
 BATCH = 256  # rows that are tokenised at a time
+# Letters after which a batch ends earlier, and the bytes that the tokenizer takes for each: some
+# 400 for a token, of four letters or fewer.
+LONG_BATCH, BYTES_FOR_LETTER = 2**22, 100
 FEW = 2048  # rows that are not worth other processes
 Work = TypeVar("Work")
 Done = TypeVar("Done")
@@ -244,13 +248,27 @@ def byte_lengths(tokenizer: ChatTokenizer) -> npt.NDArray[np.int64] | None:
 
 
 def _encoded(rows: Iterator[Row], encoder: Encoder, workers: int) -> Iterator[Encoded]:
-    batches = iter(lambda: list(itertools.islice(rows, BATCH)), [])
+    batches = _batches(rows)
     yield from map(encoder, itertools.islice(batches, FEW // BATCH) if workers > 1 else batches)
     if workers > 1:
         with tempfile.NamedTemporaryFile() as file:  # a tokenizer is too large for every batch
             pickle.dump(encoder, file)
             file.flush()
             yield from in_order(functools.partial(_encoded_by, file.name), batches, workers)
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Lists of rows that are tokenised together; a batch of books would fill the memory."""
+    batch: list[Row] = []
+    letters = 0
+    for row in rows:
+        batch.append(row)
+        letters += sum(len(value) for value in row.content.values() if isinstance(value, str))
+        if len(batch) == BATCH or letters >= LONG_BATCH:
+            yield batch
+            batch, letters = [], 0
+    if batch:
+        yield batch
 
 
 def _encoded_by(file: str, rows: Sequence[Row]) -> Encoded:
@@ -300,12 +318,22 @@ class Encoder:
         """Rows as tokens.
 
         Raises:
-            DataError: naming file and row, for one that is no conversation, or which the chat
-                template refuses.
+            DataError: naming file and row, for one that is no conversation, which the chat template
+                refuses, or whose text is too long for the memory of this host.
         """
         found = [(one, row) for row in rows for one in parsed_rows(row, pairs=self.pairs)]
         parsed = [one for one, _ in found]
         written = [self._written(*pair) for pair in found]
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for (text, _), (_, row) in zip(written, found, strict=True):
+            needed = BYTES_FOR_LETTER * len(text)
+            if needed > memory:
+                raise DataError(
+                    f"{row.location}: a text of {len(text):,} letters, for which the tokenizer "
+                    f"needs some {needed / 2**30:.0f} GiB of memory; this host has "
+                    f"{memory / 2**30:.0f}. Divide it into documents, for example one on each line "
+                    "of a .jsonl file."
+                )
         encode: Any = self.tokenizer  # which takes several texts, too
         encoded = encode(
             [text for text, _ in written],
