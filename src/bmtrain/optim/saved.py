@@ -188,7 +188,10 @@ def _problem_of_optimizer(state: Any) -> str | None:
             operator.index(index)
             one.items()
     except (TypeError, LookupError, AttributeError) as error:
-        return f"no optimizer state ({type(error).__name__}: {error})"
+        return (
+            "no optimizer state, which has 'state' and 'param_groups' "
+            f"({type(error).__name__}: {error})"
+        )
     return None
 
 
