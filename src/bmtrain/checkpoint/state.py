@@ -186,32 +186,27 @@ class SavedOptimizer:
         for index, found in self._names.items():
             param = self._params[index]
             if isinstance(optimizer, AdamBase):
-                self._check_form(index, optimizer)
+                # What a state in memory finds no name for would begin at zero.
+                held, (needed, allowed) = set(found), optimizer.form.names(param)
+                if not needed <= held <= {*needed, *allowed, "step"}:
+                    cure = "another optimizer. Load the weights alone (bmtrain.load)."
+                    if held <= _OF_ADAM:
+                        cure = (
+                            "other moments or master_weights. Make the optimizer with those; "
+                            "OptimManager.state_dict(gather_opt=True) moves a state to another "
+                            "form."
+                        )
+                    raise CheckpointError(
+                        f"{source.path} holds {', '.join(sorted(held))} of parameter {index}, "
+                        f"{type(optimizer).__name__} has {', '.join(sorted(needed))}: it was "
+                        f"saved with {cure}"
+                    )
             for name, full in found.items():
                 shape = param.shape
                 if isinstance(param, DistributedParameter):
                     shape = cut_of(name, param.cut).whole_shape
                 if source.is_cut(full):
                     self._check_shape(index, name, shape)
-
-    def _check_form(self, index: int, optimizer: AdamBase) -> None:
-        """Refuse states of other optimizers, and of Adam in another form: what a state in memory
-        finds no name for would begin at zero.
-        """
-        found = set(self._names[index])
-        needed, allowed = optimizer.form.names(self._params[index])
-        if needed <= found <= {*needed, *allowed, "step"}:
-            return
-        what = (
-            f"{self._source.path} holds {', '.join(sorted(found))} of parameter {index}, "
-            f"{type(optimizer).__name__} has {', '.join(sorted(needed))}: it was saved with "
-        )
-        if found <= _OF_ADAM:
-            raise CheckpointError(
-                f"{what}other moments or master_weights. Make the optimizer with those; "
-                "OptimManager.state_dict(gather_opt=True) moves a state to another form."
-            )
-        raise CheckpointError(f"{what}another optimizer. Load the weights alone (bmtrain.load).")
 
     def _check_shape(self, index: int, name: str, whole: torch.Size) -> None:
         shape = self._source.headers[self._names[index][name]].shape

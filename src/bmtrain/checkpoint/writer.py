@@ -136,8 +136,6 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
             _write_safetensors(temporary, tensors)
         else:
             _write_torch(temporary, tensors)
-        # Without this, a crash after the rename could leave `path` with missing data.
-        flush_to_disk(temporary)
         temporary.chmod(mode)  # safetensors writes files that only their owner can read
         os.replace(temporary, path)
     except BaseException:
@@ -181,6 +179,8 @@ def _write_torch(temporary: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -
         torch.save(dict(tensors), out)
         if out.error is not None:
             raise out.error
+        # Without this, a crash after the rename could leave `path` with missing data.
+        os.fsync(out.fileno())
 
 
 def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -192,6 +192,7 @@ def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, torch.Tens
             metadata[name] = kept  # the form in which safetensors.torch.save_model records ties
     content = {name: tensors[name] for name in first.values()}
     safetensors.torch.save_file(content, temporary, metadata)
+    flush_to_disk(temporary)  # for the reason given in _write_torch
 
 
 def flush_to_disk(path: pathlib.Path) -> None:

@@ -341,21 +341,20 @@ class OptimManager:
         total = global_sum_of_squares(*gradients_of(self._spans_of(params)), mark, factor)
         arriving = HostCopy([total])
         schedules = [schedule for schedule in self.lr_schedulers if schedule is not None]
-        optimizers: list[Any] = self.optimizers
+        optimizers: list[Any] = [*self.optimizers]
         # Whether the device can skip a step that the host undoes later.
         if all(isinstance(one, AdamBase) and one.skips_on_device for one in optimizers) and all(
             callable(getattr(schedule, name, None))
             for schedule in schedules
             for name in ("state_dict", "load_state_dict")
         ):
-            stepped = [*optimizers]
-            for optimizer in stepped:
+            for optimizer in optimizers:
                 optimizer.step(scale=scale, verdict=total)
-            take_back_schedules = step_schedules(schedules, stepped)
+            take_back_schedules = step_schedules(schedules, optimizers)
             self._num_steps += 1
 
             def take_back() -> None:
-                for optimizer in stepped:
+                for optimizer in optimizers:
                     optimizer.take_back()
                 take_back_schedules()
                 self._num_steps -= 1

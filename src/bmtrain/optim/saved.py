@@ -104,13 +104,13 @@ def check_masters(params: Sequence[torch.Tensor], states: Mapping[int, Mapping[s
             "not rounded from, and master_weights='split' keeps their remainder to the weights: "
             "load the weights first, then the optimizer's state, or use master_weights='fp32'."
         )
-    agree(text, world.current("load_state_dict").mesh.world, kind=CheckpointError)
+    agree(text, world.current("load_state_dict").mesh.world)
 
 
 def _agree(problem: str | None) -> None:
     if problem is not None:
         problem = f"load_state_dict got {problem}: expected what state_dict() returned."
-    agree(problem, world.current("load_state_dict").mesh.world, kind=CheckpointError)
+    agree(problem, world.current("load_state_dict").mesh.world)
 
 
 def problem_of_schedules(saved: Sequence[Any], schedules: Sequence[Any]) -> str | None:
@@ -188,7 +188,7 @@ def _problem_of_optimizer(state: Any) -> str | None:
             operator.index(index)
             one.items()
     except (TypeError, LookupError, AttributeError) as error:
-        return f"no optimizer state ({type(error).__name__}: {error})"
+        return f"no optimizer state, which has 'state' and 'param_groups' ({error!r})"
     return None
 
 
