@@ -217,6 +217,11 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return any(hooks_of(module))
 
 
+def loader_of(module: torch.nn.Module) -> Callable[..., None]:
+    """What loads the module's own entries of a state dict; classes override it."""
+    return module._load_from_state_dict
+
+
 def renew_weights(module: torch.nn.RNNBase) -> None:
     """Rebuild the list from which a recurrent module reads its weights."""
     module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]

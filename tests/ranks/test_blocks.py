@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
+from bmtrain.errors import ParameterError
 
 MODES = list(itertools.product((2, 3), (False, True)))  # ZeRO level, recomputation
 
@@ -321,6 +322,101 @@ def global_hooks(level, recompute):
         compare(make, call, torch.randn(4, 6), level, recompute)
 
 
+class OwnWays(nn.Module):
+    """Saves, loads and lists its parameters in ways of its own."""
+
+    _version = 3
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.added = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.scale, self.loaded, self.num_cleared = 1.0, None, 0
+
+    def forward(self, x):
+        return (self.base(x) + self.added(x)) * self.scale
+
+    def parameters(self, recurse=True):
+        return (param for _, param in self.named_parameters(recurse=recurse))
+
+    def named_parameters(self, *args, **kwargs):
+        return (x for x in super().named_parameters(*args, **kwargs) if "base" not in x[0])
+
+    def zero_grad(self, set_to_none=True):
+        self.num_cleared += 1
+        super().zero_grad(set_to_none)
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "step"] = torch.ones(())
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        self.loaded = local_metadata["version"], state_dict.pop(prefix + "step").item()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def state_dict(self, *args, prefix="", **kwargs):
+        state = super().state_dict(*args, prefix=prefix, **kwargs)
+        del state[prefix + "base.bias"]
+        return state
+
+
+def own_ways(level, recompute):
+    """What a module's class saves, loads and lists is what its block does."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(OwnWays(), nn.Linear(6, 6))
+    sharded = copy.deepcopy(plain)
+    block: Any = bmt.Block(sharded[0], zero_level=level, use_checkpoint=recompute)
+    nets = (plain, nn.Sequential(block, sharded[1]))
+    x = torch.randn(4, 6)
+    for net in (*nets, *map(copy.deepcopy, nets)):
+        first: Any = net[0]
+        first.scale = 2.0
+        state: Any = net.state_dict()
+        assert [*state] == ["0._extra_state", "0.step", "0.base.weight", "0.added.weight", *LAST]
+        assert state._metadata["0"] == {"version": 3}
+        state["0.base.weight"] = torch.ones(6, 6)
+        first.scale = 1.0
+        assert net.load_state_dict(state, strict=False).missing_keys == ["0.base.bias"]
+        assert first.loaded == (3, 1.0) and first.scale == 2.0
+        assert [name for name, _ in first.named_parameters()] == ["added.weight"]
+        net(x).sum().backward()
+        first.zero_grad()
+        assert first.num_cleared == 1 and first.base.weight.grad is not None
+        assert [param.grad for param in first.parameters()] == [None]
+        models.assert_same(net(x), plain(x), mode_name(level, recompute))
+
+
+LAST = ("1.weight", "1.bias")
+
+
+class Descent(nn.Module):
+    """Follows the gradient of a learned energy, which torch.func takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return x - torch.func.grad(lambda x: self.energy(x).tanh().sum())(x)
+
+
+def gradients_by_func(level, recompute):
+    """Torch allows no hooks of saved tensors there: refused where a block needs them."""
+    x = torch.randn(4, 6)
+    if level == 2 and not recompute:
+        compare(Descent, lambda module, x: module(x).square().sum(), x, level, recompute)
+        return
+    block = bmt.Block(Descent(), zero_level=level, use_checkpoint=recompute)
+    with pytest.raises(ParameterError, match="takes gradients"):
+        block(x)
+    models.assert_same(block.energy(x), nn.functional.linear(x, *block.parameters()), "later")
+
+
 class Outside(nn.Module):
     """Modules outside of lists that read their weights in ways of their own."""
 
@@ -523,7 +619,10 @@ def lists():
     assert states.shape == (3, 2, 6) and torch.equal(states[0], x)
 
 
-IN_ALL_MODES = [passes, copies, hooks, global_hooks, moving_buffers, returned_parameters, nested]
+IN_ALL_MODES = [
+    *(passes, copies, hooks, global_hooks, own_ways, gradients_by_func),
+    *(moving_buffers, returned_parameters, nested),
+]
 
 
 @pytest.mark.parametrize("program", IN_ALL_MODES)

@@ -131,7 +131,8 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
         ParameterError: for parameters that are also used outside of `places`.
     """
     members = {place.value: place.path for place in places}
-    for storage in storages_at(places):
+    sharded = [param for param in members if isinstance(param, DistributedParameter)]
+    for storage in dict.fromkeys([param.storage_of for param in sharded]):
         params = storage.params
         strangers = [param for param in params if param is not None and param not in members]
         if strangers or storage.placement.stage not in (None, stage):
@@ -175,12 +176,7 @@ def _build(
     peak is one storage and one parameter, not two copies of everything.
     """
     shapes = [(path, param.shape) for param, path in members.items()]
-    splits = [
-        p.storage_of.layout.slots[p.index_in_storage].split
-        if isinstance(p, DistributedParameter)
-        else None
-        for p in members
-    ]
+    splits = [p.cut.split if isinstance(p, DistributedParameter) else None for p in members]
     storage = Storage(
         converted.engine, shapes, kind.dtype, policy, placement=kind.placement, splits=splits
     )
@@ -188,10 +184,10 @@ def _build(
     params: list[torch.nn.Parameter] = []
     for index, param in enumerate(members):
         if isinstance(param, DistributedParameter):
-            if not param.never_set:
-                storage.fill(index, param.storage_of.views(param.storage_of.gather())[0])
-            else:
+            if param.never_set:
                 storage.fill(index, torch.empty(0, device="meta"))
+            else:
+                storage.fill(index, param.storage_of.views(param.storage_of.gather())[0])
             param.move_to(storage, index)
             params.append(param)
             continue
@@ -221,16 +217,6 @@ def replace(
     return used
 
 
-def storages_at(places: Sequence[Place]) -> list[Storage]:
-    """The storages of the parameters at `places`, in order of first appearance."""
-    found: dict[Storage, None] = {}
-    for place in places:
-        param = place.module._parameters[place.name]
-        if isinstance(param, DistributedParameter):
-            found[param.storage_of] = None
-    return list(found)
-
-
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
     """Move `module`'s own buffers and replicated parameters to the rank's device.
 
@@ -247,15 +233,13 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
         ):
             param.data = param.data.to(device)
     for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.device != device:
-            unset = (
-                torch.full_like(
-                    buffer, float("nan") if buffer.is_floating_point() else 0, device=device
-                )
-                if buffer.is_meta
-                else None
-            )
-            module._buffers[name] = buffer.to(device) if unset is None else unset
+        if buffer is None or buffer.device == device:
+            continue
+        if buffer.is_meta:
+            value = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[name] = torch.full_like(buffer, value, device=device)
+        else:
+            module._buffers[name] = buffer.to(device)
 
 
 def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -> None:

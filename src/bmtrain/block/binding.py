@@ -225,6 +225,11 @@ class Binding:
         # Autograd reports an in-place write at the next use of the view, which may be in the body.
         except RuntimeError as error:
             self._refuse_written(table, bound, versions, None, error)
+            if "support saved tensor hooks" in str(error):
+                raise ParameterError(
+                    "the forward pass of a block takes gradients by torch.func: give the block "
+                    "zero_level=2 and use_checkpoint=False, or use torch.autograd.grad."
+                ) from error
             raise
         except ValueError as error:
             if "non-leaf" in str(error):

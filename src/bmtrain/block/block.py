@@ -49,7 +49,7 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Kept, Use, refuse_transforms
-from bmtrain.torch_internals import in_backward, next_node_number
+from bmtrain.torch_internals import in_backward, loader_of, next_node_number
 
 MODES = ("BLOCK", "PIPE")
 # State dict hooks. Block and inner module share these dicts: saving and loading go through the
@@ -60,6 +60,8 @@ _STATE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+# Methods of any module that the inner module's class may have of its own.
+_OVERRIDDEN = ("parameters", "named_parameters", "requires_grad_", "zero_grad", "apply", "eval")
 
 
 @dataclasses.dataclass
@@ -155,6 +157,9 @@ class Block(DistributedModule):
         for name in _STATE_HOOKS:
             self.__dict__[name] = inner.__dict__[name]
         del self.__dict__["training"]  # read from the inner module
+        for name in _OVERRIDDEN:
+            if getattr(type(inner), name) is not getattr(torch.nn.Module, name):
+                self.__dict__[name] = getattr(inner, name)
         self.use_checkpoint = use_checkpoint
         self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, context.device)
         #: whether a call without gradients does nothing but gather and call the module
@@ -283,6 +288,16 @@ class Block(DistributedModule):
         for path, module in self._parts():
             if module is not self._inner and not isinstance(module, DistributedModule):
                 yield path, module
+
+    def save_values(self, *args: Any, **kwargs: Any) -> Any:
+        """As the inner module's class saves them, in a way of its own perhaps."""
+        return self._inner.state_dict(*args, **kwargs)
+
+    def load_values(self, *args: Any) -> None:
+        """As the inner module's class loads them."""
+        inner = self._inner
+        load = inner.load_values if isinstance(inner, DistributedModule) else loader_of(inner)
+        load(*args)
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]  # assignments go through __setattr__

@@ -20,9 +20,6 @@ from bmtrain.shard.module import DistributedModule
 Method = Callable[..., Any]
 _CLASS: Any = vars(object)["__class__"]  # Python's descriptor
 
-# Methods that write to full weights, and what to do instead.
-_WRITING = {"resize_token_embeddings": "call it before bmtrain.BMTrainModelWrapper(model)"}
-
 
 def become_distributed(
     module: torch.nn.Module, forward: Callable[[Any], Method] | None = None
@@ -82,9 +79,8 @@ def _methods_of_whole_models(kind: Any) -> dict[str, Method]:
         method = getattr(kind, name, None)
         if inspect.isfunction(method) and _takes(kind, name, argument):
             out[name] = adapt(method)
-    for name, remedy in _WRITING.items():
-        if inspect.isfunction(getattr(kind, name, None)):
-            out[name] = _refusing(name, remedy)
+    if inspect.isfunction(getattr(kind, "resize_token_embeddings", None)):
+        out["resize_token_embeddings"] = _refuse_to_resize
     return out
 
 
@@ -104,13 +100,12 @@ def _takes(kind: Any, name: str, argument: str) -> bool:
     return False
 
 
-def _refusing(name: str, remedy: str) -> Method:
-    """A method that raises: the original would write to gathered copies, and the write be lost."""
-
-    def refuse(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise ParameterError(f"{name} cannot change the weights of a sharded model: {remedy}.")
-
-    return refuse
+def _refuse_to_resize(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Replaces a method that would write to gathered copies, and the write be lost."""
+    raise ParameterError(
+        "resize_token_embeddings cannot change the weights of a sharded model: call it before "
+        "bmtrain.BMTrainModelWrapper(model)."
+    )
 
 
 def _become(self: torch.nn.Module, kind: type) -> None:

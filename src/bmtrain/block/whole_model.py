@@ -158,14 +158,14 @@ class LeafGradients:
             owner: the node of the parameters' owner.
         """
         (leaf, _), *params = owner.next_functions
-        wanted = None
-        if not will_run(leaf):  # backward(inputs=...): the leaf is not among them
-            wanted = [node is not None and will_run(node) for node, _ in params]
-        self._takes_all = wanted is None
-        if wanted is None:
+        self._takes_all = will_run(leaf)
+        if self._takes_all:
             if self._node is None:
                 self._use.end([None for _ in self._leaves])
-        elif any(wanted):  # no leaf is among the pass's inputs: autograd leaves them out
+            return
+        # backward(inputs=...): the leaf is not among them
+        wanted = [node is not None and will_run(node) for node, _ in params]
+        if any(wanted):  # no leaf is among the pass's inputs: autograd leaves them out
             asked = [leaf for leaf, is_asked in zip(self._leaves, wanted, strict=True) if is_asked]
             known = [
                 (GradientEdge(*edge), grad)

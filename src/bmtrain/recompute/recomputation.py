@@ -143,14 +143,12 @@ class Selective:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`module(*args, **kwargs)`."""
-        if not in_backward():
-            with _Keeping(self._kept, recalls=False):
-                return self._call(module, args, kwargs)
-        # A run in backward may stop before it has consumed all results. Take them all now: with
-        # `retain_graph=True` a second run would otherwise pop the leftovers in the place of its
-        # own.
-        kept, self._kept = self._kept, defaultdict(deque)
-        with _Keeping(kept, recalls=True):
+        kept, recalls = self._kept, in_backward()
+        if recalls:
+            # A run in backward may stop before it has consumed all results. With
+            # `retain_graph=True` a second run would pop the leftovers in the place of its own.
+            self.forget()
+        with _Keeping(kept, recalls=recalls):
             return self._call(module, args, kwargs)
 
     def forget(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -275,10 +276,7 @@ class Backward:
                 f"{len(added)} parameters had one before: {zlib.crc32(bytes(added)):08x})",
             )
             touched = [flag for gradient in members for flag in gradient.touched]
-            flags = any_rank(self._transport.ledger, touched, members[0].axis)
+            flags = iter(any_rank(self._transport.ledger, touched, members[0].axis))
             for gradient in members:
-                agreed[gradient], flags = (
-                    flags[: len(gradient.touched)],
-                    flags[len(gradient.touched) :],
-                )
+                agreed[gradient] = list(itertools.islice(flags, len(gradient.touched)))
         return agreed

@@ -73,7 +73,6 @@ class DistributedModule(torch.nn.Module):
 
     def settle_buffers(self) -> None:
         """Make this module's buffers ready for rank 0 to save. Collective."""
-        return None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch's overloads
         """Full tensors on the CPU of every rank, under the names of the unwrapped module.
@@ -84,7 +83,7 @@ class DistributedModule(torch.nn.Module):
         keep = kwargs.pop("keep_vars", False)
         into = kwargs.get("destination")
         known = set(into) if into is not None else set()
-        out: dict[str, Any] = super().state_dict(*args, keep_vars=True, **kwargs)
+        out: dict[str, Any] = self.save_values(*args, keep_vars=True, **kwargs)
         fresh = [name for name in out if name not in known]
         sharded = (
             (name, out[name]) for name in fresh if isinstance(out[name], DistributedParameter)
@@ -134,7 +133,12 @@ class DistributedModule(torch.nn.Module):
         unexpected_keys: Any,
         error_msgs: list[str],
     ) -> None:
-        own = {prefix + name: param for name, param in self._own_parameters()}
+        own = {
+            f"{prefix}{path}{name}": param
+            for path, module in self.sharded_modules()
+            for name, param in module._parameters.items()
+            if isinstance(param, DistributedParameter)
+        }
         check_same_state(state_dict, own)  # before any slice is copied
         for key, param in own.items():
             value = state_dict.get(key)
@@ -147,15 +151,17 @@ class DistributedModule(torch.nn.Module):
                         f"the model {tuple(param.cut.whole_shape)}."
                     )
                     state_dict[key] = param.detach()  # already reported above
-        super()._load_from_state_dict(
+        self.load_values(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _own_parameters(self) -> Iterator[tuple[str, DistributedParameter]]:
-        for prefix, module in self.sharded_modules():
-            for name, param in module._parameters.items():
-                if isinstance(param, DistributedParameter):
-                    yield prefix + name, param
+    def save_values(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's `state_dict`: the sharded parameters themselves. A block has its module's."""
+        return super().state_dict(*args, **kwargs)
+
+    def load_values(self, *args: Any) -> None:
+        """torch's `_load_from_state_dict`, for values that are cut already."""
+        super()._load_from_state_dict(*args)
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -182,8 +188,7 @@ class DistributedModule(torch.nn.Module):
                     )
             hidden.append((module, sharded))
         for module, sharded in hidden:
-            for name in sharded:
-                module._parameters[name] = None
+            module._parameters.update(dict.fromkeys(sharded))
         try:
             super()._apply(fn, recurse)
         finally:

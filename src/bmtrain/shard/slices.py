@@ -219,8 +219,9 @@ class Slices(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Torch's C++ code below `__torch_function__`, as autograd's accumulation."""
+        kwargs = kwargs or {}
         if is_collective(func):
-            return communicate(func, args, kwargs or {})
+            return communicate(func, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         sharded = [x for x in tensors if isinstance(x, Slices)]
         if torch.is_grad_enabled():
@@ -249,10 +250,10 @@ class Slices(torch.Tensor):
                     "them param.gather()."
                 )
             # Callers below `__torch_function__` compute with whole tensors.
-            wholes = tree_map_only(Slices, lambda x: x.whole(), (args, kwargs or {}))
-            return func(*wholes[0], **wholes[1])
-        locals_ = tree_map_only(Slices, lambda x: x.local, (args, kwargs or {}))
-        out = func(*locals_[0], **locals_[1])
+            args, kwargs = tree_map_only(Slices, lambda x: x.whole(), (args, kwargs))
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Slices, lambda x: x.local, (args, kwargs))
+        out = func(*args, **kwargs)
         same = next((x for x in sharded if x.local is out), None)
         return same if same is not None else cls.kind()(out, cut)
 
@@ -269,17 +270,15 @@ def communicate(func: Any, args: Any, kwargs: Any) -> Any:
         raise ParameterError(
             f"{name} of a sharded tensor: call whole = param.gather() on all ranks, then send that."
         )
-    sharded = list(
-        {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Slices)}.values()
-    )
+    sharded = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Slices)}
     wholes: dict[int, torch.Tensor] = {}
-    for x in sharded:
+    for key, x in sharded.items():
         x.cut.note(name, x.cut.mesh.world)
-        wholes[id(x)] = x.whole()
+        wholes[key] = x.whole()
     args, kwargs = tree_map_only(Slices, lambda x: wholes[id(x)], (args, kwargs))
     out = run_collective(func, args, kwargs)  # waits: it may still be writing `wholes`
-    for x in sharded:
-        x.take_whole(wholes[id(x)])
+    for key, x in sharded.items():
+        x.take_whole(wholes[key])
     return out
 
 

@@ -91,6 +91,8 @@ class Window(torch.Tensor):
         )
         for window in windows:
             window._gathered.check_read()
+        with plain_functions():
+            before = [version_of(window) for window in windows]
         if not all(
             issubclass(kind, Window) or kind is torch.nn.Parameter
             for kind in types
@@ -99,12 +101,10 @@ class Window(torch.Tensor):
             # Another subclass takes part: its `__torch_function__` gets ordinary tensors.
             with plain_functions():
                 plain = {id(window): window.as_subclass(torch.Tensor) for window in windows}
-                before = [version_of(window) for window in windows]
             args, kwargs = tree_map_only(Window, lambda x: plain[id(x)], (args, kwargs))
             out = func(*args, **kwargs)
         else:
             with plain_functions():
-                before = [version_of(window) for window in windows]
                 out = func(*args, **kwargs)
         with plain_functions():
             may_write = is_collective(func)
