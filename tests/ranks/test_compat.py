@@ -3,6 +3,7 @@ collectives against its formulas.
 """
 
 import copy
+import functools
 import importlib
 import math
 import pathlib
@@ -352,6 +353,52 @@ def prune():
 @pytest.mark.parametrize("program", [distil, prune])
 def test_a_program_of_bmcook(program):
     run_ranks(program, 2)
+
+
+class Plugged(nn.Module):
+    """A frozen model and trained layers beside it, which forwards call that the program has put
+    inside of the model's blocks; a switch leaves them out.
+    """
+
+    def __init__(self, model, plugs):
+        super().__init__()
+        self.model, self.plugs, self.is_teacher = model.requires_grad_(False), plugs, False
+        for layer, plug in zip(model.layers, plugs, strict=True):
+            layer.first.old_forward = layer.first.forward
+            layer.first.forward = functools.partial(self.plugged, layer.first, plug)
+
+    def plugged(self, first, plug, x):
+        return first.old_forward(x) + (0 if self.is_teacher else plug(x))
+
+    def loss(self, ids, targets):
+        self.is_teacher = True
+        with torch.inference_mode():
+            wanted = self.model(ids)
+        self.is_teacher = False
+        found = self.model(ids)
+        return cross_entropy(found, targets) + F.mse_loss(found, wanted.clone())
+
+
+@on_ranks(2)
+def test_a_program_of_the_compression_plugin():
+    for use_checkpoint, zero_level in ((False, 2), (True, 3)):
+        torch.manual_seed(4)
+        model = cpm_model(use_checkpoint, zero_level)
+        plugs = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS))
+        plain = Plugged(PlainModel(model), copy.deepcopy(plugs))
+        bmt.init_parameters(plugs)
+        plugged = Plugged(model, plugs)
+        manager = models.managed(torch.optim.SGD(plugs.parameters(), lr=0.1), loss_scale=8)
+        reference = torch.optim.SGD(plain.plugs.parameters(), lr=0.1)
+        for step in range(3):
+            ids, targets = data(step)
+            manager.zero_grad()
+            manager.backward(plugged.loss(own(ids), own(targets)))
+            manager.step()
+            reference.zero_grad()
+            plain.loss(ids, targets).backward()
+            reference.step()
+            models.assert_same_state(plugs, plain.plugs, f"step {step}")
 
 
 # -- single names
