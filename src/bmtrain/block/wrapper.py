@@ -117,9 +117,8 @@ def init_parameters(model: torch.nn.Module) -> None:
         RanksDivergedError: for a plain module whose values differ between ranks.
     """
     current = world.current("init_parameters")
-    if not any(isinstance(param, DistributedParameter) for param in model.parameters()) and any(
-        True for _ in model.parameters()
-    ):
+    are_sharded = {isinstance(param, DistributedParameter) for param in model.parameters()}
+    if are_sharded == {False}:
         if any(param is not None for param in model._parameters.values()):
             raise ConfigurationError(
                 f"{type(model).__name__} has parameters of its own and is not "
