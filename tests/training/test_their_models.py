@@ -16,6 +16,7 @@ from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import DATA, TINY, command, losses, same_learning
 from tests.training.their_models import arguments, check_learning, make
 
+from bmtrain.errors import ParameterError
 from model_center.errors import ConfigError
 from model_center.training.objectives import Objective
 from model_center.training.setup import DTYPES
@@ -117,6 +118,28 @@ def test_rotary_frequencies_of_the_longest_row(tmp_path):
     scaling = {"rope_type": "dynamic", "factor": 4.0}
     dynamic = make("olmo2", tmp_path, max_position_embeddings=32, rope_scaling=scaling, **HEADS)
     run_ranks(rows_of_different_lengths, 2, str(longrope), str(dynamic))
+
+
+def writes_weights(path):
+    trained_model = trained_model_of(path)
+    trained_model.load(arguments(Path(path)))
+    ids = torch.arange(5, 21)[None]
+    trained_model.model.eval()
+    before = trained_model.logits(ids)
+    with pytest.raises(ParameterError, match="the forward pass gave parameter"):
+        trained_model.model.train()(input_ids=ids, use_cache=False)
+    assert torch.equal(trained_model.model.eval()(input_ids=ids, use_cache=False).logits, before)
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+def test_a_model_that_writes_weights_in_its_forward_pass(tmp_path):
+    """Gemma 3n clamps some while it trains: refused, and computed as before."""
+    small: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_kv_shared_layers": 0}
+    small |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    small |= {"activation_sparsity_pattern": [0.0] * 2, "vocab_size_per_layer_input": 1000}
+    path = make("gemma3n_text", tmp_path, laurel_rank=8, **small)
+    run_ranks(writes_weights, 2, str(path))
 
 
 def positions(folders):

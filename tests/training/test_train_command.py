@@ -248,6 +248,25 @@ def test_each_measurement_survives_a_resume(folder, form, measured, tmp_path):
     assert [step for step, loss, _ in found[0] if loss is None] == measured
 
 
+def with_room(num_bytes, complaint, *words):
+    """On a rank: a run into a folder with so much room."""
+    with pytest.MonkeyPatch.context() as patch:
+        room = argparse.Namespace(free=num_bytes)
+        patch.setattr("model_center.commands.train.shutil.disk_usage", lambda _: room)
+        with pytest.raises(ConfigError, match=complaint) if complaint else contextlib.nullcontext():
+            run_program(COMMAND, words_of(*words))
+
+
+def test_a_disk_without_room_for_the_model(folder, tmp_path):
+    """Known before the first step; adapters need less."""
+    words = [*on(tiny("qwen3", folder)), "--train-iters 1 --save", tmp_path]
+    complaint = r"100,000 bytes are free there, and what is trained takes 8\d\d,\d{3} in the end"
+    run_ranks(with_room, 2, 100_000, complaint, *words, join=False)
+    assert not (tmp_path / "model").exists() and losses(tmp_path) == []
+    run_ranks(with_room, 2, 100_000, None, *words, "--lora-rank 4", join=False)
+    assert (tmp_path / "adapter").exists() and len(losses(tmp_path)) == 1
+
+
 def test_fewer_validation_rows_than_ranks(folder, tmp_path):
     """A rank without one measures a row of which nothing is in the loss: the value is that of one
     process.

@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 import pathlib
+import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -296,7 +297,7 @@ def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     with Run(trained_model.model, rows, args, flops, on_step) as training:
         for line in differing:
             training.log.message(f"  other than before: {line}")
-        attempt(lambda: _keep(args, folder), everyone(), ConfigError)
+        attempt(lambda: _keep(args, folder, trained_model.model), everyone(), ConfigError)
         every = args.eval_iters
         is_due = every and training.step > 0 and training.step % every == 0
         if evaluator is not None and is_due and not training.is_recorded:
@@ -325,9 +326,24 @@ def _warn(training_parts: Sequence[MixturePart]) -> None:
             )
 
 
-def _keep(args: argparse.Namespace, folder: pathlib.Path | None) -> None:
-    if folder is not None and bmt.rank() == 0 and args.replay_step is None:
-        keep(args, folder)
+def _keep(args: argparse.Namespace, folder: pathlib.Path | None, model: torch.nn.Module) -> None:
+    """Write the flags into the run's folder, if what is trained has room there.
+
+    Raises:
+        ConfigError: on a disk that is too full for the result.
+    """
+    if folder is None or bmt.rank() != 0 or args.replay_step is not None:
+        return
+    keep(args, folder)
+    trained = (param for param in model.parameters() if param.requires_grad)
+    needed = sum(param.numel() * param.element_size() for param in trained)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"--save {folder}: {free:,} bytes are free there, and what is trained takes {needed:,} "
+            "in the end, checkpoints with the optimizer's states several times that. Free some "
+            "space, or name another folder."
+        )
 
 
 class Evaluator:
