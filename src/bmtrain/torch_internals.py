@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropouts
 from torch.overrides import _get_current_function_mode_stack
@@ -191,7 +192,15 @@ is_tracing: Callable[[], bool] = torch._C._is_tracing
 #: The mode by which torch.export and make_fx trace, or None: `dispatch_mode(PROXIES)`.
 dispatch_mode = torch._C._get_dispatch_mode
 PROXIES = torch._C._TorchDispatchModeKey.PROXY
-has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
+has_global_module_hooks: Callable[[], bool] = modules._has_any_global_hook
+#: what loads a module's own entries of a state dict; classes override it
+loader_of: Callable[[Any], Callable[..., None]] = operator.attrgetter("_load_from_state_dict")
+#: those of forward passes, and which of them take keywords
+global_module_hooks: tuple[dict[int, Any], ...] = (
+    modules._global_forward_hooks,
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks_with_kwargs,
+)
 
 
 def in_transform() -> bool:
@@ -215,11 +224,6 @@ def hooks_of(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether the module has forward or backward hooks of its own."""
     return any(hooks_of(module))
-
-
-def loader_of(module: torch.nn.Module) -> Callable[..., None]:
-    """What loads the module's own entries of a state dict; classes override it."""
-    return module._load_from_state_dict
 
 
 def renew_weights(module: torch.nn.RNNBase) -> None:

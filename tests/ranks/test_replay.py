@@ -8,11 +8,14 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import contextvars
 import dataclasses
+import functools
 import itertools
 import math
 import operator
 import random
+import threading
 import types
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -23,6 +26,8 @@ import torch
 from tests.ranks.passes import Call, ask, compare
 from tests.ranks.runner import on_ranks
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
@@ -440,12 +445,13 @@ class Elsewhere(Base):
         self.scale_of = scale
 
     def forward(self, x):
-        y = self.map(x * TEMPERATURE * self.tau * self.scale_of() * LONG[0])
+        held = getattr(OF_THREAD, "held", 1.0)
+        y = self.map(x * TEMPERATURE * self.tau * self.scale_of() * LONG[0] * held)
         return activation(y) * GAIN
 
 
 TEMPERATURE, LONG, GAIN = 1.0, [1.0] * 5000, nn.Parameter(torch.ones(()), requires_grad=False)
-activation = torch.tanh
+activation, OF_THREAD = torch.tanh, threading.local()
 
 
 ELSEWHERE = {
@@ -455,6 +461,7 @@ ELSEWHERE = {
     ),
     "'GAIN' among globals": lambda _, value: GAIN.fill_(value),
     "'tau' of class Elsewhere": lambda _, value: setattr(Elsewhere, "tau", value),
+    "'OF_THREAD' among globals": lambda _, value: setattr(OF_THREAD, "held", value),
     "'sigma' of a closure": lambda block, value: block.scale_of(value),
 }
 
@@ -478,6 +485,83 @@ def test_what_is_read_elsewhere_may_not_change_before_backward():
             for layer in (*plain, *blocks):
                 change(layer, 1.0)
             compare(plain, blocks, f"{level}, {where}, as before", x)
+
+
+class Surrounded(Base):
+    """Reads a context variable."""
+
+    def forward(self, x):
+        return self.map(x * FACTOR.get()).sin()
+
+
+FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.nn.functional.linear else out
+
+
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.tanh.default else out
+
+
+@contextlib.contextmanager
+def factor():
+    token = FACTOR.set(2.0)
+    yield
+    FACTOR.reset(token)
+
+
+def after_maps(module, args, out):
+    return 2 * out if type(module) is nn.Linear else None
+
+
+def before_maps(module, args):
+    return (2 * args[0],) if type(module) is nn.Linear else None
+
+
+REGISTRY = nn.modules.module
+SURROUNDINGS = [
+    factor,
+    Functions,
+    Operators,
+    functools.partial(REGISTRY.register_module_forward_hook, after_maps),
+    functools.partial(REGISTRY.register_module_forward_pre_hook, before_maps),
+]
+
+
+@on_ranks(2)
+def test_what_surrounds_a_forward_pass_is_found_again():
+    """A context around forward that has ended before backward."""
+    plain, x = make(Surrounded), torch.randn(4, DIM)
+    with told_of_keeping(Surrounded) as messages:
+        for level in (Level.CHEAP, Level.BLOCK, Level.OFFLOADED):
+            blocks = sharded(plain, use_checkpoint=level)
+            for enter in SURROUNDINGS:
+
+                def call(module, x, enter=enter):
+                    with enter():
+                        return module(x)
+
+                compare(plain, blocks, f"{level}, {enter}", x, call)
+    assert len(messages) == 1 and "a mode of the program" in messages[0]
+    blocks = sharded(plain, use_checkpoint=True)
+    linears = [layer.linear for layer in (*plain, *blocks)]
+    for linear in linears:
+        handle = linear.register_forward_hook(lambda *given: 2 * given[-1], with_kwargs=True)
+        linear.handle = handle
+
+    @contextlib.contextmanager
+    def without_hooks(layers):
+        for layer in layers:
+            layer.linear.handle.remove()
+        yield
+
+    compare(plain, blocks, "a hook with keywords", x, around=without_hooks)
 
 
 @on_ranks(2)

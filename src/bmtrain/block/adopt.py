@@ -83,15 +83,6 @@ def stays_whole(param: torch.nn.Parameter) -> bool:
     return not param.dtype.is_floating_point or type(param.detach()) is not torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class _GroupKey:
-    """What all parameters of one storage have in common."""
-
-    dtype: torch.dtype
-    trainable: bool
-    placement: Placement
-
-
 def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) -> None:
     """Move the parameters at `places` into storages, one per dtype, trainability and placement.
 
@@ -104,7 +95,7 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
         )
         if known is not None:
             place.module._parameters[place.name] = known
-    groups: dict[_GroupKey, dict[torch.nn.Parameter, str]] = {}
+    groups: dict[tuple[torch.dtype, bool, Placement], dict[torch.nn.Parameter, str]] = {}
     for place in places:
         param = place.value
         placement = EVERYWHERE
@@ -117,11 +108,10 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
             if not param.storage_of.adoptable:
                 continue
             placement = param.storage_of.placement
-        groups.setdefault(_GroupKey(param.dtype, param.requires_grad, placement), {}).setdefault(
-            param, place.path
-        )
-    for kind, members in groups.items():
-        _build(members, kind, policy, converted, places)
+        key = param.dtype, param.requires_grad, placement
+        groups.setdefault(key, {}).setdefault(param, place.path)
+    for (dtype, _, placement), members in groups.items():
+        _build(members, dtype, placement, policy, converted, places)
 
 
 def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> None:
@@ -165,7 +155,8 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
 
 def _build(
     members: dict[torch.nn.Parameter, str],
-    kind: _GroupKey,
+    dtype: torch.dtype,
+    placement: Placement,
     policy: ShardPolicy,
     converted: Converted,
     places: Sequence[Place],
@@ -177,9 +168,7 @@ def _build(
     """
     shapes = [(path, param.shape) for param, path in members.items()]
     splits = [p.cut.split if isinstance(p, DistributedParameter) else None for p in members]
-    storage = Storage(
-        converted.engine, shapes, kind.dtype, policy, placement=kind.placement, splits=splits
-    )
+    storage = Storage(converted.engine, shapes, dtype, policy, placement=placement, splits=splits)
     replaced: dict[torch.nn.Parameter, DistributedParameter] = {}
     params: list[torch.nn.Parameter] = []
     for index, param in enumerate(members):
@@ -294,10 +283,9 @@ class Slots(dict[str, Any]):
         if value is not None:
             self._compiled.setattr(name, value)
 
-    def update(self, *others: Mapping[str, Any], **more: Any) -> None:  # type: ignore[override]  # only the forms used here
-        for other in (*others, more):
-            for name, value in other.items():
-                self[name] = value
+    def update(self, other: Mapping[str, Any]) -> None:  # type: ignore[override]  # the form used here
+        for name, value in other.items():
+            self[name] = value
 
 
 def open_slots(module: torch.nn.Module) -> None:

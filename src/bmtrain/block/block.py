@@ -49,7 +49,7 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Kept, Use, refuse_transforms
-from bmtrain.torch_internals import in_backward, loader_of, next_node_number
+from bmtrain.torch_internals import in_backward, next_node_number
 
 MODES = ("BLOCK", "PIPE")
 # State dict hooks. Block and inner module share these dicts: saving and loading go through the
@@ -288,16 +288,6 @@ class Block(DistributedModule):
         for path, module in self._parts():
             if module is not self._inner and not isinstance(module, DistributedModule):
                 yield path, module
-
-    def save_values(self, *args: Any, **kwargs: Any) -> Any:
-        """As the inner module's class saves them, in a way of its own perhaps."""
-        return self._inner.state_dict(*args, **kwargs)
-
-    def load_values(self, *args: Any) -> None:
-        """As the inner module's class loads them."""
-        inner = self._inner
-        load = inner.load_values if isinstance(inner, DistributedModule) else loader_of(inner)
-        load(*args)
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]  # assignments go through __setattr__

@@ -13,6 +13,7 @@ import argparse
 import array
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import enum
@@ -20,6 +21,7 @@ import functools
 import itertools
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -44,7 +46,9 @@ from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import (
     DeviceContext,
     function_modes,
+    global_module_hooks,
     last_script_graph,
+    num_dispatch_modes,
     version_of,
     versions_of,
 )
@@ -60,7 +64,12 @@ _FOLLOWED: frozenset[type] = frozenset(
     {types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList}
 )
 _STANDARD = frozenset(torch.nn.Module().__dict__) - {"training", "_modules", "_buffers"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
 _MISSING = object()
 _NUM_WARM = 4  # calls after which the executor keeps the same graph
 # Getter and setter of each. They select kernels, and so which tensors are saved for backward.
@@ -172,6 +181,7 @@ class Snapshot:
     def add_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         """Attributes, buffers, children and hooks of modules, and what their code reads."""
         parts = list(modules)
+        self.held += [_Held(hooks, hooks.copy()) for hooks in global_module_hooks]
         self._add_noticed(lambda: [len(x._parameters) for x in parts], "the number of parameters")
         for module in parts:
             name, own = type(module).__name__, module.__dict__
@@ -180,10 +190,9 @@ class Snapshot:
                     self._known[id(buffer)] = buffer
                     self.buffers[len(self.tensors)] = key
                     self._add_tensor(buffer, f"buffer {key!r} of {name}")
-            for children in (module._modules, module._buffers):
-                self.held.append(_Held(children, dict(children)))
-            for hooks in (own[key] for key in _HOOKS):
-                self.held.append(_Held(hooks, hooks.copy()))
+            hooks = [own[key] for key in _HOOKS]
+            for found in (module._modules, module._buffers, *hooks):
+                self.held.append(_Held(found, found.copy()))
             attributes = {key: self._kept(value) for key, value in own.items()}
             self.held.append(_Held(own, attributes))
             for key, value in attributes.items():
@@ -225,6 +234,9 @@ class Snapshot:
             self._add_noticed(lambda: (bytes(value),), where)
         elif isinstance(value, np.ndarray):
             self._add_noticed(lambda: (value.tobytes(),), where)
+        elif isinstance(value, threading.local):
+            # Other threads have other values: on GPUs backward runs in one of autograd's.
+            self._add_noticed(lambda: [*vars(value), *vars(value).values()], where)
         elif isinstance(value, Iterator):
             self.obstacle = f"{where} is an iterator, which a pass uses up"
         elif _is_plain(kind):
@@ -450,6 +462,8 @@ class CallState:
         self._generators = [(each, draws.state(each)) for each in generators]
         self._switches = [read() for read, _ in _SWITCHES]
         self._default_device = _default_device()
+        #: values of context variables, which a second run finds again, in any thread
+        self.variables = contextvars.copy_context()
         self._autocast = [
             (kind, _autocast_of(kind)) for kind in dict.fromkeys((draws.device.type, "cpu"))
         ]
@@ -459,6 +473,8 @@ class CallState:
         # Its executor rewrites a function after the first calls, which then saves other tensors.
         if self.owner.scripts.count() != self._num_scripts:
             return "TorchScript runs in it"
+        if num_dispatch_modes() or not all(isinstance(x, DeviceContext) for x in function_modes()):
+            return "a mode of the program changes what functions do"
         for part in self._parts:
             if part.obstacle is not None:
                 return part.obstacle

@@ -378,7 +378,7 @@ class Recomputation:
         hooks = saved_tensors_hooks(catch, lambda tensor: tensor)
         try:
             with torch.enable_grad(), self._begun.restored(), hooks:
-                self._body(args, kwargs, True)
+                self._begun.variables.copy().run(self._body, args, kwargs, True)
         except _Enough as enough:
             if enough.call is not self:
                 raise

@@ -15,6 +15,7 @@ from bmtrain.shard.listing import full_values
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import check_same_state
 from bmtrain.shard.window import Window, WindowSource
+from bmtrain.torch_internals import loader_of
 
 
 class DistributedModule(torch.nn.Module):
@@ -63,7 +64,10 @@ class DistributedModule(torch.nn.Module):
         )
 
     def sharded_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """(prefix, module) of the modules whose parameters this one saves and loads: itself."""
+        """(prefix, module) of the modules whose parameters this one saves and loads: itself.
+
+        The class of the first says how.
+        """
         yield "", self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -83,7 +87,9 @@ class DistributedModule(torch.nn.Module):
         keep = kwargs.pop("keep_vars", False)
         into = kwargs.get("destination")
         known = set(into) if into is not None else set()
-        out: dict[str, Any] = self.save_values(*args, keep_vars=True, **kwargs)
+        _, owner = next(iter(self.sharded_modules()))
+        save = super().state_dict if owner is self else owner.state_dict
+        out: dict[str, Any] = save(*args, keep_vars=True, **kwargs)
         fresh = [name for name in out if name not in known]
         sharded = (
             (name, out[name]) for name in fresh if isinstance(out[name], DistributedParameter)
@@ -151,17 +157,10 @@ class DistributedModule(torch.nn.Module):
                         f"the model {tuple(param.cut.whole_shape)}."
                     )
                     state_dict[key] = param.detach()  # already reported above
-        self.load_values(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-    def save_values(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's `state_dict`: the sharded parameters themselves. A block has its module's."""
-        return super().state_dict(*args, **kwargs)
-
-    def load_values(self, *args: Any) -> None:
-        """torch's `_load_from_state_dict`, for values that are cut already."""
-        super()._load_from_state_dict(*args)
+        _, owner = next(iter(self.sharded_modules()))
+        is_cutting = isinstance(owner, DistributedModule)  # would cut once more
+        load = loader_of(super(DistributedModule, owner) if is_cutting else owner)
+        load(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
