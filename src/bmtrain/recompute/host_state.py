@@ -473,7 +473,7 @@ class CallState:
         # Its executor rewrites a function after the first calls, which then saves other tensors.
         if self.owner.scripts.count() != self._num_scripts:
             return "TorchScript runs in it"
-        if num_dispatch_modes() or not all(isinstance(x, DeviceContext) for x in function_modes()):
+        if num_dispatch_modes() or {*map(type, function_modes())} - {DeviceContext}:
             return "a mode of the program changes what functions do"
         for part in self._parts:
             if part.obstacle is not None:
