@@ -75,6 +75,9 @@ def lines(found: Certificate) -> list[str]:
             f"{found.deviation:.0e}), has the position and sees what it sees alone"
         )
     else:
-        said.append(f"{len(found.findings)} differences, the first of each sample:")
+        said.append(
+            f"{len(found.findings)} differences; of each sample the first text that is left out "
+            "and the first token that differs:"
+        )
         said += [f"  {place}: {text}" for place, text in found.findings[:SHOWN]]
     return said
