@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropouts
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils._pytree import tree_map_only as _tree_map_only
 
@@ -188,15 +188,16 @@ def node_number(node: Any) -> int:
 
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 #: The mode by which torch.export and make_fx trace, or None: `dispatch_mode(PROXIES)`.
 dispatch_mode = torch._C._get_dispatch_mode
 PROXIES = torch._C._TorchDispatchModeKey.PROXY
 has_global_module_hooks: Callable[[], bool] = modules._has_any_global_hook
 #: what loads a module's own entries of a state dict; classes override it
-loader_of: Callable[[Any], Callable[..., None]] = operator.attrgetter("_load_from_state_dict")
+loader_of: Callable[[Any], Any] = operator.attrgetter("_load_from_state_dict")
 #: those of forward passes, and which of them take keywords
-global_module_hooks: tuple[dict[int, Any], ...] = (
+global_module_hooks = (
     modules._global_forward_hooks,
     modules._global_forward_pre_hooks,
     modules._global_forward_hooks_with_kwargs,

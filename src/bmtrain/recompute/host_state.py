@@ -45,10 +45,10 @@ from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import (
     DeviceContext,
+    dispatch_modes,
     function_modes,
     global_module_hooks,
     last_script_graph,
-    num_dispatch_modes,
     version_of,
     versions_of,
 )
@@ -473,7 +473,7 @@ class CallState:
         # Its executor rewrites a function after the first calls, which then saves other tensors.
         if self.owner.scripts.count() != self._num_scripts:
             return "TorchScript runs in it"
-        if num_dispatch_modes() or {*map(type, function_modes())} - {DeviceContext}:
+        if any(_is_plain(type(mode)) for mode in (*function_modes(), *dispatch_modes())):
             return "a mode of the program changes what functions do"
         for part in self._parts:
             if part.obstacle is not None:
