@@ -40,6 +40,10 @@ class DrawnOnTheCpu(TorchFunctionMode):
     Blocks run uncompiled under a mode.
     """
 
+    # As a mode of torch, which no recomputation needs: under one of a program's own, blocks keep
+    # their activations.
+    __module__ = "torch"
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         generator = kwargs.get("generator")

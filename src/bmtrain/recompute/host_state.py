@@ -473,7 +473,7 @@ class CallState:
         # Its executor rewrites a function after the first calls, which then saves other tensors.
         if self.owner.scripts.count() != self._num_scripts:
             return "TorchScript runs in it"
-        if any(_is_plain(type(mode)) for mode in (*function_modes(), *dispatch_modes())):
+        if any(map(_is_plain, map(type, (*function_modes(), *dispatch_modes())))):
             return "a mode of the program changes what functions do"
         for part in self._parts:
             if part.obstacle is not None:
