@@ -445,13 +445,12 @@ class Elsewhere(Base):
         self.scale_of = scale
 
     def forward(self, x):
-        held = getattr(OF_THREAD, "held", 1.0)
-        y = self.map(x * TEMPERATURE * self.tau * self.scale_of() * LONG[0] * held)
+        y = self.map(x * TEMPERATURE * self.tau * self.scale_of() * LONG[0])
         return activation(y) * GAIN
 
 
 TEMPERATURE, LONG, GAIN = 1.0, [1.0] * 5000, nn.Parameter(torch.ones(()), requires_grad=False)
-activation, OF_THREAD = torch.tanh, threading.local()
+activation = torch.tanh
 
 
 ELSEWHERE = {
@@ -461,7 +460,6 @@ ELSEWHERE = {
     ),
     "'GAIN' among globals": lambda _, value: GAIN.fill_(value),
     "'tau' of class Elsewhere": lambda _, value: setattr(Elsewhere, "tau", value),
-    "'OF_THREAD' among globals": lambda _, value: setattr(OF_THREAD, "held", value),
     "'sigma' of a closure": lambda block, value: block.scale_of(value),
 }
 
@@ -485,6 +483,33 @@ def test_what_is_read_elsewhere_may_not_change_before_backward():
             for layer in (*plain, *blocks):
                 change(layer, 1.0)
             compare(plain, blocks, f"{level}, {where}, as before", x)
+
+
+class OfThread(Base):
+    """Reads what each thread has of its own."""
+
+    def forward(self, x):
+        return self.map(x * getattr(OF_THREAD, "factor", 1.0)).sin()
+
+
+OF_THREAD = threading.local()
+
+
+@on_ranks(2)
+def test_values_of_a_thread_keep_activations():
+    """Backward may run in another thread, and after the program has taken them back."""
+
+    def call(module, x):
+        OF_THREAD.factor = 2.0
+        out = module(x)
+        del OF_THREAD.factor
+        return out
+
+    plain, x = make(OfThread), torch.randn(4, DIM)
+    with told_of_keeping(OfThread) as messages:
+        for level in (Level.CHEAP, Level.BLOCK, Level.OFFLOADED):
+            compare(plain, sharded(plain, use_checkpoint=level), str(level), x, call)
+    assert len(messages) == 1 and "'OF_THREAD' among globals" in messages[0]
 
 
 class Surrounded(Base):

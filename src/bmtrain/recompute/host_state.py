@@ -235,8 +235,8 @@ class Snapshot:
         elif isinstance(value, np.ndarray):
             self._add_noticed(lambda: (value.tobytes(),), where)
         elif isinstance(value, threading.local):
-            # Other threads have other values: on GPUs backward runs in one of autograd's.
-            self._add_noticed(lambda: [*vars(value), *vars(value).values()], where)
+            # On GPUs backward runs in a thread of autograd.
+            self.obstacle = f"{where} has other values in other threads"
         elif isinstance(value, Iterator):
             self.obstacle = f"{where} is an iterator, which a pass uses up"
         elif _is_plain(kind):
