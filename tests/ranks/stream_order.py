@@ -230,6 +230,9 @@ class SimulatedStreams(Streams):
 class Watch(TorchDispatchMode):
     """Tells an Order which memory every operator reads and writes, as its schema says."""
 
+    # As a mode of torch: under one of a program's own, blocks keep their activations.
+    __module__ = "torch"
+
     def __init__(self, order):
         super().__init__()
         self._order = order
