@@ -206,7 +206,7 @@ def test_inputs_that_are_refused(family, tmp_path):
     refuse(ours, "expected 12 keys", ids, attention_mask=ones(2, 11))
     refuse(ours, "expected \\(batch, keys\\)", ids, attention_mask=ones(12))
     refuse(ours, "length is of type int: expected a tensor", ids, 3)
-    refuse(ours, "expected \\(2,\\), a number", ids, ones(3).long())
+    refuse(ours, "expected \\(2,\\), a real number", ids, ones(3).long())
     refuse(ours, "past_key_values has 1 layers", ids, past_key_values=[None])
     refuse(ours, "expected \\(batch, seq, dim_model\\)", inputs_embeds=ones(2, 32))
     assert torch.equal(ours(ids).logits, expected)

@@ -108,13 +108,13 @@ def attention_mask_of(
 
 
 def _check_length(length: object, num_rows: int) -> None:
-    """InputError unless it is a tensor (num_rows,)."""
+    """InputError unless it is a tensor (num_rows,) of real numbers."""
     if not isinstance(length, torch.Tensor):
         raise InputError(f"length is of type {type(length).__name__}: expected a tensor (batch,).")
-    if length.shape != (num_rows,):
+    if length.shape != (num_rows,) or length.is_complex():
         raise InputError(
-            f"length is of shape {tuple(length.shape)}: expected ({num_rows},), a number for each "
-            "row."
+            f"length is of shape {tuple(length.shape)}: expected ({num_rows},), a real number for "
+            "each row."
         )
 
 
