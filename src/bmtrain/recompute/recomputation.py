@@ -80,8 +80,10 @@ class Runner:
 
 
 def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`module(*args, **kwargs)` without global hooks, which have run for the block around it."""
-    if has_global_module_hooks() and not has_hooks(module):
+    """`module(*args, **kwargs)` without hooks, which run for the block around it, as then does a
+    `__call__` of the module's class.
+    """
+    if has_global_module_hooks() or has_hooks(module):
         return module.forward(*args, **kwargs)
     return module(*args, **kwargs)
 
