@@ -310,11 +310,19 @@ class Tripled(nn.Sequential):
         return super().__call__(*args) * 3
 
 
+def increased(_, args) -> Any:
+    return (args[0] + 1,)
+
+
+def doubled(_, grads: Any, __):
+    return (grads[0] * 2,)
+
+
 def hooked(kind):
     """With hooks of its own from before it becomes a block."""
     module = kind(nn.Linear(6, 6), nn.Tanh())
     module.register_forward_hook(lambda module, args, out: out + module[0].bias)
-    module.register_full_backward_hook(lambda _, grads, __: (grads[0] * 3,))
+    module.register_full_backward_hook(doubled)
     return module
 
 
@@ -337,8 +345,8 @@ def global_hooks(level, recompute):
     registry = nn.modules.module
     with (
         registry.register_module_forward_hook(double),
-        registry.register_module_forward_pre_hook(lambda _, args: (args[0] + 1,)),
-        registry.register_module_full_backward_hook(lambda _, grads, __: (grads[0] * 2,)),
+        registry.register_module_forward_pre_hook(increased),
+        registry.register_module_full_backward_hook(doubled),
     ):
         for kind in (nn.Sequential, Tripled):
             make = functools.partial(hooked, kind)
@@ -377,8 +385,8 @@ class OwnWays(nn.Module):
         self.scale *= 2
         return super().to(torch.float32)
 
-    def modules(self):
-        return (module for module in super().modules() if module is not self.base)
+    def modules(self, *args, **kwargs):
+        return (x for x in super().modules(*args, **kwargs) if x is not self.base)
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         state_dict["step"] = state_dict.pop("old")

@@ -59,8 +59,8 @@ from bmtrain.torch_internals import (
 )
 
 MODES = ("BLOCK", "PIPE")
-# Block and inner module share these: calling, saving and loading go through the block, and hooks may
-# be registered on either.
+# Block and inner module share these: calling, saving and loading go through the block, and hooks
+# may be registered on either.
 _SHARED_HOOKS = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
 # Methods of any module: those that the inner module's class has of its own become the block's.
 _METHODS = {x for x, found in vars(torch.nn.Module).items() if x[0] != "_" and callable(found)}
@@ -83,7 +83,7 @@ class BlockCall:
     lends: bool = True
 
 
-def _of_inner(function: Callable[..., Any]) -> Callable[..., Any]:
+def _of_inner(function: Any) -> Callable[..., Any]:
     """A method of blocks that is the function of the inner module."""
 
     def method(self: Block, *args: Any) -> Any:
