@@ -19,6 +19,7 @@ import random
 import threading
 import types
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -460,7 +461,7 @@ def exchange(owner, name, function, _, value):
     setattr(owner, name, function if value == 1 else lambda *args: function(*args) * value)
 
 
-ELSEWHERE = {
+ELSEWHERE: dict[str, Callable[[Any, float], Any]] = {
     "'TEMPERATURE' among globals": lambda _, value: globals().update(TEMPERATURE=value),
     "'activation' among globals": lambda _, value: globals().update(
         activation=torch.tanh if value == 1 else torch.sin

@@ -63,7 +63,10 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "triton", "bmtrain"}
 _FOLLOWED: frozenset[type] = frozenset(
     {
-        *(types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList),
+        types.SimpleNamespace,
+        argparse.Namespace,
+        collections.UserDict,
+        collections.UserList,
         type(os.environ),
     }
 )
@@ -160,14 +163,10 @@ class Snapshot:
         self.generators: list[Any] = []
         self.obstacle: str | None = None
         self._known: dict[int, Any] = {}  # alive: ids are used again
-        # What names stand for in namespaces: how to read it, and what was read.
-        self._reads: list[Callable[[], Any]] = []
-        self._values: list[Any] = []
-        self._labels: dict[tuple[int, str], str] = {}
-        reads = self._reads  # no cycle with this object, which holds tensors
-        self.noticed = [
-            _Noticed(lambda: [x() for x in reads], self._values, "", self._labels.values())
-        ]
+        # What names stand for in namespaces: how to read it, what was read, and its label.
+        self._names: tuple[list[Any], list[Any], dict[tuple[int, str], str]] = [], [], {}
+        reads, values, labels = self._names  # no cycle with this object, which holds tensors
+        self.noticed = [_Noticed(lambda: [x() for x in reads], values, "", labels.values())]
         self._all_held: tuple[list[Any], list[Any], list[int], list[Any]] | None = None
 
     def is_current(self) -> bool:
@@ -350,15 +349,16 @@ class Snapshot:
 
         Data that is not of the program (`is_plain`) is left out, but for the environment.
         """
+        reads, values, labels = self._names
         for name in filter(space.__contains__, names):
             value, label = space[name], f"{name!r} {of}"
             is_data = _is_data(value)
             if is_data and (is_plain or value is os.environ):
                 self.add(value, label)
-            if (is_plain or not is_data) and (id(space), name) not in self._labels:
-                self._labels[id(space), name] = label
-                self._reads.append(functools.partial(space.get, name, _MISSING))
-                self._values.append(value)
+            if (is_plain or not is_data) and (id(space), name) not in labels:
+                labels[id(space), name] = label
+                reads.append(functools.partial(space.get, name, _MISSING))
+                values.append(value)
 
 
 class Trial:
