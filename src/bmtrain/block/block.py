@@ -51,12 +51,7 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Kept, Use, refuse_transforms
-from bmtrain.torch_internals import (
-    has_global_module_hooks,
-    has_hooks,
-    in_backward,
-    next_node_number,
-)
+from bmtrain.torch_internals import has_global_module_hooks, hooks_of, in_backward, next_node_number
 
 MODES = ("BLOCK", "PIPE")
 # Block and inner module share these: calling, saving and loading go through the block, and hooks
@@ -198,7 +193,8 @@ class Block(DistributedModule):
         are drawn, as DistributedModule does here.
         """
         run = self.__class__.__call__
-        if run is DistributedModule.__call__ or not (has_global_module_hooks() or has_hooks(self)):
+        is_hooked = has_global_module_hooks() or any(hooks_of(self))
+        if run is DistributedModule.__call__ or not is_hooked:
             run = torch.nn.Module.__call__
         return run(self, *args, **kwargs)
 

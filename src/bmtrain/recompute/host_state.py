@@ -20,7 +20,6 @@ import enum
 import functools
 import itertools
 import operator
-import os
 import sys
 import threading
 import types
@@ -67,7 +66,7 @@ _FOLLOWED: frozenset[type] = frozenset(
         argparse.Namespace,
         collections.UserDict,
         collections.UserList,
-        type(os.environ),
+        type(world.ENVIRONMENT),
     }
 )
 _STANDARD = frozenset(torch.nn.Module().__dict__) - {"training", "_modules", "_buffers"}
@@ -119,14 +118,14 @@ class _Noticed:
     for each of several things.
     """
 
-    read: Callable[[], Sequence[Any]]
+    read: Callable[[], Iterable[Any]]
     found: Sequence[Any]
     where: str
     names: Iterable[str] = ()
 
     def changed(self) -> str | None:
         """What is not as it was, if anything."""
-        now, found = self.read(), self.found
+        now, found = [*self.read()], self.found
         if len(now) != len(found):
             return self.where
         if all(map(operator.is_, now, found)) or all(are_same := [*map(_is_same, now, found)]):
@@ -166,7 +165,8 @@ class Snapshot:
         # What names stand for in namespaces: how to read it, what was read, and its label.
         self._names: tuple[list[Any], list[Any], dict[tuple[int, str], str]] = [], [], {}
         reads, values, labels = self._names  # no cycle with this object, which holds tensors
-        self.noticed = [_Noticed(lambda: [x() for x in reads], values, "", labels.values())]
+        read = functools.partial(map, functools.partial.__call__, reads)
+        self.noticed = [_Noticed(read, values, "", labels.values())]
         self._all_held: tuple[list[Any], list[Any], list[int], list[Any]] | None = None
 
     def is_current(self) -> bool:
@@ -194,7 +194,8 @@ class Snapshot:
         """Attributes, buffers, children and hooks of modules, and what their code reads."""
         parts = list(modules)
         self.held += [_Held(hooks, hooks.copy()) for hooks in global_module_hooks]
-        self._add_noticed(lambda: [len(x._parameters) for x in parts], "the number of parameters")
+        params = [module._parameters for module in parts]
+        self._add_noticed(functools.partial(map, len, params), "the number of parameters")
         for module in parts:
             name, own = type(module).__name__, module.__dict__
             for key, buffer in module._buffers.items():
@@ -214,7 +215,7 @@ class Snapshot:
 
     def add(self, value: Any, where: str) -> None:
         """A value and everything it holds."""
-        value = os.environ if value is os.getenv else value
+        value = world.ENVIRONMENT if value is world.READ_ENVIRONMENT else value
         kind = type(value)
         if kind in _CONSTANT or id(value) in self._known:
             return
@@ -239,7 +240,7 @@ class Snapshot:
                 self.add(entry, where)
         elif isinstance(value, set | collections.deque | list | dict):
             parts = value.values() if isinstance(value, dict) else value
-            self._add_noticed(lambda: list(parts), where)
+            self._add_noticed(lambda: parts, where)
             for entry in list(parts):
                 self.add(entry, where)
             self._add_object(value, kind, where)
@@ -259,8 +260,8 @@ class Snapshot:
         self.tensors.append(tensor)
         self.names.append(where)
 
-    def _add_noticed(self, read: Callable[[], Sequence[Any]], where: str) -> None:
-        self.noticed.append(_Noticed(read, read(), where))
+    def _add_noticed(self, read: Callable[[], Iterable[Any]], where: str) -> None:
+        self.noticed.append(_Noticed(read, [*read()], where))
 
     def _add_container(self, value: Any, where: str) -> None:
         contents: Any = (
@@ -353,7 +354,7 @@ class Snapshot:
         for name in filter(space.__contains__, names):
             value, label = space[name], f"{name!r} {of}"
             is_data = _is_data(value)
-            if is_data and (is_plain or value is os.environ):
+            if is_data and (is_plain or value is world.ENVIRONMENT):
                 self.add(value, label)
             if (is_plain or not is_data) and (id(space), name) not in labels:
                 labels[id(space), name] = label
