@@ -4,6 +4,7 @@ inside of a call are refused.
 
 import copy
 import ctypes
+import functools
 import io
 import itertools
 from collections.abc import Callable
@@ -199,6 +200,9 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+UNSEEN = ("detached", ".data", "a view of a view")  # writes into them
+
+
 class KeepingViews(Writing):
     """Keeps a view of its weight in an attribute, in containers and in a closure."""
 
@@ -223,7 +227,8 @@ class KeepingViews(Writing):
 
 def kept():
     """A view that a pass has kept shows the parameter's values, with its gradient, until the
-    parameter changes. From then on it is refused, and one that is taken again is right.
+    parameter changes. From then on it is refused, and one that is taken again is right. So is a
+    write into it, before anything changes.
     """
     ways = [*OPTIONS, {"use_checkpoint": False, "zero_level": 2}]
     for (name, view), options in itertools.product(VIEWS.items(), ways):
@@ -250,6 +255,17 @@ def kept():
                         use(one)
                 with pytest.raises(StaleParameterError, match="that a forward pass has kept"):
                     one.data.t()[0].sum()
+        if name not in UNSEEN:
+            optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+            ends: tuple[Callable[..., Any], ...] = functools.partial(block, x), optimizer.step
+            for then in ends:
+                with torch.no_grad():
+                    block(x)
+                    block.kept.mul_(2)
+                with pytest.raises(ParameterError, match=r"kept was written.*module\.weight"):
+                    then()
+                models.assert_same_dicts(block.state_dict(), plain.state_dict(), name)
+                models.assert_same(block(x), plain(x), name)
 
 
 @pytest.mark.parametrize(

@@ -452,6 +452,7 @@ class Elsewhere(Base):
         return activation(y) * GAIN + functional.silu(y) * torch.nn.functional.mish(y) * math.cos(1)
 
 
+linear = None  # a variable with the name of an attribute
 TEMPERATURE, LONG, GAIN = 1.0, [1.0] * 5000, nn.Parameter(torch.ones(()), requires_grad=False)
 activation = torch.tanh
 
@@ -619,6 +620,7 @@ def test_a_list_at_the_top_of_a_program_is_put_back():
     @contextlib.contextmanager
     def changed(_):
         LONG[0] = 3.0
+        globals()["linear"] = LONG
         yield
         assert LONG[0] == 3.0
 

@@ -16,6 +16,7 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
+import dis
 import enum
 import functools
 import itertools
@@ -328,10 +329,11 @@ class Snapshot:
             self.add(_contents(cell)[0], f"{name!r} of a closure")
         for value in function.__defaults__ or ():
             self.add(value, f"a default of {function.__name__}")
-        names = names_in(code)
         spaces: list[tuple[Any, str, bool]] = [(function.__globals__, "among globals", True)]
         seen: set[int] = set()
         for space, of, is_plain in spaces:  # which grow by modules and classes found in them
+            # A variable of a script may bear the name of an attribute.
+            names = names_in(code) if seen else _globals_in(code)
             self._add_names(space, names, of, is_plain)
             for name in names:
                 value = space.get(name)
@@ -671,6 +673,14 @@ def names_in(code: types.CodeType) -> list[str]:
     """The names of globals and attributes in a function's code, inner functions included."""
     inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
     return list(dict.fromkeys([*code.co_names, *(name for x in inner for name in names_in(x))]))
+
+
+@functools.cache
+def _globals_in(code: types.CodeType) -> list[str]:
+    """The names of globals in a function's code, inner functions included."""
+    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    found = [x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")]
+    return list(dict.fromkeys([*found, *(name for x in inner for name in _globals_in(x))]))
 
 
 def _function_of(value: Any) -> Any:

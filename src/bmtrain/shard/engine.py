@@ -98,6 +98,7 @@ class Residence:
         self._source, self.label = source, label
         #: memory of the shard's present values that the program may have kept; see `mark_stale`
         self.handed_out: list[StorageWeakRef] = []
+        self._released: list[tuple[weakref.ref[torch.Tensor], int]] = []  # with their versions
 
     def wait_for_updates(self) -> None:
         """Wait for updates of the shard that are under way, if its storage is alive."""
@@ -127,6 +128,20 @@ class Residence:
 
     def bring(self) -> None:
         """Make the values of a residence that never moves readable on the compute stream."""
+
+    def refuse_written(self) -> None:
+        """ParameterError if the program has written into a view of what was released."""
+        released, self._released = self._released, []
+        for reference, version in released:
+            full = reference()  # alive, if a view of it is
+            if full is not None and version_of(full) != version:
+                raise ParameterError(
+                    f"a view of gathered parameters ({self.label.text}) that a forward pass has "
+                    "kept was written after the pass: the write is lost. Write to the parameter "
+                    "itself, module.weight, between passes."
+                )
+            if full is not None:
+                self._released.append((reference, version))
 
     def mark_stale(self) -> None:
         """The shard was written: refuse what the program has kept of gathered memory."""
@@ -189,6 +204,7 @@ class Gathered(Residence):
 
     def prefetch(self, phase: Phase) -> None:
         if self._full is None:
+            self.refuse_written()
             axis, version = self.label.axis, version_of(self._source.get())
             if version != self.version:  # a write to `param.local` is not reported
                 self.mark_stale()
@@ -211,6 +227,7 @@ class Gathered(Residence):
             return  # a holder from before `forget`
         self._num_holders -= 1
         if self._num_holders == 0:
+            self._released.append((weakref.ref(full), version_of(full)))
             self._full = None  # back to the allocator, behind the last read on the compute stream
 
     def forget(self) -> None:
@@ -218,6 +235,8 @@ class Gathered(Residence):
         # this wait, the allocator could hand its memory to compute kernels while the gather still
         # writes it.
         self._transport.streams.compute_waits(self._arrived)
+        if self._full is not None:
+            self._released.append((weakref.ref(self._full), version_of(self._full)))
         self._full, self._arrived, self._num_holders = None, None, 0
 
 
@@ -432,7 +451,13 @@ class Engine:
         self.residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self.num_registered = 0
         world.service(Sameness)  # refuses wrappers that take over modules
-        self.steps = Steps(self.transport.ledger, world.mesh.world, self.replicated, self.backward)
+        self.steps = Steps(
+            self.transport.ledger,
+            world.mesh.world,
+            self.replicated,
+            self.backward,
+            self.residences,
+        )
         self._with_grad = True  # grad mode of the last forward pass
         self._num_turns = 0  # storages met in the pass
 

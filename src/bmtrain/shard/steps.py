@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Steps:
         axis: of all ranks.
         replicated: the ordinary parameters whose gradients are summed over ranks.
         backward: the running backward pass.
+        residences: of all storages.
 
     Attributes:
         has_sharded: whether anything has been sharded in this run; ordinary parameters are not
@@ -42,10 +43,15 @@ class Steps:
     """
 
     def __init__(
-        self, ledger: Ledger, axis: Axis, replicated: Replicated, backward: Backward
+        self,
+        ledger: Ledger,
+        axis: Axis,
+        replicated: Replicated,
+        backward: Backward,
+        residences: Iterable[Any],
     ) -> None:
         self._ledger, self._axis, self._replicated = ledger, axis, replicated
-        self._backward = backward
+        self._backward, self._residences = backward, residences
         self.has_sharded = False
         self._ordinary: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ordinary] = (
             weakref.WeakKeyDictionary()
@@ -68,14 +74,16 @@ class Steps:
             given: the arguments of `step`, a loss scale for example.
 
         Raises:
-            ParameterError: if the optimizer has, beside sharded parameters, ordinary ones whose
-                gradients are not summed over ranks; ordinary ones that ranks have given other
-                values; or parameters that were replaced when their model was sharded, which it
-                would train in vain.
+            ParameterError: if the program has written into a view of gathered memory; or if the
+                optimizer has, beside sharded parameters, ordinary ones whose gradients are not
+                summed over ranks; ordinary ones that ranks have given other values; or parameters
+                that were replaced when their model was sharded, which it would train in vain.
         """
         # After a backward pass that has raised: without this, the optimizer could read sums that
         # the reduce stream still writes.
         self._backward.abandon_if_dead()
+        for residence in self._residences:
+            residence.refuse_written()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._replicated.refuse_retired(params)
         world.current().watchdog.step()
