@@ -106,11 +106,9 @@ def family(
 
 
 def _limit(max_length: int, more_tokens: int = 0) -> dict[str, int]:
-    """Options of GenerationConfig; the signatures, ModelCenter's, cannot tell the default from 100."""
+    """Options of GenerationConfig; ModelCenter's signatures do not tell 100 from the default."""
     most = max_length + more_tokens if max_length > 0 else max_length
-    return {
-        "default_new_tokens" if max_length == DEFAULT_NEW_TOKENS else "max_new_tokens": most
-    }
+    return {"default_new_tokens" if max_length == DEFAULT_NEW_TOKENS else "max_new_tokens": most}
 
 
 def _repetition(penalty: float, window: int | None) -> dict[str, Any]:
