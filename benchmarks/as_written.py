@@ -400,9 +400,12 @@ def fsdp2(args: argparse.Namespace) -> Step:
     for parent in list(model.modules()):
         if isinstance(parent, nn.ModuleList):
             for index, layer in enumerate(parent):
+                if args.packed:  # the compiler gives up a checkpoint that is given a mask of blocks
+                    layer.compile(mode=args.mode)
                 parent[index] = checkpoint_wrapper(layer) if args.recomputes else layer
     for layer in layers_of(model):
-        layer.compile(mode=args.mode)
+        if not args.packed:
+            layer.compile(mode=args.mode)
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     if args.symmetric:

@@ -697,14 +697,13 @@ def text_picture(rows: Sequence[Beside]) -> str:
         (row.ours["model"], *map(row.ours.get, KINDS_OF_ROWS), row.place): row
         for row in sorted(rows, key=lambda row: int(row.ours["rows"]))
     }
-    lines = [f"{'':41}0         0.5       1.0       1.5"]
-    for row in rows:
-        if row in shown.values():
-            bar = "█" * round(20 * row.ratio)
-            bar = f"{bar[:20]:<20}|{bar[20:]}"
-            lines.append(
-                f"{row.place}, {row.what} tokens".ljust(41) + f"{bar} {row.ratio:.2f} x {row.peer}"
-            )
+    named = {f"{row.place}, {row.what} tokens": row for row in rows if row in shown.values()}
+    width = max(map(len, named), default=0) + 1
+    lines = [" " * width + "0         0.5       1.0       1.5"]
+    for name, row in named.items():
+        bar = "█" * round(20 * row.ratio)
+        bar = f"{bar[:20]:<20}|{bar[20:]}"
+        lines.append(f"{name:<{width}}{bar} {row.ratio:.2f} x {row.peer}")
     return "```text\n" + "\n".join(lines) + "\n```\n"
 
 
