@@ -8,7 +8,6 @@ import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.runner import on_ranks, run_ranks
-from tests.ranks.test_memory import tensors
 from tests.tensors import own_slice, sharded_parameter
 
 import bmtrain as bmt
@@ -111,8 +110,6 @@ def write_slices_behind_a_gather(level, folder):
             own_slice(param).fill_(3.0)
         with pytest.raises(StaleParameterError, match="after their gather had begun"):
             list(means(second))
-        if level == 3:  # what was gathered is given back, but for what is gathered ahead
-            assert list(tensors().values()).count(DIM * (DIM + 1) * 4) <= 1
         list(means(first))
         for param in second.parameters():
             param.fill_(2.0)
