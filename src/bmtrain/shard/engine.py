@@ -452,11 +452,7 @@ class Engine:
         self.num_registered = 0
         world.service(Sameness)  # refuses wrappers that take over modules
         self.steps = Steps(
-            self.transport.ledger,
-            world.mesh.world,
-            self.replicated,
-            self.backward,
-            self.residences,
+            self.transport.ledger, world.mesh.world, self.replicated, self.backward, self.residences
         )
         self._with_grad = True  # grad mode of the last forward pass
         self._num_turns = 0  # storages met in the pass
