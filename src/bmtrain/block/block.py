@@ -118,6 +118,7 @@ class Block(DistributedModule):
     """
 
     is_block = True
+
     def __init__(
         self,
         inner_module: torch.nn.Module,
