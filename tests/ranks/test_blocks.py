@@ -569,7 +569,8 @@ def as_the_module():
         del block.note
     assert isinstance(block, nn.Sequential) and isinstance(block, bmt.Block)
     assert not isinstance(block, nn.Linear) and inner[0].in_features == 4
-    assert copy.deepcopy(block)(torch.ones(1, 4)).shape == (1, 3)
+    out = copy.deepcopy(block)(torch.ones(1, 4))
+    assert out.shape == (1, 3) and out.grad_fn.name() == "AddmmBackward0"  # not a copy
 
 
 class Returning(nn.Module):
