@@ -15,6 +15,7 @@ import torch
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
 from torch import nn
+from torch.nn.utils import prune
 
 import bmtrain as bmt
 from bmtrain.errors import ParameterError, StaleParameterError
@@ -64,7 +65,13 @@ def freeze(pair):
     pair.first.weight.requires_grad_(False)
 
 
-CHANGES = (swap_modules, swap_weights, tie, remove, add, replace, freeze)
+def rename(pair):
+    prune.identity(pair.first, "weight")
+    pair(torch.ones(3, 4))
+    prune.remove(pair.first, "weight")
+
+
+CHANGES = (swap_modules, swap_weights, tie, remove, add, replace, freeze, rename)
 
 
 def check_step(plain, block, what):

@@ -304,6 +304,7 @@ def indexed_writes(run):
     sums = torch.stack([row.sum() for row in p]).detach()
     out = {"row": p[0].detach().clone(), "turned": p.T.detach().clone(), "sums": sums}
     with torch.no_grad():
+        nn.init.eye_(run.params[3])  # under no_grad it becomes a leaf that requires grad
         p[1] = 0.5
         p[:, 2] += 1
         p.view(-1)[5] = 7
@@ -420,9 +421,42 @@ class Custom(nn.Module):
         return torch.tanh(Double.apply(x, self.w)) + self.number.sum()
 
 
+class Adjoint(torch.autograd.Function):
+    """As an adjoint of an ODE solver: backward runs the module again, and asks for gradients with
+    respect to the parameters that forward was given.
+    """
+
+    @staticmethod
+    def forward(ctx, run, x, *params):
+        ctx.run = run
+        ctx.save_for_backward(x, *params)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            grads = torch.autograd.grad(ctx.run(x), (x, *params), grad, allow_unused=True)
+        return None, *[torch.zeros(g.shape) + g for g in grads]
+
+
+class Solved(nn.Module):
+    def __init__(self, listed):
+        super().__init__()
+        layers = [nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)]
+        self.f = nn.ModuleList(layers) if listed else nn.Sequential(*layers)
+
+    def forward(self, x):
+        return x + Adjoint.apply(
+            lambda y: self.f[1](torch.tanh(self.f[0](y))), x, *self.parameters()
+        )
+
+
 def custom_functions(run):
     torch.manual_seed(2)
-    run.use(nn.Sequential(*[Custom() for _ in range(4)]))
+    solved = [Solved(listed) for listed in (False, True, False)]
+    run.use(nn.Sequential(*[Custom() for _ in range(4)], *solved))
     for _ in range(2):
         with torch.no_grad():
             run.out()

@@ -81,7 +81,9 @@ class ParameterTable(tuple[Row, ...]):
         self._num_registered = self._engine.num_registered if self._engine else 0
 
     def are_current(self) -> bool:
-        """Whether the modules still have the same children and parameters, in the same storages."""
+        """Whether the modules still have the same children and parameters, by the same names, in
+        the same storages.
+        """
         return (
             (self._engine is None or self._engine.num_registered == self._num_registered)
             and list(map(len, self._dicts)) == self._lengths
@@ -92,6 +94,7 @@ class ParameterTable(tuple[Row, ...]):
                     self._values,
                 )
             )
+            and all(map(operator.is_, itertools.starmap(dict.get, self.homes), self.params))
         )
 
 

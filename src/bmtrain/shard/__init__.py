@@ -29,7 +29,8 @@ Backward, in the order in which autograd comes to it:
 
 5. A hook on the outputs calls `Use.lend` if Python code of the module (hooks, inner checkpoints)
    may run in backward: it gathers again under ZeRO-3 and puts full tensors into the module, until
-   step 7. Otherwise the first saved tensor that lies in a buffer gathers again.
+   step 7. To autograd these are the views of forward. Otherwise the first saved tensor that lies in
+   a buffer gathers again.
 6. If the block is recomputed, the first saved tensor that autograd asks for runs the module again
    (`recompute/`) with the buffers, attributes and random state of its first run. Only the tensors
    that this run saves are used. A call that cannot be repeated keeps its activations instead. If

@@ -53,6 +53,7 @@ class Backward:
 
     Attributes:
         pass_number: autograd's number of the pass; NO_PASS while none runs.
+        reduces: False while autograd takes the gradients of this rank itself.
         replicated: takes part in the end of every pass too.
     """
 
@@ -67,6 +68,7 @@ class Backward:
         self._end: weakref.ref[object] | None = None
         self.replicated: Any = None  # the ordinary parameters, once there are some
         self._deferring = False
+        self.reduces = True
 
     @property
     def has_deferred(self) -> bool:
@@ -84,6 +86,15 @@ class Backward:
             yield
         finally:
             self._deferring = before
+
+    @contextlib.contextmanager
+    def not_reducing(self) -> Iterator[None]:
+        """Autograd gets the full gradients of this rank from the nodes of the graph."""
+        self.reduces = False
+        try:
+            yield
+        finally:
+            self.reduces = True
 
     def begin_use(self, use: Any) -> None:
         """Backward has reached `use`: drop the uses it has left behind that nothing will end.
@@ -122,7 +133,17 @@ class Backward:
             self._transport.reduce(members, axis)
 
     def add_slice(self, gradient: Gradient, index: int, grad: torch.Tensor) -> None:
-        """Add the gradient of this rank's slice of slot `index`, already summed over ranks."""
+        """Add the gradient of this rank's slice of slot `index`, already summed over ranks.
+
+        Raises:
+            ParameterError: inside `not_reducing`: no rank has its own part of the sum.
+        """
+        if not self.reduces:
+            raise ParameterError(
+                "torch.autograd.grad in a backward pass came to a sharded parameter whose slices "
+                "were computed with: compute with whole = param.gather(), and differentiate with "
+                "respect to that."
+            )
         self.join()
         self._open(gradient)
         gradient.add_slice(index, grad, defer=self._deferring)

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ParameterError
+from bmtrain.runtime import world
+from bmtrain.shard.engine import Engine
+from bmtrain.torch_internals import in_backward, plain_functions
 
 
 def gradients(  # noqa: PLR0913 (torch's arguments)
@@ -22,7 +25,9 @@ def gradients(  # noqa: PLR0913 (torch's arguments)
 ) -> tuple[torch.Tensor | None, ...]:
     """torch.autograd.grad with sharded parameters among the inputs.
 
-    It runs a backward pass and puts `.grad` back.
+    It runs a backward pass and puts `.grad` back. In a backward pass, where custom functions call
+    it, gradients are whole and of this rank's rows, as all are there: what the function returns is
+    summed over ranks at the end.
 
     Raises:
         ParameterError: for create_graph and is_grads_batched, and for an input that the graph does
@@ -35,6 +40,16 @@ def gradients(  # noqa: PLR0913 (torch's arguments)
             "whole = param.gather(), and compute with that."
         )
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    if in_backward():
+        with world.current().service(Engine).backward.not_reducing(), plain_functions():
+            return torch.autograd.grad(
+                outputs,
+                inputs,
+                grad_outputs,
+                retain_graph,
+                allow_unused=allow_unused,
+                materialize_grads=materialize_grads,
+            )
     before = [None if x.grad is None else x.grad.clone() for x in inputs]
     for x in inputs:
         x.grad = None

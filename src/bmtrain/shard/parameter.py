@@ -429,6 +429,8 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
             if grad is None or param is None:
                 return None
             storage = param.storage_of
+            if not storage.engine.backward.reduces:
+                return None
             if isinstance(grad, Slices):
                 storage.engine.backward.add_slice(
                     storage.gradient, param.index_in_storage, grad.local

@@ -359,10 +359,10 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
                 # Ranks may have different random states: each would keep a slice of other draws.
                 collectives.broadcast_(whole, 0, sharded[key].cut.mesh.world)
                 sharded[key].take_same(whole.detach())
-            elif whole.requires_grad:
+            elif whole.grad_fn is not None:
                 sharded[key].take_whole_in_graph(whole)
-            else:
-                sharded[key].take_whole(whole)
+            else:  # `nn.init.eye_` makes it a leaf that requires grad
+                sharded[key].take_whole(whole.detach())
     return map_tensors(functools.partial(_as_result, sharded, wholes), out)
 
 

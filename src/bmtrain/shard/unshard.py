@@ -46,22 +46,23 @@ class Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*views)  # numbers, not values: see `Use.lend`
         ctx.mark_non_differentiable(
             *(view for view, trainable in zip(views, use.trainable, strict=True) if not trainable)
         )
         return tuple(views)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         refuse_create_graph()
         leaf, *nodes = [node for node, _ in ctx.next_functions]
-        if nodes and not will_run(leaf):  # backward(inputs=...): the leaf is not among them
+        # backward(inputs=...): the leaf is not among them
+        if nodes and ctx.use.engine.backward.reduces and not will_run(leaf):
             wanted = [node is not None and will_run(node) for node in nodes]
             grads = tuple(
                 [grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)]
             )
-        ctx.use.end(grads)
-        return (None,) * len(ctx.needs_input_grad)
+        return (None, None, None, *ctx.use.end(grads))
 
 
 def refuse_transforms() -> None:
@@ -132,13 +133,16 @@ Bind = Callable[[Sequence[torch.Tensor]], Callable[[], None]]
 class Loan:
     """Full tensors of a use, lent to code that runs in backward: recomputation and user hooks.
 
-    The tensors are leaves: a nested backward pass, as reentrant checkpointing runs one, leaves its
-    gradients on them. Only autograd's queue of callbacks for the pass keeps the loan alive. The
-    loan therefore ends with the pass, also when the pass raises.
+    To autograd the tensors are those of forward: a custom function asks for gradients with respect
+    to parameters that it was given in forward. A nested backward pass, as reentrant checkpointing
+    runs one, leaves its gradients here. Only autograd's queue of callbacks for the pass keeps the
+    loan alive. The loan therefore ends with the pass, also when the pass raises.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], give_back: Callable[[], None]) -> None:
         self._tensors, self._give_back = tensors, give_back
+        #: of nested passes
+        self.grads: list[torch.Tensor | None] = [None] * len(tensors)
         self.pass_number = backward_pass()
 
     @property
@@ -147,17 +151,14 @@ class Loan:
         return bool(self._tensors)
 
     def end(self) -> list[torch.Tensor | None]:
-        """Take the tensors back; returns the gradients that were left on them."""
+        """Take the tensors back; returns the gradients of nested passes."""
         tensors, self._tensors = self._tensors, ()
         if tensors:
             # The pass keeps this object until its end, and `give_back` holds the tensors: without
             # the exchange, their memory would stay allocated as long.
             give_back, self._give_back = self._give_back, lambda: None
             give_back()
-        grads = [tensor.grad for tensor in tensors]
-        for tensor, grad in zip(tensors, grads, strict=True):
-            if grad is not None:
-                tensor.grad = None
+        grads, self.grads = self.grads, []
         return grads
 
     def __del__(self) -> None:
@@ -191,6 +192,7 @@ class Use:
         self, storages: Sequence[Storage], residences: Sequence[Residence] | None = None
     ) -> None:
         self.storages = storages
+        self.engine: Any = storages[0].engine if storages else None
         if residences is None:
             residences = [storage.residence for storage in storages]
         self._residences = dict(zip(storages, residences, strict=True))
@@ -204,6 +206,7 @@ class Use:
         self._with_grad = torch.is_grad_enabled()
         self.order = next(_ORDER)
         self._loan: weakref.ref[Loan] | None = None
+        self._lent: list[torch.Tensor] = []  # while they become those of forward
         self._has_end = True
         self._ended_in = -1
         self._calls = Calls.ONE
@@ -243,20 +246,31 @@ class Use:
         if not self.storages:
             return []
         if not (torch.is_grad_enabled() and any(self.trainable)):
+            # A custom function may run here that was given the parameters themselves.
+            params: list[Any] = [x for one in self.storages for x in one.params]
+            for param in params:
+                if param is not None:
+                    param.expect_whole_gradients()
             return self.gather_views()
         refuse_transforms()
         if self._tied is not None:
             return self._tied
         self.prepare_for_backward()
-        leaf = self.storages[0].engine.leaf
-        # the leaf in the place of those that the program has dropped
-        params = [leaf if x is None else x for one in self.storages for x in one.params]
         with torch.no_grad():
             views = self.gather_views()
-        views = list(Unshard.apply(self, views, leaf, *params))
+        views = self._in_graph(views)
         if self._calls is Calls.OPEN:
             self._tied = views
         return views
+
+    def _in_graph(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        leaf = self.engine.leaf
+        # the leaf in the place of those that the program has dropped
+        params = [leaf if x is None else x for one in self.storages for x in one.params]
+        # What the node saves of its n-th view is n.
+        number = functools.partial(next, itertools.count())
+        with torch.autograd.graph.saved_tensors_hooks(number, self._lent.__getitem__):
+            return list(Unshard.apply(self, views, leaf, *params))
 
     def prepare_for_backward(self) -> None:
         """Backward may come, and bring gradients. Collective the first time."""
@@ -324,7 +338,7 @@ class Use:
             self._full[storage] = full
         return full
 
-    def lend(self, bind: Bind, end: torch.autograd.graph.Node | None) -> None:
+    def lend(self, bind: Bind, end: Any) -> None:
         """Backward has reached this call: lend its module full parameters.
 
         They are lent until all gradients of the call are computed or the pass ends.
@@ -336,14 +350,19 @@ class Use:
         if not self.storages or self._ended_in == backward_pass() or self._open_loan() is not None:
             return
         self._check_versions()
-        self.storages[0].engine.backward.begin_use(self)
+        self.engine.backward.begin_use(self)
         # No gradient gets past a checkpoint that runs a nested backward pass: then this pass may
         # have no path to the node that ends the use.
         self._has_end = end is not None and will_run(end)
         tensors = self.gather_views()
-        for tensor, trainable in zip(tensors, self.trainable, strict=True):
-            if tensor.requires_grad is not trainable:
-                tensor.requires_grad_(trainable)
+        if end is not None:
+            self._lent[:] = tensors
+            try:
+                tensors = list(end.saved_tensors)
+            except RuntimeError:  # freed: another output of the call has had its own pass
+                with torch.enable_grad():
+                    tensors = self._in_graph(tensors)
+            self._lent.clear()
         loan = Loan(tensors, bind(tensors))
         # Weak: after a pass that raised, a strong reference would keep the loan open for as long as
         # the graph lives, and full tensors in the module.
@@ -371,21 +390,31 @@ class Use:
         self._by_address.clear()  # `place_of` makes it anew
         self._residences[storage].release(self._full.pop(storage))
 
-    def end(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def end(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Backward has computed the gradients of all slots: release the buffers, then reduce.
 
-        In this order: the memory of the parameters can then serve the full gradient.
+        In this order: the memory of the parameters can then serve the full gradient. A pass inside
+        the one that still reads lent tensors leaves its gradients with the loan.
+
+        Returns:
+            What autograd gets: no gradients unless `Backward.reduces` is False.
         """
         self._check_versions()
         loan = self._open_loan()
         if loan is not None:
-            grads = [
+            grads = loan.grads = [
                 late if grad is None else grad if late is None else grad + late
-                for grad, late in zip(grads, loan.end(), strict=True)
+                for grad, late in zip(grads, loan.grads, strict=True)
             ]
+            if loan.pass_number != backward_pass():
+                return [None] * len(grads)
+            loan.end()
         self._ended_in = backward_pass()
-        self.storages[0].engine.backward.end_use(self)
+        self.engine.backward.end_use(self)
+        if not self.engine.backward.reduces:
+            return grads
         self._reduce(grads)
+        return [None] * len(grads)
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         found = []
@@ -399,7 +428,7 @@ class Use:
             ]
             found.append((storage.gradient, shown))
         if found:
-            self.storages[0].engine.backward.add(found)
+            self.engine.backward.add(found)
 
     def _trained(self) -> Iterator[tuple[Storage, slice]]:
         """The storages with something to train, each with its range of slots among those of all."""
