@@ -71,6 +71,10 @@ MODULES: dict[str, Homes] = {
         "dataset": "SimpleDataset build_dataset compact_dataset mask_dataset shuffle_dataset",
         "dataset.block_meta": "FileInfo",
     },
+    "layer.attention": {
+        "layer.dense_attention": "Attention",
+        "layer.sparse_attention": "SparseSelfAttention",
+    },
     "utils.net_utils": {"utils": "check_web_and_convert_path"},
     "utils.print_utils": {"utils": "print_inspect"},
 }

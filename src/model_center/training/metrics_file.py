@@ -11,7 +11,7 @@ import shutil
 from typing import Any
 
 from bmtrain.runtime import log
-from model_center.training.files import to_disk, write_whole
+from model_center.weights.staging import to_disk, write_whole
 
 Record = dict[str, Any]
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from model_center.errors import ConfigError, InputError
+from model_center.kernels import is_fused
 from model_center.kernels.rotary import rotate
-from model_center.layer.fusion import is_fused
 
 
 class RotaryTables(NamedTuple):
