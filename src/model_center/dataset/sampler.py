@@ -26,8 +26,8 @@ from model_center.dataset.protocols import begin_epoch
 from model_center.errors import DataError
 
 
-# The raw streams of numpy's bit generators are what it promises to keep; its shuffles may change, and
-# a run that goes on after an update must read on in the order in which it began.
+# numpy promises to keep the raw streams of its bit generators, not its shuffles, and a resumed run
+# must keep its order after an update.
 def bits(count: int, *key: int) -> npt.NDArray[np.uint64]:
     """`count` random 64-bit numbers, a function of the integers `key` alone."""
     return np.random.Philox(np.random.SeedSequence([number % 2**64 for number in key])).random_raw(
