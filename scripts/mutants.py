@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import json
@@ -48,7 +49,7 @@ COPIED = (
 ROOMS = {
     **{
         name: f"src/bmtrain/{name}"
-        for name in ("shard", "block", "optim", "checkpoint", "recompute", "distributed")
+        for name in ("shard", "block", "optim", "checkpoint", "recompute", "distributed", "compile")
     },
     **{name: f"src/model_center/{name}" for name in ("layer", "model", "weights", "dataset")},
 }
@@ -119,7 +120,13 @@ def main() -> int:
         "--results", type=pathlib.Path, help="a file of results, read and added to: goes on there"
     )
     parser.add_argument(
-        "--long-limit", type=float, default=600.0, help="seconds of long tests a fault (600)"
+        "--short-limit", type=float, default=3600.0, help="seconds of short tests a fault (3600)"
+    )
+    parser.add_argument(
+        "--long-limit",
+        type=float,
+        default=600.0,
+        help="seconds of long tests a fault (600; 0: none)",
     )
     parser.add_argument(
         "--faults", type=pathlib.Path, help="a file of faults, as --list prints them, drawn earlier"
@@ -140,7 +147,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         base = pathlib.Path(folder, "base")
         copy_tree(ROOT, base)  # once: the files may be edited meanwhile
-        reach = mapped(base, faults, args.jobs, args.map)
+        reach = mapped(base, faults, args.jobs, args.map, has_long=args.long_limit > 0)
         chosen = [
             fault
             for room in args.rooms
@@ -153,11 +160,12 @@ def main() -> int:
             if args.faults
             else f"--rooms {' '.join(args.rooms)} --count {args.count} --seed {args.seed}"
         )
+        limits = {"short": args.short_limit, "long": args.long_limit}
         results = read_results(args.results, chosen)
         left = [fault for fault in chosen if fault not in {result.fault for result in results}]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             for future in concurrent.futures.as_completed(
-                [pool.submit(judged, base, x, reach[x], args.long_limit) for x in left]
+                [pool.submit(judged, base, x, reach[x], limits) for x in left]
             ):
                 result = future.result()
                 results.append(result)
@@ -290,8 +298,7 @@ def copy_tree(source: pathlib.Path, target: pathlib.Path) -> None:
     target.mkdir(parents=True)
     for name in COPIED:
         if (source / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source / name, target / name, ignore=ignored)
+            shutil.copytree(source / name, target / name)  # compiled modules save time, too
         elif (source / name).exists():
             shutil.copy2(source / name, target / name)
 
@@ -310,9 +317,16 @@ def at(*numbers):
 
 
 def mapped(
-    base: pathlib.Path, faults: Sequence[Fault], jobs: int, kept: pathlib.Path | None
+    base: pathlib.Path,
+    faults: Sequence[Fault],
+    jobs: int,
+    kept: pathlib.Path | None,
+    *,
+    has_long: bool,
 ) -> dict[Fault, list[Test]]:
-    """The tests that reach each fault, the quickest first."""
+    """The tests that reach each fault, the quickest first; those of the long suite if it is to
+    run.
+    """
     if kept is not None and kept.exists():
         rows = json.loads(kept.read_text())
         known = {Fault(**row["fault"]): [Test(**test) for test in row["tests"]] for row in rows}
@@ -333,10 +347,9 @@ def mapped(
             }
             file = tree / path
             file.write_text(with_probes(file.read_text(encoding="utf-8"), calls))
-        took = {
-            **_timed(tree, jobs, "not long", is_long=False),
-            **_timed(tree, jobs, "long", is_long=True),
-        }
+        took = _timed(tree, jobs, "not long", is_long=False)
+        if has_long:
+            took |= _timed(tree, jobs, "long", is_long=True)
         reached: dict[Fault, set[str]] = {fault: set() for fault in faults}
         for trace in traces.iterdir():
             for line in trace.read_text().splitlines():
@@ -385,18 +398,21 @@ def with_probes(text: str, probes: Mapping[int, str]) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def judged(base: pathlib.Path, fault: Fault, tests: Sequence[Test], long_limit: float) -> Result:
-    """Run the tests that reach it on a copy of the tree with the fault in it, until one fails."""
+def judged(
+    base: pathlib.Path, fault: Fault, tests: Sequence[Test], limits: Mapping[str, float]
+) -> Result:
+    """Run the tests that reach it on a copy of the tree with the fault in it, until one fails;
+    of each suite as many as are begun in so many seconds, the quickest first.
+    """
     began, num_run = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = pathlib.Path(folder, "tree")
         copy_tree(base, tree)
         file = tree / fault.path
         file.write_text(with_fault(file.read_text(encoding="utf-8"), fault), encoding="utf-8")
-        for suite in ("short", "long"):
+        for suite, limit in limits.items():
             own = [test for test in tests if test.is_long == (suite == "long")]
-            if suite == "long":
-                own = [x for i, x in enumerate(own) if sum(y.seconds for y in own[:i]) < long_limit]
+            own = [x for i, x in enumerate(own) if sum(y.seconds for y in own[:i]) < limit]
             if not own:
                 continue
             by = _noticed(tree, own)
@@ -411,14 +427,17 @@ def _noticed(tree: pathlib.Path, tests: Sequence[Test]) -> str | None:
     """The first test that fails; None if none does."""
     names = tree / "names.txt"
     names.write_text("\n".join(test.name for test in tests))
-    limit = 60.0 + 5 * sum(test.seconds for test in tests)
-    printed, code = _pytest(tree, ["-q", "-x", f"@{names}"], limit)
-    if code is None:
-        return f"a hang: more than {limit:.0f} s"
+    limit = 60.0 + 5 * max(test.seconds for test in tests)
+    exits = ("faulthandler_exit_on_timeout=true", f"faulthandler_timeout={limit}")
+    options = ["-q", "-x", *(word for x in exits for word in ("-o", x)), f"@{names}"]
+    printed, code = _pytest(tree, options, limit * len(tests))
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
     if code == 0:
         return None
-    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
-    return found[0].partition("[")[0] if found else f"exit status {code}"
+    if found:
+        return found[0].partition("[")[0]
+    is_hung = code is None or "Timeout (" in printed
+    return f"a hang: more than {limit:.0f} s" if is_hung else f"exit status {code}"
 
 
 def _pytest(tree: pathlib.Path, options: Sequence[str], limit: float) -> tuple[str, int | None]:
@@ -429,22 +448,23 @@ def _pytest(tree: pathlib.Path, options: Sequence[str], limit: float) -> tuple[s
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
-        cwd=tree,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the processes that tests have started, too
-        printed, _ = process.communicate()
-        return printed, None
-    return printed, process.returncode
+    with tempfile.TemporaryFile("w+") as file:  # a process that is left would hold a pipe open
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+            cwd=tree,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(limit)
+        code = process.poll()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the processes that tests have started, too
+        process.wait()
+        file.seek(0)
+        return file.read(), code
 
 
 def read_results(path: pathlib.Path | None, faults: Sequence[Fault]) -> list[Result]:

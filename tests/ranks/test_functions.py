@@ -152,6 +152,8 @@ def compare(shape):
         param.grad = matrix.clone()
         assert_same(compute(param.grad, other), compute(matrix, other), f"{expression} of grad: ")
         param.grad = None
+    for expression in ("x + 1", "2 - x", "x / 2", "-x", "x > 0", "x * x"):
+        assert isinstance(results(expression)(param, other), Slices), f"{expression} is whole"
 
 
 def in_doubles(shape):

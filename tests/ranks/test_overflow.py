@@ -261,6 +261,8 @@ def test_loading_comes_after_the_verdict():
             assert pair.manager.loss_scale == 32
             assert pair.optimizer.param_groups[0]["lr"] == rate
             assert {state["step"] for state in pair.optimizer.state.values()} == {1}
+            pair.run(range(2, 3), "inf").optimizer.justify_scale(16.0)
+            assert pair.manager.loss_scale == 16
 
 
 @on_ranks(3)

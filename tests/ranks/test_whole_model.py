@@ -17,6 +17,7 @@ from tests.tensors import grad_of
 from torch import Tensor, nn
 
 import bmtrain as bmt
+from bmtrain.block import whole_model
 from bmtrain.block.whole_model import Stage
 from bmtrain.compile import backend
 from bmtrain.errors import ConfigurationError, StaleParameterError
@@ -566,13 +567,21 @@ class OldNet(bmt.DistributedModule):
 
 
 class Trainer:
-    """Of whose method the model is an attribute."""
+    """Of whose method the model is an attribute, and a block of it."""
 
     def __init__(self, model):
-        self.model = model
+        self.model, self.block = model, model.layers[0]
 
     def loss(self, *args):
         return self.model(*args)
+
+
+def test_compiled_code_is_found_above_any_result():
+    x = torch.ones(2, requires_grad=True)
+    node = (compiled := x.exp()).grad_fn
+    with mock.patch.object(whole_model, "COMPILED_NODE", "ExpBackward0"):
+        assert whole_model.compiled_node([compiled * 2, x.sin().cos()], 0) is node
+        assert whole_model.compiled_node([x.sin().cos()], 0) is None
 
 
 @pytest.mark.parametrize("how", ["attribute", "partial"])
@@ -599,6 +608,7 @@ def test_cuda_graph_records_the_models_of_a_function(how):
         (plain(ids, labels) * bmt.world_size()).backward()
     assert stage_of(model) is Stage.WHOLE
     assert isinstance(model, OldNet) and model.__class__ is OldNet
+    assert type(model.layers[0]) is type(model.layers[1])
     names = dict(plain.named_parameters())
     for name, param in model.named_parameters():
         grad: Any = param.grad
