@@ -21,7 +21,7 @@ import transformers
 
 import bmtrain as bmt
 from model_center.commands.train import train
-from model_center.dataset.order import permutation
+from model_center.dataset.sampler import permutation
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "beside-trl.json"

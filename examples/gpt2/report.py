@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from model_center.training.files import write_whole
 from model_center.training.metrics_file import read_metrics
 from model_center.training.plots import draw_runs
 from model_center.training.run_log import METRICS, RunLog
+from model_center.weights.staging import write_whole
 
 SAMPLES, CURVES = "samples.txt", "curves.png"
 

@@ -28,10 +28,9 @@ from evaluation import batch_loss, show_sample, validate
 from model_center.errors import ResumeError
 from model_center.training.checkpoints import Checkpoints
 from model_center.training.flops import peak_flops
-from model_center.training.listener import OnStep
 from model_center.training.non_finite_cause import cause_lines, find_cause, non_finite_error
 from model_center.training.resuming import check_same_run, load_state, model_path
-from model_center.training.run_log import StepReport
+from model_center.training.run_log import OnStep, StepReport
 from model_center.training.stop import StopRequest
 from models import GPT
 from options import DTYPES, Options, parse_options

@@ -19,6 +19,10 @@ Homes = dict[str, str]
 OUTPUTS = "ModelOutput BaseModelOutput BaseModelOutputWithPooling Seq2SeqModelOutput"
 CONFIGS = "Bert CPM1 CPM2 CPM3 GLM GPT2 GPTj Llama Longformer OPT Roberta T5 Vit"
 TOKENIZERS = "Bert GPT2 GPTj Llama OPT Roberta T5"
+SUPERGLUE = (
+    "BoolQ_Dataset CB_Dataset COPA_Dataset DATASET MultiRC_Dataset ReCoRD_Dataset RTE_Dataset "
+    "SuperGLUE WiC_Dataset WSC_Dataset"
+)
 PATHS = "check_web_and_convert_path"
 CPM_PARTS = "WordpieceTokenizer convert_to_unicode is_contain_chinese is_contain_point load_vocab"
 
@@ -66,10 +70,18 @@ MODULES: dict[str, Homes] = {
         "dataset.block_writer": "DatasetWriter",
     },
     "dataset.distributed_loader": {"dataset": "DistributedDataLoader"},
+    **{
+        f"dataset.{kind}dataset.superglue": {f"dataset.{kind}dataset": SUPERGLUE}
+        for kind in ("gpt2", "llama")
+    },
     "dataset.t5dataset.squad": {"dataset.squad": "SQuAD_Dataset"},
     "dataset.utils": {
         "dataset": "SimpleDataset build_dataset compact_dataset mask_dataset shuffle_dataset",
         "dataset.block_meta": "FileInfo",
+    },
+    "layer.attention": {
+        "layer.dense_attention": "Attention",
+        "layer.sparse_attention": "SparseSelfAttention",
     },
     "utils.net_utils": {"utils": "check_web_and_convert_path"},
     "utils.print_utils": {"utils": "print_inspect"},

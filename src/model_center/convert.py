@@ -92,7 +92,9 @@ def run(args: argparse.Namespace) -> None:
                         for name in opened.source.headers
                     },
                 )
-            _copy_other_files([config_folder, source], staging)
+            for folder in dict.fromkeys([config_folder, source]):
+                for path in files_alongside(folder):  # tokenizer and generation settings
+                    shutil.copyfile(path, staging.path(path.name))
             staging.commit()
     except BaseException:
         staging.abandon()
@@ -144,13 +146,6 @@ def _without_unused_storage(values: torch.Tensor) -> torch.Tensor:
     """The values alone: mapped, where the file holds them so; else a copy in memory."""
     is_alone = values.is_contiguous() and values.untyped_storage().nbytes() == values.nbytes
     return values if is_alone else values.clone(memory_format=torch.contiguous_format)
-
-
-def _copy_other_files(folders: list[pathlib.Path], staging: Staging) -> None:
-    """Tokenizer and generation settings."""
-    for folder in dict.fromkeys(folders):
-        for path in files_alongside(folder):
-            shutil.copyfile(path, staging.path(path.name))
 
 
 def _report(opened: OpenCheckpoint, missing: list[str], target: pathlib.Path) -> Iterator[str]:

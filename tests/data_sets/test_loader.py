@@ -13,8 +13,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 import bmtrain as bmt
 from bmtrain.errors import RanksDivergedError
 from model_center.dataset.loader import DistributedDataLoader, on_device
-from model_center.dataset.order import permutation
 from model_center.dataset.protocols import Epoch
+from model_center.dataset.sampler import permutation
 from model_center.errors import DataError
 
 Steps = tuple[list[list[int]], dict[str, Any]]  # rows of each step on one rank, and the place after

@@ -18,8 +18,8 @@ from model_center.dataset.distributed_indexed import DistributedMMapIndexedDatas
 from model_center.dataset.indexed import MMapIndexedDataset
 from model_center.dataset.indexed_builder import make_builder
 from model_center.dataset.loader import DistributedDataLoader
-from model_center.dataset.order import permutation
 from model_center.dataset.packed import PackedDataset
+from model_center.dataset.sampler import permutation
 
 Documents = Sequence[Sequence[Sequence[int]]]
 

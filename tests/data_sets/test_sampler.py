@@ -2,8 +2,7 @@
 
 import itertools
 
-from model_center.dataset.order import permutation
-from model_center.dataset.sampler import BatchSplit, RankBatches
+from model_center.dataset.sampler import BatchSplit, RankBatches, permutation
 
 CASES = [
     (rows, batch, ranks)

@@ -14,6 +14,7 @@ from tests.tensors import by_kernel
 
 import bmtrain as bmt
 from bmtrain.kernels.norm import norm
+from model_center import kernels
 from model_center.generation import search
 from model_center.generation.engine import generate
 from model_center.kernels import row_products as room
@@ -22,7 +23,7 @@ from model_center.kernels.gated import gated_by_triton
 from model_center.kernels.largest import largest_by_triton
 from model_center.kernels.rotary import rotate_by_triton
 from model_center.kernels.row_products import row_products_by_triton
-from model_center.layer import decode_row, feedforward, fusion, layernorm, scaled_dot_product
+from model_center.layer import decode_row, feedforward, layernorm, scaled_dot_product
 from model_center.layer.linear import Linear
 from model_center.layer.position_embedding import rotary
 from model_center.layer.position_embedding.rotary import Rotary
@@ -265,11 +266,11 @@ def test_kernels_are_for_gpus_without_gradients():
         for dtype in (torch.float32, torch.float16, torch.float64)
     )
     with torch.no_grad():
-        assert fusion.is_fused(x) and fusion.is_fused(x, None, x)
+        assert kernels.is_fused(x) and kernels.is_fused(x, None, x)
         for given in ((torch.empty(3),), (torch.empty(3, device="meta"),), (x, other), (wide,)):
-            assert not fusion.is_fused(*given)
-        with mock.patch.object(fusion, "num_dispatch_modes", lambda: 1):
-            assert not fusion.is_fused(x)
+            assert not kernels.is_fused(*given)
+        with mock.patch.object(kernels, "num_dispatch_modes", lambda: 1):
+            assert not kernels.is_fused(x)
         with torch.autocast("cpu", torch.bfloat16):
-            assert not fusion.is_fused(x)
-    assert not fusion.is_fused(x), "gradients"
+            assert not kernels.is_fused(x)
+    assert not kernels.is_fused(x), "gradients"

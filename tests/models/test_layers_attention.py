@@ -15,9 +15,9 @@ from model_center.layer.blocks import CrossAttentionBlock, SelfAttentionBlock
 from model_center.layer.cache import KeyValueCache, LayerCache
 from model_center.layer.dense_attention import Attention
 from model_center.layer.mask import AttentionMask, last_queries, mask_from, mask_of_lengths
+from model_center.layer.options import LayerVariant
 from model_center.layer.sparse_attention import SparseSelfAttention
 from model_center.layer.transformer import Decoder, Encoder
-from model_center.layer.variant import LayerVariant
 
 SIZES = {"dim_in": 6, "dim_head": 4, "dtype": torch.float32, "init_std": 0.5}
 

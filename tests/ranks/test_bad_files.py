@@ -24,7 +24,7 @@ from bmtrain.optim import AdamOptimizer
 from model_center.config.base import read_json
 from model_center.errors import ConfigError, DataError
 from model_center.tokenizer.serialized import read
-from model_center.training.files import write_whole
+from model_center.weights.staging import write_whole
 
 TENSORS = {"weight": torch.ones(3, 4)}
 

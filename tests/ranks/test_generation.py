@@ -85,7 +85,7 @@ def results(model, rank):
 
 def all_results(folder, name):
     model = made(folder, name)
-    assert GenerationRanks(model)._are_several, "the model is not sharded"
+    assert GenerationRanks(model).are_several, "the model is not sharded"
     return results(model, bmt.rank())
 
 
@@ -238,7 +238,7 @@ def alone_on_rank_0():
     torch.manual_seed(0)
     model = GPT2(GPT2Config(**SIZES, num_layers=1, position_size=20))
     bmt.init_distributed(device="cpu")
-    assert not GenerationRanks(model)._are_several
+    assert not GenerationRanks(model).are_several
     ids = torch.tensor([[1, 2, 3]])
     rows = generate(model, ids, max_new_tokens=4).rows() if bmt.rank() == 0 else []
     bmt.synchronize()

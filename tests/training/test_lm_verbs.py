@@ -33,9 +33,9 @@ from model_center.training import (
 )
 from model_center.training.batches import grouped, num_tokens
 from model_center.training.curves import TensorBoard, Wandb
-from model_center.training.listener import Listener
 from model_center.training.metrics_file import MetricsFile, read_metrics
 from model_center.training.optimization import is_decayed
+from model_center.training.run_log import Listener
 
 ROWS, WIDTH = 22, 6
 Values = list[dict[str, Any]]

@@ -77,7 +77,9 @@ def main(arguments: Sequence[str]) -> int:
             parsers[chosen].set_defaults(run=command.run)
             arguments = words_of(arguments, parsers[chosen])
         args = parser.parse_args(arguments)
-        ranks = _ranks_to_start(args) if chosen in {"train", "certify"} else 1
+        ranks = 1
+        if chosen in {"train", "certify"} and not world.launched().launcher:
+            ranks = args.ranks or num_to_start()
         if ranks > 1:
             return start(["-m", "model_center", *arguments], ranks)
         args.run(args)
@@ -90,8 +92,3 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"error: {printable(str(error))}\n")
         return 1
     return 0
-
-
-def _ranks_to_start(args: argparse.Namespace) -> int:
-    """Of a training: as the flag says, or one for each GPU; 1 where a launcher has started this."""
-    return 1 if world.launched().launcher else args.ranks or num_to_start()

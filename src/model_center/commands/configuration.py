@@ -11,7 +11,7 @@ from typing import Any
 from bmtrain.runtime.arguments import with_nearest
 from model_center.errors import ConfigError
 from model_center.optional import package
-from model_center.training.files import write_whole
+from model_center.weights.staging import write_whole
 
 FILE, ADAPTERS = "run.yaml", "adapter_config.json"
 UNSAID = (

@@ -44,8 +44,8 @@ from model_center.errors import ConfigError, DataError
 from model_center.training import Run, make_loader, setup
 from model_center.training.adapters import ALL
 from model_center.training.certificate import first_rows
-from model_center.training.listener import OnStep
 from model_center.training.objectives import Goal, Objective, Preference, goal_of
+from model_center.training.run_log import OnStep
 from model_center.training.setup import default_dtype
 from model_center.training.trained_model import TrainedModel, trained_model_of
 

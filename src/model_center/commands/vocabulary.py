@@ -33,8 +33,8 @@ from model_center.tokenizer.byte_level import (
     pieces,
     tokenizer_from,
 )
-from model_center.training.files import write_whole
 from model_center.training.trained_model import Vocabulary
+from model_center.weights.staging import write_whole
 from model_center.weights.tokenizers import save_tokenizer
 
 FOLDER, CONTENT, ORIGIN = "tokenizer", "tokenizer.json", "origin.json"

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import bmtrain as bmt
 from model_center.dataset import block_meta, blocks
-from model_center.dataset.block_meta import FileInfo, Meta
+from model_center.dataset.block_meta import FileInfo
 from model_center.errors import DataError
 
 
@@ -40,7 +40,10 @@ class BlockFiles:
         if now == self._signature:
             return False
         meta = block_meta.read_meta(self.path, self.meta.block_size, self.allow_pickle)
-        before, after = (_block_ranges(files) for files in (self.meta, meta))
+        before, after = (
+            [(file.file_name, file.block_begin, file.block_end) for file in one.files]
+            for one in (self.meta, meta)
+        )
         if after[: len(before)] != before:
             raise DataError(
                 f"the files of {self.path} have been renumbered (compact_dataset): open "
@@ -100,10 +103,6 @@ class BlockFiles:
         while not blocks.is_end(block, at):
             value, at = blocks.read(block, at, self.allow_pickle)
             yield value
-
-
-def _block_ranges(meta: Meta) -> list[tuple[str, int, int]]:
-    return [(file.file_name, file.block_begin, file.block_end) for file in meta.files]
 
 
 class SimpleDataset(IterableDataset[Any]):

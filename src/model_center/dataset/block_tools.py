@@ -17,7 +17,7 @@ import rich.progress
 from model_center.dataset import block_meta, blocks
 from model_center.dataset.block_dataset import BlockFiles
 from model_center.dataset.block_writer import build_dataset
-from model_center.dataset.order import permutation
+from model_center.dataset.sampler import permutation
 from model_center.errors import DataError
 
 Step = TypeVar("Step")

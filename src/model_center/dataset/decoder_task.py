@@ -5,12 +5,12 @@ from __future__ import annotations
 import pathlib
 from typing import ClassVar
 
-from model_center.dataset import superglue, verbalizer
-from model_center.dataset.example import Example
+from model_center.dataset import superglue
 from model_center.dataset.line_file import LineFile
 from model_center.dataset.padding import Item, count, one_hot, padded
 from model_center.dataset.prompts import PROMPTS, WORDS
-from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least
+from model_center.dataset.protocols import Example
+from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least, word_ids
 
 
 class DecoderTask(TaskDataset):
@@ -48,7 +48,7 @@ class DecoderTask(TaskDataset):
     @classmethod
     def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
         """The ids of the words that stand for the classes, in the order of the labels."""
-        return verbalizer.word_ids(tokenizer, [cls.word_prefix + word for word in WORDS[cls.task]])
+        return word_ids(tokenizer, [cls.word_prefix + word for word in WORDS[cls.task]])
 
     def encode(self, example: Example) -> Item:
         """The prompt of an example."""

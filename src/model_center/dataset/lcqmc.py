@@ -9,10 +9,9 @@ import pathlib
 from collections.abc import Callable
 from typing import ClassVar
 
-from model_center.dataset import verbalizer
-from model_center.dataset.example import Example
 from model_center.dataset.line_file import LineFile
-from model_center.dataset.task_dataset import TaskDataset, Tokenizer
+from model_center.dataset.protocols import Example
+from model_center.dataset.task_dataset import TaskDataset, Tokenizer, word_ids
 from model_center.errors import DataError
 
 FILES = {"train": "train.tsv", "dev": "dev.tsv", "test": "test.tsv"}
@@ -38,7 +37,7 @@ class PairTask(TaskDataset):
         """
         if tokenizer.vocab_size > max(cls.PUBLISHED_VERBALIZER):
             return list(cls.PUBLISHED_VERBALIZER)
-        return verbalizer.word_ids(tokenizer, WORDS)
+        return word_ids(tokenizer, WORDS)
 
 
 def examples(path: str | pathlib.Path, split: str) -> LineFile:

@@ -7,7 +7,7 @@ import json
 import pathlib
 from collections.abc import Iterator, Sequence
 
-from model_center.dataset.example import Example, Reader
+from model_center.dataset.protocols import Example, Reader
 from model_center.errors import DataError
 
 UNLABELLED = -1

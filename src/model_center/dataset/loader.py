@@ -15,7 +15,6 @@ import bmtrain as bmt
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.runtime import world
 from bmtrain.torch_internals import tree_map_only
-from model_center.dataset.order import bits
 from model_center.dataset.protocols import (
     HasEpochs,
     Stateful,
@@ -24,7 +23,7 @@ from model_center.dataset.protocols import (
     may_be_empty,
     shards_of,
 )
-from model_center.dataset.sampler import BatchSplit, RankBatches, check_rows
+from model_center.dataset.sampler import BatchSplit, RankBatches, bits, check_rows
 from model_center.errors import DataError
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from model_center.dataset.instructions import InstructionDataset
-from model_center.dataset.order import permutation
 from model_center.dataset.padding import Item
+from model_center.dataset.sampler import permutation
 from model_center.errors import DataError
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset
 
 from model_center.dataset.indexed import MMapIndexedDataset
-from model_center.dataset.order import permutation
 from model_center.dataset.protocols import Epoch
+from model_center.dataset.sampler import permutation
 from model_center.errors import DataError
 
 IGNORED = -100

@@ -1,8 +1,9 @@
-"""What a dataset may offer beside rows, and how to ask for it."""
+"""What a dataset may offer beside rows, and how to ask for it; what an example of a task is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -84,3 +85,23 @@ def begin_epoch(dataset: Dataset[Any], epoch: int) -> None:
         dataset = dataset.dataset
     if isinstance(dataset, HasEpochs):
         dataset.set_epoch(epoch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """What a task's prompt is made of, and what the answer is.
+
+    `fields` are texts by name (ReCoRD's `entities` is a list of texts). `label` is None where the
+    file holds none, as in the test split. `group` names the question that several examples belong
+    to (MultiRC, ReCoRD), `answers` are the texts that count as right for it (ReCoRD).
+    """
+
+    fields: Mapping[str, Any]
+    label: int | None
+    group: str = ""
+    answers: tuple[str, ...] = ()
+
+
+# The examples that one line of a file holds. Raises KeyError for a missing field, ValueError for a
+# wrong one.
+Reader = Callable[[str], list[Example]]

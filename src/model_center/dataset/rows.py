@@ -77,7 +77,7 @@ class Source:
                 yield Row(f"{self.name}, row {number}", without_nulls(content))
         for path in self.files:
             try:
-                yield from _reader(path)(path)
+                yield from READERS.get(kind_of(path), _json_lines)(path)
             except (OSError, EOFError) as error:
                 raise DataError(f"{path} cannot be read: {error}") from error
 
@@ -270,10 +270,6 @@ READERS: dict[str, Callable[[pathlib.Path], Iterator[Row]]] = {
     ".txt": _text,
     ".md": _text,
 }
-
-
-def _reader(path: pathlib.Path) -> Callable[[pathlib.Path], Iterator[Row]]:
-    return READERS.get(kind_of(path), _json_lines)
 
 
 def _from_hub(name: str) -> Any:

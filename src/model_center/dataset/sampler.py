@@ -22,9 +22,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from model_center.dataset.order import permutation
 from model_center.dataset.protocols import begin_epoch
 from model_center.errors import DataError
+
+
+# numpy promises to keep the raw streams of its bit generators, not its shuffles, and a resumed run
+# must keep its order after an update.
+def bits(count: int, *key: int) -> npt.NDArray[np.uint64]:
+    """`count` random 64-bit numbers, a function of the integers `key` alone."""
+    return np.random.Philox(np.random.SeedSequence([number % 2**64 for number in key])).random_raw(
+        count
+    )
+
+
+def permutation(count: int, *key: int) -> npt.NDArray[np.int64]:
+    """The numbers below `count`, in an order that is a function of `key`; takes 16 bytes each."""
+    return np.argsort(bits(count, *key), kind="stable")
+
+
+def draw(low: int, high: int, *key: int) -> int:
+    """A number in [low, high], a function of `key`; the bias is below (high - low) / 2**64."""
+    return low + int(bits(1, *key)[0]) % (high - low + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

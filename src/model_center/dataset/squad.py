@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import default_collate
 
-from model_center.dataset import verbalizer
 from model_center.dataset.padding import Item, padded, shortened
-from model_center.dataset.task_dataset import Tokenizer, at_least
+from model_center.dataset.task_dataset import Tokenizer, at_least, token_id
 from model_center.errors import DataError
 
 NO_ANSWER = "no answer"
@@ -122,7 +121,7 @@ class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
             question.answers or (NO_ANSWER,)
         )
         for sentinel in ("<extra_id_0>", "<extra_id_1>"):
-            verbalizer.token_id(self.tokenizer, sentinel)
+            token_id(self.tokenizer, sentinel)
         longest, pad = self.max_decoder_length, self.tokenizer.pad_token_id or 0
         ids = self._cut(question.prompt, self.max_encoder_length)
         target = self._cut(f"<extra_id_0> {answer} <extra_id_1>", longest)

@@ -12,8 +12,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from model_center.dataset.example import Example
 from model_center.dataset.line_file import LineFile
+from model_center.dataset.protocols import Example
 from model_center.errors import DataError
 
 Row = Mapping[str, Any]

@@ -2,7 +2,7 @@
 
 from model_center.generation.config import GenerationConfig
 from model_center.generation.engine import generate, stream
-from model_center.generation.output import GenerationOutput
+from model_center.generation.search import GenerationOutput
 from model_center.generation.session import Session
 from model_center.generation.text import TextGenerator
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from model_center.generation.output import GenerationOutput
-from model_center.generation.search import DecodeTask, Search
+from model_center.generation.search import DecodeTask, GenerationOutput, Search
 
 # the score of what is not there; finite, so that sums and comparisons of it are numbers
 LOWEST = -1e9

@@ -15,10 +15,15 @@ from model_center.generation.beams import BeamSearch
 from model_center.generation.config import GenerationConfig
 from model_center.generation.decode_runner import DecodeRunner
 from model_center.generation.lookahead import StopCheck, StopChecks
-from model_center.generation.output import GenerationOutput
 from model_center.generation.prepare import PromptBatch, prepared
 from model_center.generation.ranks import GenerationRanks
-from model_center.generation.search import DecodeTask, Search, SingleSearch, StreamedSearch
+from model_center.generation.search import (
+    DecodeTask,
+    GenerationOutput,
+    Search,
+    SingleSearch,
+    StreamedSearch,
+)
 from model_center.generation.session import Session
 from model_center.generation.weights import Weights, weights_of, without_plans
 from model_center.model.base import BaseModel

@@ -42,7 +42,8 @@ def prepared(
     if len(prompts.input_ids):
         decoding = decoding_of(model, prompts, config, device)
     else:
-        decoding = idle_decoding(model, device)
+        some_token = torch.zeros(1, model.shortest_prompt, dtype=torch.long, device=device)
+        decoding = model.decoding(some_token, None, {})
     for name, ids in (
         ("eos_token_id", config.eos_ids),
         ("pad_token_id", (config.pad,)),
@@ -85,13 +86,6 @@ def decoding_of(
             "where nothing is added."
         )
     return decoding
-
-
-def idle_decoding(model: BaseModel, device: torch.device) -> Decoding:
-    """The work of a rank that has no prompts: some token."""
-    return model.decoding(
-        torch.zeros(1, model.shortest_prompt, dtype=torch.long, device=device), None, {}
-    )
 
 
 def valid_tokens(

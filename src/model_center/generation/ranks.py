@@ -9,22 +9,21 @@ from model_center.errors import InputError
 
 
 class GenerationRanks:
-    """The ranks that share the parameters of a model; one rank alone if they are not sharded."""
+    """The ranks that share the parameters of a model; one rank alone if they are not sharded.
+
+    Attributes:
+        are_several: whether other ranks have parts of the parameters.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.is_sharded = any(
             isinstance(parameter, bmt.DistributedParameter) for parameter in model.parameters()
         )
-        self._are_several = self.is_sharded and bmt.world_size() > 1
-
-    @property
-    def are_several(self) -> bool:
-        """Whether other ranks have parts of the parameters."""
-        return self._are_several
+        self.are_several = self.is_sharded and bmt.world_size() > 1
 
     def all_can(self, own: bool) -> bool:
         """Whether `own` is true on every rank. Collective."""
-        if not self._are_several:
+        if not self.are_several:
             return own
         flag = torch.tensor([own], dtype=torch.int32, device=bmt.device())
         return bool(bmt.distributed.all_reduce(flag, "min"))
@@ -34,7 +33,7 @@ class GenerationRanks:
 
         Collective; synchronizes with the device once.
         """
-        if not self._are_several:
+        if not self.are_several:
             continues = bool(own)
             return continues, continues
         own = own.int()
@@ -48,7 +47,7 @@ class GenerationRanks:
             InputError: where only other ranks have one.
         """
         failed: list[int] = []
-        if self._are_several:
+        if self.are_several:
             flag = torch.tensor([error is not None], dtype=torch.int32, device=bmt.device())
             failed = bmt.distributed.all_gather(flag).flatten().nonzero().flatten().tolist()
         if error is not None:

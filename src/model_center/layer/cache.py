@@ -78,9 +78,10 @@ class LayerCache(Sequence[torch.Tensor]):
         start, self.length = self.length, self.length + keys.shape[2]
         # autograd keeps what queries read, even keys without gradient: it must not change
         if torch.is_grad_enabled() or not self._in_place:
-            self._memory = (
-                (keys, values) if start == 0 else _joined(self._valid(start), (keys, values))
-            )
+            if start > 0:
+                old = self._valid(start)
+                keys, values = torch.cat([old[0], keys], 2), torch.cat([old[1], values], 2)
+            self._memory = keys, values
             self._is_kept = True
             return self._memory
         memory = self._room_for(self.length, keys, values, start)
@@ -321,7 +322,3 @@ def _check_alike(held: torch.Size, new: torch.Size) -> None:
             f"the cache holds {held[1]} heads of {held[3]} channels: the layer has {new[1]} of "
             f"{new[3]}."
         )
-
-
-def _joined(old: KeyValues, new: KeyValues) -> KeyValues:
-    return torch.cat([old[0], new[0]], 2), torch.cat([old[1], new[1]], 2)

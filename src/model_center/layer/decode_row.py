@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from bmtrain.torch_internals import has_global_module_hooks, has_hooks
+from model_center.kernels import is_fused
 from model_center.kernels.row_products import MOST_COLUMNS, MOST_WEIGHTS, RowProducts, row_products
-from model_center.layer.fusion import is_fused
 from model_center.layer.layernorm import LayerNorm
 from model_center.layer.linear import Linear
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from model_center.config.rules import GATED, check_values
 from model_center.errors import ConfigError
+from model_center.kernels import is_fused
 from model_center.kernels.gated import gated
 from model_center.layer.decode_row import fused_row_linear, is_inactive_dropout, is_unmodified
-from model_center.layer.fusion import is_fused
 from model_center.layer.linear import Linear
 
 Activation = Callable[[torch.Tensor], torch.Tensor]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import bmtrain as bmt
 from bmtrain.kernels.norm import MOST_COLUMNS, norm
 from model_center.config.rules import check_values
-from model_center.layer.fusion import is_fused
+from model_center.kernels import is_fused
 from model_center.layer.parameter import constant, parameter
 
 

@@ -1,4 +1,6 @@
-"""ModelCenter's arguments of a transformer layer as one value, handed down to its parts."""
+"""ModelCenter's arguments of a transformer layer as one value, handed down to its parts,
+and where models depart from what these describe.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,31 @@ from model_center.errors import ArgumentError
 from model_center.layer.layernorm import LayerNorm
 from model_center.layer.linear import Linear
 from model_center.layer.stack import ShardingPolicy
-from model_center.layer.variant import PLAIN, LayerVariant
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerVariant:
+    """What no argument of ModelCenter says.
+
+    Attributes:
+        out_bias: whether `attention_out` has a bias; None for as the other maps.
+        head_norm_eps: eps of an RMS norm of every head's queries and keys, before rotary positions
+            (Qwen3); None for no norm.
+        norms_input: whether the first layer normalises what enters it; OPT-350m has its norms
+            behind each part, and none behind its embeddings.
+    """
+
+    out_bias: bool | None = None
+    head_norm_eps: float | None = None
+    norms_input: bool = True
+
+    def of_layer(self, place: int) -> LayerVariant:
+        """The variant of the layer at this place of a stack."""
+        return self if place == 0 else dataclasses.replace(self, norms_input=True)
+
+
+PLAIN = LayerVariant()
+
 
 # Runs of arguments that constructors have in common, in ModelCenter's order.
 DTYPE = "dtype int8"

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
+from model_center.kernels import DTYPES, is_fused
 from model_center.kernels.cached_attention import NewToken, cached_attention, extended_attention
 from model_center.layer.cache import LayerCache
-from model_center.layer.fusion import DTYPES, is_fused
 from model_center.layer.mask import AttentionMask
 from model_center.layer.position_embedding.rotary import RotaryTables
 

@@ -15,9 +15,9 @@ from model_center.config.rules import GATED
 from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
 from model_center.layer.mask import AttentionMask
+from model_center.layer.options import PLAIN, LayerVariant
 from model_center.layer.position_embedding.rotary import RotaryEmbeddingESM
 from model_center.layer.transformer import Encoder, Past
-from model_center.layer.variant import PLAIN, LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import CausalModel, ForwardOptions
 from model_center.model.inputs import attention_mask_of, embedded, past_position, positions_from

@@ -14,8 +14,8 @@ from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
+from model_center.layer.options import LayerVariant
 from model_center.layer.transformer import Encoder
-from model_center.layer.variant import LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import TokenModel
 from model_center.model.inputs import Offset, positions_from

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from model_center.errors import ConfigError
-from model_center.layer.variant import LayerVariant
+from model_center.layer.options import LayerVariant
 from model_center.model.llama import Llama, LlamaConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"

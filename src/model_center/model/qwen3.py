@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from model_center.layer.variant import LayerVariant
+from model_center.layer.options import LayerVariant
 from model_center.model.llama import Llama
 from model_center.model.qwen2 import Qwen2Config
 

@@ -140,7 +140,11 @@ class Seq2SeqModel(BaseModel):
             encoder_last_hidden_state=states,
             past_key_values=out.past_key_values if use_cache else None,
             logits=self.logits(out.last_hidden_state) if output_logits else None,
-            **_traces(encoded, out),
+            decoder_hidden_states=out.hidden_states,
+            decoder_attentions=out.attentions,
+            cross_attentions=out.cross_attentions,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
         )
         return output if return_dict else as_tuple(output)
 
@@ -270,16 +274,3 @@ def _both(
             "mask, and pass its states as encoder_outputs."
         )
     return attention_mask
-
-
-def _traces(
-    encoded: StackOutput, decoded: StackOutput
-) -> dict[str, tuple[torch.Tensor, ...] | None]:
-    """What both stacks say of their layers, by the names of a Seq2SeqModelOutput."""
-    return {
-        "decoder_hidden_states": decoded.hidden_states,
-        "decoder_attentions": decoded.attentions,
-        "cross_attentions": decoded.cross_attentions,
-        "encoder_hidden_states": encoded.hidden_states,
-        "encoder_attentions": encoded.attentions,
-    }

@@ -38,7 +38,11 @@ class Batch:
         """
         for number, line in enumerate(self.lines, self.first_line):
             where = f"{self.path}:{number}"
-            text = _decoded(line, where).rstrip("\r\n")
+            try:
+                text = line.decode("utf-8-sig").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                problem = f"{error.reason} at byte {error.start}"
+                raise DataError(f"{where} is not UTF-8: {problem}.") from error
             yield text if key is None else _value(text, key, where)
 
 
@@ -62,13 +66,6 @@ def batches(paths: Sequence[str], batch_bytes: int) -> Iterator[Batch]:
             while lines := tuple(file.readlines(batch_bytes)):
                 yield Batch(path=path, first_line=first, lines=lines)
                 first += len(lines)
-
-
-def _decoded(line: bytes, where: str) -> str:
-    try:
-        return line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not UTF-8: {error.reason} at byte {error.start}.") from error
 
 
 def _value(text: str, key: str, where: str) -> str:

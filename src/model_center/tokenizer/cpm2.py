@@ -52,7 +52,7 @@ class CPM2Tokenizer(CPM1Tokenizer):
         )
         self.sod_token = sod_token
         self.max_sentinels = max_sentinels
-        self.require(sod_token, *map(self._sentinel, range(max_sentinels)))
+        self.require(sod_token, *(f"<s_{index}>" for index in range(max_sentinels)))
         self.init_kwargs |= {"sod_token": sod_token, "max_sentinels": max_sentinels}
 
     @classmethod
@@ -80,8 +80,4 @@ class CPM2Tokenizer(CPM1Tokenizer):
 
     def get_sentinel_id(self, idx: int) -> int:
         """The id of sentinel `idx`, counted from 0."""
-        return self.encoder[self._sentinel(range(self.max_sentinels)[idx])]
-
-    @staticmethod
-    def _sentinel(index: int) -> str:
-        return f"<s_{index}>"
+        return self.encoder[f"<s_{range(self.max_sentinels)[idx]}>"]

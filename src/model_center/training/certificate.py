@@ -96,11 +96,6 @@ class _PackedSample(NamedTuple):
         return batches[self.batch][name][self.row, self.columns]
 
 
-def _sides(packed: PackedSamples | PreferencePairs) -> int:
-    """Samples that have one loss."""
-    return 2 if isinstance(packed, PreferencePairs) else 1
-
-
 class _NumberedRows(torch.utils.data.Dataset[Item]):
     """Packed rows that know their numbers."""
 
@@ -136,8 +131,9 @@ def certify(
     trained_model = goal.trained_model
     was_training = trained_model.model.training
     trained_model.model.eval()  # dropout would differ from token to token
+    sides = 2 if isinstance(packed, PreferencePairs) else 1  # samples that have one loss
     for number, batches in enumerate(steps, start=1):
-        _step(goal, batches, _pieces(batches, packed, rows), number, found, _sides(packed))
+        _step(goal, batches, _pieces(batches, packed, rows), number, found, sides)
     trained_model.model.train(was_training)
     axis = everyone()
     if axis is not None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
-from model_center.layer.attention import Attention, SparseSelfAttention
+from model_center.layer.dense_attention import Attention
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
+from model_center.layer.sparse_attention import SparseSelfAttention
 from model_center.layer.transformer import Decoder, Encoder
 from model_center.model.base import BaseModel
 from model_center.model.causal import CausalModel

@@ -11,7 +11,7 @@ import shutil
 from typing import Any
 
 from bmtrain.runtime import log
-from model_center.training.files import to_disk, write_whole
+from model_center.weights.staging import to_disk, write_whole
 
 Record = dict[str, Any]
 
@@ -51,7 +51,8 @@ class MetricsFile:
     cannot be read are left out; the file as it was stays beside, as `metrics.jsonl.damaged`.
 
     Args:
-        path: of the file; its folder is made. `fields_path` of it has the units of all fields.
+        path: of the file; its folder is made. One beside it, `.fields.json`, has the units of all
+            fields.
         last_step: of the earlier part of the run.
 
     Raises:
@@ -72,7 +73,7 @@ class MetricsFile:
         self._write(kept)
         fields = {name: {"unit": unit, "is": text} for name, (unit, text) in FIELDS.items()}
         text = json.dumps({"format": FORMAT, "fields": fields}, indent=1)
-        write_whole(fields_path(path), f"{text}\n")
+        write_whole(path.with_suffix(".fields.json"), f"{text}\n")
 
     def add(self, record: Record) -> None:
         """Append a record, and those before it that could not be written.
@@ -102,11 +103,6 @@ class MetricsFile:
 
     def _write(self, records: list[Record]) -> None:
         write_whole(self.path, "".join(json.dumps(record) + "\n" for record in records))
-
-
-def fields_path(path: pathlib.Path) -> pathlib.Path:
-    """The file that describes the fields of the metrics in `path`."""
-    return path.with_suffix(".fields.json")
 
 
 def read_metrics(path: pathlib.Path) -> list[Record]:

@@ -25,12 +25,11 @@ from model_center.training.batches import num_tokens, tokens_counted
 from model_center.training.checkpoints import Checkpoints
 from model_center.training.curves import requested_curves
 from model_center.training.flops import FlopsMeter, peak_flops
-from model_center.training.listener import OnStep
 from model_center.training.non_finite_cause import cause_lines, find_cause, non_finite_error
 from model_center.training.optimization import make_manager, make_optimizer, make_scheduler
 from model_center.training.replay import MeasuredStep, Replay, gradient_checksums
 from model_center.training.resuming import check_same_run, load_state, read_facts
-from model_center.training.run_log import METRICS, RunLog, StepReport
+from model_center.training.run_log import METRICS, OnStep, RunLog, StepReport
 from model_center.training.spikes import Spikes
 from model_center.training.step_replay import Losses, StepReplayBuffer
 from model_center.training.stop import StopRequest

@@ -1,17 +1,22 @@
-"""A folder of several files, put in place so that no half is taken for a checkpoint."""
+"""A folder of several files, put in place so that no half is taken for a checkpoint; a
+single file likewise.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import json
 import os
 import pathlib
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bmtrain.checkpoint.files import make_new
 from model_center.errors import WeightsError
-from model_center.weights.exchange import exchange
 
 CONFIG = "config.json"
 MODEL_CENTER_FILE = "pytorch_model.pt"
@@ -158,6 +163,58 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
 
 def _flush(path: pathlib.Path) -> None:
     """Have the bytes of a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_HERE = -100  # AT_FDCWD: paths are relative to the working directory
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
+
+
+def exchange(first: pathlib.Path, second: pathlib.Path) -> None:
+    """Let each of two paths of one file system name what the other named.
+
+    No reader, and no kill, finds one of them missing.
+
+    Raises:
+        OSError: where the system or the file system (NFS, say) cannot, or a path is a mount point.
+
+    Source: renameat2(2) of Linux, renamex_np(2) of macOS.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    one, other = os.fsencode(first), os.fsencode(second)
+    try:
+        if sys.platform == "darwin":
+            failed = libc.renamex_np(one, other, ctypes.c_uint(_EXCHANGE))
+        else:
+            failed = libc.renameat2(_HERE, one, _HERE, other, ctypes.c_uint(_EXCHANGE))
+    except AttributeError as error:  # an older C library, or another system
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(first)) from error
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+PARTIAL = ".partial"
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Replace a file so that a reader, or a crash, meets the old text or the new one."""
+    beside = path.with_name(path.name + PARTIAL)
+    make_new(beside)
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    to_disk(path.parent)
+
+
+def to_disk(path: pathlib.Path) -> None:
+    """Wait until a file, or the list of files of a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

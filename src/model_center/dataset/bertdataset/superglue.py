@@ -16,10 +16,10 @@ from typing import ClassVar
 
 import torch
 
-from model_center.dataset import prompts, superglue, verbalizer
-from model_center.dataset.example import Example
+from model_center.dataset import prompts, superglue
 from model_center.dataset.padding import Item
-from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least
+from model_center.dataset.protocols import Example
+from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least, word_ids
 
 KEYS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -59,7 +59,7 @@ class SuperGLUE(TaskDataset):
     @classmethod
     def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
         """The ids in `tokenizer` of the words for the classes, in the order of the labels."""
-        return verbalizer.word_ids(tokenizer, prompts.WORDS[cls.task])
+        return word_ids(tokenizer, prompts.WORDS[cls.task])
 
     def written(self, *texts: str) -> Item:
         """Inputs of a text, of which the end is cut, or of a pair, of which the longer is cut."""

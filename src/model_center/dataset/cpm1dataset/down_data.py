@@ -14,8 +14,8 @@ import pathlib
 import torch
 
 from model_center.dataset import lcqmc
-from model_center.dataset.example import Example
 from model_center.dataset.padding import Item, count, one_hot, padded
+from model_center.dataset.protocols import Example
 from model_center.dataset.task_dataset import TaskTable, Tokenizer, at_least
 
 START = 1  # what texts begin with in CPM's vocabularies

@@ -13,8 +13,8 @@ import pathlib
 from typing import ClassVar, Protocol
 
 from model_center.dataset import lcqmc
-from model_center.dataset.example import Example
 from model_center.dataset.padding import Item, count, one_hot, padded
+from model_center.dataset.protocols import Example
 from model_center.dataset.task_dataset import TaskTable, Tokenizer, at_least
 
 

@@ -1,27 +1,26 @@
-"""SuperGLUE for LLaMA and its kin."""
+"""SuperGLUE for LLaMA and its kin, from `DATASET[task](path, split, rank, world_size, tokenizer,
+max_decoder_length)`.
 
-from model_center.dataset.llamadataset.superglue import (
-    DATASET,
+What items hold: see DecoderTask.
+"""
+
+from __future__ import annotations
+
+from model_center.dataset.decoder_task import DecoderTask, tasks_of
+
+
+class SuperGLUE(DecoderTask):
+    """Words of classes are written without a space: SentencePiece adds one itself."""
+
+
+DATASET = tasks_of(SuperGLUE)
+(
     BoolQ_Dataset,
     CB_Dataset,
     COPA_Dataset,
     MultiRC_Dataset,
     ReCoRD_Dataset,
     RTE_Dataset,
-    SuperGLUE,
     WiC_Dataset,
     WSC_Dataset,
-)
-
-__all__ = [
-    "BoolQ_Dataset",
-    "CB_Dataset",
-    "COPA_Dataset",
-    "DATASET",
-    "MultiRC_Dataset",
-    "RTE_Dataset",
-    "ReCoRD_Dataset",
-    "SuperGLUE",
-    "WSC_Dataset",
-    "WiC_Dataset",
-]
+) = DATASET.values()

@@ -14,13 +14,13 @@ import functools
 import pathlib
 from typing import ClassVar
 
-from model_center.dataset import decoder_task, verbalizer
+from model_center.dataset import decoder_task
 from model_center.dataset.decoder_task import tasks_of
-from model_center.dataset.example import Example
 from model_center.dataset.padding import Item, count, one_hot, padded
 from model_center.dataset.prompts import PROMPTS, WORDS
+from model_center.dataset.protocols import Example
 from model_center.dataset.squad import SQuAD_Dataset
-from model_center.dataset.task_dataset import TaskDataset, Tokenizer, at_least
+from model_center.dataset.task_dataset import TaskDataset, Tokenizer, at_least, token_id, word_ids
 
 
 class SuperGLUE(TaskDataset):
@@ -67,15 +67,12 @@ class SuperGLUE(TaskDataset):
     @classmethod
     def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
         """The ids in `tokenizer` of the words for the classes, in the order of the labels."""
-        return verbalizer.word_ids(tokenizer, WORDS[cls.task])
+        return word_ids(tokenizer, WORDS[cls.task])
 
     @functools.cached_property
     def answer(self) -> list[int]:
         """What the decoder reads before it writes a class."""
-        return [
-            self.tokenizer.pad_token_id or 0,
-            verbalizer.token_id(self.tokenizer, "<extra_id_0>"),
-        ]
+        return [self.tokenizer.pad_token_id or 0, token_id(self.tokenizer, "<extra_id_0>")]
 
     def encode(self, example: Example) -> Item:
         """The prompt of an example, and the start of its answer."""

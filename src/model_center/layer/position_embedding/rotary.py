@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from model_center.errors import ConfigError, InputError
+from model_center.kernels import is_fused
 from model_center.kernels.rotary import rotate
-from model_center.layer.fusion import is_fused
 
 
 class RotaryTables(NamedTuple):
@@ -100,7 +100,8 @@ class Rotary(torch.nn.Module):
 
     def _frequencies(self, device: torch.device) -> torch.Tensor:
         """Angle per position of each pair, (dim / 2,) fp32."""
-        return scaled_frequencies(inverse_frequencies(self.dim, self.base, device), self.scaling)
+        channels = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device)
+        return scaled_frequencies(self.base ** (-channels / self.dim), self.scaling)
 
     def _kept_frequencies(self, places: torch.Tensor) -> torch.Tensor:
         """The same, made once: a dozen small kernels, as many as a step has beside its layers."""
@@ -177,11 +178,6 @@ class RotaryEmbeddingESM(Rotary):
         if seq_dim not in {-2, q.dim() - 2}:
             raise InputError(f"seq_dim is {seq_dim}: positions go along the last but one, -2.")
         return self.rotated(q, k)
-
-
-def inverse_frequencies(dim: int, base: float, device: torch.device) -> torch.Tensor:
-    """Angle per position of each pair, (dim / 2,) fp32."""
-    return base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
 def check_scaling(scaling: Mapping[str, Any]) -> None:
