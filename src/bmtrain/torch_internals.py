@@ -196,6 +196,8 @@ PROXIES = torch._C._TorchDispatchModeKey.PROXY
 has_global_module_hooks: Callable[[], bool] = modules._has_any_global_hook
 #: what loads a module's own entries of a state dict; classes override it
 loader_of: Callable[[Any], Any] = operator.attrgetter("_load_from_state_dict")
+#: what moves and casts a module; classes override it
+mover_of: Callable[[Any], Any] = operator.attrgetter("_apply")
 #: those of forward passes, and which of them take keywords
 global_module_hooks = (
     modules._global_forward_hooks,

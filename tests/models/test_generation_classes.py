@@ -102,6 +102,21 @@ def test_texts_to_texts(name):
     assert recorder.asked == [7 + more, 7]
 
 
+def test_the_default_number_of_tokens_ends_with_the_positions():
+    tokenizer = made("gpt2")[1]
+    size = max(tokenizer.get_vocab().values()) + 1
+    model = small.model("GPT2", std=0.3, vocab_size=size, **SIZES, position_size=24)
+    room = 24 - len(tokenizer.encode(TEXTS[0]))
+    for kind in (causal.CausalBeamSearch, causal.CausalRandomSampling):
+        writer, found = kind(model, tokenizer), []
+        for limit in ({}, {"max_length": room}):
+            torch.manual_seed(3)
+            found += writer.generate(TEXTS[:1], **limit)
+        assert found[0] == found[1]
+        with pytest.raises(ConfigError, match=f"ask for at most {room} new tokens"):
+            writer.generate(TEXTS[:1], max_length=room + 1)
+
+
 def rows_of(name, prompts, **options):
     """What the engine makes of prompts padded on the left, at most nine tokens, one at least."""
     model, tokenizer = made(name)

@@ -303,8 +303,31 @@ def watch(net, seen):
             getattr(module, f"register_{kind}_hook")(hook)
 
 
+class Tripled(nn.Sequential):
+    """Its results are tripled after its hooks have run."""
+
+    def __call__(self, *args):
+        return super().__call__(*args) * 3
+
+
+def increased(_, args) -> Any:
+    return (args[0] + 1,)
+
+
+def doubled(_, grads: Any, __):
+    return (grads[0] * 2,)
+
+
+def hooked(kind):
+    """With hooks of its own from before it becomes a block."""
+    module = kind(nn.Linear(6, 6), nn.Tanh())
+    module.register_forward_hook(lambda module, args, out: out + module[0].bias)
+    module.register_full_backward_hook(doubled)
+    return module
+
+
 def global_hooks(level, recompute):
-    """They run once in a call of a block, as of any module."""
+    """They run once in a call of a block, as of any module, before its own ones."""
     num_calls = [0]
 
     def double(_, args, out):
@@ -313,13 +336,21 @@ def global_hooks(level, recompute):
 
     def call(module, x):
         num_calls[0] = 0
+        handle = module.register_forward_hook(lambda _, args, out: out.sin())
         loss = module(x).square().sum()
+        handle.remove()
         assert num_calls[0] == 3
         return loss
 
-    with nn.modules.module.register_module_forward_hook(double):
-        make = functools.partial(nn.Sequential, nn.Linear(6, 6), nn.Tanh())
-        compare(make, call, torch.randn(4, 6), level, recompute)
+    registry = nn.modules.module
+    with (
+        registry.register_module_forward_hook(double),
+        registry.register_module_forward_pre_hook(increased),
+        registry.register_module_full_backward_hook(doubled),
+    ):
+        for kind in (nn.Sequential, Tripled):
+            make = functools.partial(hooked, kind)
+            compare(make, call, torch.randn(4, 6), level, recompute)
 
 
 class OwnWays(nn.Module):
@@ -331,9 +362,10 @@ class OwnWays(nn.Module):
         super().__init__()
         self.base, self.added = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
         self.scale, self.loaded, self.num_cleared = 1.0, None, 0
+        self.shift = torch.ones(6)
 
     def forward(self, x):
-        return (self.base(x) + self.added(x)) * self.scale
+        return (self.base(x) + self.added(x)) * self.scale + self.shift
 
     def parameters(self, recurse=True):
         return (param for _, param in self.named_parameters(recurse=recurse))
@@ -344,6 +376,21 @@ class OwnWays(nn.Module):
     def zero_grad(self, set_to_none=True):
         self.num_cleared += 1
         super().zero_grad(set_to_none)
+
+    def _apply(self, fn, recurse=True):
+        self.shift = fn(self.shift)
+        return super()._apply(fn, recurse)
+
+    def double(self):
+        self.scale *= 2
+        return super().to(torch.float32)
+
+    def modules(self, *args, **kwargs):
+        return (x for x in super().modules(*args, **kwargs) if x is not self.base)
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        state_dict["step"] = state_dict.pop("old")
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def get_extra_state(self):
         return {"scale": self.scale}
@@ -384,6 +431,14 @@ def own_ways(level, recompute):
         assert net.load_state_dict(state, strict=False).missing_keys == ["0.base.bias"]
         assert first.loaded == (3, 1.0) and first.scale == 2.0
         assert [name for name, _ in first.named_parameters()] == ["added.weight"]
+        assert [*first.modules()] == [first, first.added]
+        net._apply(lambda x: x + 1 if x.shape == (6,) and not x.requires_grad else x)
+        assert first.double() is first
+        assert first.scale == 4.0 and first.shift.tolist() == [2.0] * 6
+        state = first.state_dict()
+        state["old"] = 0 * state.pop("step")
+        first.load_state_dict(state, strict=False)
+        assert first.loaded == (3, 0.0) and first.scale == 4.0
         net(x).sum().backward()
         first.zero_grad()
         assert first.num_cleared == 1 and first.base.weight.grad is not None

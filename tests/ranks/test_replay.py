@@ -14,10 +14,12 @@ import functools
 import itertools
 import math
 import operator
+import os
 import random
 import threading
 import types
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +28,7 @@ import torch
 from tests.ranks.passes import Call, ask, compare
 from tests.ranks.runner import on_ranks
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -430,7 +433,7 @@ def test_what_is_not_put_back_is_kept(what):
 
 
 class Elsewhere(Base):
-    """Reads globals, an attribute of a class and a closure."""
+    """Reads globals, an attribute of a class, a closure and functions of torch."""
 
     tau = 1.0
 
@@ -446,14 +449,19 @@ class Elsewhere(Base):
 
     def forward(self, x):
         y = self.map(x * TEMPERATURE * self.tau * self.scale_of() * LONG[0])
-        return activation(y) * GAIN
+        return activation(y) * GAIN + functional.silu(y) * torch.nn.functional.mish(y) * math.cos(1)
 
 
 TEMPERATURE, LONG, GAIN = 1.0, [1.0] * 5000, nn.Parameter(torch.ones(()), requires_grad=False)
 activation = torch.tanh
 
 
-ELSEWHERE = {
+def exchange(owner, name, function, _, value):
+    """As `mock.patch` does."""
+    setattr(owner, name, function if value == 1 else lambda *args: function(*args) * value)
+
+
+ELSEWHERE: dict[str, Callable[[Any, float], Any]] = {
     "'TEMPERATURE' among globals": lambda _, value: globals().update(TEMPERATURE=value),
     "'activation' among globals": lambda _, value: globals().update(
         activation=torch.tanh if value == 1 else torch.sin
@@ -461,6 +469,11 @@ ELSEWHERE = {
     "'GAIN' among globals": lambda _, value: GAIN.fill_(value),
     "'tau' of class Elsewhere": lambda _, value: setattr(Elsewhere, "tau", value),
     "'sigma' of a closure": lambda block, value: block.scale_of(value),
+    "'silu' of functional": functools.partial(exchange, functional, "silu", functional.silu),
+    "'mish' of functional": functools.partial(exchange, functional, "mish", functional.mish),
+    "'cos' of math": functools.partial(exchange, math, "cos", math.cos),
+    "'forward' of class Tanh": functools.partial(exchange, nn.Tanh, "forward", nn.Tanh.forward),
+    "'linear' of F": functools.partial(exchange, functional, "linear", functional.linear),
 }
 
 
@@ -513,10 +526,11 @@ def test_values_of_a_thread_keep_activations():
 
 
 class Surrounded(Base):
-    """Reads a context variable."""
+    """Reads a context variable and the environment."""
 
     def forward(self, x):
-        return self.map(x * FACTOR.get()).sin()
+        factor = float(os.environ.get("FACTOR", "1")) * float(os.getenv("OTHER", "1"))
+        return self.map(x * FACTOR.get() * factor).sin()
 
 
 FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
@@ -541,6 +555,13 @@ def factor():
     FACTOR.reset(token)
 
 
+@contextlib.contextmanager
+def environment(name):
+    os.environ[name] = "2"
+    yield
+    del os.environ[name]
+
+
 def after_maps(module, args, out):
     return 2 * out if type(module) is nn.Linear else None
 
@@ -552,6 +573,8 @@ def before_maps(module, args):
 REGISTRY = nn.modules.module
 SURROUNDINGS = [
     factor,
+    functools.partial(environment, "FACTOR"),
+    functools.partial(environment, "OTHER"),
     Functions,
     Operators,
     functools.partial(REGISTRY.register_module_forward_hook, after_maps),

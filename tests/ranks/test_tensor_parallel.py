@@ -4,12 +4,13 @@ gradients, refusals.
 
 import functools
 import itertools
+import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ranks import models
+from tests.ranks import models, test_compile
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
@@ -239,6 +240,71 @@ def compiled(backend, level, recompute):
 def test_compiles_as_one_graph(level, recompute):
     """No break at the operations, recomputation inside the graph, and the same numbers."""
     compiled("aot_eager", level, recompute)
+
+
+class Branches(nn.Module):
+    """Three columns of one input, whose gradients autograd and the compiler may take in any order."""
+
+    def __init__(self, column, row):
+        super().__init__()
+        self.q, self.k, self.v = (column(IN, OUT) for _ in range(3))
+        self.out = row(OUT, IN)
+
+    def forward(self, x):
+        return x + self.out(torch.tanh(self.q(x)) * self.k(x) + self.v(x))
+
+
+def branches(inputs, params):
+    plain = Branches(nn.Linear, nn.Linear)
+    return [torch.func.functional_call(plain, params, (x,)) for x in inputs]
+
+
+def by_default():
+    """Blocks that leave `compile` at its default: the tensor-parallel ranks compile together, and
+    where one of them cannot, none does.
+    """
+
+    def noting(run):
+        def noted(*args):
+            uncompiled.append(args)
+            return run(*args)
+
+        return noted
+
+    def train(what):
+        before = len(uncompiled)
+        block.zero_grad()
+        values = {name: value.clone() for name, value in block.state_dict().items()}
+        check(block, rows_of_all(4, 3, IN), branches, what)
+        block.load_state_dict(values)
+        return len(uncompiled) - before
+
+    uncompiled = []
+    for fails in (False, True):
+        own = test_compile.lowering(traces=True, fails=fails and bmt.rank() == 1)
+        split = Branches(ColumnParallelLinear, RowParallelLinear)
+        block = started(bmt.Block(split, use_checkpoint=False))
+        block._eager.plain = noting(block._eager.plain)
+        block._runner._uncompiled = noting(block._runner._uncompiled)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = [train(f"fails: {fails}, pass {number}") for number in range(2)]
+        assert found == [fails] * 2 and own.num_graphs == 1, (found, own.num_graphs)
+        assert ["this processor is unknown" in str(x.message) for x in said] == [True] * fails
+        x = rows_of_all(4, 3, IN)[bmt.rank()].requires_grad_(bmt.rank() == 0)
+        with pytest.raises(ConfigurationError, match=r"x \(4, 3, 8\) torch.float32 with gradient"):
+            block(x)
+        hook = split.q.register_forward_hook(lambda *_: None) if bmt.rank() == 0 else None
+        assert train("a hook on one rank") == 1
+        if hook is not None:
+            hook.remove()
+        assert train("no hook any more") == fails
+
+
+@pytest.mark.compiler
+@on_ranks(2, init={"tp_size": 2, "compile": True})
+def test_compiles_by_default():
+    by_default()
 
 
 UNWANTED = ("gather_rows", "scatter_rows", "all_reduce", "gather_linear", "check_alike")
@@ -476,7 +542,7 @@ def test_bad_calls_are_refused_on_every_rank():
         (lambda: into(x.double()), r"float64 for a weight of torch\.float32.*equal dtypes"),
         (lambda: out(torch.randn(4, OUT)), r"\(4, 12\).*expected \(rows, \.\.\., 6\).*split_input"),
         (lambda: every(h), r"\(4, 6\).*expected \(rows, \.\.\., 12\)"),
-        (lambda: out(h[:3]), r"3 rows \(dim 0\).*tp_size=2.*multiple of 2"),
+        (lambda: out(h[:3]), r"over 2 ranks got shape \(3, 6\): expected dim 0 divisible by 2"),
         (
             lambda: table(torch.tensor([0, VOCAB])),
             r"id 16 \(2 of 4 ids of the tensor-parallel ranks are out of range\).*0 to 15",

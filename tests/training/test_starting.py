@@ -17,6 +17,7 @@ from model_center.__main__ import main
 from model_center.commands import train
 from model_center.commands.configuration import differences, keep, model_in, words_of
 from model_center.errors import ConfigError
+from model_center.training.trained_model import trained_model_of
 
 # peft calls transformers so
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
@@ -125,8 +126,8 @@ def test_adapters_and_their_model(tmp_path, capsys):
     bmt.shutdown()  # of the command that was refused
 
 
-def test_adapters_of_a_reward_model(tmp_path):
-    """`merge` keeps their head."""
+def test_adapters_of_a_reward_model(tmp_path, capsys):
+    """`merge` keeps their head, and pads as a training does; one of the two tokens is needed."""
     base, run = tiny("llama", tmp_path), tmp_path / "run"
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     kind = transformers.AutoModelForSequenceClassification
@@ -144,3 +145,13 @@ def test_adapters_of_a_reward_model(tmp_path):
     rewards = merged(torch.arange(3, 20)[None]).logits
     torch.testing.assert_close(rewards, adapted.eval()(torch.arange(3, 20)[None]).logits)
     assert rewards.shape == (1, 1)
+    made = transformers.AutoTokenizer.from_pretrained(run / "model")
+    assert tokenizer.pad_token is None
+    assert merged.config.pad_token_id == made.pad_token_id == tokenizer.eos_token_id
+    tokenizer.eos_token = None
+    for folder in (base, run / "adapter"):
+        tokenizer.save_pretrained(folder)
+    assert main(["merge", str(run / "adapter"), str(run / "other")]) == 1
+    assert "neither a token of padding nor an end token" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="neither a token of padding nor an end token"):
+        trained_model_of(str(base), is_reward=True)

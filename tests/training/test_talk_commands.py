@@ -11,6 +11,7 @@ import torch
 import transformers
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import tiny
+from tests.training.their_models import make
 
 from bmtrain.runtime import world
 from model_center.__main__ import main
@@ -40,12 +41,13 @@ def said(capsys, model, *more, verb="generate"):
     return found.err if status else found.out
 
 
-def continued(model, folder, text):
+def continued(model, folder, text, **limit):
     """What transformers writes after a text."""
     reader = transformers.AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([reader.encode(text)])
+    limit = limit or {"max_new_tokens": 8}
     with torch.no_grad():
-        out = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+        out = model.generate(input_ids=ids, do_sample=False, pad_token_id=0, **limit)
     return "".join(str(reader.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).split())
 
 
@@ -78,6 +80,20 @@ def test_texts_are_continued(llama, capsys, monkeypatch):
     assert "".join(given.split()) == "".join(want)
     alone = said(capsys, llama, *ASKED)
     assert run_ranks(sharded, 2, llama, join=False) == [alone, ""]
+
+
+def test_answers_end_with_the_positions(tmp_path, capsys):
+    """Where no number of tokens is named, which then is refused, of a model of transformers too."""
+    prompt = ["--prompt", ASKED[1], "--dtype", "fp32", "--temperature", "0", "--plain"]
+    for folder in (tiny("gpt2", tmp_path), make("gpt_neo", tmp_path)):
+        model = plain(folder)
+        want = continued(model, folder, ASKED[1], max_length=model.config.max_position_embeddings)
+        words = ["generate", "--model-config", str(folder), *prompt]
+        capsys.readouterr()
+        assert main(words) == 0
+        assert "".join(capsys.readouterr().out.split()) == want
+        assert main([*words, "--max-new-tokens", "512"]) == 1
+        assert "positions; ask for at most" in capsys.readouterr().err
 
 
 def test_a_conversation(llama, capsys, monkeypatch):

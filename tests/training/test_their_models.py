@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 import transformers
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import DATA, TINY, command, losses, same_learning
-from tests.training.their_models import arguments, check_learning, make
+from tests.training.their_models import HEADS, arguments, check_learning, make
 
 from bmtrain.errors import ParameterError
 from model_center.errors import ConfigError
@@ -105,22 +106,26 @@ def test_models_that_are_no_language_models(tmp_path):
     run_ranks(refused, 1, [str(make(kind, tmp_path)) for kind in NO_LANGUAGE_MODELS])
 
 
-HEADS: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-
-
 def rows_of_different_lengths(longrope, dynamic):
     """On a rank: what is refused, and the loss of what is not, beside transformers' own."""
     path = Path(longrope)
     trained_model: Any = trained_model_of(longrope)
+    mixed = np.array([16, 48])
     for more in ({"batch_size": 2}, {"batch_size": 1, "objective": Objective.DPO}):
+        args = arguments(path, **more)
+        trained_model.load(args)
+        for lengths in (mixed[:1], mixed[1:]):  # one kind of frequencies
+            trained_model.take_lengths(lengths, args)
         with pytest.raises(
             ConfigError, match=r"beyond 32 tokens .* \(longrope\) .* Give --max-len"
         ):
-            trained_model.load(arguments(path, **more))
-    trained_model.load(arguments(path, max_length=32))
-    assert trained_model.is_packed
-    trained_model.load(arguments(path, batch_size=1))
-    assert not trained_model.is_packed
+            trained_model.take_lengths(mixed, args)
+        assert trained_model.is_packed
+    for more, is_packed in (({"max_length": 32}, True), ({"batch_size": 1}, False)):
+        args = arguments(path, **more)
+        trained_model.load(args)
+        trained_model.take_lengths(mixed, args)
+        assert trained_model.is_packed == is_packed
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     short, long = torch.arange(5, 21), torch.arange(5, 53)
     alone = {}

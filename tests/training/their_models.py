@@ -35,6 +35,7 @@ SIZES = {
     1: "n_group topk_group n_groups mamba_n_groups",
 }
 LIMITS = [(name, size) for size, names in SIZES.items() for name in names.split()]
+HEADS: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
 LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_layers")
 
 

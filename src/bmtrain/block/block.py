@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import re
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,19 +51,14 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Kept, Use, refuse_transforms
-from bmtrain.torch_internals import in_backward, next_node_number
+from bmtrain.torch_internals import has_global_module_hooks, hooks_of, in_backward, next_node_number
 
 MODES = ("BLOCK", "PIPE")
-# State dict hooks. Block and inner module share these dicts: saving and loading go through the
-# block, and hooks may be registered on either.
-_STATE_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-# Methods of any module that the inner module's class may have of its own.
-_OVERRIDDEN = ("parameters", "named_parameters", "requires_grad_", "zero_grad", "apply", "eval")
+# Block and inner module share these: calling, saving and loading go through the block, and hooks
+# may be registered on either.
+_SHARED_HOOKS = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
+# Methods of any module: those that the inner module's class has of its own become the block's.
+_METHODS = {x for x, found in vars(torch.nn.Module).items() if x[0] != "_" and callable(found)}
 
 
 @dataclasses.dataclass
@@ -79,6 +76,15 @@ class BlockCall:
     runner: Runner
     run: ModuleCall
     lends: bool = True
+
+
+def _of_inner(function: Any) -> Callable[..., Any]:
+    """A method of blocks that is the function of the inner module."""
+
+    def method(self: Block, *args: Any) -> Any:
+        return function(self._inner, *args)
+
+    return method
 
 
 class Block(DistributedModule):
@@ -112,8 +118,6 @@ class Block(DistributedModule):
     """
 
     is_block = True
-    # `_forward` sets whose random numbers are drawn, as DistributedModule does here.
-    __call__ = torch.nn.Module.__call__
 
     def __init__(
         self,
@@ -154,12 +158,14 @@ class Block(DistributedModule):
             inner._modules,
         )
         self._non_persistent_buffers_set = inner._non_persistent_buffers_set
-        for name in _STATE_HOOKS:
+        for name in _SHARED_HOOKS:
             self.__dict__[name] = inner.__dict__[name]
-        del self.__dict__["training"]  # read from the inner module
-        for name in _OVERRIDDEN:
-            if getattr(type(inner), name) is not getattr(torch.nn.Module, name):
-                self.__dict__[name] = getattr(inner, name)
+        for name in ("training", "_is_full_backward_hook"):
+            del self.__dict__[name]  # read from the inner module
+        for name in _METHODS - {"state_dict", *vars(Block)}:
+            method = getattr(type(inner), name)
+            if method not in (getattr(torch.nn.Module, name), getattr(DistributedModule, name)):
+                self.__dict__[name] = types.MethodType(method, self)
         self.use_checkpoint = use_checkpoint
         self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, context.device)
         #: whether a call without gradients does nothing but gather and call the module
@@ -180,6 +186,18 @@ class Block(DistributedModule):
         self._host_state = HostState(functools.partial(parts_with_blocks, inner), context.scripts)
         self.shard()
         self._is_made = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the inner module with its hooks and the block's, which are the same.
+
+        Hooks run inside of a `__call__` of the module's class. `_forward` sets whose random numbers
+        are drawn, as DistributedModule does here.
+        """
+        run = self.__class__.__call__
+        is_hooked = has_global_module_hooks() or any(hooks_of(self))
+        if run is DistributedModule.__call__ or not is_hooked:
+            run = torch.nn.Module.__call__
+        return run(self, *args, **kwargs)
 
     @property
     def _inner(self) -> Any:
@@ -249,20 +267,10 @@ class Block(DistributedModule):
             return getattr(self._inner, name)
 
     # A list or table of modules, as torch.nn.Sequential, is used as one by the module it is in.
-    def __getitem__(self, key: Any) -> Any:
-        return self._inner[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._inner)
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._inner
-
-    def __bool__(self) -> bool:
-        return bool(self._inner)  # True for a module without a length
+    __getitem__, __setitem__, __delitem__, __iter__, __len__, __contains__, __bool__ = map(
+        _of_inner,
+        (operator.getitem, operator.setitem, operator.delitem, iter, len, operator.contains, bool),
+    )
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__

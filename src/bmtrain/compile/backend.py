@@ -13,8 +13,10 @@ import torch
 
 from bmtrain.compile import cache, fp8, fusions, heads, joining, masks
 from bmtrain.compile.graph import calls, may_write, memories, parts, value_of
+from bmtrain.distributed.agreement import attempt
 from bmtrain.kernels.launch import takes
 from bmtrain.runtime.log import warn
+from bmtrain.runtime.mesh import Axis
 from bmtrain.torch_internals import (
     CACHEABLE,
     TORCH_VERSION,
@@ -46,8 +48,8 @@ _OWN = frozenset(
 )
 # Whether recomputation in backward repeats in-place updates, of running statistics for example.
 _CHANGES_TWICE = TORCH_VERSION < (2, 11)
-# Prefixes of the names of communication operators.
-_TALKING = ("_c10d_functional", "c10d_functional", "c10d.", "_dtensor.", "symm_mem.", "bmtrain.tp_")
+# Prefixes of the names of communication operators; the first are those of tensor-parallel layers.
+_TALKING = ("bmtrain.tp_", "_c10d_functional", "c10d_functional", "c10d.", "_dtensor.", "symm_mem.")
 
 
 def find(name: str | Lower) -> Lower:
@@ -57,16 +59,8 @@ def find(name: str | Lower) -> Lower:
     return inductor if name == "inductor" else find_backend(name)
 
 
-class CommunicationError(RuntimeError):
-    """A graph has collectives.
-
-    The compiler may reorder them. If other ranks run uncompiled, the order then differs between
-    ranks and they deadlock.
-    """
-
-
 class UnsafeError(RuntimeError):
-    """A graph for which the compiler would produce wrong results."""
+    """A graph whose compiled code would give wrong results, or hang."""
 
 
 def inductor(
@@ -189,9 +183,15 @@ class AtOnce:
     and it may run more than once (`retain_graph=True`). Compiler warnings are silenced: the user
     has not asked to compile. Refuses graphs with collectives, and graphs whose recomputation in
     backward would read values that have changed since forward.
+
+    Attributes:
+        lower: the backend to call.
+        split: the tensor-parallel axis, if its ranks always lower this graph together: collectives
+            of tensor-parallel layers are allowed then. All ranks use the code, or none.
     """
 
     lower: Lower
+    split: Axis | None = None
 
     def __call__(
         self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
@@ -199,12 +199,21 @@ class AtOnce:
         """Check the graph, then lower it.
 
         Raises:
-            CommunicationError: the graph has collectives.
-            UnsafeError: recomputation in backward would differ from forward.
+            UnsafeError: recomputation in backward would differ from forward; the graph has
+                collectives, which the compiler may reorder while other ranks run uncompiled; or a
+                rank of `split` has no code.
         """
+        lower = functools.partial(self._lower, graph, inputs, options)
+        # Without it, a rank without code would issue the collectives of backward in another order.
+        return lower() if self.split is None else attempt(lower, self.split, UnsafeError)
+
+    def _lower(
+        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: dict[str, Any]
+    ) -> Lowered:
+        refused = _TALKING if self.split is None else _TALKING[1:]
         for node in calls(graph):
-            if str(node.target).startswith(_TALKING):
-                raise CommunicationError(str(node.target))
+            if str(node.target).startswith(refused):
+                raise UnsafeError(f"it communicates by {node.target}")
         for reason in _unsafe(graph):
             raise UnsafeError(reason)
         # Set permanently: torch reads it again in a backward pass with retain_graph=True, and

@@ -16,10 +16,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from bmtrain.compile import backend
 from bmtrain.compile.fp8 import call_in_fp8
+from bmtrain.distributed.agreement import told_apart
 from bmtrain.recompute.host_state import Snapshot, Trial, parts_with_blocks
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.recomputation import ModuleCall, Runner, call, policy
 from bmtrain.runtime.log import warn
+from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.outputs import before_backward_of
@@ -49,9 +51,10 @@ class Programs:
     def __init__(self, world: World) -> None:
         self._structures: dict[Hashable, Structure] = {}
         self._warned: set[type] = set()
+        self._tensor_ranks = world.mesh.tp
 
     def structure(
-        self, module: torch.nn.Module, params: Iterable[DistributedParameter], fp8: bool
+        self, module: torch.nn.Module, params: Sequence[DistributedParameter], fp8: bool
     ) -> Structure:
         """The structure that `module` shares with modules of its class and parameters.
 
@@ -60,13 +63,16 @@ class Programs:
         Args:
             fp8: whether linear layers run in FP8.
         """
+        is_whole = not any(param.storage_of.placement.tensor_parallel for param in params)
+        split = None if is_whole else self._tensor_ranks
         key = (
             type(module),
             fp8,
+            split,
             tuple([(param._original_shape, param.dtype, param.requires_grad) for param in params]),
         )
         if key not in self._structures:
-            self._structures[key] = Structure(type(module), fp8, self._warned)
+            self._structures[key] = Structure(type(module), fp8, self._warned, split)
         return self._structures[key]
 
 
@@ -77,15 +83,16 @@ class Structure(Runner):
     Compiled code is used only where a backward pass follows. Modules that are not one graph, that
     communicate, or on which the compiler fails, run uncompiled. Each rank decides alone, before any
     operator of the module has run. Ranks may decide differently without a deadlock, because a block
-    issues the same all-gathers and reduce-scatters whether it runs compiled or not.
+    issues the same all-gathers and reduce-scatters whether it runs compiled or not. A module with
+    tensor-parallel layers communicates by itself: the ranks of `split` decide together.
     """
 
     is_compiled = True
 
-    def __init__(self, kind: type, fp8: bool, warned: set[type]) -> None:
+    def __init__(self, kind: type, fp8: bool, warned: set[type], split: Axis | None) -> None:
         super().__init__(functools.partial(self.run, call))
-        self._class, self._warned, self.fp8 = kind, warned, fp8
-        at_once = backend.AtOnce(backend.Seeded(backend.inductor))
+        self._class, self._warned, self.fp8, self._split = kind, warned, fp8, split
+        at_once = backend.AtOnce(backend.Seeded(backend.inductor), split)
         self._lower: backend.Lower = backend.InFp8(at_once, kind.__name__) if fp8 else at_once
         self._uncompiled = call_in_fp8 if fp8 else call
         self._programs: dict[Hashable, Program] = {}
@@ -120,17 +127,28 @@ class Structure(Runner):
         return functools.partial(self.run, recomputing(level))
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """Whether this call of a module, with its submodules `modules`, can run compiled."""
-        if self._is_refused or not torch.is_grad_enabled() or is_watched(modules):
+        """Whether this call of a module, with its submodules `modules`, can run compiled.
+
+        Collective over `split`, in calls with gradients.
+        """
+        if not torch.is_grad_enabled():
             return False
-        self.look(modules)
-        found = changing(arguments)
-        if found is not None:
+        is_refused = self._is_refused or is_watched(modules)
+        if not is_refused and (found := changing(arguments)) is not None:
+            is_refused = True
             self._say(
                 f"where it is given a {type(found).__name__}, whose contents change: leave caches "
                 "out in training (use_cache=False)"
             )
-        return found is None
+        if self._split is not None:
+            given = [*arguments, *(x for part in modules for x in part._parameters.values())]
+            # Compiled operators do not see what requires grad, and backward communicates for that.
+            needs = [x.requires_grad for x in given if isinstance(x, torch.Tensor)]
+            text = f"{self._class.__name__}: {is_refused}, {needs}"
+            is_refused |= told_apart(text, self._split, "tensor-parallel code") is not None
+        if not is_refused:
+            self.look(modules)
+        return not is_refused
 
     def run(
         self,
@@ -151,7 +169,7 @@ class Structure(Runner):
         try:
             out = program(module, args, kwargs)
         except NoProgramError as error:
-            reason, is_expected = str(error), error.is_expected
+            reason = f"({error})"
         else:
             before_backward_of(out, first_node, refuse_create_graph)
             return out
@@ -159,8 +177,7 @@ class Structure(Runner):
         # compile: the compiler may have failed on this error alone.
         out = self._uncompiled(module, args, kwargs)
         self._is_refused = True
-        if not is_expected:
-            self._say(f"({reason})")
+        self._say(reason)
         return out
 
     def _say(self, why: str) -> None:
@@ -199,18 +216,11 @@ _KINDS_OF_METHODS = (types.FunctionType, property, staticmethod, classmethod)
 
 
 class NoProgramError(RuntimeError):
-    """A call has no compiled code. None of its operators has run.
+    """A call has no compiled code. None of its operators has run."""
 
-    Attributes:
-        is_expected: whether to fall back without a warning.
-        has_too_many: whether the function has reached torch's recompile limit.
-    """
 
-    def __init__(
-        self, reason: str, *, is_expected: bool = False, has_too_many: bool = False
-    ) -> None:
-        super().__init__(reason)
-        self.is_expected, self.has_too_many = is_expected, has_too_many
+class TooManyFormsError(NoProgramError):
+    """The function has reached torch's recompile limit."""
 
 
 class CompiledOnly(Exception):
@@ -319,9 +329,7 @@ class Program:
         if compiled is not None:
             try:
                 return _run_or_refuse(compiled, self._function, module, args, kwargs)
-            except NoProgramError as error:
-                if not error.has_too_many:
-                    raise
+            except TooManyFormsError:
                 self._special[shapes] = None
         return _run_or_refuse(self._of_others, self._function, module, args, kwargs)
 
@@ -345,8 +353,7 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return compiled(*arguments)
     except too_many_forms_error() as error:
-        reason = "its arguments or attributes change too often"
-        raise NoProgramError(reason, has_too_many=True) from error
+        raise TooManyFormsError("its arguments or attributes change too often") from error
     except Exception as error:
         # Most errors of the compiler have a class of their own; the others have it in their
         # traceback.
@@ -355,10 +362,7 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
             raise
         cause = getattr(error, "inner_exception", None) or error
         lines = str(cause).strip().splitlines() or [""]
-        raise NoProgramError(
-            f"{type(cause).__name__}: {lines[0]}",
-            is_expected=isinstance(cause, backend.CommunicationError),
-        ) from error
+        raise NoProgramError(f"{type(cause).__name__}: {lines[0]}") from error
 
 
 def changing(arguments: Iterable[Any]) -> Any:

@@ -40,20 +40,14 @@ def largest(figures: Sequence[float], axis: Axis, what: str) -> list[float]:
     return world.current().service(Ledger).largest(figures, axis, what)
 
 
-def is_same(figures: Sequence[int], axis: Axis, what: str) -> bool:
-    """Whether all ranks pass the same figures. Collective; the count must match on all ranks."""
-    own = torch.tensor(figures, dtype=torch.int64, device="cpu")
-    found = world.current().service(Ledger).gathered(own, axis, f"agreement on {what}")
-    return bool((found == own).all())
-
-
 def told_apart(text: str, axis: Axis, what: str, shown: str | None = None) -> str | None:
     """None if all ranks pass the same text; else what each of them passes, for a message.
 
     A checksum travels, and texts only where it differs: `shown` if given, else `text`, from shortly
     before the place where they part. Collective, on the CPU.
     """
-    if is_same([zlib.crc32(text.encode())], axis, what):
+    own = torch.tensor(zlib.crc32(text.encode()), device="cpu")  # int64
+    if (world.current().service(Ledger).gathered(own, axis, f"agreement on {what}") == own).all():
         return None
     texts = collectives.gather_objects(text if shown is None else shown, axis, what)
     start = 0

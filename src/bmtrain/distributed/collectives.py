@@ -191,9 +191,8 @@ def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:
         return [value]
     out: list[Any] = [None] * axis.size
     _enter(axis, f"exchange for {what}")
-    with (
-        world.current().service(Ledger).naming_lost_ranks(axis)
-    ):  # another may end after it has come
+    # another may end after it has come
+    with world.current().service(Ledger).naming_lost_ranks(axis):
         dist.all_gather_object(out, value, group=axis.group)
     return out
 

@@ -195,11 +195,11 @@ class Ledger:
         own, group, line = axis.index, axis.communicators.group, self._lines[axis.ranks]
 
         def start(do: Callable[..., Any], rows: torch.Tensor, tag: int, place: str) -> list[Any]:
-            return [
-                do(row, group=group, tag=tag, **{place: i})
-                for i, row in enumerate(rows)
-                if i != own and len(row)
-            ]
+            works = []
+            for i, row in enumerate(rows):
+                if i != own and len(row):
+                    works.append(do(row, group=group, tag=tag, **{place: i}))
+            return works
 
         sent, into = given.view(torch.uint8), taken.view(torch.uint8)
         heads = torch.zeros((2, axis.size, FIRST_BYTES + 8), dtype=torch.uint8, device="cpu")

@@ -43,16 +43,6 @@ def check_alike(what: str, facts: str) -> None:
     )
 
 
-def check_rows(what: str, rows: int) -> None:
-    """Raise ConfigurationError unless tensor-parallel ranks divide `rows`, which they agree on."""
-    size = axis().size
-    if rows % size:
-        raise ConfigurationError(
-            f"{what} got {rows} rows (dim 0) to spread over tp_size={size} ranks: expected a "
-            f"multiple of {size}, the rows of all tensor-parallel ranks together."
-        )
-
-
 def _agree(what: str, **facts: object) -> None:
     """`check_alike` for the arguments of an operation.
 
@@ -83,7 +73,6 @@ def gather_rows(x: torch.Tensor) -> torch.Tensor:
 def scatter_rows(x: torch.Tensor) -> torch.Tensor:
     """Sum `x` (ranks * rows, ...) over ranks and return this rank's rows: (rows, ...)."""
     _agree("scatter_rows", x=x)
-    check_rows("scatter_rows", x.shape[0])
     return collectives.reduce_scatter(x, axis())
 
 
@@ -199,7 +188,7 @@ def linear_scatter(
     its own.
     """
     x = _own_input("linear_scatter", x, weight, split_input, num_chunks)
-    check_rows("a linear map to scattered rows", x.shape[0])
+    collectives.check_divided(x, axis())
     overlap = _overlap()
     sums = overlap.multiply_scatter(_matrix(x), weight.t(), num_chunks)
     return overlap.scattered(sums).view(x.shape[0] // axis().size, *x.shape[1:-1], weight.shape[0])

@@ -61,7 +61,13 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 # Objects of these packages hold no state of a forward pass: locks, loggers, process groups.
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "triton", "bmtrain"}
 _FOLLOWED: frozenset[type] = frozenset(
-    {types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList}
+    {
+        types.SimpleNamespace,
+        argparse.Namespace,
+        collections.UserDict,
+        collections.UserList,
+        type(world.ENVIRONMENT),
+    }
 )
 _STANDARD = frozenset(torch.nn.Module().__dict__) - {"training", "_modules", "_buffers"}
 _HOOKS = (
@@ -108,25 +114,23 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True)
 class _Noticed:
-    """Something that is compared: how to read it, what was read, and its name in messages; of
-    several things their names, in front of it.
+    """Something that is compared: how to read it, what was read, and its name in messages, or one
+    for each of several things.
     """
 
-    read: Callable[[], Sequence[Any]]
+    read: Callable[[], Iterable[Any]]
     found: Sequence[Any]
     where: str
-    names: Sequence[str] = ()
+    names: Iterable[str] = ()
 
-    def is_unchanged(self) -> bool:
-        now = self.read()
-        return len(now) == len(self.found) and all(map(_is_same, now, self.found))
-
-    def changed(self) -> str:
-        """What is not as it was, for messages."""
-        for name, now, found in zip(self.names, self.read(), self.found, strict=False):
-            if not _is_same(now, found):
-                return f"{name!r} {self.where}"
-        return self.where
+    def changed(self) -> str | None:
+        """What is not as it was, if anything."""
+        now, found = [*self.read()], self.found
+        if len(now) != len(found):
+            return self.where
+        if all(map(operator.is_, now, found)) or all(are_same := [*map(_is_same, now, found)]):
+            return None
+        return next(itertools.compress(self.names, map(operator.not_, are_same)), self.where)
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -152,18 +156,26 @@ class Snapshot:
         self._kept: Callable[[Any], Any] = (lambda value: value) if is_brief else _without_graph
         self.classes: list[type] = []
         self.held: list[_Held] = []
-        self.noticed: list[_Noticed] = []
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         self.buffers: dict[int, str] = {}  # positions among `tensors`
         self.generators: list[Any] = []
         self.obstacle: str | None = None
         self._known: dict[int, Any] = {}  # alive: ids are used again
+        # What names stand for in namespaces: how to read it, what was read, and its label.
+        self._names: tuple[list[Any], list[Any], dict[tuple[int, str], str]] = [], [], {}
+        reads, values, labels = self._names  # no cycle with this object, which holds tensors
+        read = functools.partial(map, functools.partial.__call__, reads)
+        self.noticed = [_Noticed(read, values, "", labels.values())]
         self._all_held: tuple[list[Any], list[Any], list[int], list[Any]] | None = None
 
     def is_current(self) -> bool:
         """Whether everything is as it was, but for contents of tensors."""
-        return self.is_intact() and all(map(_Noticed.is_unchanged, self.noticed))
+        return self.is_intact() and self.changed() is None
+
+    def changed(self) -> str | None:
+        """The first that is compared and not as it was."""
+        return next(filter(None, map(_Noticed.changed, self.noticed)), None)
 
     def is_intact(self) -> bool:
         """Whether all that is restored is as it was."""
@@ -182,7 +194,8 @@ class Snapshot:
         """Attributes, buffers, children and hooks of modules, and what their code reads."""
         parts = list(modules)
         self.held += [_Held(hooks, hooks.copy()) for hooks in global_module_hooks]
-        self._add_noticed(lambda: [len(x._parameters) for x in parts], "the number of parameters")
+        params = [module._parameters for module in parts]
+        self._add_noticed(functools.partial(map, len, params), "the number of parameters")
         for module in parts:
             name, own = type(module).__name__, module.__dict__
             for key, buffer in module._buffers.items():
@@ -202,6 +215,7 @@ class Snapshot:
 
     def add(self, value: Any, where: str) -> None:
         """A value and everything it holds."""
+        value = world.ENVIRONMENT if value is world.READ_ENVIRONMENT else value
         kind = type(value)
         if kind in _CONSTANT or id(value) in self._known:
             return
@@ -226,7 +240,7 @@ class Snapshot:
                 self.add(entry, where)
         elif isinstance(value, set | collections.deque | list | dict):
             parts = value.values() if isinstance(value, dict) else value
-            self._add_noticed(lambda: list(parts), where)
+            self._add_noticed(lambda: parts, where)
             for entry in list(parts):
                 self.add(entry, where)
             self._add_object(value, kind, where)
@@ -246,10 +260,8 @@ class Snapshot:
         self.tensors.append(tensor)
         self.names.append(where)
 
-    def _add_noticed(
-        self, read: Callable[[], Sequence[Any]], where: str, names: Sequence[str] = ()
-    ) -> None:
-        self.noticed.append(_Noticed(read, read(), where, names))
+    def _add_noticed(self, read: Callable[[], Iterable[Any]], where: str) -> None:
+        self.noticed.append(_Noticed(read, [*read()], where))
 
     def _add_container(self, value: Any, where: str) -> None:
         contents: Any = (
@@ -283,23 +295,29 @@ class Snapshot:
             return
         self._known[id(kind)] = kind
         overridden: set[str] = set()
-        for base in filter(_is_plain, kind.__mro__):
-            self.classes.append(base)
-            for name, value in vars(base).items():
-                function = _function_of(value)
+        for base in kind.__mro__:
+            is_plain, own = _is_plain(base), vars(base)
+            if is_plain:
+                self.classes.append(base)
+            # Of torch's modules only the forward pass is anything that a program exchanges.
+            names = [name for name in own if is_plain or name == "forward"]
+            for name in names:
+                function = _function_of(own[name])
                 if function is None or name in overridden:
                     continue
                 self._add_function(function)
                 if "super" not in names_in(function.__code__):
                     overridden.add(name)
-            names = [name for name in vars(base) if not name.startswith("__")]
-            self._add_names(vars(base), names, f"of class {base.__name__}")
+            names = [name for name in names if not name.startswith("__")]
+            self._add_names(own, names, f"of class {base.__name__}", is_plain)
 
     def _add_function(self, function: Any) -> None:
         """What a function reads of globals and closures, and the functions that it calls."""
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
-        if code is None or id(code) in self._known or not _is_plain(function):
+        if code is None or id(code) in self._known:
+            return
+        if not (_is_plain(function) or function.__module__.startswith("torch.nn.")):
             return
         self._known[id(code)] = code
         self.add(getattr(function, "__wrapped__", None), "a function")
@@ -311,26 +329,37 @@ class Snapshot:
         for value in function.__defaults__ or ():
             self.add(value, f"a default of {function.__name__}")
         names = names_in(code)
-        self._add_names(function.__globals__, names, "among globals")
-        for name in names:
-            value = function.__globals__.get(name)
-            if isinstance(value, _FUNCTIONS):
-                self.add(value, f"global {name!r}")
-            elif isinstance(value, type | types.ModuleType) and _is_plain(value):
-                space = vars(value)
-                self._add_names(space, names, f"of {name}")
-                for key in names:
-                    self.add(_function_of(space.get(key)), f"{name}.{key}")
+        spaces: list[tuple[Any, str, bool]] = [(function.__globals__, "among globals", True)]
+        seen: set[int] = set()
+        for space, of, is_plain in spaces:  # which grow by modules and classes found in them
+            self._add_names(space, names, of, is_plain)
+            for name in names:
+                value = space.get(name)
+                if isinstance(value, types.ModuleType | type):
+                    if id(value) not in seen:
+                        seen.add(id(value))
+                        spaces.append((vars(value), f"of {name}", _is_plain(value)))
+                elif not _is_data(value):
+                    is_function = isinstance(value, _FUNCTIONS)
+                    self.add(value if is_function else _function_of(value), f"{name!r} {of}")
 
-    def _add_names(self, space: Mapping[str, Any], names: Sequence[str], of: str) -> None:
-        """Whatever these names stand for there, functions too, which may be exchanged."""
-        present = tuple(name for name in names if name in space)
-        if present:
-            gone = itertools.repeat(_MISSING)
-            self._add_noticed(lambda: list(map(space.get, present, gone)), of, present)
-        for name in present:
-            if _is_data(space[name]):
-                self.add(space[name], f"{name!r} {of}")
+    def _add_names(
+        self, space: Mapping[str, Any], names: Sequence[str], of: str, is_plain: bool
+    ) -> None:
+        """Whatever these names stand for there, functions too, which may be exchanged.
+
+        Data that is not of the program (`is_plain`) is left out, but for the environment.
+        """
+        reads, values, labels = self._names
+        for name in filter(space.__contains__, names):
+            value, label = space[name], f"{name!r} {of}"
+            is_data = _is_data(value)
+            if is_data and (is_plain or value is world.ENVIRONMENT):
+                self.add(value, label)
+            if (is_plain or not is_data) and (id(space), name) not in labels:
+                labels[id(space), name] = label
+                reads.append(functools.partial(space.get, name, _MISSING))
+                values.append(value)
 
 
 class Trial:
@@ -373,10 +402,8 @@ class Trial:
                 buffer.copy_(value)
         for generator, state in self._generators:
             write_generator(generator, state)
-        for noticed in self._before.noticed:
-            if not noticed.is_unchanged():
-                warn(f"{name} changes {noticed.changed()} in a forward pass that runs again.")
-                return
+        if changed := self._before.changed():
+            warn(f"{name} changes {changed} in a forward pass that runs again.")
 
 
 class Scripts:
@@ -478,9 +505,8 @@ class CallState:
         for part in self._parts:
             if part.obstacle is not None:
                 return part.obstacle
-            for noticed in part.noticed:
-                if not noticed.is_unchanged():
-                    return f"its forward pass changes {noticed.changed()}"
+            if changed := part.changed():
+                return f"its forward pass changes {changed}"
         snapshot, versions = self._parts[0], versions_of(self._parts[0].tensors)
         for number, version in enumerate(versions):
             if version == self._versions[0][number]:
@@ -496,14 +522,12 @@ class CallState:
     def check(self) -> None:
         """RecomputationError if the program has changed what cannot be put back."""
         for part, versions in zip(self._parts, self._versions, strict=True):
-            for noticed in part.noticed:
-                if not noticed.is_unchanged():
-                    raise RecomputationError(
-                        f"{noticed.changed()}, which the forward pass of a block read, was "
-                        "changed before the backward pass of the block, whose recomputation "
-                        "needs the old value: change it after backward, or give the block "
-                        "use_checkpoint=False."
-                    )
+            if changed := part.changed():
+                raise RecomputationError(
+                    f"{changed}, which the forward pass of a block read, was changed before the "
+                    "backward pass of the block, whose recomputation needs the old value: change "
+                    "it after backward, or give the block use_checkpoint=False."
+                )
             for where, tensor, version in zip(part.names, part.tensors, versions, strict=True):
                 if version not in (-1, version_of(tensor)):
                     raise changed_in_place(where)

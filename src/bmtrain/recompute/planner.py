@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from bmtrain.distributed.agreement import is_same, largest
+from bmtrain.distributed.agreement import largest, told_apart
 from bmtrain.recompute import plan
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Memory, memory_of
@@ -320,7 +320,7 @@ class Planner:
         # Ranks that ran different blocks, or reached them in backward in a different order, start
         # over: their figures would not line up in the reduction below.
         calls = [len(profile.kinds), len(profile.forward), *profile.backward]
-        if not (is_same([len(calls)], self._axis, "calls") and is_same(calls, self._axis, "calls")):
+        if told_apart(str(calls), self._axis, "calls") is not None:
             profile.clear()
             self._num_failures += 1
             return

@@ -28,7 +28,7 @@ from bmtrain.torch_internals import (
     argument_names,
     at_end_of_backward,
     has_global_module_hooks,
-    has_hooks,
+    hooks_of,
     in_backward,
     sharing_versions,
     tree_map_only,
@@ -80,8 +80,10 @@ class Runner:
 
 
 def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`module(*args, **kwargs)` without global hooks, which have run for the block around it."""
-    if has_global_module_hooks() and not has_hooks(module):
+    """`module(*args, **kwargs)` without hooks, which run for the block around it, as then does a
+    `__call__` of the module's class.
+    """
+    if has_global_module_hooks() or any(hooks_of(module)):
         return module.forward(*args, **kwargs)
     return module(*args, **kwargs)
 

@@ -67,6 +67,8 @@ _OURS = "bmtrain-"  # how the names of runs begin that `starting` starts
 _LAST_S = 120.0  # that a failed program waits for what it was saving
 _INTERRUPTED = "was interrupted by Ctrl-C"
 _ANY_GPU = torch.device("cuda")
+#: by which programs read the environment
+ENVIRONMENT, READ_ENVIRONMENT = os.environ, os.getenv
 
 
 def check_zero_level(level: int) -> None:

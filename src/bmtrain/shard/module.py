@@ -15,7 +15,7 @@ from bmtrain.shard.listing import full_values
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import check_same_state
 from bmtrain.shard.window import Window, WindowSource
-from bmtrain.torch_internals import loader_of
+from bmtrain.torch_internals import loader_of, mover_of
 
 
 class DistributedModule(torch.nn.Module):
@@ -171,6 +171,7 @@ class DistributedModule(torch.nn.Module):
             ParameterError: for a cast or a move of a sharded parameter.
         """
         hidden: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        _, owner = next(iter(self.sharded_modules()))
         for _, module in self.sharded_modules():
             sharded = {
                 name: param
@@ -189,7 +190,8 @@ class DistributedModule(torch.nn.Module):
         for module, sharded in hidden:
             module._parameters.update(dict.fromkeys(sharded))
         try:
-            super()._apply(fn, recurse)
+            apply = super()._apply if owner is self else mover_of(owner)
+            apply(fn, *([] if recurse else [False]))
         finally:
             for module, sharded in hidden:
                 module._parameters.update(sharded)

@@ -16,6 +16,7 @@ from bmtrain.errors import printable
 from bmtrain.runtime import world
 from model_center.commands.configuration import model_in
 from model_center.errors import ConfigError, InputError
+from model_center.generation.config import GenerationConfig
 from model_center.generation.session import Session
 from model_center.generation.text import TextGenerator
 from model_center.tokenizer.chat_template import rendered
@@ -23,6 +24,8 @@ from model_center.training.adapters import add_adapters
 from model_center.training.quantization import quantize
 from model_center.training.setup import DTYPES, default_dtype
 from model_center.training.trained_model import TransformersModel, native_class, tokenizer_of
+
+NEW_TOKENS = 512  # where the command line names no number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +69,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, help="(default: bf16, on a CPU that does not compute in it fp32)"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=512, help="at most (default: %(default)s)"
+        "--max-new-tokens",
+        type=int,
+        help=f"at most (default: {NEW_TOKENS}, or fewer where the model's positions end)",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.7, help="0 for the likeliest (default: %(default)s)"
@@ -144,7 +149,10 @@ class TransformersGenerator:
         if args.temperature:
             torch.manual_seed(args.seed)
             draws = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
-        found = self._trained_model.answer(torch.tensor([list(ids)]), args.max_new_tokens, **draws)
+        room = GenerationConfig(
+            max_new_tokens=args.max_new_tokens, default_new_tokens=NEW_TOKENS
+        ).num_new_tokens(len(ids), self._trained_model.num_positions)
+        found = self._trained_model.answer(torch.tensor([list(ids)]), room, **draws)
         yield self._trained_model.tokenizer.decode(found, skip_special_tokens=True)
 
 
@@ -176,9 +184,8 @@ def open_generator(
     )
     folder = read_on_rank_zero(lambda: _tokenizer_folder(args))
     tokenizer = attempt(lambda: tokenizer_of(kind, folder), everyone(), ConfigError)
-    return TextGenerator(
-        model.eval(), tokenizer, session=session, max_new_tokens=args.max_new_tokens, **draws
-    )
+    limits = {"max_new_tokens": args.max_new_tokens, "default_new_tokens": NEW_TOKENS}
+    return TextGenerator(model.eval(), tokenizer, session=session, **limits, **draws)
 
 
 def _tokenizer_folder(args: argparse.Namespace) -> str:

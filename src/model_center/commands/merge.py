@@ -11,6 +11,7 @@ from model_center.commands.configuration import model_in
 from model_center.errors import ConfigError
 from model_center.hub.resolving import resolve
 from model_center.optional import package
+from model_center.training.trained_model import reward_config
 from model_center.weights.staging import Staging, writing
 from model_center.weights.tokenizers import save_tokenizer
 
@@ -47,10 +48,7 @@ def run(args: argparse.Namespace) -> None:
         if peft.PeftConfig.from_pretrained(adapters).task_type == peft.TaskType.SEQ_CLS:
             # a reward model: its head is among the adapters' files
             kind = transformers.AutoModelForSequenceClassification
-            pad = (
-                tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-            )
-            options = {"num_labels": 1, "pad_token_id": pad}
+            options = reward_config(tokenizer)
         model = kind.from_pretrained(folder, dtype="auto", **options)
         merged = peft.PeftModel.from_pretrained(model, adapters).merge_and_unload()
     except (OSError, ValueError, RuntimeError) as error:

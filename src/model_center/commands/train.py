@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -261,6 +263,8 @@ def prepare(args: argparse.Namespace) -> Prepared | None:
             f"--max-length {args.max_length}: the model has {trained_model.num_positions} "
             "positions; give at most that many."
         )
+    for parts in filter(None, (training_parts, measured)):
+        trained_model.take_lengths(_lengths(parts, args), args)
     packed = _packed(training_parts, args, trained_model)
     trained_model.adapt(args)
     return Prepared(trained_model, training_parts, measured, packed)
@@ -487,6 +491,14 @@ def _packed(
     return PackedSamples(
         Mixture(parts), args.max_length, least=bmt.world_size(), alone=not trained_model.is_packed
     )
+
+
+def _lengths(parts: Sequence[MixturePart], args: argparse.Namespace) -> npt.NDArray[np.int64]:
+    """Tokens of what shares micro-batches: samples, or rows of texts one after the other."""
+    if args.packing is Packing.CONCATENATED:
+        return ConcatenatedTexts(parts, args.max_length).row_lengths()
+    samples = Mixture(parts)
+    return samples.lengths[samples.num_loss_tokens > 0]
 
 
 def _check_ids(parts: Sequence[MixturePart], trained_model: TrainedModel) -> None:

@@ -59,6 +59,11 @@ class Concatenation(Dataset[dict[str, torch.Tensor]]):
         """Rows of an epoch, the last one included that may not be full."""
         return (self.num_tokens - 2) // self._length + 1
 
+    def row_lengths(self) -> npt.NDArray[np.int64]:
+        """What lengths rows have, padding left out: one or two."""
+        full, last = divmod(self.num_tokens - 1, self._length)
+        return np.array([self._length, last])[[full > 0, last > 0]]
+
     def set_epoch(self, epoch: int) -> None:
         """The documents are in the order of `epoch` from now on."""
         self._epoch.number = epoch

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from model_center.generation.config import DEFAULT_NEW_TOKENS
 from model_center.generation.text import TextGenerator
 from model_center.model.base import BaseModel
 
@@ -38,7 +39,7 @@ class BeamSearchTexts(Generation):
         self,
         text_list: Sequence[str],
         beam_size: int = 3,
-        max_length: int = 100,
+        max_length: int = DEFAULT_NEW_TOKENS,
         repetition_penalty: float = 1.0,
         repetition_window: int | None = None,
     ) -> list[str]:
@@ -47,16 +48,16 @@ class BeamSearchTexts(Generation):
         Args:
             text_list: the prompts.
             beam_size: number of beams; scores are log-probabilities divided by length.
-            max_length: most new tokens, with LLaMA and T5 one less than that, as in ModelCenter.
+            max_length: most new tokens, with LLaMA and T5 one less than that, as in ModelCenter;
+                100 is the default of GenerationConfig, which ends with the model's positions.
             repetition_penalty, repetition_window: as in GenerationConfig, for generated tokens.
         """
-        most = max_length + self.MORE_TOKENS if max_length > 0 else max_length
         repetition = _repetition(repetition_penalty, repetition_window)
         return self._written(
             text_list,
             num_beams=beam_size,
             normalize_last=beam_size > 1,
-            max_new_tokens=most,
+            **_limit(max_length, self.MORE_TOKENS),
             **repetition,
         )
 
@@ -67,7 +68,7 @@ class RandomSamplingTexts(Generation):
     def generate(
         self,
         text_list: Sequence[str],
-        max_length: int = 100,
+        max_length: int = DEFAULT_NEW_TOKENS,
         top_k: int = 0,
         top_p: float = 0.9,
         temperature: float = 0.9,
@@ -78,7 +79,7 @@ class RandomSamplingTexts(Generation):
 
         Args:
             text_list: the prompts.
-            max_length: most new tokens.
+            max_length: most new tokens; 100 as in beam search.
             top_k, top_p, temperature: as in GenerationConfig; a `top_p` of 0 is no limit.
             repetition_penalty, repetition_window: as in GenerationConfig, for generated tokens.
         """
@@ -86,7 +87,7 @@ class RandomSamplingTexts(Generation):
         return self._written(
             text_list,
             do_sample=True,
-            max_new_tokens=max_length,
+            **_limit(max_length),
             top_k=top_k,
             top_p=top_p or 1.0,
             temperature=temperature,
@@ -102,6 +103,12 @@ def family(
     base = type(f"{name}Generation", (Generation,), facts)
     beams = type(f"{name}BeamSearch", (BeamSearchTexts, base), facts | {"MORE_TOKENS": more_tokens})
     return base, beams, type(f"{name}RandomSampling", (RandomSamplingTexts, base), facts)
+
+
+def _limit(max_length: int, more_tokens: int = 0) -> dict[str, int]:
+    """Options of GenerationConfig; ModelCenter's signatures do not tell 100 from the default."""
+    most = max_length + more_tokens if max_length > 0 else max_length
+    return {"default_new_tokens" if max_length == DEFAULT_NEW_TOKENS else "max_new_tokens": most}
 
 
 def _repetition(penalty: float, window: int | None) -> dict[str, Any]:

@@ -24,9 +24,11 @@ class GenerationConfig:
     Names and meaning are those of `transformers`.
 
     Attributes:
-        max_new_tokens: most tokens to add; 100 if neither this nor `max_length` is given, or fewer
-            where the model's table of positions ends.
+        max_new_tokens: most tokens to add; `default_new_tokens` if neither this nor `max_length` is
+            given.
         max_length: most tokens in all, the prompt's (of the decoder) included.
+        default_new_tokens: most tokens to add where no number is given; fewer where the model's
+            table of positions ends.
         min_new_tokens: no end before this many new tokens.
         eos_token_id: the token, or tokens, that end a sequence; None for none.
         pad_token_id: what follows the end of a sequence; the first end token, or 0, if None.
@@ -60,6 +62,7 @@ class GenerationConfig:
 
     max_new_tokens: int | None = None
     max_length: int | None = None
+    default_new_tokens: int = DEFAULT_NEW_TOKENS
     min_new_tokens: int = 0
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
@@ -85,6 +88,7 @@ class GenerationConfig:
         for name in ("max_new_tokens", "max_length", "repetition_window"):
             if getattr(self, name) is not None:
                 self._require_whole(name, 1)
+        self._require_whole("default_new_tokens", 1)
         self._require_whole("num_beams", 1)
         self._require_whole("num_return_sequences", 1)
         self._require_whole("min_new_tokens", 0)
@@ -156,9 +160,8 @@ class GenerationConfig:
         """
         asked = self.max_new_tokens if self.max_length is None else self.max_length - prefix
         if asked is None:
-            asked = (
-                DEFAULT_NEW_TOKENS if longest is None else min(DEFAULT_NEW_TOKENS, longest - prefix)
-            )
+            asked = self.default_new_tokens
+            asked = asked if longest is None else min(asked, longest - prefix)
         if asked < 1:
             limit = (
                 f"the model has {longest} positions"

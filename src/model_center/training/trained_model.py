@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -162,6 +164,8 @@ class TrainedModel(abc.ABC):
         tokenizer: whose chat template conversations are written by.
         vocab_size: ids that the model knows.
         num_positions: of the longest sequence that it can compute; None for any.
+        rope_limits: tokens beyond which a sample changes rotary frequencies for all that share its
+            micro-batch.
         is_packed: whether several samples may share a row without seeing one another.
     """
 
@@ -170,6 +174,7 @@ class TrainedModel(abc.ABC):
     tokenizer: Any
     vocab_size: int
     num_positions: int | None = None
+    rope_limits: Sequence[int] = ()
     is_packed = True
 
     @abc.abstractmethod
@@ -211,6 +216,22 @@ class TrainedModel(abc.ABC):
     def notes(self) -> list[str]:
         """What of the model is not computed as its own program would."""
         return []
+
+    def take_lengths(self, lengths: npt.NDArray[np.int64], args: argparse.Namespace) -> None:
+        """Choose `is_packed` for what shares micro-batches, of so many tokens each.
+
+        Raises:
+            ConfigError: where a sample would be computed otherwise beside some than alone.
+        """
+        for limit in self.rope_limits:
+            if (lengths > limit).all() or (lengths <= limit).all():
+                continue
+            if args.batch_size > 1 or args.objective.takes_pairs:
+                raise ConfigError(
+                    f"{_by_longest_row(args, limit, 'longrope')} Give --max-length {limit}, or "
+                    "--batch-size 1 with more --gradient-accumulation."
+                )
+            self.is_packed = False
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """The cross-entropy of all targets of rows, summed."""
@@ -352,7 +373,7 @@ class TransformersModel(TrainedModel):
         """Weights are read slice by slice; first values are those of transformers."""
         accelerate = package("accelerate", "a model of transformers", ConfigError)
         dtype, auto = DTYPES[args.dtype], getattr(self._auto, self._AUTO)
-        is_alone = self._needs_rows_alone(args)
+        self.rope_limits = self._longrope_limits(args)
         torch.manual_seed(args.seed)
         if args.from_scratch:
             model = auto.from_config(self.config, dtype=dtype)
@@ -373,38 +394,27 @@ class TransformersModel(TrainedModel):
         scores = args.batch_size * args.max_length * self.vocab_size * dtype.itemsize
         self._are_scores_large = scores > LARGE
         self._probe_packing(args)
-        self.is_packed = self.is_packed and not is_alone
 
-    def _needs_rows_alone(self, args: argparse.Namespace) -> bool:
-        """Whether transformers takes the rotary frequencies of a whole micro-batch from its longest
-        sample, so that a sample beside a longer one is computed otherwise than alone.
+    def _longrope_limits(self, args: argparse.Namespace) -> list[int]:
+        """The `rope_limits` of transformers' longrope, those that some row exceeds.
 
         Raises:
-            ConfigError: where the run has more samples than one in a micro-batch then, or where the
-                frequencies also depend on the batches before.
+            ConfigError: where the frequencies also depend on the batches before ("dynamic").
         """
-        text = self.config.get_text_config()
+        text, found = self.config.get_text_config(), []
+        limit = getattr(text, "max_position_embeddings", 0)
         # transformers 4 has them in `rope_scaling`; some models have them for each kind of layer
         given = vars(text).get("rope_parameters") or vars(text).get("rope_scaling") or {}
         for rope in [one for one in given.values() if isinstance(one, dict)] or [given]:
             kind = rope.get("rope_type", rope.get("type"))
-            limit = text.max_position_embeddings if kind in ("dynamic", "longrope") else None
             if kind == "longrope":
                 original = "original_max_position_embeddings"
-                limit = rope.get(original) or getattr(text, original, None) or limit
-            if limit is None or args.max_length <= limit:
-                continue
-            remedy = f"--max-length {limit}"
-            if kind == "longrope":
-                remedy += ", or --batch-size 1 with more --gradient-accumulation"
-                if args.batch_size == 1 and not args.objective.takes_pairs:
-                    return True
-            raise ConfigError(
-                f"--max-length {args.max_length}: beyond {limit} tokens this model's rotary "
-                f"embedding ({kind}) takes its frequencies from the longest row of a micro-batch, "
-                f"so that results would depend on the number of ranks. Give {remedy}."
-            )
-        return False
+                found.append(rope.get(original) or getattr(text, original, None) or limit)
+            if kind == "dynamic" and args.max_length > limit:
+                raise ConfigError(
+                    f"{_by_longest_row(args, limit, kind)} Give --max-length {limit}."
+                )
+        return [limit for limit in found if args.max_length > limit]
 
     def _table_of_positions(self, model: Any) -> int | None:
         """How many positions a model has that keeps them in a table; None where they are computed.
@@ -733,10 +743,7 @@ class RewardModel(TransformersModel):
 
     def __init__(self, name: str, vocabulary: Vocabulary | None = None) -> None:
         super().__init__(name, vocabulary)
-        tokenizer = self.tokenizer
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        self.config.pad_token_id, self.config.num_labels = tokenizer.pad_token_id, 1
+        self.config.update(reward_config(self.tokenizer))
 
     def _prepare(self, model: Any) -> None:
         names = [name for name, _ in model.named_parameters() if not self._is_of_body(model, name)]
@@ -773,6 +780,31 @@ class RewardModel(TransformersModel):
         inputs = {"input_ids": batch["input_ids"]}
         inputs["attention_mask"] = (batch["segments"] > 0).long()
         return self._logits(inputs)[:, 0].float()
+
+
+def _by_longest_row(args: argparse.Namespace, limit: int, kind: str) -> str:
+    return (
+        f"--max-length {args.max_length}: beyond {limit} tokens this model's rotary embedding "
+        f"({kind}) takes its frequencies from the longest row of a micro-batch, so that results "
+        "would depend on the number of ranks."
+    )
+
+
+def reward_config(tokenizer: Any) -> dict[str, int]:
+    """What the configuration of a reward model says: its head, and the padding behind the token
+    that it reads, which is the tokenizer's, made of its end token where it has none.
+
+    Raises:
+        ConfigError: for a tokenizer that has neither.
+    """
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise ConfigError(
+            "the tokenizer has neither a token of padding nor an end token, so a reward model "
+            "cannot tell the last token of a row: set its pad_token."
+        )
+    return {"pad_token_id": tokenizer.pad_token_id, "num_labels": 1}
 
 
 def irreplaceable(model: Any) -> dict[str, str]:
