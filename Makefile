@@ -9,7 +9,7 @@
 #   make test-gpu                       the GPU tests, on however many GPUs there are; writes benchmarks/results/gpu-tests.json
 #   make bench [ARGS="..."]             compare this library with others on the GPUs there are (ARGS="--list", "--suite quick", "--help")
 #   make docs [ARGS="--language en"]    build the documentation site into build/docs
-#   make mutants [ARGS="..."]           plant faults in the source and see which test notices (ARGS="--path src/bmtrain/optim --count 20")
+#   make mutants [ARGS="..."]           plant faults in the source and see which test notices (ARGS="--rooms optim --count 20")
 #   make faults [ARGS="..."]            kill, stop and spoil two tiny programs, resume them, and write what became of it (ARGS="--kind SIGKILL --kills 10")
 #   make lint / make format             ruff and mypy / let ruff rewrite the files
 #   make clean                          remove .venv and all that tools left behind; runs/ stays

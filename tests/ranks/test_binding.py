@@ -105,7 +105,6 @@ class Writing(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.shift = nn.Parameter(torch.randn(4))
         self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x):
@@ -113,7 +112,7 @@ class Writing(nn.Module):
         torch.save([self.weight.detach(), self.weight], io.BytesIO())
         if self.write is not None:
             self.write()
-        return torch.tanh(x @ self.weight + self.shift)
+        return torch.tanh(x @ self.weight)
 
 
 @torch.no_grad()
@@ -173,7 +172,7 @@ def written():
                 pytest.raises(ValueError, match="read-only")
                 if write is through_numpy
                 else pytest.raises(
-                    ParameterError, match=r"forward pass .* 'weight' a.*lost.*between passes"
+                    ParameterError, match=r"forward pass .*weight.*lost.*between passes"
                 )
             )
             with refusal:

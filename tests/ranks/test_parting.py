@@ -16,7 +16,7 @@ from tests.tensors import grad_of
 from tests.waiting import wait_for
 
 import bmtrain
-from bmtrain.distributed.agreement import largest
+from bmtrain.distributed.agreement import are_near, largest, look
 from bmtrain.distributed.collectives import all_reduce, gather_objects
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError, RanksDivergedError
@@ -495,3 +495,12 @@ def test_what_takes_over_parameters_is_refused_when_tried():
     with pytest.raises(ParameterError, match="not compiled as a whole"):
         model.compile()
     torch.nn.parallel.DistributedDataParallel(layers(1))  # what is not sharded is nobody's business
+
+
+def test_rounding_is_relative():
+    x = torch.arange(1.0, 9.0)
+    for scale in (1e-6, 1e6):
+        is_near = [
+            are_near(look(x * scale), look(x * scale * y), x.dtype) for y in (1 + 1e-6, 1.01)
+        ]
+        assert is_near == [True, False]

@@ -599,7 +599,7 @@ def test_cuda_graph_records_the_models_of_a_function(how):
 
     run: Any = {
         "attribute": lambda: bmt.cuda_graph(Trainer(model).loss),
-        "partial": lambda: bmt.cuda_graph(max_graphs=2)(functools.partial(of_closure)),
+        "partial": lambda: bmt.cuda_graph(max_graphs=1)(functools.partial(of_closure)),
     }[how]()
     for number in range(3):
         ids, labels = batch(number)

@@ -82,6 +82,11 @@ def measuring(m, x):
     return out + x * (m.linear.weight.sum() + m.linear.bias.sum())
 
 
+def of_two_dtypes(m, x):
+    """What is normalised is a sum of two dtypes."""
+    return m.norm(m.linear(x).bfloat16() + x)
+
+
 class Attending(nn.Module):
     """Attention to itself under masks: for each, a function of a learnt bias and of the tokens."""
 
@@ -327,6 +332,7 @@ def test_what_does_not_fit_is_left_to_the_compiler(joined):
     # positive: the parameters' gradient is one sum of all numbers, in which others would cancel
     assert equal_to_plain(Other(measuring), X.abs(), without_code) == ["gelu"]
     assert not joined.gradients
+    assert equal_to_plain(Other(of_two_dtypes), X, without_code) == ["layer_norm"]
 
 
 def test_masks_of_attention_suit_the_kernels(joined):
