@@ -193,7 +193,7 @@ class Block(DistributedModule):
         Hooks run inside of a `__call__` of the module's class. `_forward` sets whose random numbers
         are drawn, as DistributedModule does here.
         """
-        run = self.__class__.__call__
+        run = type(self._inner).__call__
         is_hooked = has_global_module_hooks() or any(hooks_of(self))
         if run is DistributedModule.__call__ or not is_hooked:
             run = torch.nn.Module.__call__
