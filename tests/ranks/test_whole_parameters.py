@@ -438,7 +438,7 @@ class Adjoint(torch.autograd.Function):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             grads = torch.autograd.grad(ctx.run(x), (x, *params), grad, allow_unused=True)
-        return None, *[torch.zeros(g.shape) + g for g in grads]
+        return None, *[torch.zeros_like(g) + g for g in grads]
 
 
 class Solved(nn.Module):
