@@ -82,18 +82,23 @@ def test_texts_are_continued(llama, capsys, monkeypatch):
     assert run_ranks(sharded, 2, llama, join=False) == [alone, ""]
 
 
-def test_answers_end_with_the_positions(tmp_path, capsys):
-    """Where no number of tokens is named, which then is refused, of a model of transformers too."""
-    prompt = ["--prompt", ASKED[1], "--dtype", "fp32", "--temperature", "0", "--plain"]
+def without_a_number(folder):
+    """What is said where no number of tokens is named, and where it is too large."""
+    sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+    words = ["generate", "--model-config", folder, *ASKED, "--plain", *COMMON[:4]]
+    assert main(words) == 0
+    assert main([*words, "--max-new-tokens", "512"]) == 1
+    return sys.stdout.getvalue(), sys.stderr.getvalue()
+
+
+def test_answers_end_with_the_positions(tmp_path):
+    """Of a model of transformers, too."""
     for folder in (tiny("gpt2", tmp_path), make("gpt_neo", tmp_path)):
         model = plain(folder)
         want = continued(model, folder, ASKED[1], max_length=model.config.max_position_embeddings)
-        words = ["generate", "--model-config", str(folder), *prompt]
-        capsys.readouterr()
-        assert main(words) == 0
-        assert "".join(capsys.readouterr().out.split()) == want
-        assert main([*words, "--max-new-tokens", "512"]) == 1
-        assert "positions; ask for at most" in capsys.readouterr().err
+        (found, complaint), *_ = run_ranks(without_a_number, 1, str(folder), join=False)
+        assert "".join(found.split()) == want
+        assert "positions; ask for at most" in complaint
 
 
 def test_a_conversation(llama, capsys, monkeypatch):
