@@ -17,7 +17,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.distributed import overlap, tensor_parallel
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, RanksDivergedError
 from bmtrain.nn import (
     ColumnParallelLinear,
     Linear,
@@ -305,6 +305,28 @@ def by_default():
 @on_ranks(2, init={"tp_size": 2, "compile": True})
 def test_compiles_by_default():
     by_default()
+
+
+class Scaled(Branches):
+    scale = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.compiler
+@on_ranks(2, init={"tp_size": 2, "compile": True})
+def test_a_rank_that_compiles_alone_is_told_of():
+    """Without a hang: the other rank has code already, and does not come."""
+    test_compile.lowering(traces=True)
+    split = Scaled(ColumnParallelLinear, RowParallelLinear)
+    block = started(bmt.Block(split, use_checkpoint=False))
+    x = rows_of_all(4, 3, IN)[bmt.rank()]
+    block(x)
+    if bmt.rank() == 1:
+        split.scale = 2.0
+    with pytest.raises(RanksDivergedError, match="a tensor-parallel call"):
+        block(x)
 
 
 UNWANTED = ("gather_rows", "scatter_rows", "all_reduce", "gather_linear", "check_alike")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import operator
 import re
 import types
@@ -163,9 +164,11 @@ class Block(DistributedModule):
         for name in ("training", "_is_full_backward_hook"):
             del self.__dict__[name]  # read from the inner module
         for name in _METHODS - {"state_dict", *vars(Block)}:
-            method = getattr(type(inner), name)
-            if method not in (getattr(torch.nn.Module, name), getattr(DistributedModule, name)):
-                self.__dict__[name] = types.MethodType(method, self)
+            found = inspect.getattr_static(type(inner), name)
+            if found not in (getattr(torch.nn.Module, name), getattr(DistributedModule, name)):
+                is_method = isinstance(found, types.FunctionType)
+                own = types.MethodType(found, self) if is_method else getattr(inner, name)
+                self.__dict__[name] = own
         self.use_checkpoint = use_checkpoint
         self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, context.device)
         #: whether a call without gradients does nothing but gather and call the module

@@ -13,7 +13,7 @@ import torch
 
 from bmtrain.compile import cache, fp8, fusions, heads, joining, masks
 from bmtrain.compile.graph import calls, may_write, memories, parts, value_of
-from bmtrain.distributed.agreement import attempt
+from bmtrain.distributed.agreement import told_apart
 from bmtrain.kernels.launch import takes
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.mesh import Axis
@@ -203,9 +203,19 @@ class AtOnce:
                 collectives, which the compiler may reorder while other ranks run uncompiled; or a
                 rank of `split` has no code.
         """
-        lower = functools.partial(self._lower, graph, inputs, options)
+        if self.split is None:
+            return self._lower(graph, inputs, options)
+        lowered, problem = None, ""
+        try:
+            lowered = self._lower(graph, inputs, options)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
         # Without it, a rank without code would issue the collectives of backward in another order.
-        return lower() if self.split is None else attempt(lower, self.split, UnsafeError)
+        # A rank that has nothing to lower now is told of: words of the ledger travel along.
+        told = told_apart(problem, self.split, "code of a tensor-parallel block")
+        if lowered is None or told is not None:
+            raise UnsafeError(told or problem)
+        return lowered
 
     def _lower(
         self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: dict[str, Any]

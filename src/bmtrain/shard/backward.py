@@ -90,11 +90,11 @@ class Backward:
     @contextlib.contextmanager
     def not_reducing(self) -> Iterator[None]:
         """Autograd gets the full gradients of this rank from the nodes of the graph."""
-        self.reduces = False
+        before, self.reduces = self.reduces, False
         try:
             yield
         finally:
-            self.reduces = True
+            self.reduces = before
 
     def begin_use(self, use: Any) -> None:
         """Backward has reached `use`: drop the uses it has left behind that nothing will end.

@@ -10,8 +10,9 @@ import pathlib
 import shutil
 from typing import Any
 
+from bmtrain.checkpoint.writer import flush_to_disk
 from bmtrain.runtime import log
-from model_center.weights.staging import to_disk, write_whole
+from model_center.weights.staging import write_whole
 
 Record = dict[str, Any]
 
@@ -99,7 +100,7 @@ class MetricsFile:
 
     def to_disk(self) -> None:
         """Wait until all that was added is on the disk."""
-        to_disk(self.path)
+        flush_to_disk(self.path)
 
     def _write(self, records: list[Record]) -> None:
         write_whole(self.path, "".join(json.dumps(record) + "\n" for record in records))

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bmtrain.checkpoint.files import make_new
+from bmtrain.checkpoint.writer import flush_to_disk
 from model_center.errors import WeightsError
 
 CONFIG = "config.json"
@@ -95,14 +96,14 @@ class Staging:
     def commit(self) -> None:
         """Put everything into place."""
         for name in os.listdir(self._incoming):
-            _flush(self._incoming / name)
+            flush_to_disk(self._incoming / name)
         if self._incoming == self._sibling_folder:
             try:
                 self._exchange()
             except OSError:  # this file system cannot
                 self._move()
             else:
-                _flush(self._place.parent)
+                flush_to_disk(self._place.parent)
         else:
             self._move()
         shutil.rmtree(self._incoming, ignore_errors=True)
@@ -117,7 +118,7 @@ class Staging:
             for path in staying:
                 if path.name not in arriving:
                     os.link(path, self._incoming / path.name, follow_symlinks=False)
-            _flush(self._incoming)
+            flush_to_disk(self._incoming)
             exchange(self._incoming, self._place)
         except OSError:
             for path in staying:
@@ -136,7 +137,7 @@ class Staging:
             if target.is_dir():
                 shutil.rmtree(target)
             shutil.move(self._incoming / name, target)  # copies out of a mount point's parent
-        _flush(self._place)
+        flush_to_disk(self._place)
 
     def _old_weights(self) -> list[pathlib.Path]:
         return [old for pattern in self._weights for old in self._place.glob(pattern)]
@@ -159,15 +160,6 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
             f"cannot save to the folder {folder}: {error.strerror or error}; its files are "
             "unchanged. Free some space, or name another folder."
         ) from error
-
-
-def _flush(path: pathlib.Path) -> None:
-    """Have the bytes of a file, or the names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _HERE = -100  # AT_FDCWD: paths are relative to the working directory
@@ -210,13 +202,4 @@ def write_whole(path: pathlib.Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-    to_disk(path.parent)
-
-
-def to_disk(path: pathlib.Path) -> None:
-    """Wait until a file, or the list of files of a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_to_disk(path.parent)
