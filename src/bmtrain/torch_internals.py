@@ -177,10 +177,8 @@ def in_backward() -> bool:
 COMPILED_NODE = "CompiledFunctionBackward"  # name of compiled code's node in a graph
 
 
-def node_number(node: Any) -> int:
-    """A node's sequence number: larger than those of all earlier nodes of the same thread."""
-    number: int = node._sequence_nr()
-    return number
+# A node's sequence number: larger than those of all earlier nodes of the same thread.
+node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 # Modes, hooks and transforms that observe computation
@@ -214,14 +212,10 @@ def in_transform() -> bool:
     )
 
 
-def hooks_of(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
-    """The module's own hooks of forward and backward, which change with it."""
-    return (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+#: a module's own hooks of forward and backward, which change with it
+hooks_of: Callable[[torch.nn.Module], tuple[Mapping[int, Any], ...]] = operator.attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

@@ -245,10 +245,8 @@ class Binding:
             self.is_running = outer
             # A surrounding call, or a loan still open, expects its own tensors back: sharded
             # parameters here would break what it computes next.
-            if outer or (lent is not None and lent is self._lent):
-                self._put(table, standing)
-            else:
-                self._put_to_rest(table)
+            is_expected = outer or (lent is not None and lent is self._lent)
+            self._put(table, standing if is_expected else None)
 
     def _refuse_written(
         self,
@@ -273,13 +271,21 @@ class Binding:
             are_equal = map(torch.equal, _sums(bound), sums)
             _refuse(table, map(operator.not_, are_equal), cause)
 
-    def lend(self, table: ParameterTable, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def lend(
+        self,
+        table: ParameterTable,
+        marked: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        tensors: Sequence[torch.Tensor],
+    ) -> Callable[[], None]:
         """Bind tensors outside of calls too, until the returned function is called.
 
-        There is one for each slot of the table's storages.
-
         For hooks and checkpoints inside the module, whose Python code runs during backward.
+
+        Args:
+            marked: makes of the tensors those that the module computes with.
+            tensors: one for each slot of the table's storages.
         """
+        tensors = marked(tensors)
         lent = [tensors[position] for position in table.positions]
         self._bound_table, self._lent = table, lent
         self._put(table, lent)
@@ -288,21 +294,22 @@ class Binding:
             if self._lent is lent:  # else a later loan is bound, and this must not end it
                 self._lent = None
                 if not self.is_running:
-                    self._put_to_rest(table)
+                    self._put(table)
 
         return give_back
 
-    def _put(self, table: ParameterTable, values: Sequence[torch.Tensor | None]) -> None:
+    def _put(
+        self, table: ParameterTable, values: Sequence[torch.Tensor | None] | None = None
+    ) -> None:
+        """Bind values, one for each row of the table; without any, the sharded parameters."""
+        if values is None:
+            values, self._bound_table = table.params, None
         for (home, name), value in zip(table.homes, values, strict=True):
             home[name] = value  # type: ignore[assignment]
         # Recurrent modules keep their own list of weights and pass that to the kernel: without an
         # update they would compute with the previous ones.
         for rnn in table.rnns:
             renew_weights(rnn)
-
-    def _put_to_rest(self, table: ParameterTable) -> None:
-        self._put(table, table.params)
-        self._bound_table = None
 
 
 _address = torch.Tensor.data_ptr

@@ -116,15 +116,6 @@ class Draws:
         return self._of_numpy[1]
 
     @contextlib.contextmanager
-    def kept(self, are_own: bool) -> Iterator[None]:
-        """Draw inside from the generator as it is."""
-        before, self.are_own = self.are_own, are_own
-        try:
-            yield
-        finally:
-            self.are_own = before
-
-    @contextlib.contextmanager
     def own(self) -> Iterator[None]:
         """Draw numbers of this rank's own inside.
 

@@ -27,7 +27,7 @@ def any_rank(ledger: Ledger, flags: list[bool], axis: Axis) -> list[bool]:
     """
     if axis.size == 1 or not flags:
         return flags
-    return [bool(flag) for flag in ledger.largest(flags, axis, "parameters with gradients")]
+    return list(map(bool, ledger.largest(flags, axis, "parameters with gradients")))
 
 
 def refuse_create_graph() -> None:
