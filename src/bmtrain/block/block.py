@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import operator
 import re
 import types
@@ -451,7 +452,7 @@ class Block(DistributedModule):
         out, views = found
         if not torch.is_grad_enabled():
             return out
-        end, tied = next((view for view in views if view.requires_grad), None), out
+        end, tied = next(itertools.compress(views, use.trainable), None), out
         if call.table.are_copies:
             again = use.is_gathered_again
             tied = tied_to(end, out, (args, kwargs), first_node, is_gathered_again=again)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -573,7 +574,7 @@ class WholeModel:
             with self._binding.running(table, views, is_compiled=False):
                 out = self._forward(model, args, kwargs)
         if self._axis.size > 1:
-            end = next((view for view in views if view.requires_grad), None)
+            end = next(itertools.compress(views, use.trainable), None)
             out = tied_to(end, out, (args, kwargs), first_node, is_gathered_again=False)
             # On one rank their memory is that of the shards, which never becomes stale.
             for storage, residence in zip(table.storages, self._residences, strict=True):

@@ -483,13 +483,13 @@ class CallState:
     def __init__(self, owner: HostState, snapshot: Snapshot, given: Snapshot, draws: Draws) -> None:
         self.owner, self._parts = owner, (snapshot, given)
         self._num_scripts = owner.scripts.count()
-        self._versions = [versions_of(part.tensors) for part in self._parts]
+        self._versions = [versions_of(snapshot.tensors), versions_of(given.tensors)]
         self._copies: dict[int, torch.Tensor] = {}  # of buffers, by position
         if owner.writes_buffers:
             self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
         self._draws, self._are_own = draws, draws.are_own
         generators = [*default_generators(draws.device), *snapshot.generators, *given.generators]
-        self._generators = [(each, draws.state(each)) for each in generators]
+        self._generators = list(zip(generators, map(draws.state, generators), strict=True))
         self._switches, self._default_device, self._autocast = _settings(draws.device)
         #: values of context variables, which a second run finds again, in any thread
         self.variables = contextvars.copy_context()
@@ -543,10 +543,10 @@ class CallState:
         now = [each.contents if is_intact else copy.copy(each.owner) for each in everything]
         snapshot = self._parts[0]
         # Copies of all buffers: batch norms write running statistics without counting it.
-        own = {
-            id(snapshot.tensors[n]): self._copies.get(n, snapshot.tensors[n]).detach().clone()
-            for n in snapshot.buffers
-        }
+        own: dict[int, torch.Tensor] = {}
+        for number in snapshot.buffers:
+            buffer = snapshot.tensors[number]
+            own[id(buffer)] = self._copies.get(number, buffer).detach().clone()
         for held in snapshot.held if own else ():
             if isinstance(held.contents, dict) and not own.keys().isdisjoint(
                 map(id, held.contents.values())

@@ -349,15 +349,19 @@ class Recomputation:
                 if x is not None and version_of(x) != was.version:
                     raise changed_in_place(f"argument {key!r}") from error
             raise
-        found = dict(self._given)
+        args, kwargs = list[Any](), dict[str, Any]()
         again: dict[int, torch.Tensor] = {}
-        for key, was in self._tensors.items():
-            if was.place not in again:
+        for key, value in self._given.items():
+            was = self._tensors.get(key)
+            if was is not None and was.place not in again:
                 own = tensors[was.place].detach().requires_grad_(was.requires_grad)
                 again[was.place] = own if was.is_leaf else own.view_as(own)
-            found[key] = again[was.place]
-        args = tuple([value for key, value in found.items() if isinstance(key, int)])
-        return args, {key: value for key, value in found.items() if isinstance(key, str)}
+            x = value if was is None else again[was.place]
+            if isinstance(key, str):
+                kwargs[key] = x
+            else:
+                args.append(x)
+        return tuple(args), kwargs
 
     def _compute_again(self) -> None:
         self._begun.check()

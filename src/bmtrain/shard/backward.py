@@ -183,14 +183,13 @@ class Backward:
                 self._transport.reduce([reduction], gradient.axis)
         if flushes:
             self._waiting.clear()
-        self._waiting += [
-            gradient
-            for gradient in self._gradients
-            if gradient.has_deferred and gradient not in self._waiting
-        ]
-        done = [gradient for gradient in self._gradients if not gradient.has_deferred]
+        done: list[Gradient] = []
         for gradient in self._gradients:
             gradient.is_open = False
+            if not gradient.has_deferred:
+                done.append(gradient)
+            elif gradient not in self._waiting:
+                self._waiting.append(gradient)
         touched = self._agree(done)
         # `close` reads and writes the sums on the compute stream. Without this wait it would race
         # with the reductions in flight, and so would the optimizer.
@@ -229,12 +228,13 @@ class Backward:
 
     def _refuse_lost(self) -> None:
         """ParameterError while a sum over micro-batches is incomplete."""
-        if any(gradient.is_lost for gradient in self._waiting):
-            raise ParameterError(
-                "a backward pass raised while gradients were held back (reduce_gradients=False): "
-                "part of their sum is lost. Clear the gradients (manager.zero_grad()) and begin "
-                "with the first micro-batch again."
-            )
+        for gradient in self._waiting:
+            if gradient.is_lost:
+                raise ParameterError(
+                    "a backward pass raised while gradients were held back "
+                    "(reduce_gradients=False): part of their sum is lost. Clear the gradients "
+                    "(manager.zero_grad()) and begin with the first micro-batch again."
+                )
 
     def _refuse_hooks(self) -> None:
         """ParameterError if hooks would see a gradient in two parts.

@@ -103,11 +103,13 @@ class Gradient:
         """
         # While a pass is writing there it must not be freed.
         if self._total is not None and not self.is_open:
-            params = [reference() for reference in self._params]
-            shown = [x for x in params if x is not None and x.shown_grad is not None]
-            if not shown:
+            for reference in self._params:
+                param = reference()
+                if param is not None and param.shown_grad is not None:
+                    break
+            else:
                 self._total = self.flat = None
-                self._views = [None] * len(params)
+                self._views = [None] * len(self._params)
         self._transport.allocate_exchange(self.layout.numel, self._reduce_dtype, self.axis)
 
     def open(self) -> None:
@@ -164,13 +166,17 @@ class Gradient:
         Returns:
             The reduction that the caller has to start; None if it is held back.
         """
-        self.touched = [t or g is not None for t, g in zip(self.touched, grads, strict=True)]
+        dense: list[torch.Tensor | None] = []
+        reads: list[torch.Tensor] = []
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                self.touched[index] = True
+                reads.append(grad.to_dense() if grad.is_sparse else grad)
+            dense.append(None if grad is None else reads[-1])
         self._check_deferring(defer)
-        grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
         if not defer and self._deferred is None:
-            reads = [grad for grad in grads if grad is not None]
-            return self._reduction(functools.partial(self._parts, grads), reads)
-        full = torch.cat(self._parts(grads))
+            return self._reduction(functools.partial(self._parts, dense), reads)
+        full = torch.cat(self._parts(dense))
         self._deferred = (
             full.to(self._accumulate_dtype) if self._deferred is None else self._deferred.add_(full)
         )

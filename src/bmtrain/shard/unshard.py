@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import functools
 import itertools
 import operator
@@ -156,21 +155,7 @@ class Loan:
         grads, self.grads = self.grads, []
         return grads
 
-    def __del__(self) -> None:
-        self.end()
-
-
-class Calls(enum.Enum):
-    """Which calls a use serves.
-
-    A use starts with ONE; `together` makes it OPEN, and SEVERAL when its body ends.
-    """
-
-    ONE = enum.auto()
-    #: more calls may join; to the graph they are one
-    OPEN = enum.auto()
-    #: backward reaches it once per call
-    SEVERAL = enum.auto()
+    __del__ = end
 
 
 class Use:
@@ -199,8 +184,11 @@ class Use:
         self._lent: list[torch.Tensor] = []  # while they become those of forward
         self._has_end = True
         self._ended_in = -1
-        self._calls = Calls.ONE
-        self._tied: list[torch.Tensor] | None = None  # views shared by calls made together
+        #: whether it serves several calls, so that backward reaches it once per call
+        self.is_repeated = False
+        # The views that calls inside of `together` share, to the graph one call; empty before the
+        # first, None outside.
+        self._tied: list[torch.Tensor] | None = None
         #: whether backward gathers again what forward has gathered (ZeRO-3)
         self.is_gathered_again = False
         self._residences: dict[Storage, Residence] = {}
@@ -214,11 +202,6 @@ class Use:
                 self._versions.append(storage.version())
                 for param in storage.params:
                     self.trainable.append(param is not None and param.requires_grad)
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether backward reaches it once per micro-batch of a pipelined pass."""
-        return self._calls is not Calls.ONE
 
     @property
     def is_droppable(self) -> bool:
@@ -249,14 +232,14 @@ class Use:
                     param.expect_whole_gradients()
             return self.gather_views()
         refuse_transforms()
-        if self._tied is not None:
+        if self._tied:
             return self._tied
         for storage, _ in self.trained():
             storage.gradient.prepare_for_backward()
         with torch.no_grad():
             views = self.gather_views()
         views = self._in_graph(views)
-        if self._calls is Calls.OPEN:
+        if self._tied is not None:
             self._tied = views
         return views
 
@@ -296,14 +279,14 @@ class Use:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Calls inside are one to autograd, which sums their gradients and ends the use once."""
-        self._calls = Calls.OPEN
+        self.is_repeated, self._tied = True, []
         try:
             with self.running():
                 yield
         finally:
             # The graph of the views refers to this use: a cycle that Python's collector cannot see,
             # since autograd holds one of its edges. Keeping the views would leak both.
-            self._calls, self._tied = Calls.SEVERAL, None
+            self._tied = None
 
     def hold(self, storage: Storage) -> torch.Tensor:
         """The full buffer of `storage`, gathered if this use does not hold it."""
@@ -411,13 +394,12 @@ class Use:
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         found = []
         for storage, own in self.trained():
-            # Frozen since the forward pass: autograd would add no gradient either.
+            shown: list[torch.Tensor | None] = []
             with plain_functions():
-                wanted = [param is None or param.requires_grad for param in storage.params]
-            shown = [
-                grad if is_wanted else None
-                for grad, is_wanted in zip(grads[own], wanted, strict=True)
-            ]
+                for param, grad in zip(storage.params, grads[own], strict=True):
+                    # Frozen since the forward pass: autograd would add no gradient either.
+                    is_wanted = param is None or param.requires_grad
+                    shown.append(grad if is_wanted else None)
             found.append((storage.gradient, shown))
         if found:
             self.engine.backward.add(found)
