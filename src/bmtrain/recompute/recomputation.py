@@ -352,11 +352,11 @@ class Recomputation:
         args, kwargs = list[Any](), dict[str, Any]()
         again: dict[int, torch.Tensor] = {}
         for key, value in self._given.items():
-            was = self._tensors.get(key)
-            if was is not None and was.place not in again:
-                own = tensors[was.place].detach().requires_grad_(was.requires_grad)
-                again[was.place] = own if was.is_leaf else own.view_as(own)
-            x = value if was is None else again[was.place]
+            given = self._tensors.get(key)
+            if given is not None and given.place not in again:
+                own = tensors[given.place].detach().requires_grad_(given.requires_grad)
+                again[given.place] = own if given.is_leaf else own.view_as(own)
+            x = value if given is None else again[given.place]
             if isinstance(key, str):
                 kwargs[key] = x
             else:
