@@ -212,10 +212,14 @@ def in_transform() -> bool:
     )
 
 
-#: a module's own hooks of forward and backward, which change with it
-hooks_of: Callable[[torch.nn.Module], tuple[Mapping[int, Any], ...]] = operator.attrgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
+def hooks_of(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """The module's own hooks of forward and backward, which change with it."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

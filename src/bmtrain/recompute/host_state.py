@@ -35,7 +35,6 @@ from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.seeding import (
     Draws,
-    default_generators,
     is_generator,
     is_same_state,
     read_generator,
@@ -377,7 +376,7 @@ class Trial:
         self._before = before = self._snapshot()
         tensors = [before.tensors[number] for number in before.buffers]
         self._buffers = [(x, x.detach().clone()) for x in tensors]
-        generators = [*default_generators(world.device()), *before.generators]
+        generators = [*world.current().draws.generators, *before.generators]
         self._generators = [(each, read_generator(each)) for each in generators]
 
     def _snapshot(self) -> Snapshot:
@@ -488,7 +487,7 @@ class CallState:
         if owner.writes_buffers:
             self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
         self._draws, self._are_own = draws, draws.are_own
-        generators = [*default_generators(draws.device), *snapshot.generators, *given.generators]
+        generators = [*draws.generators, *snapshot.generators, *given.generators]
         self._generators = list(zip(generators, map(draws.state, generators), strict=True))
         self._switches, self._default_device, self._autocast = _settings(draws.device)
         #: values of context variables, which a second run finds again, in any thread

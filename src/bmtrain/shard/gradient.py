@@ -254,13 +254,14 @@ class Gradient:
         self.flat = flat = total if self.flat is None else self.flat
         if flat is not total:
             flat.copy_(total)
+        trained: list[tuple[int, Any]] = []
         with plain_functions():
-            params = [reference() for reference in self._params]
-            trained = [param is not None and param.requires_grad for param in params]
-        before, self._views, shown = self._views, [None] * len(params), []
-        for index, param in enumerate(params):
-            if param is None or not trained[index]:
-                continue
+            for index, reference in enumerate(self._params):
+                param = reference()
+                if param is not None and param.requires_grad:
+                    trained.append((index, param))
+        before, self._views, shown = self._views, [None] * len(self._params), []
+        for index, param in trained:
             if self.had_grad[index] or touched[index]:
                 view, own = before[index], flat[self._ranges[index]]
                 if index in self._hooked:

@@ -385,7 +385,8 @@ class Use:
                 return [None] * len(grads)
             loan.end()
         self._ended_in = backward_pass()
-        self.engine.backward.end_use(self)
+        self.release_all()
+        self.engine.backward.uses.pop(self, None)
         if not self.engine.backward.reduces:
             return grads
         self._reduce(grads)
