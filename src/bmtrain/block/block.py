@@ -121,7 +121,7 @@ class Block(DistributedModule):
 
     is_block = True
     _inner: Any
-    _module: Any
+    _module = property(operator.attrgetter("_inner"))  # BMTrain's name
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Block(DistributedModule):
         _, inner = parts_with_blocks(inner_module)[0]
         # Not registered as a child: nn.Module would prefix its names. Sharing its dicts exposes its
         # parameters, buffers and children under their own names.
-        self.__dict__["_inner"] = self.__dict__["_module"] = inner  # the second is BMTrain's name
+        self.__dict__["_inner"] = inner
         open_slots(inner)
         self._parameters, self._buffers, self._modules = (
             inner._parameters,
@@ -276,13 +276,15 @@ class Block(DistributedModule):
         own = self.__dict__
         if name == "use_checkpoint":
             own["_level"] = level_of(value)
-        if "_is_made" not in own or name in own or name in own["_parameters"]:
+        if "_is_made" not in own or (
+            name != "_inner" and (name in own or name in own["_parameters"])
+        ):
             super().__setattr__(name, value)
         else:
             self._inner.__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
+        if name != "_inner" and name in self.__dict__:
             super().__delattr__(name)
         else:
             self._inner.__delattr__(name)
