@@ -177,10 +177,8 @@ def in_backward() -> bool:
 COMPILED_NODE = "CompiledFunctionBackward"  # name of compiled code's node in a graph
 
 
-def node_number(node: Any) -> int:
-    """A node's sequence number: larger than those of all earlier nodes of the same thread."""
-    number: int = node._sequence_nr()
-    return number
+# A node's sequence number: larger than those of all earlier nodes of the same thread.
+node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 # Modes, hooks and transforms that observe computation

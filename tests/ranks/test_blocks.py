@@ -562,6 +562,10 @@ def as_the_module():
     assert not any(name == "flag" for name, _ in inner.named_children())
     with pytest.raises(AttributeError, match="flag"):
         _ = block.flag
+    block._inner = block._module = child = nn.Linear(2, 2)  # names that a block has itself
+    assert block._inner is block._module is inner and inner._inner is inner._module is child
+    del block._inner, block._module
+    assert not {"_inner", "_module"} & dict(inner.named_children()).keys()
     block.note = "a plain attribute"
     del block.note
     assert not hasattr(inner, "note")
