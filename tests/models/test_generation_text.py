@@ -3,11 +3,11 @@ kind.
 """
 
 import functools
-import pathlib
 from typing import Any
 
 import pytest
 import torch
+from tests.data_sets.common import tokenizer as tokenizer_of
 from tests.models import small
 
 from model_center.errors import ConfigError, InputError
@@ -20,19 +20,9 @@ from model_center.generation.stopping import (
     texts_of_tokens,
 )
 from model_center.generation.text import TextGenerator
-from model_center.tokenizer.cpm1 import CPM1Tokenizer
-from model_center.tokenizer.glm import GLMTokenizer
-from model_center.tokenizer.hugging_face import GPT2Tokenizer, LlamaTokenizer, T5Tokenizer
 
-FOLDER = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
-TOKENIZERS: dict[str, Any] = {"gpt2": GPT2Tokenizer, "llama": LlamaTokenizer, "t5": T5Tokenizer}
-TOKENIZERS |= {"cpm1": CPM1Tokenizer, "glm": GLMTokenizer}
+TOKENIZERS = ["gpt2", "llama", "t5", "cpm1", "glm"]
 TEXTS = ["hello world", "the cat", "好"]
-
-
-@functools.cache
-def tokenizer_of(name):
-    return TOKENIZERS[name].from_pretrained(FOLDER / name)
 
 
 @functools.cache
