@@ -2,13 +2,12 @@
 
 import itertools
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.data_sets.common import filled, refused
+from tests.data_sets.common import filled, listed, refused, write_tokens
 from torch.utils.data import Subset
 
 import model_center.dataset.cpm1dataset
@@ -16,24 +15,13 @@ from model_center.dataset.cpm1 import CPM1_Dataset, CPM1_Dataset_Merge
 from model_center.dataset.cpm2 import CPM2_Dataset
 from model_center.dataset.distributed_indexed import DistributedMMapIndexedDataset
 from model_center.dataset.indexed import MMapIndexedDataset
-from model_center.dataset.indexed_builder import make_builder
 from model_center.dataset.loader import DistributedDataLoader
 from model_center.dataset.packed import PackedDataset
 from model_center.dataset.sampler import permutation
 
-Documents = Sequence[Sequence[Sequence[int]]]
 
-
-def build(prefix, documents, *, dtype=np.int32, marked=10**6):
-    """Documents of sequences of ids; the ends of the first `marked` are marked."""
-    with make_builder(f"{prefix}.bin", "mmap", dtype) as builder:
-        for number, document in enumerate(documents):
-            for sequence in document:
-                builder.add_item(sequence)
-            if number < marked:
-                builder.end_document()
-        builder.finalize(f"{prefix}.idx")
-    return MMapIndexedDataset(str(prefix))
+def build(*how, **options):
+    return MMapIndexedDataset(write_tokens(*how, **options))
 
 
 def random_documents(count, *, empty=True):
@@ -103,8 +91,7 @@ def test_packed_rows_through_the_loader(tmp_path):
 
 def test_packed_bad_arguments(tmp_path):
     """Nothing to predict, no length, no such row."""
-    nothing: tuple[Documents, ...] = ([], [[[1]]], [[[]], [[]]])
-    for documents in nothing:
+    for documents in ([], [[[1]]], [[[]], [[]]]):
         with refused("expected at least two"):
             PackedDataset(build(tmp_path / "a", documents), 4)
     assert len(PackedDataset(build(tmp_path / "a", [[[1]]]), 4, separator=0)) == 1
@@ -130,11 +117,7 @@ def pairs(tmp_path):
     return ctx, tgt
 
 
-def listed(row):
-    return {key: np.asarray(value).tolist() for key, value in row.items()}
-
-
-def test_cpm1_pairs(pairs: tuple[Any, Any]) -> None:
+def test_cpm1_pairs(pairs: tuple[Any, Any]):
     """Padded; numbered as in the files, so long ones are None. The packages stand beside the task
     datasets' modules of similar names.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.data_sets.common import DATA, FOLDERS, filled, refused, tokenizer
+from tests.data_sets.common import DATA, FOLDERS, filled, listed, refused, tokenizer
 from torch.utils.data import DataLoader
 
 from model_center.dataset import cpm1dataset, cpm2dataset, t5dataset
@@ -32,10 +32,6 @@ def questions(split):
             begin = f"Question: {asked['question']} Answer: <extra_id_0>"
             found.append((f"{begin} Context: {paragraph['context']}", answers))
     return found
-
-
-def listed(item):
-    return {key: value.tolist() for key, value in item.items()}
 
 
 def test_squad_is_trained_as_text_to_text():

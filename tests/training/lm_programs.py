@@ -9,6 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
 from tests.modules import importable
 from tests.ranks.runner import run_ranks
 
@@ -35,6 +36,21 @@ def module(name):
     """A file of the examples, as a module that nobody else sees."""
     with importable(PROGRAMS):
         return importlib.import_module(name)
+
+
+def on(model, *data):
+    """Arguments that say which model and which conversations: small files, or others."""
+    names = [DATA / "chat" / name for name in data or ("train.jsonl",)]
+    return ["--model-config", model, "--max-length 64", TINY, "--data", *names]
+
+
+def drawn_adapters(model):
+    """The model, whose adapters are no longer zero."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if ".lora_" in name:
+                param.normal_()
+    return model
 
 
 def words_of(*arguments):
