@@ -45,10 +45,10 @@ def on(model, *data):
 
 
 def drawn_adapters(model):
-    """The model, whose adapters are no longer zero."""
+    """peft's model, whose adapters, and whatever else it trains, are drawn."""
     with torch.no_grad():
-        for name, param in model.named_parameters():
-            if ".lora_" in name:
+        for param in model.parameters():
+            if param.requires_grad:
                 param.normal_()
     return model
 
