@@ -121,7 +121,7 @@ def test_cpm1_pairs(pairs: tuple[Any, Any]):
     """Padded; numbered as in the files, so long ones are None. The packages stand beside the task
     datasets' modules of similar names.
     """
-    dataset: Any = CPM1_Dataset(*pairs, max_length=5)
+    dataset = CPM1_Dataset(*pairs, max_length=5)
     assert (len(dataset), dataset.num_skipped, dataset.short) == (4, 2, [0, 2])
     want = {"ctx": [1, 2, 3, 0, 0], "tgt": [7, 8, 9, -100, -100], "len_ctx": 3}
     assert listed(dataset[np.int64(0)]) == want
@@ -148,9 +148,9 @@ def test_cpm2_pairs(pairs: tuple[Any, Any]):
         "len_ctx": [3, 1],
         "len_tgt": [3, 3],
     }
-    longest: Any = CPM2_Dataset(*pairs, max_source_length=5, max_target_length=2)[2]
+    longest = CPM2_Dataset(*pairs, max_source_length=5, max_target_length=2)[2]
     assert (longest["tgt"].tolist(), longest["len_tgt"]) == ([5, 26239, 6], 2)
-    whole: Any = CPM2_Dataset(*pairs)
+    whole = CPM2_Dataset(*pairs)
     assert whole[3]["ctx"].tolist() == filled([26239, 26050], 512)
     assert whole[3]["tgt"].shape == (257,)
 
@@ -178,7 +178,7 @@ def test_merged_spans(tmp_path):
     dataset = CPM1_Dataset_Merge(indexed, max_length=64)
     assert (len(dataset), dataset.num_skipped) == (7, 3)
     assert dataset.sizes.tolist() == [*lengths, 4]
-    seen: list[set[tuple[int, int]]] = [set() for _ in rows]
+    seen = [set() for _ in rows]
     for epoch in range(200):
         dataset.set_epoch(epoch)
         for row, want in enumerate(rows):

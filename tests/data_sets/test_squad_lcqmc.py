@@ -241,7 +241,7 @@ def test_words_of_lcqmc_are_looked_up(tmp_path):
     lacking: Any = CPM1Tokenizer.from_pretrained(tmp_path)
     with refused("words of the classes begin with the same token"):
         one.get_verbalizer(lacking)
-    large: Any = types.SimpleNamespace(vocab_size=30000)
+    large = types.SimpleNamespace(vocab_size=30000)
     assert one.get_verbalizer(large) == [15682, 16357]
     assert two.get_verbalizer(large) == [1744, 24]
 

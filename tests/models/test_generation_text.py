@@ -201,7 +201,6 @@ def test_conversations_go_through_the_chat_template():
     found = writer.chat([one, [*one, {"role": "assistant", "content": "a"}, *one]])
     assert len(found) == 2 and found[0] == Detokenizer(tokenizer, ids[-4:]).add(*row)
     assert "".join(writer.stream_chat(one)) == found[0]
-    bad: Any
     with pytest.raises(InputError, match="no chat template"):
         generator_of("gpt2").chat([one])
     for bad in (["hello"], [[{"user": "hello"}]]):
@@ -211,7 +210,6 @@ def test_conversations_go_through_the_chat_template():
 
 def test_what_is_no_list_of_texts_is_told():
     writer, texts = generator_of("gpt2"), ["a"]
-    bad: Any
     for bad, message in (
         ("hello", "texts is a str: expected a list of str"),
         ([3], "texts holds int: expected a list of str"),

@@ -236,7 +236,7 @@ def sees_padding(patch, trained_model):
     patch.setattr(PreferencePairs, "collate", wrong)
 
 
-FAULTS_OF_PAIRS: dict[str, tuple[str, Fault, str | None]] = {
+FAULTS_OF_PAIRS = {
     "none": (PLAIN, nothing, None),
     "system": (NO_SYSTEM, nothing, "message 1, of the system: the template leaves out 'Count "),
     "end": (PLAIN, FAULTS["end"][2], "'<|endoftext|>', is not in the loss"),

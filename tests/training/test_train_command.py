@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -54,7 +53,7 @@ def adapted_answers(model, adapter, ids):
     """Logits of transformers' model with the adapter that the program wrote."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
-        logits: torch.Tensor = peft.PeftModel.from_pretrained(base, adapter).eval()(ids).logits
+        logits = peft.PeftModel.from_pretrained(base, adapter).eval()(ids).logits
     return logits
 
 
@@ -66,7 +65,7 @@ def restored_answers(model, run, targets, ids):
     names = [name for name, _ in ours.named_parameters() if ".lora_" in name]
     bmt.load(ours, str(max(Path(run).glob("step-*"))), only=names)
     with torch.no_grad():
-        logits: torch.Tensor = ours.eval()(ids).logits
+        logits = ours.eval()(ids).logits
     return logits
 
 
@@ -175,7 +174,7 @@ def test_a_run_on_other_data(folder, tmp_path):
     """Steps are counted on, the rows begin anew; the record says how many tokens were learnt."""
     model = tiny("gpt2", folder)
     run_ranks(go_on_with_other_data, 1, str(model), str(tmp_path), join=False)
-    tokenizer: Any = GPT2Tokenizer.from_pretrained(model)
+    tokenizer = GPT2Tokenizer.from_pretrained(model)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     packed = PackedSamples(InstructionDataset(tmp_path / "1.jsonl", tokenizer, 48), 48)
     assert [one["step"] for one in records] == [*range(1, 2 * len(packed) + 3)]
