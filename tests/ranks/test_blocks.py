@@ -268,12 +268,15 @@ def hooks(level, recompute):
         sharded = copy.deepcopy(plain)
         seen = [{}, {}]
         for notes, net in zip(seen, (plain, sharded), strict=True):
+            made = dict(net)
             if early:
                 watch(net, notes)
             for name in plain if net is sharded else ():
                 net[name] = bmt.Block(net[name], zero_level=level, use_checkpoint=recompute)
             if not early:
                 watch(net, notes)
+            # hooks look up the module that they are called with
+            assert all({net[name]: name}[module] == name for name, module in made.items())
             x = torch.linspace(-1, 1, 12).view(2, 6).requires_grad_()
             loss = net["part"](net["whole"](x)).square().sum()
             (loss if net is plain else share(loss)).backward()
@@ -363,6 +366,7 @@ class OwnWays(nn.Module):
         self.base, self.added = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
         self.scale, self.loaded, self.num_cleared = 1.0, None, 0
         self.shift = torch.ones(6)
+        self.type: Any = "a method's name"
 
     def forward(self, x):
         return (self.base(x) + self.added(x)) * self.scale + self.shift
@@ -431,6 +435,9 @@ def own_ways(level, recompute):
         assert net.load_state_dict(state, strict=False).missing_keys == ["0.base.bias"]
         assert first.loaded == (3, 1.0) and first.scale == 2.0
         assert [name for name, _ in first.named_parameters()] == ["added.weight"]
+        assert first.type == "a method's name"
+        first.type = len
+        assert first.type is len
         assert [*first.modules()] == [first, first.added]
         net._apply(lambda x: x + 1 if x.shape == (6,) and not x.requires_grad else x)
         assert first.double() is first

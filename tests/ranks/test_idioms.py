@@ -6,6 +6,7 @@ import collections
 import copy
 import functools
 import io
+import operator
 import time
 import warnings
 from typing import Any
@@ -402,6 +403,26 @@ def several_passes(run):
     run.matrix.requires_grad_(False)
     loss.backward()
     return run.grads()
+
+
+@idiom
+def written_through_data_of_data(run):
+    """Of parameters too that are not on every rank."""
+    found: dict[str, Any] = {}
+    ways: Any = (torch.Tensor.detach, operator.attrgetter("data"), copy.copy)
+    for number, shown in enumerate(ways):
+        with torch.no_grad():
+            run.out()
+            for param in run.params:
+                shown(param.data).mul_(0.8)
+            found[f"{number} without gradients"] = run.out()
+        run.back()
+        found.update({f"{number} {name}": grad for name, grad in run.grads().items()})
+    own = nn.Parameter(run.matrix.data)
+    (own.square().sum() / run.ranks).backward()
+    assert own.grad is not None
+    torch.optim.SGD([own], lr=0.1).step()
+    return {**found, **run.state(), "gradient": own.grad}
 
 
 # Refused

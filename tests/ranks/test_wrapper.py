@@ -199,6 +199,8 @@ def modules():
     assert tied.get_parameter("weight") is first.weight and tied.bias is first.bias
     with pytest.raises(ParameterError, match="to tie two parameters"):
         tied.bias = first.bias.gather()  # type: ignore[assignment]
+    with pytest.raises(ParameterError, match="made of a sharded tensor"):
+        tied.bias = nn.Parameter(first.bias.data)  # type: ignore[assignment]
     assert tied.bias is first.bias
 
 
@@ -216,18 +218,23 @@ def parametrized_afterwards():
         torch.manual_seed(2)
         for layer in (each[0].layers[1], each[1]):
             nn.utils.parametrizations.spectral_norm(layer)
+        nn.utils.parametrizations.orthogonal(each[0].layers[0])
     model = bmt.BMTrainModelWrapper(model)
     for _ in range(2):
         check(plain, model)
     models.assert_same_state(model, plain, "values")
     with pytest.raises(AddressError, match="set_ of a sharded tensor"):
-        nn.utils.parametrizations.orthogonal(model[0].layers[0])
+        model[1].bias.set_(torch.ones(6))
     with pytest.raises(ParameterError, match="cannot become a Other"):
         model[1].__class__ = type("Other", (Mixed, nn.Linear), {})
     for each in (plain, model):
         each.zero_grad()
         nn.utils.parametrize.remove_parametrizations(each[1], "weight", leave_parametrized=False)
+        for layer in each[0].layers[:2]:
+            nn.utils.parametrize.remove_parametrizations(layer.eval(), "weight")
         assert each[1].__class__ is nn.Linear
+    models.assert_same_state(model, plain, "left as they were")
+    check(plain, model)
     x = torch.ones(2, 6)
     models.assert_same(model(x).detach(), plain(x).detach(), "taken off")
 
