@@ -329,7 +329,7 @@ READERS: dict[str, Callable[[Run], Any]] = {
     "steps without forward": changed_gradients(lambda grad: grad.mul_(2.0)),
     "backward of an old graph": ran_backward_again,
     "training loss": lambda run: loss_of(run.model, 5).detach(),
-    "inspect": lambda run: repr(bmt.inspect.inspect_model(run.model, "*")),
+    "inspect": lambda run: [*repr(bmt.inspect.inspect_model(run.model, "*")).encode()],
 }
 
 
@@ -342,20 +342,7 @@ def plain(value):
     return local_of(value).detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def check_equal(got, want, place=""):
-    if isinstance(want, dict):
-        assert got.keys() == want.keys(), place
-        for name in want:
-            check_equal(got[name], want[name], f"{place} {name}")
-    elif isinstance(want, list):
-        for number, (one, other) in enumerate(zip(got, want, strict=True)):
-            check_equal(one, other, f"{place} {number}")
-    elif isinstance(want, torch.Tensor):
-        assert torch.equal(got.cpu().nan_to_num(9.5), want.cpu().nan_to_num(9.5)), (
-            f"{place}: {got} is not {want}"
-        )
-    else:
-        assert got == want, place
+check_equal = functools.partial(models.assert_equal, equal_nan=True)
 
 
 def read(name, folder):
