@@ -82,7 +82,7 @@ def run_in(environments, program, *args, folder, timeout=60.0, grace=3.0):
 def _live(environment, log, program, args):
     """What the interpreter does with a main program."""
     runner.print_into(log)
-    sys.__stderr__ = sys.stderr  # type: ignore[misc]
+    sys.__stderr__ = sys.stderr  # type: ignore[misc, assignment]
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
