@@ -601,7 +601,7 @@ SUITES = {
     "causal-lora-one-gpu": Suite(1, "qwen3-4b-lora --batch 1", PACKED_LORA),
     "llama-two-gpus": Suite(2, "llama-8b --batch 3", LARGE),
     "llama-four-gpus": Suite(4, "llama-8b --batch 3", LARGE),
-    "13b-four-gpus": Suite(4, "13b --batch 8 24", LARGE),
+    "13b-four-gpus": Suite(4, "13b --batch 8 16 24 32", LARGE),
     "lora-one-gpu": Suite(1, "llama-8b-lora --batch 1 2", (*ALONE, "plain-recomputed")),
 }
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.distributed import overlap, tensor_parallel
-from bmtrain.errors import ConfigurationError, RanksDivergedError
+from bmtrain.errors import ConfigurationError
 from bmtrain.nn import (
     ColumnParallelLinear,
     Linear,
@@ -308,25 +308,51 @@ def test_compiles_by_default():
 
 
 class Scaled(Branches):
-    scale = 1.0
+    scale: float | None = 1.0
 
     def forward(self, x):
+        if self.scale is None:
+            return self.out(self.q(x))
         return super().forward(x) * self.scale
 
 
 @pytest.mark.compiler
 @on_ranks(2, init={"tp_size": 2, "compile": True})
-def test_a_rank_that_compiles_alone_is_told_of():
-    """Without a hang: the other rank has code already, and does not come."""
+def test_a_rank_that_compiles_alone():
+    """An attribute that changes on one rank: right, uncompiled from then on."""
+
+    def expected(inputs, params):
+        first, second = branches(inputs, params)
+        return [first, second * scale]
+
+    own = test_compile.lowering(traces=True)
+    split = Scaled(ColumnParallelLinear, RowParallelLinear)
+    block = started(bmt.Block(split, use_checkpoint=False))
+    for scale in (1.0, 2.0, 1.0):
+        if bmt.rank() == 1:
+            split.scale = scale
+        block.zero_grad()
+        values = {name: value.clone() for name, value in block.state_dict().items()}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            check(block, rows_of_all(4, 3, IN), expected, f"scale {scale}")
+        block.load_state_dict(values)
+        assert ["runs uncompiled (rank 0: " in str(x.message) for x in said] == [True] * (scale > 1)
+    assert own.num_graphs == 1 + bmt.rank()
+
+
+@pytest.mark.compiler
+@on_ranks(2, init={"tp_size": 2, "compile": True})
+def test_ranks_whose_code_differs():
+    """They run uncompiled, and what does not match is told by the operation."""
     test_compile.lowering(traces=True)
     split = Scaled(ColumnParallelLinear, RowParallelLinear)
     block = started(bmt.Block(split, use_checkpoint=False))
-    x = rows_of_all(4, 3, IN)[bmt.rank()]
-    block(x)
+    block(rows_of_all(4, 3, IN)[bmt.rank()])
     if bmt.rank() == 1:
-        split.scale = 2.0
-    with pytest.raises(RanksDivergedError, match="a tensor-parallel call"):
-        block(x)
+        split.scale = None
+    with pytest.raises(ConfigurationError, match=r"rank 0: gather_linear.*rank 1: linear_scatter"):
+        block(rows_of_all(4, 3, IN)[bmt.rank()])
 
 
 UNWANTED = ("gather_rows", "scatter_rows", "all_reduce", "gather_linear", "check_alike")

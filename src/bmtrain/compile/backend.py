@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +52,8 @@ _OWN = frozenset(
 _CHANGES_TWICE = TORCH_VERSION < (2, 11)
 # Prefixes of the names of communication operators; the first are those of tensor-parallel layers.
 _TALKING = ("bmtrain.tp_", "_c10d_functional", "c10d_functional", "c10d.", "_dtensor.", "symm_mem.")
+# Those of linear layers, which take `agreed`.
+_AGREEING = ("bmtrain.tp_gather_linear", "bmtrain.tp_linear_")
 
 
 def find(name: str | Lower) -> Lower:
@@ -61,6 +65,10 @@ def find(name: str | Lower) -> Lower:
 
 class UnsafeError(RuntimeError):
     """A graph whose compiled code would give wrong results, or hang."""
+
+
+class RanksDifferError(RuntimeError):
+    """Tensor-parallel ranks have different code for a call, or none. None of it has run."""
 
 
 def inductor(
@@ -186,8 +194,8 @@ class AtOnce:
 
     Attributes:
         lower: the backend to call.
-        split: the tensor-parallel axis, if its ranks always lower this graph together: collectives
-            of tensor-parallel layers are allowed then. All ranks use the code, or none.
+        split: the axis of tensor-parallel layers, whose collectives are allowed then: its ranks
+            compare their code and what it is given before it runs, with `same_code`.
     """
 
     lower: Lower
@@ -199,39 +207,73 @@ class AtOnce:
         """Check the graph, then lower it.
 
         Raises:
-            UnsafeError: recomputation in backward would differ from forward; the graph has
-                collectives, which the compiler may reorder while other ranks run uncompiled; or a
-                rank of `split` has no code.
+            UnsafeError: recomputation in backward would differ from forward; or the graph has
+                collectives, which the compiler may reorder while other ranks run uncompiled.
         """
-        if self.split is None:
-            return self._lower(graph, inputs, options)
-        lowered, problem = None, ""
-        try:
-            lowered = self._lower(graph, inputs, options)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        # Without it, a rank without code would issue the collectives of backward in another order.
-        # A rank that has nothing to lower now is told of: words of the ledger travel along.
-        told = told_apart(problem, self.split, "code of a tensor-parallel block")
-        if lowered is None or told is not None:
-            raise UnsafeError(told or problem)
-        return lowered
-
-    def _lower(
-        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: dict[str, Any]
-    ) -> Lowered:
-        refused = _TALKING if self.split is None else _TALKING[1:]
+        axis = self.split
+        refused = _TALKING if axis is None else _TALKING[1:]
         for node in calls(graph):
             if str(node.target).startswith(refused):
                 raise UnsafeError(f"it communicates by {node.target}")
         for reason in _unsafe(graph):
             raise UnsafeError(reason)
+        code = "" if axis is None else _agreeing(graph)
         # Set permanently: torch reads it again in a backward pass with retain_graph=True, and
         # raises if it is on.
         lowering_config().donated_buffer = False
         with warnings.catch_warnings(), _asking(force_non_lazy_backward_lowering=True):
             warnings.simplefilter("ignore")
-            return self.lower(graph, inputs, **options)
+            lowered = self.lower(graph, inputs, **options)
+        if axis is None:
+            return lowered
+
+        def run(*arguments: Any) -> Any:
+            facts = [
+                f"{tuple(x.shape)} {x.dtype} {x.requires_grad}"
+                if isinstance(x, torch.Tensor)
+                else x
+                for x in arguments
+            ]
+            same_code(f"{code} {facts}", axis, code)
+            return lowered(*arguments)
+
+        return run
+
+
+def same_code(text: str, axis: Axis, shown: str) -> None:
+    """RanksDifferError unless all ranks of the axis pass the same text: what they are about to run.
+    The error has what they have `shown`.
+
+    Collective, before any of it runs: without it, a rank without code, or with other code, would
+    issue other collectives.
+    """
+    told = told_apart(text, axis, "code of a tensor-parallel block", shown)
+    if told is not None:
+        raise RanksDifferError(told)
+
+
+def _agreeing(graph: torch.fx.GraphModule) -> str:
+    """What tells the graph from one that issues other collectives. Its linear layers are told that
+    the ranks agree.
+    """
+    words, symbols = list[str](), dict[str, str]()
+    for part in parts(graph):
+        for node in part.graph.nodes:
+            words.append(f"{node.op} {node.target if node.op == 'call_function' else ''}")
+            if str(node.target).startswith(_TALKING[0]):
+                tensors = [value_of(each) for each in node.args]
+                words += [
+                    str(each if x is None else (x.shape, x.dtype))
+                    for each, x in zip(node.args, tensors, strict=True)
+                ]
+            if str(node.target).startswith(_AGREEING):
+                node.kwargs = {**node.kwargs, "agreed": True}
+        part.recompile()
+    # Ranks may have other names for a size that varies: such sizes are counted.
+    text = re.sub(
+        r"\b[su]\d+\b", lambda m: symbols.setdefault(m[0], str(-len(symbols))), " ".join(words)
+    )
+    return f"code {zlib.crc32(text.encode()):08x}"
 
 
 def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -141,10 +142,7 @@ class Structure(Runner):
                 "out in training (use_cache=False)"
             )
         if self._split is not None:
-            given = [*arguments, *(x for part in modules for x in part._parameters.values())]
-            # Compiled operators do not see what requires grad, and backward communicates for that.
-            needs = [x.requires_grad for x in given if isinstance(x, torch.Tensor)]
-            text = f"{self._class.__name__}: {is_refused}, {needs}"
+            text = f"{self._class.__name__}: {is_refused}"
             is_refused |= told_apart(text, self._split, "tensor-parallel code") is not None
         if not is_refused:
             self.look(modules)
@@ -168,8 +166,14 @@ class Structure(Runner):
         first_node = next_node_number()
         try:
             out = program(module, args, kwargs)
+        except backend.RanksDifferError as error:
+            reason = f"({error})"
         except NoProgramError as error:
             reason = f"({error})"
+            if self._split is not None:
+                # Without it, the other tensor-parallel ranks would wait before they run their code.
+                with contextlib.suppress(backend.RanksDifferError):
+                    backend.same_code(reason, self._split, reason)
         else:
             before_backward_of(out, first_node, refuse_create_graph)
             return out
@@ -349,11 +353,14 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
 
     Raises:
         NoProgramError: if the compiler fails, which happens before any operator has run.
+        RanksDifferError: if tensor-parallel ranks would run different code. None has run.
     """
     try:
         return compiled(*arguments)
     except too_many_forms_error() as error:
         raise TooManyFormsError("its arguments or attributes change too often") from error
+    except backend.RanksDifferError:
+        raise
     except Exception as error:
         # Most errors of the compiler have a class of their own; the others have it in their
         # traceback.

@@ -3,7 +3,8 @@
 Gradients are those of the sum of all ranks' losses. The axis is looked up in the current world when
 an operation runs. Every forward call first checks on the CPU that all tensor-parallel ranks call
 the same operation with equal shapes and dtypes, and raises on all of them if not. Without that
-check the collective would hang or mix up data.
+check the collective would hang or mix up data. Linear layers with `agreed` leave it out: the ranks
+have compared the code that calls them, and all that it is given.
 """
 
 from __future__ import annotations
@@ -136,13 +137,18 @@ def _check_factors(what: str, x: torch.Tensor, weight: torch.Tensor, expected: i
 @torch.library.custom_op(
     "bmtrain::tp_gather_linear",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, int num_chunks) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor? bias, int num_chunks, bool agreed=False) -> Tensor",
 )
 def gather_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_chunks: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_chunks: int,
+    agreed: bool = False,
 ) -> torch.Tensor:
     """All ranks' rows x (rows, ..., n) times weight (m, n)^T, plus bias: (ranks * rows, ..., m)."""
-    _agree("gather_linear", x=x, weight=weight, bias=bias is not None, chunks=num_chunks)
+    if not agreed:
+        _agree("gather_linear", x=x, weight=weight, bias=bias is not None, chunks=num_chunks)
     _check_factors("a linear map of gathered rows", x, weight, weight.shape[1])
     overlap = _overlap()
     product = overlap.multiply_gathered(overlap.gather(_matrix(x), num_chunks), weight.t(), bias)
@@ -177,17 +183,18 @@ def _gather_linear_gradients(
 @torch.library.custom_op(
     "bmtrain::tp_linear_scatter",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, bool split_input, int num_chunks) -> Tensor",
+    schema="(Tensor x, Tensor weight, bool split_input, int num_chunks, bool agreed=False) "
+    "-> Tensor",
 )
 def linear_scatter(
-    x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int
+    x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int, agreed: bool = False
 ) -> torch.Tensor:
     """x (ranks * rows, ..., n) times weight (m, n)^T, reduce-scattered over ranks: (rows, ..., m).
 
     With `split_input`, x has the features of all ranks (..., ranks * n), of which this rank uses
     its own.
     """
-    x = _own_input("linear_scatter", x, weight, split_input, num_chunks)
+    x = _own_input("linear_scatter", x, weight, split_input, num_chunks, agreed)
     collectives.check_divided(x, axis())
     overlap = _overlap()
     sums = overlap.multiply_scatter(_matrix(x), weight.t(), num_chunks)
@@ -218,23 +225,32 @@ def _linear_scatter_gradients(
 @torch.library.custom_op(
     "bmtrain::tp_linear_reduce",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, bool split_input) -> Tensor",
+    schema="(Tensor x, Tensor weight, bool split_input, bool agreed=False) -> Tensor",
 )
-def linear_reduce(x: torch.Tensor, weight: torch.Tensor, split_input: bool) -> torch.Tensor:
+def linear_reduce(
+    x: torch.Tensor, weight: torch.Tensor, split_input: bool, agreed: bool = False
+) -> torch.Tensor:
     """The sum over ranks of x (rows, ..., n) times weight (m, n)^T, on every rank: (rows, ..., m).
 
     With `split_input`, x has the features of all ranks (..., ranks * n).
     """
-    product = _matrix(_own_input("linear_reduce", x, weight, split_input)) @ weight.t()
+    own = _own_input("linear_reduce", x, weight, split_input, 1, agreed)
+    product = _matrix(own) @ weight.t()
     collectives.all_reduce_(product, "sum", axis())
     return product.view(*x.shape[:-1], weight.shape[0])
 
 
 def _own_input(
-    what: str, x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int = 1
+    what: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    split_input: bool,
+    num_chunks: int,
+    agreed: bool,
 ) -> torch.Tensor:
     """The features of x that this rank's weight multiplies, after all ranks agree on the shapes."""
-    _agree(what, x=x, weight=weight, split_input=split_input, chunks=num_chunks)
+    if not agreed:
+        _agree(what, x=x, weight=weight, split_input=split_input, chunks=num_chunks)
     count = weight.shape[1]
     _check_factors(
         "a linear map with a sum over ranks",
@@ -255,18 +271,18 @@ def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 def _gather_linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+    for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
     grad_x, grad_weight = _gather_linear_gradients(
-        grad, *ctx.saved_tensors, ctx.options[-1], for_x, for_weight
+        grad, *ctx.saved_tensors, ctx.options[1], for_x, for_weight
     )
     # Outside the opaque op, so that the compiler can fuse this sum with the kernel that produces
     # `grad`.
     grad_bias = _matrix(grad).sum(0) if for_bias else None
-    return grad_x if for_x else None, grad_weight if for_weight else None, grad_bias, None
+    return grad_x if for_x else None, grad_weight if for_weight else None, grad_bias, None, None
 
 
 def _linear_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (x, weight), (split_input, num_chunks) = ctx.saved_tensors, ctx.options
+    (x, weight), (split_input, num_chunks, _) = ctx.saved_tensors, ctx.options
     for_x, for_weight, *_ = ctx.needs_input_grad
     own = own_features(x, weight.shape[1]) if split_input else x
     grad_x, grad_weight = _linear_scatter_gradients(
@@ -277,16 +293,17 @@ def _linear_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor
         grad_weight if for_weight else None,
         None,
         None,
+        None,
     )
 
 
 def _linear_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (x, weight), (split_input,) = ctx.saved_tensors, ctx.options
-    for_x, for_weight, _ = ctx.needs_input_grad
+    (x, weight), (split_input, _) = ctx.saved_tensors, ctx.options
+    for_x, for_weight, *_ = ctx.needs_input_grad
     own = own_features(x, weight.shape[1]) if split_input else x
     grad = all_reduce(grad, "sum")
     grad_x = _input_gradient(grad @ weight, x, split_input) if for_x else None
-    return grad_x, _matrix(grad).t() @ _matrix(own) if for_weight else None, None
+    return grad_x, _matrix(grad).t() @ _matrix(own) if for_weight else None, None, None
 
 
 def _input_gradient(grad: torch.Tensor, x: torch.Tensor, split_input: bool) -> torch.Tensor:
@@ -298,17 +315,17 @@ def _input_gradient(grad: torch.Tensor, x: torch.Tensor, split_input: bool) -> t
 
 
 gather_linear.register_fake(
-    lambda x, weight, bias, num_chunks: x.new_empty(
+    lambda x, weight, bias, num_chunks, agreed=False: x.new_empty(
         (axis().size * x.shape[0], *x.shape[1:-1], weight.shape[0])
     )
 )
 linear_scatter.register_fake(
-    lambda x, weight, split_input, num_chunks: x.new_empty(
+    lambda x, weight, split_input, num_chunks, agreed=False: x.new_empty(
         (x.shape[0] // axis().size, *x.shape[1:-1], weight.shape[0])
     )
 )
 linear_reduce.register_fake(
-    lambda x, weight, split_input: x.new_empty((*x.shape[:-1], weight.shape[0]))
+    lambda x, weight, split_input, agreed=False: x.new_empty((*x.shape[:-1], weight.shape[0]))
 )
 for _gradients in (_gather_linear_gradients, _linear_scatter_gradients):
     _gradients.register_fake(
