@@ -597,7 +597,7 @@ def recorded_models(dtype=torch.float32):
         for is_recorded in (False, True):
             torch.manual_seed(1)
             widths = {"dim_model": 16, "num_heads": 2, "dim_head": 8, "dim_ff": 32}
-            sizes = config(vocab_size=30, num_layers=1, dtype=dtype, **widths)
+            sizes = config(vocab_size=30, num_layers=2, dtype=dtype, **widths)
             model: Any = make(sizes)
             bmt.init_parameters(model)
             if is_recorded:
