@@ -57,19 +57,6 @@ def one_vector(run):
 
 
 @idiom
-def statistics(run):
-    run.back()
-    out = {}
-    for name, p in run.model.named_parameters():
-        share, largest = (p > 0).float().mean(), p.argmax().float()
-        figures = [p.abs().max(), p.mean(), p.min(), largest, share, p.count_nonzero().float()]
-        out[name] = torch.stack(figures).detach()
-        out[f"{name} histogram"] = torch.histc(p.grad.detach(), 5)
-        out[f"{name} largest"] = p.detach().flatten().topk(1).values
-    return out
-
-
-@idiom
 def initialisation(run):
     torch.manual_seed(9)
     for p in run.params:
