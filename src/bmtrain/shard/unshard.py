@@ -200,7 +200,8 @@ class Use:
                 self._residences[storage] = residence
                 self.is_gathered_again = self.is_gathered_again or not residence.survives_forward
                 self._versions.append(storage.version())
-                for param in storage.params:
+                for reference in storage.references:
+                    param = reference()
                     self.trainable.append(param is not None and param.requires_grad)
 
     @property
@@ -246,7 +247,8 @@ class Use:
     def _in_graph(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         leaf = self.engine.leaf
         # the leaf in the place of those that the program has dropped
-        params = [leaf if x is None else x for one in self.storages for x in one.params]
+        references = itertools.chain.from_iterable([one.references for one in self.storages])
+        params = [leaf if (x := reference()) is None else x for reference in references]
         # What the node saves of its n-th view is n.
         number = functools.partial(next, itertools.count())
         with torch.autograd.graph.saved_tensors_hooks(number, self._lent.__getitem__):
@@ -397,7 +399,8 @@ class Use:
         for storage, own in self.trained():
             shown: list[torch.Tensor | None] = []
             with plain_functions():
-                for param, grad in zip(storage.params, grads[own], strict=True):
+                for reference, grad in zip(storage.references, grads[own], strict=True):
+                    param = reference()
                     # Frozen since the forward pass: autograd would add no gradient either.
                     is_wanted = param is None or param.requires_grad
                     shown.append(grad if is_wanted else None)
