@@ -6,6 +6,7 @@ import collections
 import copy
 import functools
 import io
+import operator
 import time
 import warnings
 from typing import Any
@@ -53,19 +54,6 @@ def one_vector(run):
     (own.square().sum() / run.ranks).backward()
     assert own.grad is not None
     return {**run.state(), "vector": vector, "new": own.detach(), "gradient": own.grad}
-
-
-@idiom
-def statistics(run):
-    run.back()
-    out = {}
-    for name, p in run.model.named_parameters():
-        share, largest = (p > 0).float().mean(), p.argmax().float()
-        figures = [p.abs().max(), p.mean(), p.min(), largest, share, p.count_nonzero().float()]
-        out[name] = torch.stack(figures).detach()
-        out[f"{name} histogram"] = torch.histc(p.grad.detach(), 5)
-        out[f"{name} largest"] = p.detach().flatten().topk(1).values
-    return out
 
 
 @idiom
@@ -402,6 +390,26 @@ def several_passes(run):
     run.matrix.requires_grad_(False)
     loss.backward()
     return run.grads()
+
+
+@idiom
+def written_through_data_of_data(run):
+    """Of parameters too that are not on every rank."""
+    found: dict[str, Any] = {}
+    ways: Any = (torch.Tensor.detach, operator.attrgetter("data"), copy.copy)
+    for number, shown in enumerate(ways):
+        with torch.no_grad():
+            run.out()
+            for param in run.params:
+                shown(param.data).mul_(0.8)
+            found[f"{number} without gradients"] = run.out()
+        run.back()
+        found.update({f"{number} {name}": grad for name, grad in run.grads().items()})
+    own = nn.Parameter(run.matrix.data)
+    (own.square().sum() / run.ranks).backward()
+    assert own.grad is not None
+    torch.optim.SGD([own], lr=0.1).step()
+    return {**found, **run.state(), "gradient": own.grad}
 
 
 # Refused

@@ -2,6 +2,7 @@
 on all in time.
 """
 
+import copy
 import functools
 import gc
 import math
@@ -19,7 +20,7 @@ import bmtrain
 from bmtrain.distributed.agreement import are_near, largest, look
 from bmtrain.distributed.collectives import all_reduce, gather_objects
 from bmtrain.distributed.ledger import Ledger
-from bmtrain.errors import ParameterError, RanksDivergedError
+from bmtrain.errors import ParameterError, RanksDivergedError, StaleParameterError
 from bmtrain.runtime import world
 
 SIZE = 16
@@ -426,7 +427,6 @@ def test_models_and_states_that_differ_are_refused():
 def test_values_that_differ_between_ranks_are_refused():
     """Each rank would keep its slice of its own values."""
     model = bmtrain.BMTrainModelWrapper(layers(1))
-    words = bmtrain.BMTrainModelWrapper(torch.nn.Embedding(6, 4, max_norm=0.1))
     param = next(model.parameters())
     own = torch.ones(param.shape) * (1 + rank())
     same = torch.ones(param.shape) * 0.5
@@ -438,18 +438,33 @@ def test_values_that_differ_between_ranks_are_refused():
         lambda: param.data[1:].mul_(own[1:]),
         lambda: param.data.copy_(own),
         lambda: param.data.copy_(one_nan),
-        lambda: words(torch.tensor([rank()])),
     ]
-    before = [models.cloned_state(module) for module in (model, words)]
+    before = models.cloned_state(model)
     for write in writes:
         with pytest.raises(ParameterError, match="differ between ranks"):
             write()
-    for module, state in zip((model, words), before, strict=True):
-        models.assert_same_dicts(models.cloned_state(module), state, "as it was", 0.0)
+    models.assert_same_dicts(models.cloned_state(model), before, "as it was", 0.0)
     param.data = param.grad = same
-    words(torch.tensor([1, 2]))
     for found in (param.detach(), param.grad):
         torch.testing.assert_close(bmtrain.gather_result(found), same)
+
+
+@on_ranks(2)
+def test_embeddings_shorten_the_rows_that_any_rank_looks_up():
+    """As one process does with all ranks' rows. Two look-ups before backward are refused."""
+    plain = torch.nn.Embedding(6, 4, max_norm=0.1)
+    words = bmtrain.BMTrainModelWrapper(copy.deepcopy(plain))
+    ids = torch.tensor([[0, 3], [1, 3]])
+    with pytest.raises(StaleParameterError, match="look all rows up at once"):
+        torch.stack([words(ids), words(ids + 1)]).sum().backward()
+    plain(torch.cat([ids, ids + 1]))
+    for _ in range(2):
+        for model, own in ((plain, ids), (words, ids[rank() :][:1])):
+            model(own).square().sum().backward()
+        models.assert_same_gradients(words, plain, "max_norm")
+        for model in (plain, words):
+            torch.optim.SGD(model.parameters(), lr=3.0).step()
+        models.assert_same_state(words, plain, "max_norm")
 
 
 @on_ranks(2)
@@ -488,10 +503,7 @@ def test_what_takes_over_parameters_is_refused_when_tried():
         ):
             with pytest.raises(ParameterError, match="cannot hold a sharded model"):
                 take(model)
-        plain.zero_grad()
-        plain(rows()).sum().backward()
-        (model(rows()).sum() / bmtrain.world_size()).backward()
-        models.assert_same_gradients(model, plain, "goes on")
+        models.check_pass(model, plain, rows(), "goes on")
     with pytest.raises(ParameterError, match="not compiled as a whole"):
         model.compile()
     torch.nn.parallel.DistributedDataParallel(layers(1))  # what is not sharded is nobody's business

@@ -59,7 +59,7 @@ MODES = ("BLOCK", "PIPE")
 # Block and inner module share these: calling, saving and loading go through the block, and hooks
 # may be registered on either.
 _SHARED_HOOKS = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
-# Methods of any module: those that the inner module's class has of its own become the block's.
+# Methods of any module.
 _METHODS = {x for x, found in vars(torch.nn.Module).items() if x[0] != "_" and callable(found)}
 
 
@@ -80,6 +80,23 @@ class BlockCall:
     lends: bool = True
 
 
+class _Method:
+    """A method of any module, which an attribute or the class of the inner module may replace."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._own = name, getattr(DistributedModule, name)
+
+    def __get__(self, block: Block | None, kind: type) -> Any:
+        if block is None:
+            return self._own
+        inner = vars(block)["_inner"]
+        found = inspect.getattr_static(inner, self._name)
+        if found is getattr(torch.nn.Module, self._name):
+            found = self._own
+        is_of_block = isinstance(found, types.FunctionType) and self._name not in vars(inner)
+        return types.MethodType(found, block) if is_of_block else getattr(inner, self._name)
+
+
 def _of_inner(function: Any) -> Callable[..., Any]:
     """A method of blocks that is the function of the inner module."""
 
@@ -89,7 +106,13 @@ def _of_inner(function: Any) -> Callable[..., Any]:
     return method
 
 
-class Block(DistributedModule):
+class _WithMethods(DistributedModule):
+    """Not in the body of Block: before Python 3.13, `vars` there would drop its `__class__`."""
+
+    vars().update({name: _Method(name) for name in _METHODS - {"state_dict"}})
+
+
+class Block(_WithMethods):
     """`Block(module)` computes what `module` computes, with its parameters sharded over ranks.
 
     Args:
@@ -166,12 +189,6 @@ class Block(DistributedModule):
             self.__dict__[name] = inner.__dict__[name]
         for name in ("training", "_is_full_backward_hook"):
             del self.__dict__[name]  # read from the inner module
-        for name in _METHODS - {"state_dict", *vars(Block)}:
-            found = inspect.getattr_static(type(inner), name)
-            if found not in (getattr(torch.nn.Module, name), getattr(DistributedModule, name)):
-                is_method = isinstance(found, types.FunctionType)
-                own = types.MethodType(found, self) if is_method else getattr(inner, name)
-                self.__dict__[name] = own
         self.use_checkpoint = use_checkpoint
         self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, context.device)
         #: whether a call without gradients does nothing but gather and call the module
@@ -271,6 +288,9 @@ class Block(DistributedModule):
         _of_inner,
         (operator.getitem, operator.setitem, operator.delitem, iter, len, operator.contains, bool),
     )
+    # In a table by module, which hooks look into, the block and its module are one key.
+    __hash__ = _of_inner(hash)
+    __eq__ = _of_inner(operator.eq)
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__

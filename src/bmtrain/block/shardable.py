@@ -9,7 +9,7 @@ import torch
 
 from bmtrain.errors import ParameterError
 from bmtrain.shard.engine import Engine
-from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.parameter import DistributedParameter, check_made_of_whole
 
 
 def check_shardable(named: Iterable[tuple[str, torch.nn.Parameter]], engine: Engine) -> None:
@@ -45,6 +45,7 @@ def _check_kind(path: str, param: torch.nn.Parameter) -> None:
             f"parameter {path!r} is lazy and has no shape yet: run the model once before "
             "it is sharded."
         )
+    check_made_of_whole(path, param)
     kind = type(param.detach())
     if not param.dtype.is_floating_point or kind is not torch.Tensor:
         what = str(param.dtype) if kind is torch.Tensor else f"a {kind.__name__}"
@@ -52,7 +53,8 @@ def _check_kind(path: str, param: torch.nn.Parameter) -> None:
             f"parameter {path!r} is {what}: only plain floating point tensors are "
             "sharded and trained. Freeze it, "
             "param.requires_grad_(False), and every rank keeps it whole, or register "
-            "it as a buffer."
+            "it as a buffer. Complex numbers are trained as real ones: make the parameter of "
+            "torch.view_as_real(values), and compute with torch.view_as_complex(param)."
         )
 
 

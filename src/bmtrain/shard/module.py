@@ -12,7 +12,7 @@ from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.config import device_of_state_dicts
 from bmtrain.shard.listing import full_values
-from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.parameter import DistributedParameter, check_made_of_whole
 from bmtrain.shard.parting import check_same_state
 from bmtrain.shard.window import Window, WindowSource
 from bmtrain.torch_internals import loader_of, mover_of
@@ -54,6 +54,7 @@ class DistributedModule(torch.nn.Module):
                 "two parameters, assign the parameter of the "
                 f"other module; to change its values, write them, module.{name}.data.copy_(values)."
             )
+        check_made_of_whole(name, value)
         super().__setattr__(name, value)
 
     def __prepare_scriptable__(self) -> NoReturn:

@@ -462,6 +462,9 @@ class ParameterAlias(Sharded):
         # the parameter may have moved to another storage
         return self.param if self._local is self.param.local else self
 
+    def alias(self) -> Slices:
+        return self.param.alias() if self.owner is self.param else super().alias()
+
     def mark_written(self) -> None:
         if self.owner is self.param:
             self.param.mark_written()
@@ -515,6 +518,17 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
         params.append(new)
     target.attach(params)
     memo[id(target)] = params  # storages hold parameters weakly: keeps them alive
+
+
+def check_made_of_whole(name: str, value: Any) -> None:
+    """ParameterError for an `nn.Parameter` made of a sharded tensor, as a module's parameter."""
+    is_sharded = isinstance(value, Slices) and not isinstance(value, DistributedParameter)
+    if is_sharded and isinstance(value, torch.nn.Parameter):
+        raise ParameterError(
+            f"parameter {name!r} is made of a sharded tensor: make it of the whole one, "
+            "torch.nn.Parameter(values.full_tensor()), put it in, and call "
+            "model = bmtrain.BMTrainModelWrapper(model) again."
+        )
 
 
 def computed_with(x: torch.Tensor) -> torch.Tensor:

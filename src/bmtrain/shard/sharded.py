@@ -471,7 +471,7 @@ def _as_itself(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """With `max_norm` rows of the weight are shortened before the look-up: in the slices."""
+    """With `max_norm` the rows that any rank looks up are shortened before, in the slices."""
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type")
     if func is torch.nn.functional.embedding_bag:
         names = ("input", "weight", "offsets", "max_norm", "norm_type")
@@ -483,9 +483,12 @@ def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
         or not isinstance(given.get("input"), torch.Tensor)
     ):
         return NotImplemented
+    is_read = torch.zeros(weight.shape[0], device=weight.device)
+    is_read[given["input"].flatten()] = 1
+    collectives.all_reduce_(is_read, "max", weight.cut.axis)
     with torch.no_grad():
         torch.embedding_renorm_(
-            weight, given["input"].contiguous().view(-1), max_norm, given.get("norm_type", 2.0)
+            weight, is_read.nonzero().flatten(), max_norm, given.get("norm_type", 2.0)
         )
     place = names.index("max_norm")
     args = (*args[:place], None, *args[place + 1 :]) if len(args) > place else args

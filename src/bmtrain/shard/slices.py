@@ -87,18 +87,24 @@ class Slices(torch.Tensor):
         self.copy_(value)
 
     def set_(self, *args: Any) -> Slices:
-        """A tensor that becomes itself is as it was: a parametrization does so with the parameter
-        when it is registered.
+        """Take the values of a tensor of this shape and dtype, as parametrizations do when they are
+        registered and removed; see `data`.
 
         Raises:
-            AddressError: for any other, as no memory on one rank holds all of this tensor.
+            AddressError: for anything else, as no memory on one rank holds all of this tensor.
         """
-        if len(args) == 1 and args[0] is self:
-            return self
-        raise AddressError(
-            "set_ of a sharded tensor: it cannot take the memory of another. Write values into "
-            "it, param.data.copy_(values)."
-        )
+        source = args[0] if len(args) == 1 else None
+        if source is not self:
+            if not isinstance(source, torch.Tensor) or (source.shape, source.dtype) != (
+                self.shape,
+                self.dtype,
+            ):
+                raise AddressError(
+                    "set_ of a sharded tensor: it cannot take the memory of another. Write values "
+                    "into it, param.data.copy_(values)."
+                )
+            self.data = source
+        return self
 
     def read(self) -> torch.Tensor:
         """The slice, for a function that computes with it outside of any graph."""

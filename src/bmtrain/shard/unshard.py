@@ -464,7 +464,9 @@ class Use:
                 raise StaleParameterError(
                     f"parameters ({_names(storage)}) were changed in place after the "
                     "forward pass that this backward pass belongs "
-                    "to: call backward before the optimizer's step, or run the forward pass again."
+                    "to: call backward before the optimizer's step, or run the forward pass again. "
+                    "An embedding with max_norm changes them in each look-up: look all rows up at "
+                    "once, embedding(torch.cat([...]))."
                 )
 
 
