@@ -52,6 +52,7 @@ from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import (
     COMPILED_NODE,
+    NO_PASS,
     BatchNorm,
     StorageWeakRef,
     active_saved_tensors_hooks,
@@ -373,7 +374,7 @@ class WholeModel:
     def _has_room(self) -> bool:
         """Whether what another call keeps fits beside what the last one has kept."""
         last = None if self._last is None else self._last()
-        if last is None or last.is_over or self._memory.limit_is_open:
+        if last is None or last.ended_in != NO_PASS or self._memory.limit_is_open:
             return True
         return self._memory.allocated() + self._kept < self._memory.limit()
 

@@ -410,14 +410,12 @@ def _sum(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _shaped_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Only shape, dtype and device of the sharded tensor are needed: nothing is gathered."""
-
-    def stand_in(x: Slices) -> torch.Tensor:
-        return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
-
     if func.__name__.startswith("new_") or not isinstance(args[0], Slices):
-        own = {
-            id(x): stand_in(x) if isinstance(x, Slices) else x for x in tensors_of((args, kwargs))
-        }
+        own = dict[int, Any]()
+        for x in tensors_of((args, kwargs)):
+            own[id(x)] = x
+            if isinstance(x, Slices):
+                own[id(x)] = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
         return func(*_mapped(args, own), **_mapped(kwargs, own))
     return NotImplemented
 

@@ -76,12 +76,13 @@ class Storage:
         self.version = functools.partial(version_of, self._shard)
         self._updates: list[Callable[[], None]] = []
         self._num_own = num_references(self._shard)  # if no one has made a view of it
-        # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
-        # Python's collector finds the cycle, at different times on different ranks.
-        self._params: list[weakref.ref[torch.nn.Parameter]] = []
+        #: the parameter objects of the slots. Weak, as parameters hold their storage: a shard would
+        #: otherwise outlive its model until Python's collector finds the cycle, at different times
+        #: on different ranks.
+        self.references: list[weakref.ref[torch.nn.Parameter]] = []
         self.gradient = Gradient(
             self.layout,
-            self._params,
+            self.references,
             dtype,
             policy,
             engine.device,
@@ -161,12 +162,12 @@ class Storage:
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Set the parameter objects of all slots, in order."""
-        self._params.extend(weakref.ref(param) for param in params)
+        self.references.extend(weakref.ref(param) for param in params)
 
     @property
     def params(self) -> list[torch.nn.Parameter | None]:
         """The parameter objects of the slots; None where the program has dropped one."""
-        return [reference() for reference in self._params]
+        return [reference() for reference in self.references]
 
     def piece(self, index: int) -> Piece:
         """What this rank owns of slot `index`; nothing of a slot of another stage."""

@@ -20,6 +20,7 @@ from bmtrain.shard.label import Phase
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 from bmtrain.torch_internals import (
+    NO_PASS,
     active_saved_tensors_hooks,
     at_end_of_backward,
     backward_pass,
@@ -183,7 +184,8 @@ class Use:
         self._loan: weakref.ref[Loan] | None = None
         self._lent: list[torch.Tensor] = []  # while they become those of forward
         self._has_end = True
-        self._ended_in = -1
+        #: number of the backward pass that has come to its end, or NO_PASS
+        self.ended_in = NO_PASS
         #: whether it serves several calls, so that backward reaches it once per call
         self.is_repeated = False
         # The views that calls inside of `together` share, to the graph one call; empty before the
@@ -200,7 +202,8 @@ class Use:
                 self._residences[storage] = residence
                 self.is_gathered_again = self.is_gathered_again or not residence.survives_forward
                 self._versions.append(storage.version())
-                for param in storage.params:
+                for reference in storage.references:
+                    param = reference()
                     self.trainable.append(param is not None and param.requires_grad)
 
     @property
@@ -214,11 +217,6 @@ class Use:
             and not self._running
             and not self.is_repeated
         )
-
-    @property
-    def is_over(self) -> bool:
-        """Whether backward has come to its end."""
-        return self._ended_in != -1
 
     def gather_in_graph(self) -> list[torch.Tensor]:
         """Gather; one view per slot of all storages, in the graph where gradients are wanted."""
@@ -246,7 +244,11 @@ class Use:
     def _in_graph(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         leaf = self.engine.leaf
         # the leaf in the place of those that the program has dropped
-        params = [leaf if x is None else x for one in self.storages for x in one.params]
+        params = [
+            leaf if (x := reference()) is None else x
+            for one in self.storages
+            for reference in one.references
+        ]
         # What the node saves of its n-th view is n.
         number = functools.partial(next, itertools.count())
         with torch.autograd.graph.saved_tensors_hooks(number, self._lent.__getitem__):
@@ -322,7 +324,7 @@ class Use:
             bind: gives the module the tensors.
             end: the node that will end this use; None if all parameters are frozen.
         """
-        if not self.storages or self._ended_in == backward_pass() or self._open_loan() is not None:
+        if not self.storages or self.ended_in == backward_pass() or self._open_loan() is not None:
             return
         self._check_versions()
         self.engine.backward.begin_use(self)
@@ -352,7 +354,7 @@ class Use:
         """Release all full buffers, and reduce gradients that only the loan has collected."""
         loan = self._open_loan()
         if loan is not None:
-            if backward_pass() not in (-1, loan.pass_number):
+            if backward_pass() not in (NO_PASS, loan.pass_number):
                 return  # only a nested pass is over: the outer one still needs the tensors
             late = loan.end()
             if in_backward():
@@ -384,7 +386,7 @@ class Use:
             if loan.pass_number != backward_pass():
                 return [None] * len(grads)
             loan.end()
-        self._ended_in = backward_pass()
+        self.ended_in = backward_pass()
         self.release_all()
         self.engine.backward.uses.pop(self, None)
         if not self.engine.backward.reduces:
@@ -397,7 +399,8 @@ class Use:
         for storage, own in self.trained():
             shown: list[torch.Tensor | None] = []
             with plain_functions():
-                for param, grad in zip(storage.params, grads[own], strict=True):
+                for reference, grad in zip(storage.references, grads[own], strict=True):
+                    param = reference()
                     # Frozen since the forward pass: autograd would add no gradient either.
                     is_wanted = param is None or param.requires_grad
                     shown.append(grad if is_wanted else None)
