@@ -56,21 +56,6 @@ def test_a_chat_template_decides_the_text_and_answers_are_learnt():
             assert said.replace(" ", "") == "".join(want).replace(" ", "")
 
 
-def test_without_a_template_there_are_headings():
-    """Alpaca's and ShareGPT's formats, byte for byte as plain text."""
-    items = stored("alpaca.jsonl")
-    asked = "Translate the word into English.\n\nHaus"
-    text = f"{END}### User:\n{asked}\n\n### Assistant:\nhouse{END}\n\n"
-    assert items[0]["input_ids"].tolist() == GPT2.encode(text)
-    said = answers(items)
-    assert said[0] == f"house{END}"
-    assert said[4] == f"Hello!{END}"  # no field "input"
-    shared = stored("sharegpt.jsonl")
-    begin = "### System:\nAnswer with one word.\n\n### User:\nWhat colour"
-    assert begin in GPT2.decode(shared[1]["input_ids"])
-    assert answers(shared)[1] == f"White.{END}Black.{END}"
-
-
 def test_long_conversations_lose_their_end():
     """Ids and targets alike; the last place has nothing to predict. Batches are padded, with -100
     where nothing is to be predicted.
@@ -88,6 +73,8 @@ def test_long_conversations_lose_their_end():
     assert past.any() and (batch["targets"][past] == -100).all()
     found = [row[row >= 0].tolist() for row in batch["targets"]]
     assert found == [learnt(item) for item in items_of(items)]
+    for ids in (item["input_ids"].tolist() for item in items_of(items)):
+        assert GPT2.encode(GPT2.decode(ids)) == ids  # as a whole
 
 
 def test_packed_rows_are_their_samples():
@@ -272,34 +259,12 @@ def test_other_templates_that_rewrite(template, expected, tmp_path):
     assert answers(items_from(tmp_path, rows, reader=rewriting(template))) == [expected]
 
 
-def test_pairs_and_texts(tmp_path):
-    """A question and its answer; a text, of which all is learnt; an answer of weight 0, as OpenAI's
-    fine-tuning has it, is not.
-    """
-    talk = turns("a", "wrong", "b", "right")
-    talk[1]["weight"] = 0
-    rows = [
-        {"prompt": "2+2?", "response": "4", "tools": ""},
-        {"prompt": "2+2?", "completion": "4", "system": "Count."},
-        {"text": "Once upon a time"},
-        {
-            "messages": [
-                *turns("a"),
-                {"role": "assistant", "content": [{"text": "b"}, {"text": "c"}]},
-            ]
-        },
-        {"messages": talk},
-    ]
-    items = items_from(tmp_path, *rows)
-    expected = ["4", "4", "Once upon a time", "bc", "right"]
-    assert answers(items) == [text + END for text in expected]
-    texts = [GPT2.decode(item["input_ids"]) for item in items_of(items)]
-    assert "### System:\nCount." in texts[1]
-    assert texts[2] == f"{END}Once upon a time{END}"
+def test_texts_of_tokenizers_that_lack_an_end(tmp_path):
+    """What begins a text, or ends it, is left out."""
     for name in ("bos_token", "eos_token"):
         reader = copy.deepcopy(GPT2)
         setattr(reader, name, None)
-        (item,) = items_of(items_from(tmp_path, rows[2], reader=reader))
+        (item,) = items_of(items_from(tmp_path, {"text": "Once upon a time"}, reader=reader))
         expected = ["Once upon a time", END][:: 1 if name == "bos_token" else -1]
         assert reader.decode(item["input_ids"]) == "".join(expected)
 

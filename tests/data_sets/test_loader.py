@@ -279,12 +279,6 @@ def test_streams_pass_through():
         DistributedDataLoader(Stream(), shuffle=True)
 
 
-class MixturePart(Numbers):
-    """One of two parts."""
-
-    num_shards = 2
-
-
 class Endless(Dataset[int]):
     """Rows without a number of rows."""
 
@@ -302,7 +296,6 @@ class Endless(Dataset[int]):
         (Numbers(4), {"batch_size": None}, "batch_size is None"),
         (Numbers(4), {"batch_size": True}, "batch_size is True"),
         (Numbers(4), {"batch_size": 5, "drop_last": True}, "drop_last leaves no batch"),
-        (MixturePart(4), {}, "one of 2 parts"),
         (Endless(), {}, "no length"),
     ],
 )

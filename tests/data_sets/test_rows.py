@@ -58,6 +58,8 @@ ROWS = {
     "other roles": {"conversations": [{"from": "user", "value": "a"}, {"from": "bot", "value": "b"}]},
     "question": {"question": "a", "answer": "b"},
     "query": {"query": "a", "response": "b", "images": [], "history": []},
+    "pair": {"prompt": "a", "response": "b", "tools": ""},
+    "alpaca": {"instruction": "a", "output": "b"},
     "dolly": {"instruction": "a", "context": "", "response": "b"},
     "trl": {"prompt": TALK[:1], "completion": TALK[1:]},
     "half of trl": {"prompt": TALK[:1], "completion": "b"},
@@ -98,16 +100,17 @@ WHOLE = f"{END}### User:\nx\n\n### Assistant:\ny{END}\n\n{ASKED.removeprefix(END
         ),
         ({"messages": json.dumps([{"role": "User", "content": "x"}, {"role": "ai", "content": "y"}, *TALK])}, WHOLE, f"y{END}b{END}"),
         ({"text": f"{WHOLE}", "label": 3, "labels": 3, "loss": 0.5}, f"{END}{WHOLE}{END}", f"{WHOLE}{END}"),
-        (
-            {"messages": TALK, "system": "s"},
-            f"{END}### System:\ns\n\n{ASKED.removeprefix(END)}b{END}\n\n",
-            f"b{END}",
+        *(
+            (row, f"{END}### System:\ns\n\n{ASKED.removeprefix(END)}b{END}\n\n", f"b{END}")
+            for row in (
+                {"messages": TALK, "system": "s"},
+                {"system_prompt": "s", "question": "a", "response": "b"},
+                {"prompt": "a", "completion": "b", "system": "s"},
+                {"conversations": [{"from": "system", "value": "s"}, *SHARED]},
+            )
         ),
-        (
-            {"system_prompt": "s", "question": "a", "response": "b"},
-            f"{END}### System:\ns\n\n{ASKED.removeprefix(END)}b{END}\n\n",
-            f"b{END}",
-        ),
+        ({"instruction": "a", "input": "c", "output": "b"}, f"{END}### User:\na\n\nc\n\n### Assistant:\nb{END}\n\n", f"b{END}"),
+        ({"messages": [TALK[0], {"role": "assistant", "content": [{"text": "b"}, {"text": "c"}]}]}, f"{ASKED}bc{END}\n\n", f"bc{END}"),
         ({"content": "plain"}, f"{END}plain{END}", f"plain{END}"),
         ({"messages": [TALK[0], {"role": "assistant", "content": "\ue000"}]}, f"{ASKED}\ue000{END}\n\n", f"\ue000{END}"),
     ],

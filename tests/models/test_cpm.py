@@ -31,11 +31,11 @@ SIZES: dict[str, Any] = parity.values(
     f"vocab_size={VOCAB} dim_model={DIM} num_heads={HEADS} dim_head={HEAD} dim_ff={WIDE} "
     f"position_bias_num_buckets={BUCKETS} position_bias_max_distance={FAR} half=False"
 )
-PROMPTS = {"prompt_types": 2, "prompt_length": PROMPT, "segment_types": SEGMENTS}
-DEPTHS: dict[str, dict[str, Any]] = {
-    "CPM1": {"num_layers": 2},
-    "CPM2": {"num_encoder_layers": 2, "num_decoder_layers": 2},
-    "CPM3": {"num_layers": 2, **PROMPTS},
+PROMPTS = f"prompt_types=2 prompt_length={PROMPT} segment_types={SEGMENTS}"
+DEPTHS = {
+    "CPM1": parity.values("num_layers=2"),
+    "CPM2": parity.values("num_encoder_layers=2 num_decoder_layers=2"),
+    "CPM3": parity.values(f"num_layers=2 {PROMPTS}"),
 }
 SCALED = "length_scale=True attn_scale=True tied=True"  # as the large models
 UNSCALED = "length_scale=False attn_scale=False tied=False"

@@ -19,25 +19,24 @@ from model_center.layer.cache import KeyValueCache, LayerCache
 from model_center.model.seq2seq import Seq2SeqModel
 
 VOCAB = 48
-SIZES = {"vocab_size": VOCAB, "dim_model": 32, "num_heads": 4, "dim_ff": 48}
-TABLE = {"position_size": 40}
+SIZES = f"vocab_size={VOCAB} dim_model=32 num_heads=4 dim_ff=48"
 FAMILIES = {
-    "gpt2": ("GPT2", TABLE),
-    "gptj": ("GPTj", {}),
-    "opt": ("OPT", TABLE),
-    "llama": ("Llama", {"num_heads_kv": 2, "sliding_window": 6}),
-    "cpm1": ("CPM1", {}),
-    "cpm3": ("CPM3", {}),
-    "t5": ("T5", {"num_encoder_layers": 2}),
-    "cpm2": ("CPM2", {"num_encoder_layers": 2}),
+    "gpt2": "GPT2 position_size=40",
+    "gptj": "GPTj",
+    "opt": "OPT position_size=40",
+    "llama": "Llama num_heads_kv=2 sliding_window=6",
+    "cpm1": "CPM1",
+    "cpm3": "CPM3",
+    "t5": "T5 num_encoder_layers=2",
+    "cpm2": "CPM2 num_encoder_layers=2",
 }
 
 
 @functools.cache
 def made(name, **overrides):
     """A small random model."""
-    family, sizes = FAMILIES[name]
-    return small.model(family, std=1.0, **SIZES | sizes | overrides)
+    family, _, sizes = FAMILIES[name].partition(" ")
+    return small.model(family, std=1.0, **parity.values(f"{SIZES} {sizes}") | overrides)
 
 
 def prompt(rows=3, length=6, high=45):

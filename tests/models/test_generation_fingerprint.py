@@ -51,6 +51,7 @@ class Part(torch.nn.Module):
 CHANGES = """
 part.number = 2
 part.number = 1.0
+part.number = 1 + 1e-9
 part.flag = 1
 part.text = "two"
 part.nothing = 0

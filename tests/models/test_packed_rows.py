@@ -2,29 +2,32 @@
 
 import pytest
 import torch
-from tests.models import small
+from tests.models import parity, small
 from tests.ranks.runner import on_ranks
 
 import bmtrain as bmt
 from model_center import model as models
 from model_center.layer.mask import AttentionMask
 
-KINDS = {
-    "GPT2": {"position_size": 16},
-    "GPTj": {},
-    "OPT": {"position_size": 16},
-    "Llama": {},
-    "Qwen3": {"num_heads_kv": 1},
-    "Mistral": {"num_heads_kv": 1, "sliding_window": 3},
-}
+KINDS = """
+GPT2 position_size=16
+GPTj
+OPT position_size=16
+Llama
+Qwen3 num_heads_kv=1
+Mistral num_heads_kv=1 sliding_window=3
+""".strip().splitlines()
 LENGTHS = (5, 1, 7)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(1)
-def test_texts_of_a_row_are_as_alone(name):
+def test_texts_of_a_row_are_as_alone(kind):
     torch.manual_seed(0)
-    model = vars(models)[name](small.config(name, **KINDS[name])).eval()  # OPT drops out by default
+    name, _, options = kind.partition(" ")
+    model = vars(models)[name](
+        small.config(name, **parity.values(options))
+    ).eval()  # OPT drops out by default
     bmt.init_parameters(model)
     with torch.no_grad():
         for param in model.parameters():

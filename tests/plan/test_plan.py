@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tests.ranks.runner import run_ranks
+from tests.unit.test_linear_cross_entropy import in_chunks
 from torch import Tensor, nn
 
 import bmtrain as bmt
 import bmtrain.plan as bp
 from bmtrain.__main__ import COMMANDS, main
 from bmtrain.errors import ConfigurationError
-from bmtrain.loss import linear_cross_entropy
 from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS
 from bmtrain.plan import command
 from bmtrain.plan.blocks import Case, costs
@@ -153,8 +153,7 @@ class Head(nn.Module):
 
 def test_a_head_in_a_block_runs_in_chunks(monkeypatch):
     """Compiled, at every level: the logits of a chunk, and gradients in fp32 and in bf16."""
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 256)
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
+    in_chunks(monkeypatch, 256)
     with without_memory():
         head = without_values(Head(), torch.bfloat16)
         x = torch.empty(4, 512, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -6,7 +6,6 @@ import importlib
 import io
 import json
 import re
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -176,16 +175,6 @@ def test_curves_of_another_name(text, capsys):
     assert "is none of tensorboard, wandb, wandb:PROJECT" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="expected 'tensorboard', 'wandb' or 'wandb:PROJECT'"):
         open_curves(["lines"], Path(), 0)
-
-
-def test_wandb_without_a_project(tmp_path):
-    """Is left to what the package is set up for; a name that is there twice counts once."""
-    wandb = mock.Mock(id="abc")
-    wandb.init.return_value = wandb
-    with mock.patch.dict(sys.modules, wandb=wandb):
-        for curves in open_curves(["wandb", "wandb"], tmp_path / "run", 0):
-            curves.close()
-    assert [call.kwargs["project"] for call in wandb.init.mock_calls] == [None]
 
 
 def test_smoothing():

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tests.models.parity import values
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import command, losses, on, same_learning
 from tests.training.their_models import HEADS, arguments, check_learning, make
@@ -62,25 +63,25 @@ def test_packed_and_padded_rows(kinds, tmp_path):
 
 
 # Changes of the default configuration without which it cannot be made small, and whether samples share rows.
-EXPERTS = {"num_experts_per_tok": 2, "first_k_dense_replace": 1}
-SIZED: dict[str, tuple[dict[str, Any], bool]] = {
-    "bamba": ({"mamba_expand": 1, "attn_layer_indices": [1]}, False),
+EXPERTS = "num_experts_per_tok=2 first_k_dense_replace=1"
+SIZED = {
+    "bamba": ("mamba_expand=1 attn_layer_indices=[1]", False),
     "deepseek_v2": (EXPERTS, True),
-    "dots1": ({**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1}, True),
-    "falcon_h1": ({"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8}, False),
+    "dots1": (f"{EXPERTS} n_routed_experts=4 n_shared_experts=1", True),
+    "falcon_h1": ("mamba_d_ssm=16 mamba_n_heads=2 mamba_d_head=8", False),
     "granitemoehybrid": (
-        {"mamba_expand": 1, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}
-        | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "mamba_expand=1 num_hidden_layers=2 layer_types=['mamba','attention'] "
+        "num_local_experts=4 num_experts_per_tok=2",
         False,
     ),
-    "hunyuan_v1_dense": ({"head_dim": 8}, True),
-    "hunyuan_v1_moe": ({"head_dim": 8, "num_experts": 4, "moe_topk": 2}, True),
+    "hunyuan_v1_dense": ("head_dim=8", True),
+    "hunyuan_v1_moe": ("head_dim=8 num_experts=4 moe_topk=2", True),
     "lfm2_moe": (
-        {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+        "num_hidden_layers=2 layer_types=['conv','full_attention'] num_dense_layers=1",
         False,
     ),
-    "nemotron": ({"num_key_value_heads": 2, "head_dim": 8}, True),
-    "phimoe": ({"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}, True),
+    "nemotron": ("num_key_value_heads=2 head_dim=8", True),
+    "phimoe": ("router_jitter_noise=0.0 input_jitter_noise=0.0", True),
 }
 
 
@@ -88,7 +89,9 @@ SIZED: dict[str, tuple[dict[str, Any], bool]] = {
 @pytest.mark.fresh
 def test_packed_and_padded_rows_of_sized_models(tmp_path):
     """As above. Falcon-H1 mixes 2 % of a sample into the next here, as little as bf16 rounds."""
-    folders = {kind: str(make(kind, tmp_path, **more)) for kind, (more, _) in SIZED.items()}
+    folders = {
+        kind: str(make(kind, tmp_path, **values(words))) for kind, (words, _) in SIZED.items()
+    }
     for found in run_ranks(all_learn, 2, folders, timeout=300):
         assert found == {kind: shares for kind, (_, shares) in SIZED.items()}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tests.models import parity
 from tests.ranks.models import full_gradients, plain_gradients
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -79,17 +80,13 @@ def make(kind, folder, dtype=torch.float32, **changes):
 
 def arguments(path, **values):
     """What `train` asks a trained_model with."""
-    base: dict[str, Any] = {
-        "model_config": str(path),
-        "load": None,
-        "dtype": "fp32",
-        "from_scratch": False,
-    }
-    base |= {"objective": Objective.NEXT_TOKEN, "samples": 0}
-    base |= {"seed": 0, "use_checkpoint": True, "zero_level": 3, "save": None, "save_name": None}
-    base |= {"lora_rank": 0, "lora_alpha": 16, "lora_dropout": 0.0, "lora_targets": None}
-    base |= {"batch_size": 2, "max_length": 100}
-    return argparse.Namespace(**{**base, "load_in_4bit": False, **values})
+    base = parity.values(
+        "load=None dtype=fp32 from_scratch=False samples=0 seed=0 use_checkpoint=True zero_level=3 "
+        "save=None save_name=None lora_rank=0 lora_alpha=16 lora_dropout=0.0 lora_targets=None "
+        "batch_size=2 max_length=100 load_in_4bit=False"
+    )
+    goal = {"model_config": str(path), "objective": Objective.NEXT_TOKEN}
+    return argparse.Namespace(**{**base, **goal, **values})
 
 
 def check_learning(path):

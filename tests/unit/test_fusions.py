@@ -2,6 +2,7 @@
 where.
 """
 
+import contextlib
 import copy
 from typing import Any, NamedTuple
 
@@ -160,6 +161,17 @@ class Noted(NamedTuple):
         ]
 
 
+@contextlib.contextmanager
+def compiled_anew():
+    """What is compiled inside was not compiled before."""
+    torch._dynamo.reset()
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
 @pytest.fixture
 def joined(monkeypatch):
     """Of all graphs of a test."""
@@ -172,11 +184,7 @@ def joined(monkeypatch):
             calls += [node.args for node in graph.find_nodes(op="call_function", target=target)]
 
     monkeypatch.setattr(joining, "join", noting)
-    torch._dynamo.reset()
-    with (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
+    with compiled_anew():
         yield found
 
 

@@ -7,8 +7,8 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.unit.test_fusions import check_against_plain, passed, without_code
-from tests.unit.test_linear_cross_entropy import num_products, profiled
+from tests.unit.test_fusions import check_against_plain, compiled_anew, passed, without_code
+from tests.unit.test_linear_cross_entropy import in_chunks, num_products, profiled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,13 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Five chunks, the last one shorter; programs of other tests do not count as compiled."""
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", CHUNK_ROWS)
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
-    torch._dynamo.reset()
-    with (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
+    in_chunks(monkeypatch, CHUNK_ROWS)
+    with compiled_anew():
         yield
 
 

@@ -27,11 +27,16 @@ TOLERANCE = {
 WEIGHTS = torch.linspace(0.0, 2.0, CLASSES).roll(7)
 
 
+def in_chunks(monkeypatch, rows):
+    """Of so many rows, however small they are."""
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", rows)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
+
+
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks, the last one shorter."""
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", CHUNK_ROWS)
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
+    in_chunks(monkeypatch, CHUNK_ROWS)
 
 
 def inputs(dtype=torch.float32, rows=ROWS, bias=True) -> tuple[Any, Any]:
