@@ -692,7 +692,7 @@ def short_table(rows: Sequence[Beside]) -> str:
 
 
 def text_picture(rows: Sequence[Beside]) -> str:
-    """Bars of text; the fastest other is 1.0. Of each model and kind of GPU the largest batch on
+    """Bars of text; the fastest other is 1.0. Of each model and kind of GPU, the largest batch on
     the most GPUs.
     """
     shown = {
