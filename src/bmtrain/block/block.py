@@ -89,7 +89,7 @@ class _Method:
     def __get__(self, block: Block | None, kind: type) -> Any:
         if block is None:
             return self._own
-        inner = vars(block)["_hidden"][0]
+        inner = vars(block)["_inner"]
         found = inspect.getattr_static(inner, self._name)
         if found is getattr(torch.nn.Module, self._name):
             found = self._own
