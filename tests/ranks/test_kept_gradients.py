@@ -51,13 +51,15 @@ class Run:
             self.first.step()
             self.others.step()
 
+    def clear(self, step):
+        """The first layer's gradients every second step, the others' every third."""
+        for optimizer, every in ((self.first, 2), (self.others, 3)):
+            if step % every == 0:
+                optimizer.zero_grad()
+
     def train(self, clipped):
-        """The first layer's gradients are cleared every second step, the others' every third."""
         for step in range(STEPS):
-            if step % 2 == 0:
-                self.first.zero_grad()
-            if step % 3 == 0:
-                self.others.zero_grad()
+            self.clear(step)
             loss = loss_of(self.model, step)
             if self.manager is None:
                 loss.backward()
@@ -134,10 +136,7 @@ def of_two_managers():
         two.add_optimizer(ours.others)
         for step in range(STEPS):
             for run in (plain, ours):
-                if step % 2 == 0:
-                    run.first.zero_grad()
-                if step % 3 == 0:
-                    run.others.zero_grad()
+                run.clear(step)
                 losses = [loss_of(run.model, step), loss_of(run.model, step + 1)]
                 if program == "parts":
                     losses = [

@@ -20,6 +20,12 @@ ONE = ROWS * ROW  # bytes of the input of a block
 GIB = 2**30
 
 
+def planned(limit):
+    """Memory of so many bytes, and blocks that plan for it."""
+    memory = told(limit)
+    return memory, make_planned(dropout=0.0)[1]
+
+
 def steps(blocks, count=1):
     """The plan of all ranks after some steps."""
     for _ in range(count):
@@ -34,8 +40,8 @@ def num_kept(plan):
 @on_ranks(2)
 def test_what_else_takes_memory_on_any_rank_changes_the_plan_of_all():
     """Something else takes memory, on the last rank only, gives it back, and takes all of it."""
-    memory, last = told(100 * ONE), bmt.rank() == 1
-    _, blocks = make_planned(dropout=0.0)
+    memory, blocks = planned(100 * ONE)
+    last = bmt.rank() == 1
     plans = [steps(blocks, 4)]
     for used, count in ((30, 3), (60, 3), (0, 3), (0, 30), (100, 3)):
         memory.used = used * ONE * last
@@ -50,8 +56,7 @@ def test_what_else_takes_memory_on_any_rank_changes_the_plan_of_all():
 @on_ranks(2)
 def test_retries_of_the_allocator_on_any_rank_lower_the_plan_of_all():
     """It has to give back cached memory again and again, on the first rank."""
-    memory = told(66 * ONE)
-    _, blocks = make_planned(dropout=0.0)
+    memory, blocks = planned(66 * ONE)
     assert steps(blocks, 4) == ALL
     tidied = memory.num_tidied
     for _ in range(6):
@@ -63,8 +68,7 @@ def test_retries_of_the_allocator_on_any_rank_lower_the_plan_of_all():
 @on_ranks(2)
 def test_plans_for_new_shapes_know_what_memory_has_become():
     """Long after the first plan, memory breaks up on the last rank; then inputs grow."""
-    memory = told(100 * ONE)
-    _, blocks = make_planned(dropout=0.0)
+    memory, blocks = planned(100 * ONE)
     assert steps(blocks, 10) == ALL
     if bmt.rank() == 1:
         memory.shrink(60 * ONE)
@@ -76,8 +80,7 @@ def test_plans_for_new_shapes_know_what_memory_has_become():
 @on_ranks(1)
 def test_the_plan_says_what_the_loss_takes():
     """Something before the blocks takes 3 GiB for a moment, the loss 2 GiB, beside 1 GiB."""
-    memory = told(100 * GIB)
-    _, blocks = make_planned(dropout=0.0)
+    memory, blocks = planned(100 * GIB)
     memory.used = GIB
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
@@ -95,8 +98,7 @@ def test_the_plan_says_what_the_loss_takes():
 @on_ranks(1)
 def test_other_numbers_of_blocks():
     """Fewer, skipped at random, are served by the plan of all; more are measured anew."""
-    told(1000 * ONE)
-    _, blocks = make_planned(dropout=0.0)
+    _, blocks = planned(1000 * ONE)
     plans = [steps(blocks[:count]) for count in (3, 3, 3, 2, 1, 3, 4, 4, 4)]
     assert plans[2:6] == [ALL[:3]] * 4
     assert plans[8] == ALL
@@ -107,8 +109,7 @@ def test_the_host_takes_as_much_as_it_has_room_for():
     """Of the first blocks, whose inputs would stay for longest; on the rank that has least."""
     rooms = {0: 4 * ONE, 1: (2 + 2 * bmt.rank()) * ONE}
     for number, room in rooms.items():
-        told(ONE // 2)
-        _, blocks = make_planned(dropout=0.0)
+        _, blocks = planned(ONE // 2)
         with mock.patch.object(Host, "room", lambda _: room):  # noqa: B023
             plan = steps(blocks, 4)
         assert plan[:2] == (Level.OFFLOADED,) * 2, plan
