@@ -30,7 +30,7 @@ RECIPES = tuple(
 )
 # Tokens of a row in as_written.py.
 TOKENS = {"gpt2": 1024, "llama-8b": 4096, "bert-large": 128, "t5-base": 512, "llama-8b-lora": 4096}
-TOKENS |= {"qwen3-4b": 16384, "qwen3-4b-lora": 16384}
+TOKENS |= {"qwen3-4b": 16384, "qwen3-4b-lora": 16384, "13b": 512, "1b": 4096}
 # Kinds of rows and of peers in its records, where they are not the usual ones.
 KINDS_OF_ROWS, OWN = ("padded", "packed"), ("ours", "center")
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
@@ -692,10 +692,12 @@ def short_table(rows: Sequence[Beside]) -> str:
 
 
 def text_picture(rows: Sequence[Beside]) -> str:
-    """Bars of text; the fastest other is 1.0. The largest batch of each model and machine."""
+    """Bars of text; the fastest other is 1.0. Of each model and kind of GPU, the largest batch on
+    the most GPUs.
+    """
     shown = {
-        (row.ours["model"], *map(row.ours.get, KINDS_OF_ROWS), row.place): row
-        for row in sorted(rows, key=lambda row: int(row.ours["rows"]))
+        (row.ours["model"], *map(row.ours.get, KINDS_OF_ROWS), row.gpu): row
+        for row in sorted(rows, key=lambda row: (row.ours["gpus"], int(row.ours["rows"])))
     }
     named = {f"{row.place}, {row.what} tokens": row for row in rows if row in shown.values()}
     width = max(map(len, named), default=0) + 1

@@ -4,9 +4,11 @@ import functools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from model_center import tokenizer as tokenizers
+from model_center.dataset.indexed_builder import make_builder
 from model_center.errors import DataError
 
 DATA = Path(__file__).parents[1] / "data"
@@ -36,6 +38,23 @@ def write_rows(file, *rows):
     lines = [row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows]
     file.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
     return file
+
+
+def write_tokens(prefix, documents, dtype="int32", marked=None):
+    """Token data of documents of sequences of ids; the first `marked` documents end, or all."""
+    with make_builder(f"{prefix}.bin", "mmap", dtype) as builder:
+        for number, document in enumerate(documents):
+            for sequence in document:
+                builder.add_item(sequence)
+            if marked is None or number < marked:
+                builder.end_document()
+        builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def listed(item):
+    """A row of a data set, its values as lists."""
+    return {name: np.asarray(value).tolist() for name, value in item.items()}
 
 
 def overwrite(path, at, content):

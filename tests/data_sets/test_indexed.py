@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.data_sets.common import overwrite, refused
+from tests.data_sets.common import overwrite, refused, write_tokens
 from tests.flushes import recorded_flushes
 from torch.utils.data import DataLoader
 
@@ -52,12 +52,7 @@ def by_hand(prefix, rows, code=4, letter=None, marks=(0, 2, 4), old=False):
 
 def build(prefix, rows, dtype=np.int32):
     """With the builder, a document per row."""
-    with make_builder(f"{prefix}.bin", "mmap", dtype) as builder:
-        for row in rows:
-            builder.add_item(row)
-            builder.end_document()
-        builder.finalize(f"{prefix}.idx")
-    return str(prefix)
+    return write_tokens(prefix, [[row] for row in rows], dtype)
 
 
 def lists(dataset):
@@ -112,9 +107,11 @@ def test_indices_of_every_kind(tmp_path):
     content = pickle.dumps(large)
     assert len(content) < 500
     assert lists(pickle.loads(content)) == lists(large)
-    assert MMapIndexedDataset.exists(str(tmp_path / "b"))
-    (tmp_path / "b.bin").unlink()
-    assert not MMapIndexedDataset.exists(str(tmp_path / "b"))
+    kinds = MMapIndexedDataset, DistributedMMapIndexedDataset
+    assert all(kind.exists(path=str(tmp_path / "b")) for kind in kinds)
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"b{ending}").unlink()
+        assert not any(kind.exists(str(tmp_path / "b")) for kind in kinds)
 
 
 def test_empty_sequences_and_float64_under_code_6(tmp_path):

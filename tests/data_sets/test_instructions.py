@@ -219,7 +219,7 @@ def test_calls_of_tools_are_answers(tmp_path):
     swift = [
         {"role": names.get(one["from"], "assistant"), "content": one["value"]} for one in shared
     ]
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"messages": asked, "tools": tools},
         {"messages": [*asked, *turns("Sure?", "Yes.")], "tools": tools},
         {"conversations": shared, "tools": json.dumps(tools)},
@@ -278,7 +278,7 @@ def test_pairs_and_texts(tmp_path):
     """
     talk = turns("a", "wrong", "b", "right")
     talk[1]["weight"] = 0
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"prompt": "2+2?", "response": "4", "tools": ""},
         {"prompt": "2+2?", "completion": "4", "system": "Count."},
         {"text": "Once upon a time"},

@@ -2,13 +2,12 @@
 
 import itertools
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.data_sets.common import filled, refused
+from tests.data_sets.common import filled, listed, refused, write_tokens
 from torch.utils.data import Subset
 
 import model_center.dataset.cpm1dataset
@@ -16,24 +15,13 @@ from model_center.dataset.cpm1 import CPM1_Dataset, CPM1_Dataset_Merge
 from model_center.dataset.cpm2 import CPM2_Dataset
 from model_center.dataset.distributed_indexed import DistributedMMapIndexedDataset
 from model_center.dataset.indexed import MMapIndexedDataset
-from model_center.dataset.indexed_builder import make_builder
 from model_center.dataset.loader import DistributedDataLoader
 from model_center.dataset.packed import PackedDataset
 from model_center.dataset.sampler import permutation
 
-Documents = Sequence[Sequence[Sequence[int]]]
 
-
-def build(prefix, documents, *, dtype=np.int32, marked=10**6):
-    """Documents of sequences of ids; the ends of the first `marked` are marked."""
-    with make_builder(f"{prefix}.bin", "mmap", dtype) as builder:
-        for number, document in enumerate(documents):
-            for sequence in document:
-                builder.add_item(sequence)
-            if number < marked:
-                builder.end_document()
-        builder.finalize(f"{prefix}.idx")
-    return MMapIndexedDataset(str(prefix))
+def build(*how, **options):
+    return MMapIndexedDataset(write_tokens(*how, **options))
 
 
 def random_documents(count, *, empty=True):
@@ -103,8 +91,7 @@ def test_packed_rows_through_the_loader(tmp_path):
 
 def test_packed_bad_arguments(tmp_path):
     """Nothing to predict, no length, no such row."""
-    nothing: tuple[Documents, ...] = ([], [[[1]]], [[[]], [[]]])
-    for documents in nothing:
+    for documents in ([], [[[1]]], [[[]], [[]]]):
         with refused("expected at least two"):
             PackedDataset(build(tmp_path / "a", documents), 4)
     assert len(PackedDataset(build(tmp_path / "a", [[[1]]]), 4, separator=0)) == 1
@@ -130,15 +117,11 @@ def pairs(tmp_path):
     return ctx, tgt
 
 
-def listed(row):
-    return {key: np.asarray(value).tolist() for key, value in row.items()}
-
-
-def test_cpm1_pairs(pairs: tuple[Any, Any]) -> None:
+def test_cpm1_pairs(pairs: tuple[Any, Any]):
     """Padded; numbered as in the files, so long ones are None. The packages stand beside the task
     datasets' modules of similar names.
     """
-    dataset: Any = CPM1_Dataset(*pairs, max_length=5)
+    dataset = CPM1_Dataset(*pairs, max_length=5)
     assert (len(dataset), dataset.num_skipped, dataset.short) == (4, 2, [0, 2])
     want = {"ctx": [1, 2, 3, 0, 0], "tgt": [7, 8, 9, -100, -100], "len_ctx": 3}
     assert listed(dataset[np.int64(0)]) == want
@@ -165,9 +148,9 @@ def test_cpm2_pairs(pairs: tuple[Any, Any]):
         "len_ctx": [3, 1],
         "len_tgt": [3, 3],
     }
-    longest: Any = CPM2_Dataset(*pairs, max_source_length=5, max_target_length=2)[2]
+    longest = CPM2_Dataset(*pairs, max_source_length=5, max_target_length=2)[2]
     assert (longest["tgt"].tolist(), longest["len_tgt"]) == ([5, 26239, 6], 2)
-    whole: Any = CPM2_Dataset(*pairs)
+    whole = CPM2_Dataset(*pairs)
     assert whole[3]["ctx"].tolist() == filled([26239, 26050], 512)
     assert whole[3]["tgt"].shape == (257,)
 
@@ -195,7 +178,7 @@ def test_merged_spans(tmp_path):
     dataset = CPM1_Dataset_Merge(indexed, max_length=64)
     assert (len(dataset), dataset.num_skipped) == (7, 3)
     assert dataset.sizes.tolist() == [*lengths, 4]
-    seen: list[set[tuple[int, int]]] = [set() for _ in rows]
+    seen = [set() for _ in rows]
     for epoch in range(200):
         dataset.set_epoch(epoch)
         for row, want in enumerate(rows):

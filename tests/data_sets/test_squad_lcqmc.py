@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.data_sets.common import DATA, FOLDERS, filled, refused, tokenizer
+from tests.data_sets.common import DATA, FOLDERS, filled, listed, refused, tokenizer
 from torch.utils.data import DataLoader
 
 from model_center.dataset import cpm1dataset, cpm2dataset, t5dataset
@@ -32,10 +32,6 @@ def questions(split):
             begin = f"Question: {asked['question']} Answer: <extra_id_0>"
             found.append((f"{begin} Context: {paragraph['context']}", answers))
     return found
-
-
-def listed(item):
-    return {key: value.tolist() for key, value in item.items()}
 
 
 def test_squad_is_trained_as_text_to_text():
@@ -245,7 +241,7 @@ def test_words_of_lcqmc_are_looked_up(tmp_path):
     lacking: Any = CPM1Tokenizer.from_pretrained(tmp_path)
     with refused("words of the classes begin with the same token"):
         one.get_verbalizer(lacking)
-    large: Any = types.SimpleNamespace(vocab_size=30000)
+    large = types.SimpleNamespace(vocab_size=30000)
     assert one.get_verbalizer(large) == [15682, 16357]
     assert two.get_verbalizer(large) == [1744, 24]
 

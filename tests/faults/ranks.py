@@ -1,17 +1,14 @@
 """Ranks that may die: processes with the exit codes and the output that programs would have."""
 
 import atexit
-import contextlib
 import dataclasses
 import os
 import re
-import socket
 import sys
 import time
 
 import torch
-import torch.distributed as dist
-from tests.ranks.runner import fork_server
+from tests.ranks import runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +40,13 @@ def run(program, *args, ranks=2, folder, timeout=60.0, hosted=False, grace=3.0):
         hosted: whether rank 0 hosts the store, as without torchrun.
         grace: see `run_in`.
     """
-    with _store(hosted) as port:
-        environments = [
-            {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "DEVICE": "cpu",
-                "TORCHELASTIC_USE_AGENT_STORE": str(not hosted),
-            }
-            for rank in range(ranks)
-        ]
-        return run_in(environments, program, *args, folder=folder, timeout=timeout, grace=grace)
+    store = None if hosted else runner.new_store()  # lives as long as the ranks
+    port = runner.free_port() if store is None else store.port
+    own = {"DEVICE": "cpu", "TORCHELASTIC_USE_AGENT_STORE": str(not hosted)}
+    environments = [
+        {**os.environ, **runner.environment_of(rank, ranks, port), **own} for rank in range(ranks)
+    ]
+    return run_in(environments, program, *args, folder=folder, timeout=timeout, grace=grace)
 
 
 def run_in(environments, program, *args, folder, timeout=60.0, grace=3.0):
@@ -69,7 +57,9 @@ def run_in(environments, program, *args, folder, timeout=60.0, grace=3.0):
     """
     logs = [folder / f"rank{rank}.log" for rank in range(len(environments))]
     processes = [
-        fork_server().Process(target=_live, args=(dict(environment), str(log), program, args))
+        runner.fork_server().Process(
+            target=_live, args=(dict(environment), str(log), program, args)
+        )
         for environment, log in zip(environments, logs, strict=True)
     ]
     for process in processes:
@@ -89,28 +79,10 @@ def run_in(environments, program, *args, folder, timeout=60.0, grace=3.0):
     return Left(codes, [log.read_text(errors="replace") for log in logs], ended)
 
 
-@contextlib.contextmanager
-def _store(hosted):
-    """The port of the store."""
-    if hosted:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        yield port
-        return
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    yield store.port
-    del store
-
-
 def _live(environment, log, program, args):
     """What the interpreter does with a main program."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
-    sys.__stderr__ = sys.stderr  # type: ignore[misc]
+    runner.print_into(log)
+    sys.__stderr__ = sys.stderr  # type: ignore[misc, assignment]
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -1,7 +1,6 @@
 """Kernels of cross entropy against their plain-torch twins, which tests/unit holds against torch."""
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ PATHS = (
     functools.partial(by_torch, kernels.row_gradient),
     functools.partial(by_kernel, kernels.row_gradient),
 )
-IN_PLACE: list[Any] = [functools.partial(path, in_place=True) for path in PATHS]
-GRADIENTS: list[Any] = [*IN_PLACE, *PATHS]
+IN_PLACE = [functools.partial(path, in_place=True) for path in PATHS]
+GRADIENTS = [*IN_PLACE, *PATHS]
 
 
 @pytest.fixture(autouse=True)

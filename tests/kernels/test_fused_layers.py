@@ -3,12 +3,11 @@
 import contextlib
 import copy
 import functools
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from tests.models import parity
+from tests.models import parity, small
 from tests.ranks.runner import run_ranks
 from tests.tensors import by_kernel
 
@@ -27,28 +26,21 @@ from model_center.layer import decode_row, feedforward, layernorm, scaled_dot_pr
 from model_center.layer.linear import Linear
 from model_center.layer.position_embedding import rotary
 from model_center.layer.position_embedding.rotary import Rotary
-from model_center.model.gpt2 import GPT2, GPT2Config
-from model_center.model.gptj import GPTj, GPTjConfig
-from model_center.model.llama import Llama, LlamaConfig
-from model_center.model.qwen2 import Qwen2, Qwen2Config
-from model_center.model.qwen3 import Qwen3, Qwen3Config
+from model_center.model import Llama
 
-SIZES: dict[str, Any] = {"vocab_size": 48, "dim_model": 16, "num_heads": 4, "dim_head": 4}
-SIZES |= {"dim_ff": 24, "num_layers": 1, "dtype": "float32"}
+SIZES = parity.values("vocab_size=48 num_heads=4 dim_head=4 dim_ff=24 num_layers=1")
 NEW = 3  # tokens: one follows the prompt, one each step
-MODELS: dict[str, tuple[Any, Any]] = {
-    "llama": (Llama, LlamaConfig(**SIZES, num_heads_kv=2, sliding_window=6)),
-    "gptj": (GPTj, GPTjConfig(**SIZES, pos_rotary_dim=2)),
-    "gpt2": (GPT2, GPT2Config(**SIZES, position_size=64)),
-    "qwen2": (Qwen2, Qwen2Config(**SIZES, num_heads_kv=2)),
-    "qwen3": (Qwen3, Qwen3Config(**SIZES, num_heads_kv=2)),
+MODELS = {
+    "Llama": "num_heads_kv=2 sliding_window=6",
+    "GPTj": "pos_rotary_dim=2",
+    "GPT2": "position_size=64",
+    "Qwen2": "num_heads_kv=2",
+    "Qwen3": "num_heads_kv=2",
 }
 
 
-def model_of(name):
-    torch.manual_seed(0)
-    kind, config = MODELS[name]
-    return parity.randomized(kind(config), std=0.7)
+def model_of(name, **more):
+    return small.model(name, std=0.7, **SIZES | parity.values(MODELS[name]) | more)
 
 
 def of_places(positions, places):
@@ -100,11 +92,11 @@ def check(model, rows=1):
     return expected.scores, [kernel.call_count for kernel in kernels]
 
 
-@pytest.mark.parametrize("name", ["llama", "gptj"])
+@pytest.mark.parametrize("name", ["Llama", "GPTj"])
 def test_tokens_are_those_of_the_formulas(name):
     """All kernels that the model has a use for are used."""
     _, counts = check(model_of(name), rows=2)
-    assert [count > 0 for count in counts] == [name == "llama", True, True, True, False]
+    assert [count > 0 for count in counts] == [name == "Llama", True, True, True, False]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -113,8 +105,8 @@ def test_one_row_is_that_of_the_formulas(name):
     _, counts = check(model_of(name))
     # in each step, and the head, of the prompt's last token too
     steps = NEW - 1
-    assert counts[-1] == steps * (2 if name == "gptj" else 4) + NEW
-    if name == "llama":
+    assert counts[-1] == steps * (2 if name == "GPTj" else 4) + NEW
+    if name == "Llama":
         # of a step the last norm, the head, and five kernels; the rest is the prompt's
         assert counts == [1, 1, steps, 3 + steps, steps * 4 + NEW]
 
@@ -169,18 +161,18 @@ def changed(model, change, seen):
 )
 def test_what_is_more_than_a_product_is_called(change, products):
     """Beside kernels for the rest: so many in a step, of four."""
-    model, seen = model_of("llama"), list[Any]()
+    model, seen = model_of("Llama"), []
     changed(model, change, seen)
     scores, counts = check(model)
     assert len(seen) == 2 * NEW  # for the prompt, and in each step
     assert counts[-1] == (NEW - 1) * products + (0 if change == "head" else NEW)
     if "hook" != change != "hook of a block":
-        assert not torch.equal(tokens(model_of("llama")).scores, scores)
+        assert not torch.equal(tokens(model_of("Llama")).scores, scores)
 
 
 def of_a_rank(folder, fused):
     """What follows a prompt of this rank's own, and how many products of one row there were."""
-    model = MODELS["llama"][0].from_pretrained(folder, dtype="float32")
+    model = Llama.from_pretrained(folder, dtype="float32")
     ids = parity.token_ids(1, 5, high=48, seed=bmt.rank() if bmt.is_initialized() else 0)
     with by_kernels() if fused else contextlib.nullcontext([mock.Mock(call_count=0)]) as kernels:
         return generate(model, ids, max_new_tokens=NEW).rows(), kernels[-1].call_count
@@ -192,7 +184,7 @@ def both_ways(folder):
 
 def test_whole_weights_of_ranks_go_through_the_kernels(tmp_path):
     """What was gathered is multiplied where it is."""
-    model_of("llama").save_pretrained(tmp_path, format="model_center")
+    model_of("Llama").save_pretrained(tmp_path, format="model_center")
     alone = of_a_rank(tmp_path, fused=False)[0]
     found = run_ranks(both_ways, 2, tmp_path)
     for (rows, products), (expected, _) in found:
@@ -246,7 +238,7 @@ def test_frequencies_are_made_once():
 
 def test_dropout_is_not_left_out():
     """A program that draws while it does not differentiate."""
-    model: Any = Llama(LlamaConfig(**SIZES, num_heads_kv=2, dropout_p=0.5)).train()
+    model = model_of("Llama", dropout_p=0.5).train()
     hidden, block = torch.randn(1, 1, 16), model.encoder.layers[0].ffn
     with torch.no_grad(), by_kernels() as kernels:
         torch.manual_seed(0)

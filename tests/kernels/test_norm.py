@@ -176,7 +176,7 @@ def test_strides_do_not_matter():
     def strided(tensor):
         return torch.stack([tensor, torch.full_like(tensor, 7.0)], -1)[..., 0]
 
-    given: Any = (
+    given = (
         (forward_arguments(torch.float32, **FORWARD[1]), norm.norm),
         (Case(torch.float32, **CASES[1]).arguments, norm_backward),
     )

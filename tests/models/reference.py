@@ -60,23 +60,6 @@ def write_files(folder, shapes, config, std):
     return {name: tensor.double().requires_grad_() for name, tensor in weights.items()}
 
 
-def bucket(distance, num_buckets, far, *, both_ways):
-    """The bucket of key position minus query position: exact ones near, wider and wider ones up to
-    `far`.
-    """
-    count, first = num_buckets, 0
-    if both_ways:
-        count //= 2
-        first, distance = (count, distance) if distance > 0 else (0, -distance)
-    else:
-        distance = max(-distance, 0)
-    exact = count // 2
-    if distance < exact:
-        return first + distance
-    share = math.log(distance / exact) / math.log(far / exact)
-    return first + min(exact + int(share * (count - exact)), count - 1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """The arithmetic, over weights by name. Norms with biases are LayerNorms, others RMSNorms."""

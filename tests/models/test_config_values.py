@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 from tests.models import parity, small
+from tests.models.test_weights_convert import run as convert
 from tests.models.versions import since_5
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
-from model_center import convert
 from model_center.errors import ConfigError, InputError, WeightsError
 from model_center.layer.cache import LayerCache
 from model_center.model.llama import Llama, LlamaConfig
@@ -90,18 +90,10 @@ def test_what_their_model_cannot_be(names, values, complaint, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_a_window_of_mistral_is_written(tmp_path):
-    ours = small.model("Mistral", num_heads_kv=1, sliding_window=3)
-    ours.save_pretrained(tmp_path)
-    theirs = transformers.MistralForCausalLM.from_pretrained(tmp_path)
-    parity.assert_same_logits(ours, theirs, {"input_ids": IDS}, IDS > 0)
-
-
 def converted(source, *arguments):
     """Where the other format is, after `python -m model_center convert`."""
-    parser, target = argparse.ArgumentParser(), source.parent / "-".join(arguments[:2])
-    convert.add_arguments(parser)
-    convert.run(parser.parse_args([str(source), str(target), "--to", *arguments]))
+    target = source.parent / "-".join(arguments[:2])
+    convert(source, target, "--to", *arguments)
     return target
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.models import parity, reference
 from tests.models.parity import assert_close, in_pieces, refuse
+from tests.models.test_layers_positions import buckets
 
 from model_center import model as models
 from model_center.errors import ConfigError
@@ -103,15 +104,11 @@ def expected_scores(model, weights, case):
     positions = case.get("position_ids", torch.arange(LENGTH).expand(2, -1))
     types = case.get("token_type_ids", torch.zeros(2, LENGTH, dtype=torch.long))
 
-    def row_of(row, query, key):
-        one, other = int(types[row, query]), int(types[row, key])
-        if isinstance(model, CPM3) and (one != other or not config.absolute_inner_segment):
-            return BUCKETS + one * SEGMENTS + other
-        distance = int(positions[row, key] - positions[row, query])
-        return reference.bucket(distance, BUCKETS, FAR, both_ways=True)
-
-    places = range(LENGTH)
-    rows = [[[row_of(row, query, key) for key in places] for query in places] for row in (0, 1)]
+    rows = buckets(positions[:, None] - positions[:, :, None], BUCKETS, FAR)
+    if isinstance(model, CPM3):
+        one, other = types[:, :, None], types[:, None]
+        is_near = (one == other) & torch.tensor(config.absolute_inner_segment)
+        rows = rows.where(is_near, BUCKETS + one * SEGMENTS + other)
     tables, size = [weights["input_embedding.weight"]], 0
     if isinstance(model, CPM3):
         tables, size = [weights["prompt_embedding.weight"], *tables], PROMPT
@@ -119,7 +116,7 @@ def expected_scores(model, weights, case):
     parts = [ids[:, :size], ids[:, size:]] if size else [ids]
     x = torch.cat([rows_of[part] for rows_of, part in zip(tables, parts, strict=True)], 1)
     x = x / DIM**0.5 if config.length_scale else x
-    bias = table[torch.tensor(rows)].permute(0, 3, 1, 2)
+    bias = table[rows].permute(0, 3, 1, 2)
     seen = reference.prefix_seen(LENGTH, mask, context, span)
     out = plain.stack(x, "encoder", seen, bias)
     return plain.linear(out, "input_embedding" if config.tied else "output_projection")
@@ -159,15 +156,10 @@ def test_values_and_gradients_of_cpm2(special, tmp_path):
     length, decoder_length = MASK.sum(1), torch.tensor([4, 6])
 
     def bias(name, size):
-        rows = [
-            [
-                reference.bucket(key - query, BUCKETS, FAR, both_ways=name == "enc")
-                for key in range(size)
-            ]
-            for query in range(size)
-        ]
+        places = torch.arange(size)
+        rows = buckets(places - places[:, None], BUCKETS, FAR, both=name == "enc")
         table = weights[f"position_bias_{name}.relative_attention_bias"]
-        return table[torch.tensor(rows)].permute(2, 0, 1)[None]
+        return table[rows].permute(2, 0, 1)[None]
 
     embedding, seen = weights["input_embedding.weight"], MASK.bool()[:, None]
     states = plain.stack(

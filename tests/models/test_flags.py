@@ -1,7 +1,5 @@
 """Flags of configurations as ModelCenter reads them, against its formulas by hand."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,7 +35,6 @@ def test_the_head_of_a_masked_model(name, tmp_path):
 
 def test_scale_of_t5_is_that_of_all_scores():
     """Of tied heads, others, and those for classes."""
-    more: Any
     for more in ({}, {"tied": False, "proj_bias": True}, {"cls_head": 3, "proj_bias": True}):
         found, plain = (
             small.model("T5", scale=scale, **more)(IDS, decoder_input_ids=IDS).logits

@@ -3,11 +3,11 @@ each family.
 """
 
 import functools
-import pathlib
 from typing import Any
 
 import pytest
 import torch
+from tests.data_sets.common import tokenizer as stored
 from tests.models import small
 
 from model_center.errors import ConfigError, InputError
@@ -19,22 +19,17 @@ from model_center.generation.generation_utils import (
     pad,
     top_k_top_p_filtering,
 )
-from model_center.tokenizer.cpm1 import CPM1Tokenizer
-from model_center.tokenizer.cpm2 import CPM2Tokenizer
-from model_center.tokenizer.glm import GLMTokenizer
-from model_center.tokenizer.hugging_face import GPT2Tokenizer, LlamaTokenizer, T5Tokenizer
 
-FOLDER = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
 SIZES: dict[str, Any] = {"dim_model": 32, "num_heads": 4, "dim_ff": 48}
 # the small tokenizer's
 SPANS = {"mask_tok_id": 267, "sop_tok_id": 265, "eop_tok_id": 266}
 FAMILIES: dict[str, tuple[Any, ...]] = {
-    "llama": ("Llama", LlamaTokenizer, llama, {}),
-    "gpt2": ("GPT2", GPT2Tokenizer, causal, {}),
-    "cpm1": ("CPM1", CPM1Tokenizer, cpm1, {}),
-    "glm": ("GLM", GLMTokenizer, glm, SPANS),
-    "t5": ("T5", T5Tokenizer, t5, {}),
-    "cpm2": ("CPM2", CPM2Tokenizer, cpm2, {}),
+    "llama": ("Llama", llama, {}),
+    "gpt2": ("GPT2", causal, {}),
+    "cpm1": ("CPM1", cpm1, {}),
+    "glm": ("GLM", glm, SPANS),
+    "t5": ("T5", t5, {}),
+    "cpm2": ("CPM2", cpm2, {}),
 }
 TEXTS = ["hello world", "a", "the cat"]
 
@@ -42,15 +37,14 @@ TEXTS = ["hello world", "a", "the cat"]
 @functools.cache
 def made(name):
     """A random model and its tokenizer."""
-    family, tokenizer_class, _, more = FAMILIES[name]
-    tokenizer = tokenizer_class.from_pretrained(FOLDER / name)
+    (family, _, more), tokenizer = FAMILIES[name], stored(name)
     size = max(tokenizer.get_vocab().values()) + 1
     return small.model(family, std=0.3, vocab_size=size, **SIZES, **more), tokenizer
 
 
 def classes(name):
     """Beam search and drawing of a family."""
-    family, _, module, _ = FAMILIES[name]
+    family, module, _ = FAMILIES[name]
     family = "Causal" if name == "gpt2" else family
     beams, drawing = (getattr(module, family + kind) for kind in ("BeamSearch", "RandomSampling"))
     assert issubclass(beams, getattr(module, f"{family}Generation"))

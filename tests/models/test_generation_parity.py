@@ -9,37 +9,31 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tests.models import parity
 from tests.models.versions import since_5
 
 from model_center.generation.engine import generate
-from model_center.model.gpt2 import GPT2
-from model_center.model.gptj import GPTj
-from model_center.model.llama import Llama
-from model_center.model.mistral import Mistral
-from model_center.model.opt import OPT
-from model_center.model.qwen3 import Qwen3
-from model_center.model.t5 import T5
+from model_center.model.registry import model_class
 
 VOCAB = 48
-SIZES = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None}
-LAYERS = SIZES | {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-LLAMA = LAYERS | {"num_key_value_heads": 2, "intermediate_size": 48}
-GPT = SIZES | {"n_embd": 32, "n_head": 4, "n_layer": 2}
-OPTS = LAYERS | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 0}
-T5S: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48}
-T5S |= {"num_layers": 2, "eos_token_id": None, "decoder_start_token_id": 0}
-V11 = T5S | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-FAMILIES: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "gpt2": (GPT2, "GPT2LMHeadModel", GPT | {"n_positions": 64}),
-    "gptj": (GPTj, "GPTJForCausalLM", GPT | {"rotary_dim": 4, "tie_word_embeddings": False}),
-    "opt": (OPT, "OPTForCausalLM", OPTS | {"max_position_embeddings": 64}),
-    "llama": (Llama, "LlamaForCausalLM", LLAMA),
-    "mistral": (Mistral, "MistralForCausalLM", LLAMA | {"sliding_window": 6}),
-    "qwen3": (Qwen3, "Qwen3ForCausalLM", LLAMA | {"head_dim": 8}),
-    "t5": (T5, "T5ForConditionalGeneration", T5S),
-    "t5-v1.1": (T5, "T5ForConditionalGeneration", V11),
+SIZES = f"vocab_size={VOCAB} bos_token_id=1 eos_token_id=None"
+LAYERS = f"{SIZES} hidden_size=32 num_attention_heads=4 num_hidden_layers=2"
+GROUPED = f"{LAYERS} num_key_value_heads=2 intermediate_size=48"
+GPT = f"{SIZES} n_embd=32 n_head=4 n_layer=2"
+T5 = (
+    f"T5ForConditionalGeneration vocab_size={VOCAB} d_model=32 d_kv=8 num_heads=4 d_ff=48 "
+    "num_layers=2 eos_token_id=None decoder_start_token_id=0"
+)
+FAMILIES = {
+    "gpt2": f"GPT2LMHeadModel {GPT} n_positions=64",
+    "gptj": f"GPTJForCausalLM {GPT} rotary_dim=4 tie_word_embeddings=False",
+    "opt": f"OPTForCausalLM {LAYERS} ffn_dim=48 word_embed_proj_dim=32 pad_token_id=0 "
+    "max_position_embeddings=64",
+    "llama": f"LlamaForCausalLM {GROUPED}",
+    "mistral": f"MistralForCausalLM {GROUPED} sliding_window=6",
+    "qwen3": f"Qwen3ForCausalLM {GROUPED} head_dim=8",
+    "t5": T5,
+    "t5-v1.1": f"{T5} feed_forward_proj=gated-gelu tie_word_embeddings=False",
 }
 SEARCHES: list[dict[str, Any]] = [
     {},
@@ -64,9 +58,7 @@ EVERY = [0, 1, 2, 3, 4]
 @functools.cache
 def pair(family):
     """Our model and theirs with the same weights, large enough that texts vary."""
-    ours, name, sizes = FAMILIES[family]
-    theirs: Any = getattr(transformers, name)
-    model = parity.theirs(theirs, theirs.config_class(**sizes), std=0.4)
+    model = parity.their_model(FAMILIES[family], std=0.4)
     # else the last token is repeated by heads that are tied to the embedding, or one by a bias
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.2)
@@ -74,7 +66,8 @@ def pair(family):
             if name.endswith("bias"):
                 param.mul_(0.1)
     with tempfile.TemporaryDirectory() as folder:
-        return parity.loaded(ours, model, pathlib.Path(folder)), model
+        kind = model_class(model.config.to_dict())
+        return parity.loaded(kind, model, pathlib.Path(folder)), model
 
 
 def prompts(family):

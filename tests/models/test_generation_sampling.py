@@ -6,23 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import parity
+from tests.models import parity, small
 from transformers.generation import logits_process as theirs
 
 from model_center.errors import ConfigError
 from model_center.generation.config import GenerationConfig
 from model_center.generation.engine import generate
 from model_center.generation.filters import Filters, repetition_penalty, top_k, top_p
-from model_center.model.llama import Llama, LlamaConfig
 
-SIZES: dict[str, Any] = {"dim_model": 16, "num_heads": 2, "dim_head": 8, "dim_ff": 24}
-SIZES |= {"num_layers": 1, "vocab_size": 12, "dtype": "float32"}
 IDS = torch.tensor([[3, 5, 7], [1, 2, 3]])
 
 
 def tiny():
     """A small random model whose next tokens are neither certain nor all alike."""
-    return parity.randomized(Llama(LlamaConfig(**SIZES)))
+    return small.model("Llama", num_layers=1, vocab_size=12)
 
 
 def scores_of():

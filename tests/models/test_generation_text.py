@@ -3,11 +3,11 @@ kind.
 """
 
 import functools
-import pathlib
 from typing import Any
 
 import pytest
 import torch
+from tests.data_sets.common import tokenizer as tokenizer_of
 from tests.models import small
 
 from model_center.errors import ConfigError, InputError
@@ -20,19 +20,9 @@ from model_center.generation.stopping import (
     texts_of_tokens,
 )
 from model_center.generation.text import TextGenerator
-from model_center.tokenizer.cpm1 import CPM1Tokenizer
-from model_center.tokenizer.glm import GLMTokenizer
-from model_center.tokenizer.hugging_face import GPT2Tokenizer, LlamaTokenizer, T5Tokenizer
 
-FOLDER = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
-TOKENIZERS: dict[str, Any] = {"gpt2": GPT2Tokenizer, "llama": LlamaTokenizer, "t5": T5Tokenizer}
-TOKENIZERS |= {"cpm1": CPM1Tokenizer, "glm": GLMTokenizer}
+TOKENIZERS = ["gpt2", "llama", "t5", "cpm1", "glm"]
 TEXTS = ["hello world", "the cat", "好"]
-
-
-@functools.cache
-def tokenizer_of(name):
-    return TOKENIZERS[name].from_pretrained(FOLDER / name)
 
 
 @functools.cache
@@ -211,7 +201,6 @@ def test_conversations_go_through_the_chat_template():
     found = writer.chat([one, [*one, {"role": "assistant", "content": "a"}, *one]])
     assert len(found) == 2 and found[0] == Detokenizer(tokenizer, ids[-4:]).add(*row)
     assert "".join(writer.stream_chat(one)) == found[0]
-    bad: Any
     with pytest.raises(InputError, match="no chat template"):
         generator_of("gpt2").chat([one])
     for bad in (["hello"], [[{"user": "hello"}]]):
@@ -221,7 +210,6 @@ def test_conversations_go_through_the_chat_template():
 
 def test_what_is_no_list_of_texts_is_told():
     writer, texts = generator_of("gpt2"), ["a"]
-    bad: Any
     for bad, message in (
         ("hello", "texts is a str: expected a list of str"),
         ([3], "texts holds int: expected a list of str"),

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -148,7 +147,7 @@ def test_what_attention_cannot_do_is_refused():
         CrossAttentionBlock(6, 2, 4, sparse_attention=True)
 
 
-BLOCK: dict[str, Any] = {"dtype": torch.float32, "norm_bias": True, "norm_eps": 0.1}
+BLOCK = {"dtype": torch.float32, "norm_bias": True, "norm_eps": 0.1}
 BLOCK |= {"att_bias": True, "attn_scale": True, "ffn_bias": True, "ffn_activate_fn": "relu"}
 
 
@@ -173,7 +172,7 @@ def test_parts_that_are_left_out(kind):
                 param.requires_grad_(False).zero_()
     x, states, every = noise(2, 5, 6), noise(2, 4, 6), AttentionMask(True)
     valid, bias = torch.tensor([[1, 1, 1, 0], [1] * 4]), noise(2, 5, 4)
-    cross: tuple[Any, ...] = (states, valid, bias) if decodes else ()  # a bias of no effect
+    cross = (states, valid, bias) if decodes else ()  # a bias of no effect
     expected = whole(x, every, None, *cross)
     assert_alike(stack(x, every, None, *cross), expected, x, *cross[:1])
     out = stack(x, every, None, *cross, output_attentions=True, return_dict=True)

@@ -84,7 +84,9 @@ def test_rotary_layouts():
             assert_alike(found, torch.cat([part, x[..., channels:]], -1), x)
     with pytest.raises(InputError, match="seq_dim is 1: positions go along the last but one"):
         module(q, k, 1)
-    assert torch.equal(module(q, k, 2)[1], module(q, k)[1])
+    for place in (2, -2):
+        assert torch.equal(module(q=q, k=k, seq_dim=place)[1], module(q, k)[1])
+    assert_alike(RotaryEmbedding(4)(h_q=q, h_k=k)[0], RotaryEmbedding(4)(q, k)[0], q)
 
 
 def test_rotary_scalings():

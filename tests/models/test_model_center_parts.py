@@ -1,20 +1,15 @@
 """Small parts that programs of ModelCenter make themselves: heads, dense maps, blocks, helpers."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.models.parity import assert_close, randomized
 from transformers import BertTokenizer
 
-from model_center.dataset import DistributedMMapIndexedDataset, MMapIndexedDataset
-from model_center.dataset.indexed_builder import make_builder
 from model_center.errors import DataError, InputError
 from model_center.layer.blocks import CrossAttentionBlock
 from model_center.layer.embedding import Embedding
 from model_center.layer.feedforward import DenseACT, DenseGatedACT
-from model_center.layer.position_embedding.rotary import RotaryEmbedding, RotaryEmbeddingESM
 from model_center.model.bert import BertLMHead, BertPooler
 from model_center.model.longformer import LongformerLMHead, LongformerPooler
 from model_center.model.roberta import RobertaLMHead, RobertaPooler
@@ -100,16 +95,6 @@ def test_cross_attention_with_its_norm_behind():
     assert_close(behind(x, other, torch.ones(2, 3, 4, dtype=torch.bool)), expected)
 
 
-def test_rotary_positions_by_their_names():
-    q, k = states(1, 2, 3, 4), states(1, 2, 3, 4)
-    turned = RotaryEmbeddingESM(4)(q=q, k=k, seq_dim=-2)
-    for one, other in zip(turned, RotaryEmbeddingESM(4)(q, k, 2), strict=True):
-        assert torch.equal(one, other)
-    assert not torch.equal(RotaryEmbedding(4)(h_q=q, h_k=k)[0], turned[0])
-    with pytest.raises(InputError, match="seq_dim is 1"):
-        RotaryEmbeddingESM(4)(q, k, seq_dim=1)
-
-
 def test_words_in_pieces(tmp_path):
     """The longest known piece each time; what is not known, and long words, as the unknown one."""
     (tmp_path / "vocab.txt").write_text("<unk>\nab \na\nbc\n中文\na\n", encoding="utf-8")
@@ -143,16 +128,3 @@ def test_a_tokenizer_of_any_class(tmp_path):
     tokenizer = load(pretrained_model_name_or_path=tmp_path, do_lower_case=False)
     assert isinstance(tokenizer, BertTokenizer)
     assert tokenizer("Hello")["input_ids"] == [2, 5, 3]
-
-
-def test_whether_there_are_token_data(tmp_path):
-    prefix = str(tmp_path / "tokens")
-    for kind in (MMapIndexedDataset, DistributedMMapIndexedDataset):
-        assert not kind.exists(prefix)
-    with make_builder(f"{prefix}.bin", "mmap") as builder:
-        builder.add_item(torch.arange(3))
-        builder.finalize(f"{prefix}.idx")
-    assert MMapIndexedDataset.exists(prefix) and DistributedMMapIndexedDataset.exists(path=prefix)
-    assert list(MMapIndexedDataset(path=prefix)[0]) == [0, 1, 2]
-    Path(f"{prefix}.bin").unlink()
-    assert not MMapIndexedDataset.exists(prefix)

@@ -4,9 +4,9 @@ import argparse
 import os
 
 import pytest
-import safetensors.torch
 import torch
 from tests.models import parity
+from tests.models.test_weights_files import read_folder as read
 
 from model_center import convert
 from model_center.errors import ConfigError, IdentifierError, WeightsError
@@ -36,13 +36,6 @@ def run(*words):
     parser = argparse.ArgumentParser()
     convert.add_arguments(parser)
     convert.run(parser.parse_args([str(word) for word in words]))
-
-
-def read(folder):
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        found |= safetensors.torch.load_file(file)
-    return found
 
 
 @pytest.mark.parametrize("kind", TINY)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.programs.features import FEATURES, OFF, draw
+from tests.programs.features import draw
 from tests.programs.pool import judge
 
 
@@ -21,23 +21,15 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
     parser.add_argument("--ranks", type=int, default=None, help="1 to 3; by default the seed says")
     parser.add_argument(
-        "--on",
-        nargs="*",
-        default=[],
-        metavar="FEATURE",
-        help=f"turn on: {', '.join(sorted(FEATURES))}; or all",
-    )
-    parser.add_argument(
         "--shrink", action="store_true", help="find the smallest program that still fails"
     )
     parser.add_argument("--verbose", action="store_true", help="a line for each program")
     args = parser.parse_args()
-    off = frozenset() if "all" in args.on else OFF - set(args.on)
     seeds = args.seeds or range(args.first, args.first + args.count)
     count = Counter()
     began = time.monotonic()
     for seed in seeds:
-        spec = draw(seed, args.ranks, off)
+        spec = draw(seed, args.ranks)
         verdict = judge(spec)
         count[verdict.word] += 1
         if not verdict or args.verbose or args.seeds:

@@ -4,34 +4,22 @@ import dataclasses
 import random
 from typing import Any
 
-# Features whose choices are not drawn because the engine does not have them yet: take names out to
-# turn them on.
-OFF = frozenset()
-
-# The first choice of each option is its plainest, which shrinking goes back to. A choice "x@f"
-# belongs to the feature f.
+# The first choice of each option is its plainest, which shrinking goes back to.
 OPTIONS = {
     "dtype": ("float32", "float32", "float32", "bfloat16", "float64"),
     "rows": ("split", "split", "same"),
     "wrap": ("wrapper", "blocks", "blocks_only", "nested", "distributed", "manual_outer"),
     "level": (3, 2),
     "recompute": (False, True, True, "auto"),
-    "embedding": ("plain", "plain", "padding_idx", "none", "sparse@sparse", "max_norm@max_norm"),
+    "embedding": ("plain", "plain", "padding_idx", "none", "sparse", "max_norm"),
     "tie": ("none", "none", "head", "objects", "module"),
     "positions": ("none", "none", "none", "row_by_row", "where", "gated"),
-    "freeze": ("none", "none", "before", "after", "mid", "attribute@freeze_attribute"),
+    "freeze": ("none", "none", "before", "after", "mid", "attribute"),
     "order": ("forward", "forward", "reversed", "repeated", "skipped", "changing"),
     "micro": (1, 1, 2),
     "deferred": (False, False, True),
     "manager": (True, True, False),
-    "hooks": (
-        "none",
-        "none",
-        "module_forward",
-        "module_backward",
-        "parameter@parameter_hooks",
-        "accumulated@parameter_hooks",
-    ),
+    "hooks": ("none", "none", "module_forward", "module_backward", "parameter", "accumulated"),
     "optimizer": (
         "sgd",
         "adam",
@@ -43,13 +31,13 @@ OPTIONS = {
         "rmsprop",
         "nadam",
         "adagrad",
-        "adafactor@whole_shapes",
-        "muon@whole_shapes",
-        "lbfgs@whole_shapes",
+        "adafactor",
+        "muon",
+        "lbfgs",
     ),
-    "groups": ("one", "one", "named", "dim@whole_shapes"),
-    "penalty": ("none", "none", "none", "l2@whole_shapes", "orthogonal@whole_shapes"),
-    "clip": ("none", "none", "ours", "ours_inf", "torch@torch_clip"),
+    "groups": ("one", "one", "named", "dim"),
+    "penalty": ("none", "none", "none", "l2", "orthogonal"),
+    "clip": ("none", "none", "ours", "ours_inf", "torch"),
     "clear": ("none", "zeros", "model", "by_hand", "in_place"),
 }
 KINDS = (
@@ -64,9 +52,9 @@ KINDS = (
     "buffer",
     "dropout",
     "batchnorm",
-    "script@torchscript",
+    "script",
     "sometimes",
-    "unused_on_one_rank@ranks_part",
+    "unused_on_one_rank",
 )
 BETWEEN = (
     "validate",
@@ -88,21 +76,11 @@ BETWEEN = (
     "refused_load",
     "refused_state",
     "refused_gradient",
-    "write_data@data_written",
-    "average_written@whole_shapes",
-    "averaged_model@whole_shapes",
-    "deepcopy_trained@whole_shapes",
-    "count@whole_shapes",
-)
-# every name that there is: of a choice, or of choices together, which `draw` looks at
-FEATURES = frozenset(
-    {
-        feature
-        for choices in (*OPTIONS.values(), KINDS, BETWEEN)
-        for choice in choices
-        if isinstance(choice, str) and (feature := choice.partition("@")[2])
-    }
-    | {"double_clip", "double_adam", "nested_buffers"}
+    "write_data",
+    "average_written",
+    "averaged_model",
+    "deepcopy_trained",
+    "count",
 )
 # what they do with half of the rows is not half of what they do with all
 DRAWING = {"dropout", "buffer"}
@@ -161,30 +139,19 @@ class Spec:
         ]
 
 
-def draw(seed, ranks=None, off=OFF):
-    """The program of a seed.
-
-    Features that are off draw the plainest choice, and leave the rest of the program as it is.
-    """
+def draw(seed, ranks=None):
+    """The program of a seed."""
     random_ = random.Random(seed)
     drawn_ranks = random_.choice((1, 2, 2, 2, 3))
     busy = random_.choice((0.3, 0.6, 1.0))
     options = {}
     for name, choices in OPTIONS.items():
         choice, is_special = random_.choice(choices), random_.random() < busy
-        options[name] = _allowed(choice, choices[0], off) if is_special else choices[0]
-    if options["dtype"] == "float64":
-        options["clip"] = "none" if "double_clip" in off else options["clip"]
-        is_ours = options["optimizer"] in ("adam", "offload")
-        options["optimizer"] = "adamw" if is_ours and "double_adam" in off else options["optimizer"]
-    layers = tuple(
-        _allowed(random_.choice(KINDS), "linear", off) for _ in range(random_.randint(1, 5))
-    )
-    if "nested_buffers" in off and "buffer" in layers and options["wrap"] == "nested":
-        options["wrap"] = "blocks"
+        options[name] = choice if is_special else choices[0]
+    layers = tuple(random_.choice(KINDS) for _ in range(random_.randint(1, 5)))
     between = []
     for _ in range(random_.choice((0, 1, 1, 2, 3))):
-        what, step = _allowed(random_.choice(BETWEEN), "validate", off), random_.randint(1, 2)
+        what, step = random_.choice(BETWEEN), random_.randint(1, 2)
         between.append((step, what))
     return Spec(
         seed,
@@ -193,13 +160,6 @@ def draw(seed, ranks=None, off=OFF):
         layers,
         tuple(sorted(dict.fromkeys(between))),
     )
-
-
-def _allowed(choice, plain, off):
-    if not isinstance(choice, str):
-        return choice
-    name, _, feature = choice.partition("@")
-    return plain if feature in off else name
 
 
 def _consistent(options, layers):

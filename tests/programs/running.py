@@ -108,7 +108,7 @@ class WithMasters(torch.optim.AdamW):
     """AdamW on fp32 copies of half-precision parameters."""
 
     def __init__(self, groups, **more):
-        self.pairs = [(p, p.detach().float()) for group in groups for p in group["params"]]
+        self.pairs = [(p, p.detach().float().clone()) for group in groups for p in group["params"]]
         masters = {id(p): master for p, master in self.pairs}
         super().__init__(
             [{**group, "params": [masters[id(p)] for p in group["params"]]} for group in groups],

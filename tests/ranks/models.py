@@ -63,6 +63,13 @@ def assert_same_dicts(got, want, what, tolerance=1e-5):
             assert_same(got[name], value, f"{what}: {name}", tolerance)
 
 
+def assert_equal(got, want, what="", **options):
+    """The same numbers to the bit, in containers of any kind."""
+    torch.testing.assert_close(
+        got, want, rtol=0, atol=0, check_device=False, msg=f"{what}: {{}}".format, **options
+    )
+
+
 def full_gradients(module):
     """Every parameter's whole gradient by name, None where it has none. Collective."""
     out: dict[str, Any] = {}
@@ -96,6 +103,19 @@ def assert_same_gradients(model, plain, what, tolerance=1e-5):
 def assert_same_state(model, plain, what, tolerance=1e-5):
     """Both have the same state dict. Collective."""
     assert_same_dicts(model.state_dict(), plain.state_dict(), what, tolerance)
+
+
+def check_pass(model, plain, x, what="a pass", *, fresh=True):
+    """Value and gradients of rows that all ranks have; gradients add to those before unless
+    `fresh`. Collective.
+    """
+    want, got = plain(x).square().sum(), model(x).square().sum()
+    for net in (plain, model) if fresh else ():
+        net.zero_grad()
+    want.backward()
+    (got / bmt.world_size()).backward()
+    assert_same(got.detach(), want.detach(), f"{what}: value")
+    assert_same_gradients(model, plain, what)
 
 
 @dataclasses.dataclass

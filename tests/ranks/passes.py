@@ -18,6 +18,18 @@ import bmtrain as bmt
 Call = Callable[[Any, Tensor], Tensor]
 
 
+class Layer(nn.Module):
+    """A residual layer: (..., dim) to the same."""
+
+    def __init__(self, dim=6, wide=11):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, wide), nn.Linear(wide, dim)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
 def ask(module, x):
     return module(x)
 

@@ -24,6 +24,7 @@ import pathlib
 import pickle
 import random
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -46,12 +47,13 @@ from bmtrain.runtime import world
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 60.0
-# What ranks would else import themselves, some of it at the first optimizer step or meta tensor,
-# seconds each.
+# What ranks would else import themselves, some of it at the first optimizer step, meta tensor or
+# compilation, seconds each.
 PRELOADED = [
     "pytest",
     "torch",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch._meta_registrations",
     "safetensors.torch",
     "transformers",
@@ -134,7 +136,7 @@ class Pool:
         One per call would be gone while ranks that were told so late still speak to it.
         """
         if self._store is None:
-            self._store = _store()
+            self._store = new_store()
         return int(self._store.port)
 
     def close(self):
@@ -201,13 +203,13 @@ def _call(module, name, given):
 
 def perform(fn, world_size, *args, timeout, init, fresh):
     """As `run_ranks`; the outcomes that arrive in time, in any order, and what the ranks print."""
-    store = _store() if fresh else None
+    store = new_store() if fresh else None
     port = POOL.port if store is None else store.port
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         jobs = [
             _Job(
                 call=pickle.dumps((fn, args)),
-                environment=_environment(rank, world_size, port),
+                environment=environment_of(rank, world_size, port),
                 log=str(pathlib.Path(folder, f"rank{rank}.log")),
                 timeout=timeout,
                 init=init,
@@ -239,11 +241,19 @@ def _on_fresh_processes(jobs, deadline, timeout):
     return outcomes
 
 
-def _store():
+def free_port():
+    """One that nobody listens to; another process may take it first."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def new_store():
+    """Where ranks meet, as torchrun's agent has it."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
-def _environment(rank, world_size, port):
+def environment_of(rank, world_size, port):
     """What torchrun would set, and which test runs.
 
     The agent's store is ours: its port was free when it was opened, with no race for it.
@@ -468,14 +478,19 @@ def _ended(outcome, before):
     return outcome
 
 
-def _perform(job):
-    """Run the function of a job."""
-    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def print_into(path):
+    """All that this process prints from now on is added to a file."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
+
+
+def _perform(job):
+    """Run the function of a job."""
+    print_into(job.log)
     faulthandler.enable(file=sys.stderr)  # a crash in native code leaves the stack in the log
     faulthandler.dump_traceback_later(job.timeout, exit=True, file=sys.stderr)
     os.environ.update(job.environment)

@@ -1,13 +1,12 @@
 """`init_distributed` again: after a run in the same process, and after a failure."""
 
 import os
-import socket
 import time
 
 import pytest
 import torch
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import free_port, run_ranks
 from tests.waiting import wait_for
 
 import bmtrain as bmt
@@ -49,12 +48,6 @@ def test_a_run_after_a_run(host, tmp_path):
     places = {"rank 0": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/meeting"}
     init = {"init_method": places[host]} if host in places else {}
     run_ranks(run_three_times, 1 if host == "alone" else 2, init, host != "rank 0", join=False)
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 WRONG_ENVIRONMENT = (

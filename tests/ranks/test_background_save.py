@@ -9,10 +9,9 @@ import textwrap
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.children import ran
 from tests.ranks import models
-from tests.ranks.runner import run_ranks
+from tests.ranks.runner import new_store, run_ranks
 from tests.ranks.saves import NO_SPACE, Held, Twin, failing
 
 import bmtrain as bmt
@@ -187,10 +186,7 @@ def test_however_the_program_ends(tmp_path, kinds):
     """At its end, sys.exit, an exception and in atexit functions: the new file; after SIGTERM the
     old one, whole.
     """
-    stores = [
-        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        for _ in kinds
-    ]
+    stores = [new_store() for _ in kinds]
     arguments = [f"{kind}:{store.port}" for kind, store in zip(kinds, stores, strict=True)]
     done = ran("-c", textwrap.dedent(PROGRAM), *arguments, cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr

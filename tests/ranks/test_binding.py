@@ -74,27 +74,20 @@ def rename(pair):
 CHANGES = (swap_modules, swap_weights, tie, remove, add, replace, freeze, rename)
 
 
-def check_step(plain, block, what):
-    x = torch.linspace(-1, 1, 12).view(3, 4)
-    losses = [net(x).square().sum() for net in (plain, block)]
-    plain.zero_grad()
-    block.zero_grad()
-    losses[0].backward()
-    (losses[1] / bmt.world_size()).backward()
-    models.assert_same(losses[1].detach(), losses[0].detach(), what)
-    models.assert_same_gradients(block, plain, what)
+ROWS = torch.linspace(-1, 1, 12).view(3, 4)
 
 
 def changed():
     """Two calls of the same block with a change in between, then of a copy of it."""
     for change, level in itertools.product(CHANGES, (2, 3)):
         plain, block = Pair(), bmt.Block(Pair(), use_checkpoint=False, zero_level=level)
-        check_step(plain, block, "before")
+        models.check_pass(block, plain, ROWS, "before")
         change(plain)
         change(block)
         block.shard()
-        check_step(plain, block, f"{change.__name__}, ZeRO-{level}")
-        check_step(copy.deepcopy(plain), copy.deepcopy(block), f"copy, {change.__name__}")
+        what = f"{change.__name__}, ZeRO-{level}"
+        models.check_pass(block, plain, ROWS, what)
+        models.check_pass(copy.deepcopy(block), copy.deepcopy(plain), ROWS, f"copy, {what}")
 
 
 class Writing(nn.Module):
@@ -179,7 +172,7 @@ def written():
                 block(torch.ones(3, 4))
             kind.write = None
         assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters())
-        check_step(plain, block, f"after {write.__name__}")
+        models.check_pass(block, plain, ROWS, f"after {write.__name__}")
 
 
 def written_on_one_rank():
@@ -243,7 +236,7 @@ def kept():
         nets: Any = plain, block
         for number in range(3):
             plain.keeps = block.keeps = number != 1  # kept over a pass too
-            x = torch.linspace(-1, 1, 12).view(3, 4) + number
+            x = ROWS + number
             losses = [net(x).square().sum() for net in nets]
             if number != 1:
                 for one, other in zip(block.views(), plain.views(), strict=True):
@@ -277,7 +270,7 @@ def kept():
 
 @pytest.mark.parametrize(
     ("program", "ranks"),
-    [(changed, 2), (changed, 1), (written, 2), (written_on_one_rank, 1), (kept, 2), (kept, 3)],
+    [(changed, 2), (changed, 1), (written, 2), (written_on_one_rank, 1), (kept, 2)],
 )
 def test_program(program, ranks):
     """What the function of this name states."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import models
+from tests.ranks.passes import blocks_of
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
@@ -51,7 +52,7 @@ def compare(make, call, x, level, recompute):
     if answers[1]["gradient of the input"] is not None:
         answers[1]["gradient of the input"] *= bmt.world_size()
     models.assert_same_dicts(answers[1], answers[0], what)
-    check_gradients(plain, block, what)
+    models.assert_same_gradients(block, plain, what)
     models.assert_same_state(block, plain, f"{what}: state")
     assert list(block.state_dict()) == list(plain.state_dict()), what
     return block
@@ -189,24 +190,10 @@ def feed(level, recompute):
     plain = nn.Sequential(
         *(nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 6)) for _ in range(3))
     )
-    sharded = copy.deepcopy(plain)
-    for index, layer in enumerate(sharded):
-        sharded[index] = bmt.Block(layer, use_checkpoint=recompute, zero_level=level)
-    return plain, sharded
+    return plain, nn.Sequential(*blocks_of(plain, use_checkpoint=recompute, zero_level=level))
 
 
-def check_step(plain, sharded, x=None):
-    """Fresh gradients of one pass agree."""
-    x = torch.linspace(-2, 2, 24).view(4, 6) if x is None else x
-    plain.zero_grad()
-    sharded.zero_grad()
-    plain(x).square().sum().backward()
-    share(sharded(x).square().sum()).backward()
-    check_gradients(plain, sharded, "of a step")
-
-
-def check_gradients(plain, sharded, what):
-    models.assert_same_gradients(sharded, plain, what)
+ROWS = torch.linspace(-2, 2, 24).view(4, 6)
 
 
 def passes(level, recompute):
@@ -217,9 +204,9 @@ def passes(level, recompute):
         with context():
             for _ in range(2):
                 models.assert_same(sharded(x), plain(x), context.__name__)
-        check_step(plain, sharded)
+        models.check_pass(sharded, plain, ROWS)
     sharded(x)  # a graph that is never used
-    check_step(plain, sharded)
+    models.check_pass(sharded, plain, ROWS)
     grads = []
     for module, part in ((plain, 1), (sharded, bmt.world_size())):
         module.zero_grad()
@@ -230,15 +217,15 @@ def passes(level, recompute):
         out.sum().backward(retain_graph=True)
         out.square().mul(part).sum().backward()
     models.assert_same(grads[1], grads[0], "autograd.grad")
-    check_gradients(plain, sharded, "two losses")
-    check_step(plain, sharded)
+    models.assert_same_gradients(sharded, plain, "two losses")
+    models.check_pass(sharded, plain, ROWS)
 
 
 def copies(level, recompute):
     """Of a block and a model, whose changes do not reach the original; states are loaded."""
     plain, sharded = feed(level, recompute)
     block, wrapped = copy.deepcopy(sharded[0]), copy.deepcopy(bmt.BMTrainModelWrapper(sharded))
-    check_step(plain, wrapped)
+    models.check_pass(wrapped, plain, ROWS)
     with torch.no_grad():
         for param in itertools.chain(wrapped.parameters(), block.parameters()):
             param.zero_()
@@ -252,7 +239,7 @@ def copies(level, recompute):
         state = got.state_dict()
         models.assert_same_dicts(state, want.state_dict(), "loaded", 0.0)
         assert all(x.device.type == "cpu" and not x.requires_grad for x in state.values())
-    check_step(plain, net)
+    models.check_pass(net, plain, ROWS)
     names = [name for name, _ in plain.named_parameters()]
     assert names == [name for name, _ in net.named_parameters()]
 
@@ -508,26 +495,12 @@ def outside_of_lists():
     assert isinstance(model, Outside) and isinstance(model.recurrent, nn.LSTM)
     assert model.__class__ is Outside and list(model.state_dict()) == list(plain.state_dict())
     for _ in range(2):
-        check_step(plain, model, x)
+        models.check_pass(model, plain, x)
         with torch.no_grad():
             for module in (plain, model):
                 for param in module.parameters():
                     param.add_(grad_of(param) * 1e-2)
     models.assert_same_state(model, plain, "state")
-
-
-def moving_buffers(level, recompute):
-    """Recomputation starts from the buffers of its own forward pass, though later passes have moved
-    them.
-    """
-    torch.manual_seed(1)
-    plain = spectral()
-    block = bmt.Block(copy.deepcopy(plain), zero_level=level, use_checkpoint=recompute)
-    for module, part in ((plain, 1), (block, bmt.world_size())):
-        losses = [squared(module, sequence() * scale) for scale in (1.0, 2.0, 3.0)]
-        (torch.stack(losses).sum() / part).backward()
-    check_gradients(plain, block, "")
-    models.assert_same_state(block, plain, "buffers")
 
 
 class Stubborn(nn.Module):
@@ -569,6 +542,10 @@ def as_the_module():
     assert not any(name == "flag" for name, _ in inner.named_children())
     with pytest.raises(AttributeError, match="flag"):
         _ = block.flag
+    block._inner = block._module = child = nn.Linear(2, 2)  # names that a block has itself
+    assert block._inner is block._module is inner and inner._inner is inner._module is child
+    del block._inner, block._module
+    assert not {"_inner", "_module"} & dict(inner.named_children()).keys()
     block.note = "a plain attribute"
     del block.note
     assert not hasattr(inner, "note")
@@ -607,31 +584,12 @@ def returned_parameters(level, recompute):
     for kind in ("tensor", "view", "dict", "dataclass"):
         torch.manual_seed(0)
         plain = nn.ModuleList([Returning(kind) for _ in range(6)])
-        sharded = nn.ModuleList(
-            [bmt.Block(copy.deepcopy(m), use_checkpoint=recompute, zero_level=level) for m in plain]
-        )
+        sharded = blocks_of(plain, use_checkpoint=recompute, zero_level=level)
         outs = [torch.stack([weight_in(m(torch.ones(2))) for m in net]) for net in (plain, sharded)]
         models.assert_same(outs[1].detach(), outs[0].detach(), f"returned {kind}")
         outs[0].square().sum().backward()
         share(outs[1].square().sum()).backward()
-        check_gradients(plain, sharded, kind)
-
-
-def nested(level, recompute):
-    torch.manual_seed(6)
-    plain = nn.Sequential(
-        nn.Linear(6, 9),
-        nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Sequential(nn.Linear(9, 6))),
-        nn.Tanh(),
-    )
-    sharded: Any = copy.deepcopy(plain)
-    options: dict[str, Any] = {"use_checkpoint": recompute, "zero_level": level}
-    sharded[1][2] = bmt.Block(sharded[1][2], **options)
-    sharded[1] = bmt.Block(sharded[1], **options)
-    sharded = bmt.Block(sharded, **options)
-    assert list(sharded.state_dict()) == list(plain.state_dict())
-    for _ in range(2):
-        check_step(plain, sharded)
+        models.assert_same_gradients(sharded, plain, kind)
 
 
 class Pair(nn.Module):
@@ -672,7 +630,7 @@ def lists():
     ]
     losses[0].backward()
     share(losses[1]).backward()
-    check_gradients(plain, blocks, "lists")
+    models.assert_same_gradients(blocks, plain, "lists")
     assert len(blocks) == 4 and blocks[-1] is list(blocks)[3]
     assert [*blocks[:2]] == list(blocks)[:2]
     assert blocks.state_dict().keys() == plain.state_dict().keys()
@@ -682,13 +640,10 @@ def lists():
     assert states.shape == (3, 2, 6) and torch.equal(states[0], x)
 
 
-IN_ALL_MODES = [
-    *(passes, copies, hooks, global_hooks, own_ways, gradients_by_func),
-    *(moving_buffers, returned_parameters, nested),
-]
-
-
-@pytest.mark.parametrize("program", IN_ALL_MODES)
+@pytest.mark.parametrize(
+    "program",
+    [passes, copies, hooks, global_hooks, own_ways, gradients_by_func, returned_parameters],
+)
 @on_ranks(2)
 def test_program_in_all_modes(program):
     """What the function of this name states, against plain PyTorch."""

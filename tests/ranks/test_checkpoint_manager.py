@@ -606,6 +606,10 @@ def test_bad_arguments(tmp_path):
         ({"seen": {1: 2}}, "'seen': {1: 2}, which JSON would give back as {'1': 2}"),
         ({1: 2}, "JSON would give back"),
         ({"betas": (0.9, 0.95)}, r"'betas': \(0.9, 0.95\), which JSON"),
+        (
+            {"long": ("a" * 200,)},
+            r"'long': \('a{118}, which JSON would give back as \['a{118}\. Facts",
+        ),
         ({"best": math.inf}, "JSON cannot hold"),
         ({"count": torch.tensor(3)}, "JSON cannot hold"),
     ]

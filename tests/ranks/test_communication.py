@@ -194,9 +194,9 @@ def verbs():
     ring = torch.zeros(2)
     nccl.groupStart()
     nccl.groupStart()
-    nccl.send(mine, (rank + 1) % size, comm)
+    nccl.send(mine.untyped_storage(), (rank + 1) % size, comm)
     nccl.groupEnd()
-    nccl.recv(ring, (rank - 1) % size, comm)
+    nccl.recv(ring.untyped_storage(), (rank - 1) % size, comm)
     nccl.groupEnd()
     assert ring.tolist() == stacked[rank - 1].tolist()
     if rank == 0 and size > 1:

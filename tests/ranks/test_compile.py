@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.ranks import models
-from tests.ranks.passes import ask, blocks_of, compare, gradients
+from tests.ranks.passes import Layer, ask, blocks_of, compare, gradients
 from tests.ranks.runner import on_ranks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -29,15 +29,6 @@ from bmtrain.runtime import world
 
 pytestmark = pytest.mark.compiler
 BY_DEFAULT = {"compile": True}
-
-
-class Layer(nn.Module):
-    def __init__(self, dim=6):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 11), nn.Linear(11, dim)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Lowering(models.Counting):

@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.ranks import models
+from tests.ranks.passes import Layer
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
@@ -110,21 +111,13 @@ def ones(*shape):
     return torch.ones(*shape, device=bmt.device())
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, 3 * DIM)
-        self.down = nn.Linear(3 * DIM, DIM, bias=False)
-
-    def forward(self, x):
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return y
+def layers_of(count):
+    return [Layer(DIM, 3 * DIM) for _ in range(count)]
 
 
 def make_model(dtype, zero_level, use_checkpoint=False):
     torch.manual_seed(5)
-    layers = [Layer() for _ in range(NUM_BLOCKS)]
+    layers = layers_of(NUM_BLOCKS)
     model = nn.Sequential(nn.Embedding(17, DIM), *layers, nn.Linear(DIM, 17))
     model = model.to(bmt.device(), dtype)
     for place in range(1, NUM_BLOCKS + 1):
@@ -329,7 +322,7 @@ READERS: dict[str, Callable[[Run], Any]] = {
     "steps without forward": changed_gradients(lambda grad: grad.mul_(2.0)),
     "backward of an old graph": ran_backward_again,
     "training loss": lambda run: loss_of(run.model, 5).detach(),
-    "inspect": lambda run: repr(bmt.inspect.inspect_model(run.model, "*")),
+    "inspect": lambda run: [*repr(bmt.inspect.inspect_model(run.model, "*")).encode()],
 }
 
 
@@ -342,20 +335,7 @@ def plain(value):
     return local_of(value).detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def check_equal(got, want, place=""):
-    if isinstance(want, dict):
-        assert got.keys() == want.keys(), place
-        for name in want:
-            check_equal(got[name], want[name], f"{place} {name}")
-    elif isinstance(want, list):
-        for number, (one, other) in enumerate(zip(got, want, strict=True)):
-            check_equal(one, other, f"{place} {number}")
-    elif isinstance(want, torch.Tensor):
-        assert torch.equal(got.cpu().nan_to_num(9.5), want.cpu().nan_to_num(9.5)), (
-            f"{place}: {got} is not {want}"
-        )
-    else:
-        assert got == want, place
+check_equal = functools.partial(models.assert_equal, equal_nan=True)
 
 
 def read(name, folder):
@@ -582,7 +562,7 @@ def in_order():
     done: list[int] = []
     run: Run
     # made in another order than they are called in
-    parts = nn.ModuleList(Layer() for _ in range(5))
+    parts = nn.ModuleList(layers_of(5))
     for part in parts:
         part.get_submodule("norm").register_forward_pre_hook(
             lambda *_: done.append(sum(map(streamer.is_done, run.optimizer._updates)))
@@ -810,7 +790,7 @@ def test_a_stage_of_a_pipeline_that_trains_nothing():
     found = []
     for overlap in (False, True):
         torch.manual_seed(3)
-        blocks = bmt.PipelineTransformerBlockList([Layer() for _ in range(4)])
+        blocks = bmt.PipelineTransformerBlockList(layers_of(4))
         for name, param in blocks.named_parameters():
             param.requires_grad_(int(name.split(".")[0]) < 2)
         run = start(model=blocks, overlap=overlap)

@@ -57,19 +57,6 @@ def one_vector(run):
 
 
 @idiom
-def statistics(run):
-    run.back()
-    out = {}
-    for name, p in run.model.named_parameters():
-        share, largest = (p > 0).float().mean(), p.argmax().float()
-        figures = [p.abs().max(), p.mean(), p.min(), largest, share, p.count_nonzero().float()]
-        out[name] = torch.stack(figures).detach()
-        out[f"{name} histogram"] = torch.histc(p.grad.detach(), 5)
-        out[f"{name} largest"] = p.detach().flatten().topk(1).values
-    return out
-
-
-@idiom
 def initialisation(run):
     torch.manual_seed(9)
     for p in run.params:
@@ -423,6 +410,32 @@ def written_through_data_of_data(run):
     assert own.grad is not None
     torch.optim.SGD([own], lr=0.1).step()
     return {**found, **run.state(), "gradient": own.grad}
+
+
+@idiom
+def compiled_by_the_program(run):
+    """A function that calls the model and reads parameters."""
+    # of torch, about itself, when its compiler is imported
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+    @torch.compile(backend="eager")
+    def loss(x):
+        return run.model(x).square().mean() + sum(p.square().sum() for p in run.params)
+
+    (loss(batch()) / run.ranks).backward()
+    return run.grads()
+
+
+@idiom
+def old_values_in_buffers(run):
+    """As elastic weight consolidation has it; saved, and loaded again."""
+    for name, param in [*run.model.named_parameters()]:
+        run.model.register_buffer(f"old_{name}".replace(".", "_"), param.detach().clone())
+    old = [*run.model.buffers()]
+    run.back(sum((2 * p - q).square().sum() for p, q in zip(run.params, old, strict=True)))
+    state = run.state()
+    run.model.load_state_dict({name: value * 2 for name, value in state.items()})
+    return {**state, **run.grads(), **run.state("loaded ")}
 
 
 # Refused

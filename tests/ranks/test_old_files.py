@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tests.programs.running import WithMasters
 from tests.ranks import models
 from tests.ranks.runner import on_ranks, run_ranks
-from tests.tensors import grad_of, sharded_parameter
+from tests.tensors import sharded_parameter
 from torch import nn
 
 import bmtrain as bmt
@@ -124,28 +125,23 @@ class Plain:
 
     def __init__(self, dtype):
         self.model, self.dtype = Net(dtype), dtype
-        self.params = list(self.model.parameters())
-        self.masters = [param.detach().float().clone() for param in self.params]
+        groups = [{"params": [*self.model.parameters()]}]
         # A large eps makes the update a smooth function of the gradient, which fp16 rounds.
-        self.optimizer = torch.optim.AdamW(self.masters, lr=0.05, weight_decay=0.1, eps=1e-2)
+        self.optimizer = WithMasters(groups, lr=0.05, weight_decay=0.1, eps=1e-2)
+        self.masters = [master for _, master in self.optimizer.pairs]
 
     def train(self, *numbers):
         for number in numbers:
             self.model.zero_grad()
             loss_of(self.model, inputs(number, self.dtype)).backward()
-            for master, param in zip(self.masters, self.params, strict=True):
-                master.grad = grad_of(param).float()
             self.optimizer.step()
-            with torch.no_grad():
-                for master, param in zip(self.masters, self.params, strict=True):
-                    param.copy_(master)
 
     def state_of_rank(self, world_size, rank, flat=True):
         """What BMTrain's optimizer of that rank saves; nothing of parameters of which it has no
         element.
         """
         states = {}
-        numels = [param.numel() for param in self.params]
+        numels = [master.numel() for master in self.masters]
         cuts = cut_as_bmtrain(numels, self.dtype.itemsize, world_size, rank)
         for index, (master, cut) in enumerate(zip(self.masters, cuts, strict=True)):
             if cut.start < cut.stop:

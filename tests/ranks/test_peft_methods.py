@@ -296,23 +296,12 @@ def base_of(name):
     if name == "nf4":
         return quantized(base_of("layer"))
     torch.manual_seed(3)
-    settings: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "attn_implementation": "eager",
-        **test_transformers.SMALL,
-    }
+    settings = {"num_hidden_layers": 1, **test_transformers.LAYER}
     if name == "mixtral":
         return hf.MixtralForCausalLM(hf.MixtralConfig(num_local_experts=3, **settings))
     bias = name == "llama_bias"
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(attention_bias=bias, mlp_bias=bias, **settings))
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(torch.randn(param.shape) * 0.05)
-    return model.train()
+    config = hf.LlamaConfig(attention_bias=bias, mlp_bias=bias, **settings)
+    return test_transformers.spread(hf.LlamaForCausalLM(config))
 
 
 def quantized(model):

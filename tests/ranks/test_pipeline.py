@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.models import own
+from tests.ranks.passes import blocks_of
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
@@ -144,6 +145,7 @@ def plain(num_ranks, steps=3):
 
 
 def close(actual, expected, scale=1.0):
+    """Tensors, numbers, or containers of them."""
     torch.testing.assert_close(actual, expected, rtol=1e-5 * scale, atol=2e-6 * scale)
 
 
@@ -155,8 +157,8 @@ def check(results, model, optimizer, expected):
         close(result["states"], expected["states"].chunk(ranks, 1)[rank])
         close(result["evaluated"], expected["evaluated"].chunk(ranks)[rank])
         close(result["norms"], expected["norms"])
-        for index, (name, param) in enumerate(model.named_parameters()):
-            close(result["full"][name], param.detach())
+        close(result["full"], model.state_dict())
+        for index, param in enumerate(model.parameters()):
             close(result["state"][index]["exp_avg"], optimizer.state[param]["exp_avg"])
 
 
@@ -190,10 +192,7 @@ def test_trains_as_one_process(ranks, stages, tp, micro_batches, use_checkpoint,
         assert sum(result["sizes"][name] for result in results) == param.numel(), name
         if ".0." in name and stages > 1:  # the first layer is on the ranks of the first stage only
             assert all(result["sizes"][name] == 0 for result in results[ranks // stages :])
-    saved = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert saved.keys() == model.state_dict().keys()
-    for name, value in model.state_dict().items():
-        close(saved[name], value)
+    close(torch.load(tmp_path / "model.pt", weights_only=True), model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -206,8 +205,7 @@ def test_resumes_with_another_number_of_stages(before, after, tmp_path):
     first = run_ranks(train, before[0], True, file, True, init=sizes[0])[0]
     given = True, file, True, 5, first["whole state"]
     for result in run_ranks(train, after[0], *given, init=sizes[1]):
-        for name, value in model.state_dict().items():
-            close(result["full"][name], value)
+        close(result["full"], model.state_dict())
 
 
 class Pair(nn.Module):
@@ -238,13 +236,20 @@ def layers_of(kind, count=4):
 
 
 def pipeline_of(layers, use_checkpoint=True, **options):
-    members = [bmt.Block(copy.deepcopy(m), use_checkpoint=use_checkpoint) for m in layers]
-    return bmt.PipelineTransformerBlockList(members, **options)
+    blocks = blocks_of(layers, use_checkpoint=use_checkpoint)
+    return bmt.PipelineTransformerBlockList(blocks, **options)
 
 
 def seeded(seed):
     """Rows of two ranks."""
     return torch.randn(2 * ROWS, SEQ, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def through(layers, x, *more):
+    """One layer after the other."""
+    for layer in layers:
+        x = layer(x, *more)
+    return x
 
 
 def check_own_gradients(blocks, layers):
@@ -295,15 +300,14 @@ def test_recomputation_replays_dropout():
         answers.append([out, *grads])
     assert not torch.equal(out, blocks.eval()(own(seeded(0)), torch.full((ROWS, 1, 1), 2))[0])
     assert len(answers[0]) == 5
-    for one, other in zip(*answers, strict=True):
-        assert torch.equal(one, other)
+    models.assert_equal(*answers)
 
 
 def run_all(parts, x, more):
     """Layers before, in and after the pipeline; those in it get `more`."""
     for index, part in enumerate(parts):
-        for layer in part if type(part) is nn.ModuleList else [part]:
-            x = layer(x, more) if index == 1 else layer(x)
+        members = part if type(part) is nn.ModuleList else [part]
+        x = through(members, x, *[more][: index == 1])
     return x.square().sum()
 
 
@@ -346,11 +350,8 @@ def test_gradients_reduced_late_and_blocks_around_the_pipeline():
                 loss = around(blocks(around(own(seeded(part))))).square().mean()
                 manager.backward(loss, reduce_gradients=not late or part == 2)
             manager.step()
-        states.append(
-            {**blocks.state_dict(), **{f"-{n}": x for n, x in around.state_dict().items()}}
-        )
-    for name, value in states[0].items():
-        close(states[1][name], value)
+        states.append([blocks.state_dict(), around.state_dict()])
+    close(*states)
 
 
 @on_ranks(2, init=PIPE)
@@ -399,10 +400,7 @@ def test_bad_input_is_an_error_on_every_rank():
         for net in (blocks, layers):
             net.zero_grad()
         blocks(leaf, mask, shift).square().sum().backward()
-        y = whole
-        for layer in layers:
-            y = layer(y, torch.ones(2 * ROWS, SEQ), shift)
-        y.square().sum().backward()
+        through(layers, whole, torch.ones(2 * ROWS, SEQ), shift).square().sum().backward()
         close(grad_of(leaf), own(grad_of(whole)), 10)
     assert narrow(x).shape == (2, SEQ, 6)
 
@@ -416,9 +414,7 @@ def test_the_caller_may_say_what_has_rows():
     x, mask = torch.stack([seeded(n).flatten(0, 1)[:SEQ] for n in range(16)]), torch.ones(16, SEQ)
     mask[3] = 0
     out = pipeline_of(layers)(own(x), own(mask), shift, batch_related=[0])
-    for layer in layers:
-        x = layer(x, mask, shift)
-    close(out, own(x))
+    close(out, own(through(layers, x, mask, shift)))
 
 
 class Shifted(nn.Module):
@@ -432,9 +428,8 @@ class Shifted(nn.Module):
 
     def forward(self, x):
         shift = torch.sin(self.shift).view(1, 1, WIDTH)
-        for layer in self.layers if isinstance(self.layers, nn.ModuleList) else [self.layers]:
-            x = layer(x, shift)
-        return x.square().mean()
+        layers = self.layers if isinstance(self.layers, nn.ModuleList) else [self.layers]
+        return through(layers, x, shift).square().mean()
 
 
 @on_ranks(2, init={"pipe_size": 2})
@@ -451,9 +446,7 @@ def test_an_argument_that_some_stages_ignore():
         manager.step()
         grad = dict(model.named_parameters())["shift"].grad
         assert (grad is None) == (reference.shift.grad is None)
-        found = model.state_dict()
-        for name, value in reference.state_dict().items():
-            close(found[name], value)
+        close(model.state_dict(), reference.state_dict())
 
 
 class Counting(nn.Module):
@@ -478,15 +471,11 @@ def test_buffers_are_saved_as_their_stage_has_them(tmp_path):
     for step in range(2):
         blocks(own(seeded(step)[:, 0])).square().sum().backward()
         for rows in seeded(step)[:, 0].chunk(2):
-            x = rows
-            for layer in layers:
-                x = layer(x)
+            through(layers, rows)
     bmt.save(blocks, str(file))
     bmt.synchronize()
     for found in (blocks.state_dict(), torch.load(file, weights_only=True)):
-        assert found.keys() == layers.state_dict().keys()
-        for name, value in layers.state_dict().items():
-            close(found[name], value)
+        close(found, layers.state_dict())
 
 
 class Adapted(nn.Module):
@@ -509,16 +498,11 @@ def test_modules_put_in_later_join_the_stage():
             layer.inner = Adapted(layer.get_submodule("inner"))
     bmt.BMTrainModelWrapper(model)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (layers, model)]
-    x = seeded(0)
-    model(own(x)).square().sum().backward()
-    for layer in layers:
-        x = layer(x)
-    x.square().sum().backward()
+    model(own(seeded(0))).square().sum().backward()
+    through(layers, seeded(0)).square().sum().backward()
     for optimizer in optimizers:
         optimizer.step()
-    found = blocks.state_dict()
-    for name, value in layers.state_dict().items():
-        close(found[name], value, 10)
+    close(blocks.state_dict(), layers.state_dict(), 10)
     check_own_gradients(blocks, layers)
     for name, param in blocks.named_parameters():
         is_own = int(name[0]) // 2 == bmt.rank()

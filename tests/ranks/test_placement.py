@@ -164,8 +164,7 @@ def states():
         model.load_state_dict({**full, "0.down": down[0]})
     with pytest.raises(ParameterError, match=r"tp_split_dim is 2 .*expected 0 to 1"):
         bmt.DistributedParameter(torch.empty(2, 2), tp_mode=True, tp_split_dim=2)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, full[name]), name
+    models.assert_equal(model.state_dict(), full)
     param = sharded_parameter(dict(model.named_parameters())["0.down"])
     assert param._original_shape == (WIDTH, FEATURES // 2)
     assert param._tp_original_shape == (WIDTH, FEATURES)

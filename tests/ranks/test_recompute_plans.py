@@ -3,7 +3,6 @@ plain PyTorch does.
 """
 
 import contextlib
-import copy
 import io
 from typing import Any
 
@@ -237,9 +236,7 @@ def test_every_stage_plans_for_its_micro_batches():
     """Two stages of two layers, two micro-batches: four calls a pass."""
     told(10000 * ROW)
     plain = make_layers(dropout=0.0)
-    blocks = bmt.PipelineTransformerBlockList(
-        [bmt.Block(copy.deepcopy(m), use_checkpoint="auto") for m in plain]
-    )
+    blocks = bmt.PipelineTransformerBlockList(blocks_of(plain, use_checkpoint="auto"))
     for step in range(5):
         (_, want), _ = run(plain, inputs(8))
         (_, got), _ = run(nn.ModuleList([blocks]), inputs(8), share=2)
@@ -277,8 +274,7 @@ def test_collectives_of_tensor_parallel_blocks():
             found, _ = run(blocks, inputs(8))
         grads = models.plain_gradients(blocks).values()
         results.append([*found, *(grad for grad in grads if grad is not None)])
-        for got, want in zip(results[-1], results[0], strict=True):
-            assert torch.equal(got, want), use_checkpoint
+        models.assert_equal(results[-1], results[0], use_checkpoint)
     assert len(results[0]) == 2 + 12
     assert len(levels()) == 2 and any(not level.is_whole() for level in levels())
 
@@ -289,7 +285,7 @@ def test_blocks_in_blocks():
     layers = make_layers()
     plain = nn.ModuleList([nn.Sequential(*layers)])
     for use_checkpoint in (True, False, "auto"):
-        inner = [bmt.Block(copy.deepcopy(m), use_checkpoint="auto") for m in layers]
+        inner = blocks_of(layers, use_checkpoint="auto")
         blocks = nn.ModuleList([bmt.Block(nn.Sequential(*inner), use_checkpoint=use_checkpoint)])
         for step in range(5):
             compare(plain, blocks, f"step {step}, {use_checkpoint}", inputs(8))

@@ -116,17 +116,6 @@ class Run:
         return self
 
 
-def assert_equal(one, other):
-    models.assert_same_dicts(one[0], other[0], "weights", 0.0)
-    assert one[1].keys() == other[1].keys()
-    for index, state in one[1].items():
-        assert state.keys() == other[1][index].keys()
-        for name, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[1][index][name])), (
-                f"{name} of {index}"
-            )
-
-
 def kind_of(name):
     return AdamOffloadOptimizer if "8bit" in name else AdamOptimizer
 
@@ -143,7 +132,7 @@ def leave(folder, names):
         others = [run.copy(), skipping, run.resume(weights, own)]
         end = run.checkpoint(folder / name).train(2, 3).found
         for other in others:
-            assert_equal(other.train(2, 3).found, end)
+            models.assert_equal(other.train(2, 3).found, end)
         out[name] = weights, whole, end
     return out
 
@@ -158,7 +147,7 @@ def come_back(folder, kept):
             # split masters refuse the other order
             *([] if "split" in name else [run.resume(weights, whole, weights_first=False)]),
         ):
-            assert_equal(other.train(2, 3).found, end)
+            models.assert_equal(other.train(2, 3).found, end)
 
 
 @pytest.mark.parametrize(
@@ -181,11 +170,8 @@ def test_forms_agree():
     """
     got = {name: Run(options).train(*range(6)).found for name, options in FORMS.items()}
     weights, states = got["fp32"]
+    models.assert_equal(got["split"][1], states, "split")
     for index, state in states.items():
-        split = got["split"][1][index]
-        assert state.keys() == split.keys()
-        for name, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(split[name])), name
         quantised = got["8bit"][1][index]
         for name in ("exp_avg", "exp_avg_sq"):
             # six roundings by up to a code, 1/64 of the largest value, that mostly cancel out
@@ -239,7 +225,7 @@ def written(folder):
                 assert (value == 3).all(), "changed by a refused step"
             run.model.load_state_dict(weights)
             run.manager.load_state_dict(state)
-            assert_equal(run.train(2).found, end)
+            models.assert_equal(run.train(2).found, end)
     run = Run(SMALL["split"])
     run.manager.state_dict()
     run.fill(6.0).train(0).check_near(6.0)  # before the first step
@@ -366,8 +352,8 @@ def save_parts(folder):
 
 def load_parts(folder, kept):
     run = columns().restore(folder)
-    assert_equal(run.found, kept[0])
-    assert_equal(columns_step(run).found, kept[1])
+    models.assert_equal(run.found, kept[0])
+    models.assert_equal(columns_step(run).found, kept[1])
 
 
 def refuse_parts(folder):
@@ -375,7 +361,7 @@ def refuse_parts(folder):
     before = run.found
     with pytest.raises(CheckpointError, match="exp_avg_scales"):
         run.restore(folder)
-    assert_equal(run.found, before)
+    models.assert_equal(run.found, before)
 
 
 def test_tensor_parallel_blocks(tmp_path):

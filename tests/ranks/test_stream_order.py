@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.ranks import models
+from tests.ranks.passes import Layer
 from tests.ranks.runner import run_ranks
 from tests.ranks.stream_order import (
     COMPUTE,
@@ -92,19 +93,6 @@ def test_the_checker(program, race):
         del kept  # to free it would be a race too
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(DIM),
-            nn.Linear(DIM, 2 * DIM),
-            nn.Linear(2 * DIM, DIM),
-        )
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 @contextlib.contextmanager
 def checked():
     """Small shards travel as big ones do, and of gradients some parts are copied from where they
@@ -153,7 +141,7 @@ def train(zero_level, use_checkpoint, num_batches):
     with checked() as order:
         torch.manual_seed(0)
         blocks = [
-            bmt.Block(Layer(), use_checkpoint=use_checkpoint, zero_level=zero_level)
+            bmt.Block(Layer(DIM, 2 * DIM), use_checkpoint=use_checkpoint, zero_level=zero_level)
             for _ in range(NUM_BLOCKS)
         ]
         model = nn.Sequential(

@@ -82,12 +82,19 @@ def half(forward):
     return lambda self, *args: forward(self, *args) / 2
 
 
-def wrapped(plain, fails_on=-1):
-    """A wrapped copy, and what compiles it."""
+def lowering(fails_on=-1):
+    """What compiles from now on."""
     torch._dynamo.reset()
-    own = Lowering(fails_on)
-    backend.inductor = own
-    return bmt.BMTrainModelWrapper(copy.deepcopy(plain)), own
+    backend.inductor = own = Lowering(fails_on)
+    return own
+
+
+def pair(make=Net, fails_on=-1):
+    """A model and a wrapped copy."""
+    torch.manual_seed(0)
+    lowering(fails_on)
+    plain: Any = make()
+    return plain, bmt.BMTrainModelWrapper(copy.deepcopy(plain))
 
 
 def stage_of(model):
@@ -101,22 +108,19 @@ def batch(number, length=5):
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+def own_batch(number, length=5):
+    return map(models.own, batch(number, length))
+
+
 def check(model, plain, number, length=5):
     """One more pass adds the gradients of plain PyTorch, and leaves its buffers."""
-    ids, labels = batch(number, length)
-    own = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
-    loss = model(ids[own], labels[own])
+    loss = model(*own_batch(number, length))
     loss.backward()
-    expected = plain(ids, labels)
+    expected = plain(*batch(number, length))
     (expected * bmt.world_size()).backward()
     mean = bmt.distributed.all_reduce(loss.detach(), "avg")
     torch.testing.assert_close(mean, expected.detach())
-    for (name, param), (_, known) in zip(
-        model.named_parameters(), plain.named_parameters(), strict=True
-    ):
-        assert (param.grad is None) == (known.grad is None), name
-        if known.grad is not None:
-            torch.testing.assert_close(param.grad.full_tensor(), known.grad, msg=name)
+    models.assert_same_gradients(model, plain, f"pass {number}", 1e-6)
     for name, buffer in plain.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
 
@@ -126,9 +130,8 @@ def test_a_small_model_is_one_graph_and_exact():
     """Accumulation, other lengths, evaluation between, several passes before backward, an attribute
     that the program changes, a frozen parameter, a copy of the model.
     """
-    torch.manual_seed(0)
-    plain = Net()
-    model, own = wrapped(plain)
+    plain, model = pair()
+    own: Any = backend.inductor
     for number in range(3):
         check(model, plain, number)
     assert stage_of(model) is Stage.WHOLE and own.num_graphs == 1
@@ -139,10 +142,8 @@ def test_a_small_model_is_one_graph_and_exact():
     with torch.no_grad():
         model.eval()(*batch(4)), plain.eval()(*batch(4))
     model.train(), plain.train()
-    ids, labels = batch(5)
-    own_rows = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
-    sum(model(ids[own_rows], labels[own_rows]) * k for k in (1, 2)).backward()
-    (sum(plain(ids, labels) * k for k in (1, 2)) * bmt.world_size()).backward()
+    sum(model(*own_batch(5)) * k for k in (1, 2)).backward()
+    (sum(plain(*batch(5)) * k for k in (1, 2)) * bmt.world_size()).backward()
     model.temperature = plain.temperature = 0.5
     check(model, plain, 6)
     model.get_parameter("layers.0.map.weight").requires_grad_(False)
@@ -150,8 +151,8 @@ def test_a_small_model_is_one_graph_and_exact():
     check(model, plain, 7)
     assert stage_of(model) is Stage.WHOLE
     values = {name: param.gather().detach() * 2 for name, param in model.named_parameters()}
-    expected = torch.func.functional_call(plain, values, (ids, labels))
-    assert torch.equal(torch.func.functional_call(model, values, (ids, labels)), expected)
+    expected = torch.func.functional_call(plain, values, batch(5))
+    assert torch.equal(torch.func.functional_call(model, values, batch(5)), expected)
     again, twin = copy.deepcopy((model, plain))
     check(again, twin, 8)
     assert stage_of(again) is Stage.WHOLE
@@ -167,9 +168,7 @@ def test_a_small_model_is_one_graph_and_exact():
 @on_ranks(2, init=COMPILED)
 def test_all_ranks_run_whole_or_none(what):
     """What one rank cannot do none does; buffers and random numbers are as if it was not tried."""
-    torch.manual_seed(0)
-    plain = Net()
-    model, _ = wrapped(plain, fails_on=1 if what == "fails" else -1)
+    plain, model = pair(fails_on=1 if what == "fails" else -1)
     if what == "hook" and bmt.rank() == 1:
         model.layers[0].register_forward_hook(lambda *_: None)
     before = torch.get_rng_state()
@@ -202,9 +201,7 @@ def doubled(layer):
 
 
 def train_without_compiled_code():
-    torch.manual_seed(0)
-    plain = Net()
-    model, _ = wrapped(plain)
+    plain, model = pair()
     check(model, plain, 0)
     assert stage_of(model) is Stage.WHOLE
     model.__dict__["_whole_model"]._gate._lower = Lowering(fails_on=0)
@@ -228,9 +225,7 @@ def test_training_goes_on_without_compiled_code(num_ranks):
 
 @on_ranks(2, init=COMPILED)
 def test_hooks_of_all_modules_run():
-    torch.manual_seed(0)
-    plain = Net()
-    model, _ = wrapped(plain)
+    plain, model = pair()
     check(model, plain, 0)
 
     def double(module, _, out):
@@ -266,9 +261,7 @@ class Bounded(Net):
 @on_ranks(2, init=COMPILED)
 def test_what_writes_its_parameters_runs_apart(how):
     """Where the writes count, and once per pass."""
-    torch.manual_seed(0)
-    plain = Bounded(how)
-    model, _ = wrapped(plain)
+    plain, model = pair(functools.partial(Bounded, how))
     with pytest.warns(UserWarning, match=r"block by block.*writes to x\.data"):
         for number in range(4):
             check(model, plain, number)
@@ -313,10 +306,8 @@ def test_what_the_program_shares_with_the_graph_runs_apart():
     """A parameter that is kept in the first call follows the optimizer; one that is kept later is
     refused. A call that is undone counts once. Writes into a result are seen in its views.
     """
-    torch.manual_seed(0)
     for in_containers, since in ((False, 0), (True, 0), (True, 1)):
-        plain = Keeping(in_containers, since)
-        model, _ = wrapped(plain)
+        plain, model = pair(functools.partial(Keeping, in_containers, since))
         with pytest.warns(UserWarning, match="keeps a parameter"):
             for number in range(since + 1):
                 check(model, plain, number)
@@ -332,16 +323,13 @@ def test_what_the_program_shares_with_the_graph_runs_apart():
                 torch.testing.assert_close(kept.full_tensor(), known.detach())
             check(model, plain, since + 1)
         assert stage_of(model) is Stage.APART and model.calls == plain.calls
-    ids, labels = batch(2)
-    own = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
     for view, stage in ((torch.Tensor.detach, Stage.WHOLE), (nn.Flatten(0), Stage.APART)):
-        twofold: Any = Twofold(view)
-        model, _ = wrapped(twofold)
+        plain, model = pair(functools.partial(Twofold, view))
         apart = pytest.warns(UserWarning, match="lies in the memory of another")
         with apart if stage is Stage.APART else contextlib.nullcontext():
             for _ in range(3):
-                shared, loss = model(ids[own], labels[own])
-                _, known = twofold(ids[own], labels[own])
+                shared, loss = model(*own_batch(2))
+                _, known = plain(*own_batch(2))
                 shared.mul_(3)
                 torch.testing.assert_close(loss, known * 3)
         assert stage_of(model) is stage
@@ -363,9 +351,7 @@ class Recurrent(Net):
 
 @on_ranks(2, init=COMPILED)
 def test_a_block_that_does_not_compile_keeps_all_apart():
-    torch.manual_seed(0)
-    plain = Recurrent()
-    model, _ = wrapped(plain)
+    plain, model = pair(Recurrent)
     for number in range(2):
         check(model, plain, number)
     assert stage_of(model) is Stage.APART
@@ -374,9 +360,7 @@ def test_a_block_that_does_not_compile_keeps_all_apart():
 @on_ranks(2, init=COMPILED)
 def test_dropout_is_that_of_the_rank():
     """Other masks on other ranks, the generator as one draw later on all of them."""
-    torch.manual_seed(0)
-    plain = Net(dropout=0.5)
-    model, _ = wrapped(plain)
+    _, model = pair(functools.partial(Net, dropout=0.5))
     world.current().draws.same_rows = False
     ids, labels = torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5, dtype=torch.long)
     losses = [model(ids, labels).detach() for _ in range(3)]
@@ -440,9 +424,7 @@ def _compare_passes(model, plain):
 
 @on_ranks(2, init=COMPILED)
 def test_backward_through_a_part_of_the_graph():
-    torch.manual_seed(0)
-    plain = TwoHeads()
-    model, _ = wrapped(plain)
+    plain, model = pair(TwoHeads)
     for _ in range(3):
         _compare_passes(model, plain)
     assert stage_of(model) is Stage.WHOLE
@@ -464,11 +446,11 @@ class Kept(TwoHeads):
         return {**out, "calls": self.calls.detach()}
 
 
-def kept_results(wrap=lambda plain: bmt.BMTrainModelWrapper(copy.deepcopy(plain))):
+def kept_results():
     """What a program has kept of each call is what that call computed."""
     torch.manual_seed(0)
     plain, kept = Kept(), []
-    model = wrap(plain)
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
     for module in (model, plain):
         kept.append([])
         for step in range(5):
@@ -482,15 +464,14 @@ def kept_results(wrap=lambda plain: bmt.BMTrainModelWrapper(copy.deepcopy(plain)
 
 @on_ranks(2, init=COMPILED)
 def test_results_may_be_kept():
-    kept_results(lambda plain: wrapped(plain)[0])
+    lowering()
+    kept_results()
 
 
 @on_ranks(2, init=COMPILED)
 def test_what_is_compiled_is_not_differentiated_twice():
     """As one graph, and block by block: refused, and the next pass is right."""
-    torch.manual_seed(0)
-    plain = TwoHeads()
-    model, _ = wrapped(plain)
+    plain, model = pair(TwoHeads)
     x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
     for number in range(3):
         if number == 2:
@@ -527,16 +508,11 @@ def _escaping_loss(model, kind):
 @pytest.mark.parametrize("kind", ["parameter", "view", "kept", "both"])
 @on_ranks(2, init=COMPILED)
 def test_gradients_that_come_by_other_ways_than_the_results(kind):
-    torch.manual_seed(0)
-    plain = Escaping()
-    model, _ = wrapped(plain)
-    for _ in range(3):
+    plain, model = pair(Escaping)
+    for number in range(3):
         _escaping_loss(model, kind).backward()
-        _escaping_loss(plain, kind).backward()
-        for (name, param), known in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert known.grad is not None
-            total = known.grad * bmt.world_size()
-            torch.testing.assert_close(param.grad.full_tensor(), total, msg=name)
+        (_escaping_loss(plain, kind) * bmt.world_size()).backward()
+        models.assert_same_gradients(model, plain, f"pass {number}", 1e-6)
     assert stage_of(model) is Stage.WHOLE
     loss = _escaping_loss(model, kind)
     with torch.no_grad():
@@ -589,9 +565,8 @@ def test_compiled_code_is_found_above_any_result():
 def test_cuda_graph_records_the_models_of_a_function(how):
     """Those that are not wrapped; a pass later too."""
     torch.manual_seed(0)
+    lowering()
     plain = Net()
-    backend.inductor = Lowering()
-    torch._dynamo.reset()
     model: Any = OldNet(plain)
 
     def of_closure(*args):
@@ -602,17 +577,12 @@ def test_cuda_graph_records_the_models_of_a_function(how):
         "partial": lambda: bmt.cuda_graph(max_graphs=1)(functools.partial(of_closure)),
     }[how]()
     for number in range(3):
-        ids, labels = batch(number)
-        own = slice(2 * bmt.rank(), 2 * bmt.rank() + 2)
-        run(ids[own], labels[own]).backward()
-        (plain(ids, labels) * bmt.world_size()).backward()
+        run(*own_batch(number)).backward()
+        (plain(*batch(number)) * bmt.world_size()).backward()
     assert stage_of(model) is Stage.WHOLE
     assert isinstance(model, OldNet) and model.__class__ is OldNet
     assert type(model.layers[0]) is type(model.layers[1])
-    names = dict(plain.named_parameters())
-    for name, param in model.named_parameters():
-        grad: Any = param.grad
-        torch.testing.assert_close(grad.full_tensor(), names[name].grad, msg=name)
+    models.assert_same_gradients(model, plain, how, 1e-6)
 
 
 def recorded_models(dtype=torch.float32):
@@ -649,8 +619,7 @@ def recorded_models(dtype=torch.float32):
 
 @on_ranks(2, init=COMPILED)
 def test_cuda_graph_of_language_models():
-    backend.inductor = Lowering()
-    torch._dynamo.reset()
+    lowering()
     recorded_models()
 
 

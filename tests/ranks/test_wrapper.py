@@ -3,7 +3,6 @@ modules.
 """
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -59,15 +58,6 @@ class Plain(nn.Module):
         return self.heads[0](x).square().mean() + scores.square().mean()
 
 
-def check_gradients(plain, model, x):
-    """Value and gradients of a pass, which adds to those before."""
-    want, got = plain(x).square().sum(), model(x).square().sum()
-    models.assert_same(got.detach(), want.detach(), "value")
-    want.backward()
-    (got / bmt.world_size()).backward()
-    models.assert_same_gradients(model, plain, "gradients")
-
-
 def facts(model):
     named = [(name, param.requires_grad) for name, param in model.named_parameters()]
     return [*named, *model.state_dict()]
@@ -82,7 +72,7 @@ def wrapping():
     assert facts(model) == facts(plain)
     models.assert_same_state(model, plain, "state", 0.0)
     for _ in range(2):
-        check_gradients(plain, model, torch.arange(8).view(2, 4))
+        models.check_pass(model, plain, torch.arange(8).view(2, 4), fresh=False)
     with torch.no_grad():
         next(model.parameters()).fill_(2.0)
     state = model.state_dict()
@@ -189,7 +179,8 @@ def modules():
     for layer, own in zip(plain, model, strict=True):
         layer.other = nn.Parameter(torch.zeros(3))
         layer.load_state_dict(own.state_dict())
-    check_gradients(plain, model, torch.randn(4, 3, generator=torch.Generator().manual_seed(3)))
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
+    models.check_pass(model, plain, x, fresh=False)
     groups = dict(bmt.grouped_parameters(model))
     sizes = {name: len(params) for name, params in groups.items()}
     assert sizes == {"weights": 2, "biases": 2, None: 2}
@@ -213,15 +204,15 @@ def parametrized_afterwards():
     torch.manual_seed(1)
     plain: Any = nn.Sequential(Encoder(), nn.Linear(6, 3))
     model: Any = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
-    check = functools.partial(check_gradients, x=torch.randn(4, 6))
     for each in (plain, model):
         torch.manual_seed(2)
         for layer in (each[0].layers[1], each[1]):
             nn.utils.parametrizations.spectral_norm(layer)
         nn.utils.parametrizations.orthogonal(each[0].layers[0])
     model = bmt.BMTrainModelWrapper(model)
+    x = torch.linspace(-1, 1, 24).view(4, 6)
     for _ in range(2):
-        check(plain, model)
+        models.check_pass(model, plain, x, fresh=False)
     models.assert_same_state(model, plain, "values")
     with pytest.raises(AddressError, match="set_ of a sharded tensor"):
         model[1].bias.set_(torch.ones(6))
@@ -234,7 +225,7 @@ def parametrized_afterwards():
             nn.utils.parametrize.remove_parametrizations(layer.eval(), "weight")
         assert each[1].__class__ is nn.Linear
     models.assert_same_state(model, plain, "left as they were")
-    check(plain, model)
+    models.check_pass(model, plain, x, fresh=False)
     x = torch.ones(2, 6)
     models.assert_same(model(x).detach(), plain(x).detach(), "taken off")
 

@@ -9,6 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
 from tests.modules import importable
 from tests.ranks.runner import run_ranks
 
@@ -35,6 +36,21 @@ def module(name):
     """A file of the examples, as a module that nobody else sees."""
     with importable(PROGRAMS):
         return importlib.import_module(name)
+
+
+def on(model, *data):
+    """Arguments that say which model and which conversations: small files, or others."""
+    names = [DATA / "chat" / name for name in data or ("train.jsonl",)]
+    return ["--model-config", model, "--max-length 64", TINY, "--data", *names]
+
+
+def drawn_adapters(model):
+    """peft's model, whose adapters, and whatever else it trains, are drawn."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.normal_()
+    return model
 
 
 def words_of(*arguments):

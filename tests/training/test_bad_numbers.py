@@ -72,7 +72,7 @@ class Net(torch.nn.Module):
             x = x * math.inf
         if is_bad and self.fault == "gradient":
             x = Break.apply(x, math.nan)
-        out: torch.Tensor = self.down(x)
+        out = self.down(x)
         return out
 
     def loss(self, x, marked):

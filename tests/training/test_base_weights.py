@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from tests.ranks import models, test_transformers
 from tests.ranks.runner import run_ranks
-from tests.training.lm_programs import DATA, command, tiny
+from tests.training.lm_programs import command, on, tiny
 
 import bmtrain as bmt
 from bmtrain.checkpoint.shards import ShardedCheckpoint
@@ -120,9 +120,7 @@ def test_a_run_goes_on(tmp_path):
     does not go on with another base.
     """
     model = tiny("llama", tmp_path)
-    arguments = ["--model-config", model, "--data", DATA / "chat" / "train.jsonl"]
-    arguments += ["--dtype fp32 --lr 1e-2 --lr-decay-style constant --max-length 64"]
-    arguments += ["--batch-size 2 --lora-rank 4 --save-iters 2 --epochs 9"]
+    arguments = [*on(model), "--lr 1e-2 --batch-size 2 --lora-rank 4 --save-iters 2 --epochs 9"]
 
     def go(run, last, more=""):
         command(*arguments, "--save", tmp_path / run, f"--train-iters {last} {more}")

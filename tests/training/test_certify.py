@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tests.data_sets.common import write_rows
 from tests.data_sets.test_instructions import END, LOOP, QWEN3, turns
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import DATA, tiny
@@ -173,9 +174,9 @@ def certified(path, folder, names):
     for name in names:
         template, rows, fault, _ = FAULTS[name]
         trained_model.tokenizer.chat_template = template
-        file = CHAT if rows is None else Path(folder, f"{name}.{bmt.rank()}.jsonl")
+        file = CHAT
         if rows is not None:
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            file = write_rows(Path(folder, f"{name}.{bmt.rank()}.jsonl"), *rows)
         with pytest.MonkeyPatch.context() as patch:
             fault(patch, trained_model)
             samples = InstructionDataset(file, trained_model.tokenizer, 64)
@@ -235,7 +236,7 @@ def sees_padding(patch, trained_model):
     patch.setattr(PreferencePairs, "collate", wrong)
 
 
-FAULTS_OF_PAIRS: dict[str, tuple[str, Fault, str | None]] = {
+FAULTS_OF_PAIRS = {
     "none": (PLAIN, nothing, None),
     "system": (NO_SYSTEM, nothing, "message 1, of the system: the template leaves out 'Count "),
     "end": (PLAIN, FAULTS["end"][2], "'<|endoftext|>', is not in the loss"),
@@ -247,8 +248,7 @@ FAULTS_OF_PAIRS: dict[str, tuple[str, Fault, str | None]] = {
 def certified_pairs(folder, cases):
     """On a rank: the certificate of each fault in a loss of pairs."""
     found = {}
-    file = Path(folder, f"pairs.{bmt.rank()}.jsonl")
-    file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    file = write_rows(Path(folder, f"pairs.{bmt.rank()}.jsonl"), *PAIRS)
     for kind, objective, rank, names in cases:
         args = arguments(
             Path(folder, kind), batch_size=3, gradient_accumulation=2, num_workers=0, beta=None
@@ -313,8 +313,7 @@ def commanded(path, data):
 def test_the_commands_say_what_differs(tmp_path):
     """`certify` lists it, a run warns once, with the row; of rows that are right, nothing."""
     path = tiny("gpt2", tmp_path)
-    data = tmp_path / "talks.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in TALKS))
+    data = write_rows(tmp_path / "talks.jsonl", *TALKS)
     ((certificate, start),) = run_ranks(commanded, 1, str(path), str(data))
     assert "no difference: each token in the loss weighs the same" in certificate
     assert "warning" not in start

@@ -53,7 +53,7 @@ def example(arguments):
 
 def called(arguments):
     """On a rank: the program's `main`, and what it tells a callable of each step."""
-    found: list[dict[str, Any]] = []
+    found = []
     warnings.filterwarnings("ignore", module="(tokenizers|matplotlib)")
     with importable(EXAMPLE):
         import train

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tests.data_sets.common import tokenizer as stored
-from tests.data_sets.common import write_rows
+from tests.data_sets.common import write_rows, write_tokens
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import (
     COMMAND,
@@ -34,7 +33,6 @@ from tests.training.their_models import HEADS, tiny_config
 
 from bmtrain.runtime import world
 from model_center.dataset.concatenated import ConcatenatedTexts
-from model_center.dataset.indexed_builder import make_builder
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.mixture import MixturePart
 from model_center.dataset.packing import PackedSamples
@@ -60,7 +58,7 @@ WORDS = [
 LENGTH = 16
 
 
-def texts(seed: int, count: int) -> list[str]:
+def texts(seed, count):
     """Texts of words and other letters, some of them longer than rows, some ending in blanks."""
     draw = np.random.default_rng(seed)
     return [
@@ -71,11 +69,11 @@ def texts(seed: int, count: int) -> list[str]:
     ]
 
 
-def rows(folder: Path, name: str, seed: int, count: int) -> Path:
+def rows(folder, name, seed, count):
     return write_rows(folder / name, *({"text": text} for text in texts(seed, count)))
 
 
-def configured(folder: Path, kind: str, first: dict[str, Any] | None = None, **values: Any) -> Path:
+def configured(folder, kind, first=None, **values):
     """A folder with the configuration of a tiny model, and nothing else; made of the `first` values."""
     config = tiny_config(kind, **(first or {}))
     config.update({"architectures": None, **({"rotary_dim": 8} if kind == "gptj" else {})})
@@ -86,7 +84,7 @@ def configured(folder: Path, kind: str, first: dict[str, Any] | None = None, **v
     return folder / kind
 
 
-def base(folder: Path, kind: str, *words: object) -> list[object]:
+def base(folder, kind, *words):
     """Arguments of a run of a few steps."""
     learnt = rows(folder, "learnt.jsonl", 0, 40)
     measured = rows(folder, "measured.jsonl", 1, 8)
@@ -95,7 +93,7 @@ def base(folder: Path, kind: str, *words: object) -> list[object]:
     return ["--model-config", model, how, "--data", learnt, "--validation", measured, *words]
 
 
-def coded(model: Any, tokenizer: Any, found: Sequence[str], packing: str) -> float:
+def coded(model, tokenizer, found, packing):
     """Bits per byte of texts in plain transformers, row by row."""
     documents = [
         [0, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
@@ -134,9 +132,7 @@ def coded(model: Any, tokenizer: Any, found: Sequence[str], packing: str) -> flo
         pytest.param("phi3", "concatenated", 2, marks=pytest.mark.long),
     ],
 )
-def test_from_a_configuration_to_a_model(
-    kind: str, packing: str, ranks: int, tmp_path: Path
-) -> None:
+def test_from_a_configuration_to_a_model(kind, packing, ranks, tmp_path):
     """Bits per byte are those that transformers computes with what was saved; tokenizer, ids of
     special tokens and generation are the same there, and here.
     """
@@ -169,12 +165,12 @@ def test_from_a_configuration_to_a_model(
     assert list(mine.rows()[0]) == theirs[0, ids.shape[1] :].tolist()
 
 
-def go_on(words: list[str], folder: str) -> None:
+def go_on(words, folder):
     """On a rank: a run of four steps; one that is ended after two, refuses other texts and another
     vocabulary, goes on, and then on other texts with the vocabulary that it has.
     """
 
-    def train(save: str, *more: object) -> None:
+    def train(save, *more):
         world.shutdown()
         main(COMMAND, [*words, *words_of("--save", Path(folder, save), *more)])
 
@@ -193,7 +189,7 @@ def go_on(words: list[str], folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_a_run_goes_on_bit_by_bit(ranks: int, tmp_path: Path) -> None:
+def test_a_run_goes_on_bit_by_bit(ranks, tmp_path):
     """With the vocabulary that it has made, of which no other is made."""
     rows(tmp_path, "other.jsonl", 5, 40)
     words = base(tmp_path, "llama", "--packing concatenated --epochs 2 --samples 1 --eval-iters 2")
@@ -229,17 +225,12 @@ def test_a_run_goes_on_bit_by_bit(ranks: int, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_trained(
-    words: str, error: type[Exception], complaint: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_trained(words, error, complaint, tmp_path):
     """Is said before anything is made, and does not keep the next run."""
-    with make_builder(f"{tmp_path / 'tokens'}.bin", "mmap", np.int32) as builder:
-        builder.add_item([3, 4, 5])
-        builder.finalize(f"{tmp_path / 'tokens'}.idx")
     places = {
         "GPT2": DATA / "tokenizers" / "gpt2",
         "EMPTY": write_rows(tmp_path / "empty.jsonl", {"text": ""}),
-        "TOKENS": tmp_path / "tokens",
+        "TOKENS": write_tokens(tmp_path / "tokens", [[[3, 4, 5]]]),
         "CHAT": DATA / "chat" / "train.jsonl",
     }
     for name, place in places.items():
@@ -253,7 +244,7 @@ def test_what_cannot_be_trained(
         assert len(losses(tmp_path / "run")) == 1
 
 
-def test_pretrained_weights_keep_their_tokenizer(tmp_path: Path) -> None:
+def test_pretrained_weights_keep_their_tokenizer(tmp_path):
     run = [word for word in words_of(*base(tmp_path, "llama")) if word != "--from-scratch"]
     with pytest.raises(ConfigError, match="are for --from-scratch"):
         command(*run, "--vocab-size 300", ranks=1)
@@ -262,7 +253,7 @@ def test_pretrained_weights_keep_their_tokenizer(tmp_path: Path) -> None:
 # --- the data
 
 
-def test_a_vocabulary_is_made_of_texts() -> None:
+def test_a_vocabulary_is_made_of_texts():
     """The same one from any pieces of them, exactly as large as asked, and exact on any text."""
     found = texts(0, 60)
     text = byte_level_bpe(found, 305)
@@ -270,7 +261,7 @@ def test_a_vocabulary_is_made_of_texts() -> None:
     parted = [whole[start : start + 2000] for start in range(0, len(whole), 2000)]
     assert "".join(parted) == "".join(pieces(whole))
     assert byte_level_bpe(found, 305) == text
-    tokenizer: Any = tokenizer_from(text)
+    tokenizer = tokenizer_from(text)
     assert len(tokenizer) == 305 and tokenizer.encode("") == [tokenizer.bos_token_id]
     for one in [*texts(3, 9), "\x00\ufeff tab\t\r\n", "ê̸"]:
         assert tokenizer.decode(tokenizer.encode(one)[1:]) == one
@@ -279,11 +270,11 @@ def test_a_vocabulary_is_made_of_texts() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_bytes_of_what_is_learnt(name: str, tmp_path: Path) -> None:
+def test_bytes_of_what_is_learnt(name, tmp_path):
     """All bytes of a text, whatever the length of rows, but those of a first token that nothing
     predicts.
     """
-    tokenizer: Any = copy.deepcopy(stored(name))  # it is changed below
+    tokenizer = copy.deepcopy(stored(name))  # it is changed below
     given = [*texts(4, 12), "", " ", "é" * 40, "  \n lead"]
     path = write_rows(tmp_path / "a.jsonl", *({"text": text} for text in given))
     expected = [len(text.encode()) for text in given]
@@ -305,17 +296,14 @@ def test_bytes_of_what_is_learnt(name: str, tmp_path: Path) -> None:
         assert sum(data.num_bytes(n) or 0 for n in data.samples_of(row)) == size - begin
 
 
-def test_token_data_are_texts(tmp_path: Path) -> None:
+def test_token_data_are_texts(tmp_path):
     """Rows are what the same texts give, byte for byte."""
     tokenizer: Any = tokenizer_from(byte_level_bpe(texts(0, 40), 300))
     path = rows(tmp_path, "a.jsonl", 6, 20)
     whole = InstructionDataset(path, tokenizer, 9)
     tokens = whole.tokens
-    with make_builder(f"{tmp_path / 'b'}.bin", "mmap", np.uint16) as builder:
-        for start, stop in zip(tokens.starts, tokens.stops, strict=True):
-            builder.add_item(tokens.ids[start:stop].tolist())
-            builder.end_document()
-        builder.finalize(f"{tmp_path / 'b'}.idx")
+    places = zip(tokens.starts, tokens.stops, strict=True)
+    write_tokens(tmp_path / "b", [[tokens.ids[start:stop]] for start, stop in places], np.uint16)
     for name in ("b", "b.bin"):
         data = InstructionDataset(tmp_path / name, tokenizer, 9)
         assert len(data) == len(whole) and data.num_rows == 20
@@ -331,11 +319,11 @@ def test_token_data_are_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bos", ["<|endoftext|>", None])
-def test_concatenated_rows(bos: str | None, tmp_path: Path) -> None:
+def test_concatenated_rows(bos, tmp_path):
     """Every token is a target once, in the order of the epoch, but the first, and what begins
     texts; ranks that would have no row get one without a target.
     """
-    tokenizer: Any = copy.deepcopy(stored("gpt2"))
+    tokenizer = copy.deepcopy(stored("gpt2"))
     tokenizer.bos_token = bos
     data = InstructionDataset(rows(tmp_path, "a.jsonl", 7, 15), tokenizer, 9)
     other = InstructionDataset(rows(tmp_path, "b.jsonl", 8, 5), tokenizer, 9)
@@ -365,14 +353,10 @@ def test_concatenated_rows(bos: str | None, tmp_path: Path) -> None:
         assert torch.cat(again).tolist() == [n for one in orders[0] for n in one][:-1]
     made_up = ConcatenatedTexts(parts, 10_000, least=3)
     assert len(made_up) == 3
-    assert [int((made_up[n]["targets"] != -100).sum()) > 0 for n in range(3)] == [
-        True,
-        False,
-        False,
-    ]
+    assert [bool((made_up[n]["targets"] != -100).any()) for n in range(3)] == [True, False, False]
 
 
-def _documents(ids: list[int], parts: Sequence[MixturePart]) -> list[list[int]]:
+def _documents(ids, parts):
     """The texts that a stream is of: each of the parts as often as it is there."""
     left = [
         part.samples.tokens.ids[part.samples.tokens.starts[n] : part.samples.tokens.stops[n]]

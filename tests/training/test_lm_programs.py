@@ -8,10 +8,10 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from tests.data_sets.common import write_tokens
 from tests.training.lm_programs import DATA, TINY, losses, module, results, tiny, train
 
 from model_center.__main__ import main as command
-from model_center.dataset.indexed_builder import make_builder
 from model_center.errors import IdentifierError
 from model_center.model import Bert
 from model_center.tokenizer import CPM2Tokenizer
@@ -114,10 +114,7 @@ def tokens(folder, family):
         "target": [[gap, *ids[len(ids) // 2 :], tokenizer.eod_id] for ids in rows],
     }
     for name, sequences in pairs.items():
-        with make_builder(f"{prefix}_{name}.bin", "mmap", "int32") as builder:
-            for ids in sequences:
-                builder.add_item(ids)
-            builder.finalize(f"{prefix}_{name}.idx")
+        write_tokens(f"{prefix}_{name}", [sequences], marked=0)
 
 
 @pytest.mark.long

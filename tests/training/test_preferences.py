@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import json
 import warnings
 import zlib
 from pathlib import Path
@@ -13,9 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tests.data_sets.common import tokenizer as stored
+from tests.data_sets.common import write_rows
 from tests.ranks.models import full_gradients, plain_gradients
 from tests.ranks.runner import run_ranks
-from tests.training.lm_programs import DATA, TINY, command, losses, results, same_learning, tiny
+from tests.training.lm_programs import command, losses, on, results, same_learning, tiny
 from tests.training.their_models import arguments, make
 
 import bmtrain as bmt
@@ -92,12 +93,10 @@ def test_rows_in_all_forms():
 @pytest.mark.parametrize(("row", "message"), REFUSED)
 def test_rows_that_are_refused(row, message, tmp_path):
     """With file and row; without it the rest is read."""
-    path, tokenizer = tmp_path / "pairs.jsonl", _tokenizer()
-    good = json.dumps(FORMS[0])
-    path.write_text(f"{good}\n{json.dumps(row)}\n")
+    path, tokenizer = write_rows(tmp_path / "pairs.jsonl", FORMS[0], row), stored("gpt2")
     with pytest.raises(DataError, match=rf"pairs\.jsonl, line 2.*{message}"):
         InstructionDataset(path, tokenizer, 64, pairs=True)
-    path.write_text(f"{good}\n")
+    write_rows(path, FORMS[0])
     assert len(InstructionDataset(path, tokenizer, 64, pairs=True)) == 2
     with pytest.raises(DataError, match="chosen: a better and a worse answer are compared by"):
         InstructionDataset(path, tokenizer, 64)
@@ -107,9 +106,9 @@ def test_pairs_that_do_not_fit(tmp_path):
     """A pair goes as a whole, and is counted as one."""
     path = tmp_path / "pairs.jsonl"
     long = {"prompt": "a", "chosen": "b", "rejected": "c " * 90}
-    path.write_text("".join(json.dumps(row) + "\n" for row in (long, FORMS[0])))
+    write_rows(path, long, FORMS[0])
     read = [
-        InstructionDataset(path, _tokenizer(), 64, how, pairs=True)
+        InstructionDataset(path, stored("gpt2"), 64, how, pairs=True)
         for how in TooLong
         if how is not TooLong.REFUSE
     ]
@@ -118,10 +117,10 @@ def test_pairs_that_do_not_fit(tmp_path):
         (2, 2, 0, 1),
     ]
     with pytest.raises(DataError, match=r"line 1.*1 of 2 rows have more than 64"):
-        InstructionDataset(path, _tokenizer(), 64, TooLong.REFUSE, pairs=True)
+        InstructionDataset(path, stored("gpt2"), 64, TooLong.REFUSE, pairs=True)
     kept = PreferencePairs(Mixture([MixturePart(read[1], range(2))]))
     targets = kept[0]["worse_targets"]
-    assert kept.rows == [[0, 1]] and targets[targets != -100][-1] == _tokenizer().eos_token_id
+    assert kept.rows == [[0, 1]] and targets[targets != -100][-1] == stored("gpt2").eos_token_id
 
 
 def test_orpo_at_both_ends():
@@ -154,21 +153,16 @@ def test_token_log_probs(with_bias):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def _tokenizer():
-    return transformers.AutoTokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
-
-
 def write_pairs(path):
-    rows = [
+    rows = (
         {
             "prompt": f"What is {n % 4} plus {n // 4}?",
             "chosen": f"It is {n % 4 + n // 4}.",
             "rejected": f"{n}" + " or so" * (n % 3),
         }
         for n in range(12)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    )
+    return write_rows(path, *rows)
 
 
 def plain_loss(kind, model, base, pairs, numbers):
@@ -315,7 +309,7 @@ def test_losses_and_gradients(ranks, cases, tmp_path):
 def test_a_run_goes_on_bit_by_bit(how, tmp_path):
     """Also where the reference's log-probabilities are computed anew; it learns which is better."""
     data = write_pairs(tmp_path / "pairs.jsonl")
-    words = ["--model-config", tiny("qwen3", tmp_path), "--max-length 64", TINY, "--data", data]
+    words = on(tiny("qwen3", tmp_path), data)
     words += ["--batch-size 2 --epochs 3 --validation-share 0.2 --save-iters 2", how, "--save"]
     command(*words, tmp_path / "whole", "--train-iters 5")
     command(*words, tmp_path / "parts", "--train-iters 3")
@@ -328,8 +322,7 @@ def test_a_run_goes_on_bit_by_bit(how, tmp_path):
     if how == "--objective dpo":
         assert losses(tmp_path / "whole")[0] == pytest.approx(0.693147, abs=1e-5)
         with pytest.raises(ResumeError, match="dataset was"):
-            chat = DATA / "chat" / "train.jsonl"
-            command(*words[:3], TINY, "--data", chat, "--resume --save", tmp_path / "parts")
+            command(*on(words[1]), "--resume --save", tmp_path / "parts")
     else:
         kind: Any = (
             transformers.AutoModelForSequenceClassification

@@ -34,7 +34,7 @@ def rounded(weight):
     """A weight as four bits hold it."""
     how: Any = {"blocksize": BLOCK_SIZE, "quant_type": "nf4"}
     packed, state = bitsandbytes.functional.quantize_4bit(weight, **how)
-    out: torch.Tensor = bitsandbytes.functional.dequantize_4bit(packed, state)
+    out = bitsandbytes.functional.dequantize_4bit(packed, state)
     return out
 
 
@@ -129,7 +129,7 @@ def test_adapters_beside(tmp_path):
 @pytest.mark.long
 def test_a_program(tmp_path):
     """It learns; stopped and gone on, as if it had not stopped."""
-    arguments: list[object] = ["--model-config", tiny("llama", tmp_path), "--max-length 64"]
+    arguments = ["--model-config", tiny("llama", tmp_path), "--max-length 64"]
     arguments += ["--data", DATA / "chat" / "train.jsonl", "--dtype bf16 --lr 1e-2 --batch-size 2"]
     arguments += ["--lr-decay-style constant --epochs 9 --lora-rank 8 --load-in-4bit --save"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from tests.training.lm_programs import tiny
+from tests.training.lm_programs import drawn_adapters, tiny
 
 import bmtrain as bmt
 from model_center.__main__ import main
@@ -96,19 +96,20 @@ def test_flags_in_a_file(tmp_path):
         parsed("--config", str(path))
 
 
+def saved(adapted, base, run):
+    """The folder of a run that has made these adapters of a model."""
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    drawn_adapters(adapted).save_pretrained(run / "adapter")
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(run / "adapter")
+    return run
+
+
 def test_adapters_and_their_model(tmp_path, capsys):
     """A run's folder means what the run has made; `merge` makes a model of it."""
     base = tiny("llama", tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
-    adapted.peft_config["default"].base_model_name_or_path = str(base)
-    with torch.no_grad():
-        for name, param in adapted.named_parameters():
-            if ".lora_" in name:
-                param.normal_()
-    run = tmp_path / "run"
-    adapted.save_pretrained(run / "adapter")
-    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(run / "adapter")
+    run = saved(adapted, base, tmp_path / "run")
     for name in (run, run / "adapter"):
         assert model_in(str(name)) == (str(base), str(run / "adapter"))
     assert model_in(str(base)) == (str(base), None) and model_in("org/name") == ("org/name", None)
@@ -128,18 +129,12 @@ def test_adapters_and_their_model(tmp_path, capsys):
 
 def test_adapters_of_a_reward_model(tmp_path, capsys):
     """`merge` keeps their head, and pads as a training does; one of the two tokens is needed."""
-    base, run = tiny("llama", tmp_path), tmp_path / "run"
+    base = tiny("llama", tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     kind = transformers.AutoModelForSequenceClassification
     model = kind.from_pretrained(base, num_labels=1, pad_token_id=tokenizer.eos_token_id)
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS"))
-    adapted.peft_config["default"].base_model_name_or_path = str(base)
-    with torch.no_grad():
-        for param in adapted.parameters():
-            if param.requires_grad:
-                param.normal_()
-    adapted.save_pretrained(run / "adapter")
-    tokenizer.save_pretrained(run / "adapter")
+    run = saved(adapted, base, tmp_path / "run")
     assert main(["merge", str(run), str(run / "model")]) == 0
     merged = kind.from_pretrained(run / "model", dtype=torch.float32)
     rewards = merged(torch.arange(3, 20)[None]).logits

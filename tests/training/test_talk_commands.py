@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from tests.ranks.runner import run_ranks
-from tests.training.lm_programs import tiny
+from tests.training.lm_programs import drawn_adapters, tiny
 from tests.training.their_models import make
 
 from bmtrain.runtime import world
@@ -119,11 +119,7 @@ def adapted(base, folder, **options):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **options)
     wrapped = peft.get_peft_model(plain(base), config)
     torch.manual_seed(0)
-    with torch.no_grad():
-        for name, param in wrapped.named_parameters():
-            if ".lora_" in name:
-                param.normal_()
-    wrapped.save_pretrained(folder)
+    drawn_adapters(wrapped).save_pretrained(folder)
     return continued(wrapped, base, ASKED[1])
 
 

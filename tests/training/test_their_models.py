@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tests.ranks.runner import run_ranks
-from tests.training.lm_programs import DATA, TINY, command, losses, same_learning
+from tests.training.lm_programs import command, losses, on, same_learning
 from tests.training.their_models import HEADS, arguments, check_learning, make
 
 from bmtrain.errors import ParameterError
@@ -203,8 +203,7 @@ def test_a_run_of_one(kind, dtype, tmp_path):
     read by transformers, by peft and by `generate`.
     """
     path = make(kind, tmp_path, DTYPES[dtype])
-    words = ["--model-config", path, "--max-length 64", TINY, "--dtype", dtype, "--batch-size 2"]
-    words += ["--data", DATA / "chat" / "train.jsonl"]
+    words = [*on(path), "--dtype", dtype, "--batch-size 2"]
     command(*words, "--train-iters 4 --epochs 2 --save", tmp_path / "whole")
     command(*words, "--train-iters 2 --epochs 2 --save", tmp_path / "parts")
     command(*words, "--train-iters 4 --epochs 2 --resume --save", tmp_path / "parts")
@@ -305,15 +304,7 @@ def test_layers_that_are_not_called_get_no_adapters(tmp_path):
 def test_adapters_beside_the_experts(tmp_path):
     """The short part of the above: a run by LoRA, whose files peft reads."""
     path = make("qwen3_moe", tmp_path)
-    words = [
-        "--model-config",
-        path,
-        "--max-length 64",
-        TINY,
-        "--data",
-        DATA / "chat" / "train.jsonl",
-    ]
-    command(*words, "--lora-rank 4 --train-iters 2 --batch-size 2 --save", tmp_path / "run")
+    command(*on(path), "--lora-rank 4 --train-iters 2 --batch-size 2 --save", tmp_path / "run")
     base = transformers.AutoModelForCausalLM.from_pretrained(path)
     adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter"))
     assert all(p.abs().max() > 0 for name, p in adapted.named_parameters() if "lora_B" in name)

@@ -4,12 +4,13 @@ import argparse
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
+from tests.data_sets.common import tokenizer as stored
+from tests.data_sets.common import write_rows
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import (
     COMMAND,
@@ -17,6 +18,7 @@ from tests.training.lm_programs import (
     TINY,
     command,
     losses,
+    on,
     results,
     same_learning,
     tiny,
@@ -47,17 +49,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("lm")
 
 
-def on(model, *data):
-    """Arguments that say which model and which data."""
-    names = [CHAT / name for name in data or ("train.jsonl",)]
-    return ["--model-config", model, "--max-length 64", TINY, "--data", *names]
-
-
 def adapted_answers(model, adapter, ids):
     """Logits of transformers' model with the adapter that the program wrote."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
-        logits: torch.Tensor = peft.PeftModel.from_pretrained(base, adapter).eval()(ids).logits
+        logits = peft.PeftModel.from_pretrained(base, adapter).eval()(ids).logits
     return logits
 
 
@@ -69,7 +65,7 @@ def restored_answers(model, run, targets, ids):
     names = [name for name, _ in ours.named_parameters() if ".lora_" in name]
     bmt.load(ours, str(max(Path(run).glob("step-*"))), only=names)
     with torch.no_grad():
-        logits: torch.Tensor = ours.eval()(ids).logits
+        logits = ours.eval()(ids).logits
     return logits
 
 
@@ -162,7 +158,7 @@ def go_on_with_other_data(model, folder):
     def train(number, words):
         data = Path(folder, f"{number}.jsonl")
         rows = [{"prompt": f"{n}?", "response": f"{number} " * (n + 1)} for n in range(6 + number)]
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(data, *rows)
         world.shutdown()
         chosen = ["--model-config", model, "--data", str(data), "--save", f"{folder}/run"]
         run_program(COMMAND, [*chosen, *TINY.split(), "--max-length", "48", *words.split()])
@@ -178,7 +174,7 @@ def test_a_run_on_other_data(folder, tmp_path):
     """Steps are counted on, the rows begin anew; the record says how many tokens were learnt."""
     model = tiny("gpt2", folder)
     run_ranks(go_on_with_other_data, 1, str(model), str(tmp_path), join=False)
-    tokenizer: Any = GPT2Tokenizer.from_pretrained(model)
+    tokenizer = GPT2Tokenizer.from_pretrained(model)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     packed = PackedSamples(InstructionDataset(tmp_path / "1.jsonl", tokenizer, 48), 48)
     assert [one["step"] for one in records] == [*range(1, 2 * len(packed) + 3)]
@@ -191,25 +187,23 @@ def test_a_run_on_other_data(folder, tmp_path):
     assert all(0 < one["unpadded_tokens_per_second"] <= one["tokens_per_second"] for one in records)
 
 
-def unread(words: list[str]) -> None:
+def unread(words):
     """The command where standard output cannot be written."""
     with open("/dev/full", "w", encoding="utf-8") as full, contextlib.redirect_stdout(full):
         run_program(COMMAND, words)
 
 
-def test_what_is_shown_of_data(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_shown_of_data(folder, tmp_path, capsys):
     """Nothing of a row controls the terminal; output that nobody can write ends no run; a record
     that cannot be begun is refused by its name.
     """
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "a\x1b]0;b\x07", "response": "c\x1b[2J"}) + "\n")
-    words = ["--model-config", tiny("qwen3", folder), "--max-length 64", TINY, "--data"]
-    command(*words, rows, "--look 1", ranks=1)
+    row = {"prompt": "a\x1b]0;b\x07", "response": "c\x1b[2J"}
+    rows = write_rows(tmp_path / "rows.jsonl", row)
+    model = tiny("qwen3", folder)
+    command(*on(model, rows), "--look 1", ranks=1)
     text = capsys.readouterr().out
     assert "\\u001b]0;b\\u0007" in text and "\x1b" not in text
-    few = (*words, CHAT / "train.jsonl", "--epochs 9 --train-iters 2")
+    few = (*on(model), "--epochs 9 --train-iters 2")
     run_ranks(unread, 1, words_of(*few, "--save", tmp_path / "run"), join=False)
     assert [one["step"] for one in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     (tmp_path / "log" / "metrics.jsonl").mkdir(parents=True)
@@ -271,12 +265,12 @@ def test_fewer_validation_rows_than_ranks(folder, tmp_path):
     """A rank without one measures a row of which nothing is in the loss: the value is that of one
     process.
     """
-    row = json.dumps({"prompt": "What is 2 plus 2?", "response": "4, as always."})
-    (tmp_path / "one.jsonl").write_text(row)
+    row = {"prompt": "What is 2 plus 2?", "response": "4, as always."}
     words = [*on(tiny("qwen3", folder)), "--lr 1e-30 --train-iters 1 --validation"]
+    words.append(write_rows(tmp_path / "one.jsonl", row))
     for ranks in (1, 2):
         save = tmp_path / str(ranks)
-        command(*words, tmp_path / "one.jsonl", "--save", save, ranks=ranks)
+        command(*words, "--save", save, ranks=ranks)
     one, two = (results(tmp_path / name, "validation_loss") for name in ("1", "2"))
     assert one == pytest.approx(two, rel=1e-5) and len(one) == 1
 
@@ -304,9 +298,8 @@ def test_families_learn(family, folder, tmp_path):
 
 def test_weights_from_scratch_and_plain_texts(folder, tmp_path):
     """Texts are learnt as a whole; the model's own weights are not read."""
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(f'{{"text": "A row, number {n}."}}\n' for n in range(20)))
-    words = ["--model-config", tiny("gpt2", folder), "--max-length 64", TINY, "--data", texts]
+    texts = [{"text": f"A row, number {n}."} for n in range(20)]
+    words = on(tiny("gpt2", folder), write_rows(tmp_path / "texts.jsonl", *texts))
     words += ["--batch-size 4 --seed 5 --save", tmp_path]
     command(*words, "--epochs 2 --from-scratch")
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
@@ -318,8 +311,7 @@ def test_shares_of_files():
     """Each sample as often as its file's weight says, the same ones for the same seed, and none
     both learnt and set aside.
     """
-    tokenizer: Any = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
-    samples = InstructionDataset(CHAT / "train.jsonl", tokenizer, 64)
+    samples = InstructionDataset(CHAT / "train.jsonl", stored("gpt2"), 64)
     part = MixturePart(samples, range(len(samples)))
     rest, aside = set_aside(part, 0.3, 7)
     assert sorted([*rest.numbers, *aside.numbers]) == list(range(11)) and len(aside.numbers) == 3

@@ -202,8 +202,8 @@ class Binding:
             ParameterError: if the body rebinds or writes a parameter.
         """
         outer, lent = self.is_running, self._lent
-        bound = [views[position] for position in table.positions]
-        standing = [home[name] for home, name in table.homes]
+        bound = list(map(views.__getitem__, table.positions))
+        standing = list(itertools.starmap(dict.__getitem__, table.homes))
         addresses, versions = list(map(_address, bound)), versions_of(bound)
         if not is_compiled:
             kind = BoundCopy if table.are_copies else Bound
@@ -221,13 +221,17 @@ class Binding:
         self._put(table, bound)
         try:
             yield
-            held = [home.get(name) for home, name in table.homes]
+            held = itertools.starmap(dict.get, table.homes)
             _refuse(table, map(operator.is_not, held, bound))
             _refuse(table, map(operator.ne, map(_address, bound), addresses))
-            self._refuse_written(table, bound, versions, sums)
+            if versions_of(bound) != versions:
+                raise _written(table, bound)
+            if sums is not None:  # writes that bypass torch, such as numpy's, count no version
+                _refuse(table, map(operator.not_, map(torch.equal, _sums(bound), sums)))
         # Autograd reports an in-place write at the next use of the view, which may be in the body.
         except RuntimeError as error:
-            self._refuse_written(table, bound, versions, None, error)
+            if versions_of(bound) != versions:
+                raise _written(table, bound) from error
             if "support saved tensor hooks" in str(error):
                 raise ParameterError(
                     "the forward pass of a block takes gradients by torch.func: give the block "
@@ -245,41 +249,24 @@ class Binding:
             self.is_running = outer
             # A surrounding call, or a loan still open, expects its own tensors back: sharded
             # parameters here would break what it computes next.
-            if outer or (lent is not None and lent is self._lent):
-                self._put(table, standing)
-            else:
-                self._put_to_rest(table)
+            is_expected = outer or (lent is not None and lent is self._lent)
+            self._put(table, standing if is_expected else None)
 
-    def _refuse_written(
+    def lend(
         self,
         table: ParameterTable,
-        bound: Sequence[torch.Tensor],
-        versions: Sequence[int],
-        sums: Sequence[torch.Tensor] | None,
-        cause: Exception | None = None,
-    ) -> None:
-        """Raise ParameterError if the module has written into a gathered parameter.
-
-        Writes that bypass torch, such as numpy's, leave the version counter alone: only `sums` show
-        them.
-        """
-        if versions_of(bound) != list(versions):
-            # Views of one buffer share a counter: which of them was written, values tell.
-            rows = list(zip(table, bound, strict=True))
-            written = [row for row, view in rows if _differs(row.param, view)]
-            paths = [row.place.path for row in written[:1] or table]
-            raise _lost_value(" or ".join(map(repr, paths[:3]))) from cause
-        if sums is not None:
-            are_equal = map(torch.equal, _sums(bound), sums)
-            _refuse(table, map(operator.not_, are_equal), cause)
-
-    def lend(self, table: ParameterTable, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        marked: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        tensors: Sequence[torch.Tensor],
+    ) -> Callable[[], None]:
         """Bind tensors outside of calls too, until the returned function is called.
 
-        There is one for each slot of the table's storages.
-
         For hooks and checkpoints inside the module, whose Python code runs during backward.
+
+        Args:
+            marked: makes of the tensors those that the module computes with.
+            tensors: one for each slot of the table's storages.
         """
+        tensors = marked(tensors)
         lent = [tensors[position] for position in table.positions]
         self._bound_table, self._lent = table, lent
         self._put(table, lent)
@@ -288,11 +275,16 @@ class Binding:
             if self._lent is lent:  # else a later loan is bound, and this must not end it
                 self._lent = None
                 if not self.is_running:
-                    self._put_to_rest(table)
+                    self._put(table)
 
         return give_back
 
-    def _put(self, table: ParameterTable, values: Sequence[torch.Tensor | None]) -> None:
+    def _put(
+        self, table: ParameterTable, values: Sequence[torch.Tensor | None] | None = None
+    ) -> None:
+        """Bind values, one for each row of the table; without any, the sharded parameters."""
+        if values is None:
+            values, self._bound_table = table.params, None
         for (home, name), value in zip(table.homes, values, strict=True):
             home[name] = value  # type: ignore[assignment]
         # Recurrent modules keep their own list of weights and pass that to the kernel: without an
@@ -300,21 +292,24 @@ class Binding:
         for rnn in table.rnns:
             renew_weights(rnn)
 
-    def _put_to_rest(self, table: ParameterTable) -> None:
-        self._put(table, table.params)
-        self._bound_table = None
-
 
 _address = torch.Tensor.data_ptr
 
 
-def _refuse(
-    table: ParameterTable, are_lost: Iterable[bool], cause: Exception | None = None
-) -> None:
+def _refuse(table: ParameterTable, are_lost: Iterable[bool]) -> None:
     """Raise ParameterError for the first parameter whose value would be lost, if any."""
     row = next(itertools.compress(table, are_lost), None)
     if row is not None:
-        raise _lost_value(repr(row.place.path)) from cause
+        raise _lost_value(repr(row.place.path))
+
+
+def _written(table: ParameterTable, bound: Sequence[torch.Tensor]) -> ParameterError:
+    """The error for a module that has written into a gathered parameter."""
+    # Views of one buffer share a counter: which of them was written, values tell.
+    rows = list(zip(table, bound, strict=True))
+    written = [row for row, view in rows if _differs(row.param, view)]
+    paths = [row.place.path for row in written[:1] or table]
+    return _lost_value(" or ".join(map(repr, paths[:3])))
 
 
 def _differs(param: DistributedParameter, view: torch.Tensor) -> bool:

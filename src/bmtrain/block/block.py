@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import operator
 import re
 import types
@@ -52,7 +53,13 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Kept, Use, refuse_transforms
-from bmtrain.torch_internals import has_global_module_hooks, hooks_of, in_backward, next_node_number
+from bmtrain.torch_internals import (
+    has_global_module_hooks,
+    hooks_of,
+    in_backward,
+    next_node_number,
+    untraced,
+)
 
 MODES = ("BLOCK", "PIPE")
 # Block and inner module share these: calling, saving and loading go through the block, and hooks
@@ -88,7 +95,7 @@ class _Method(NamedTuple):
         own = getattr(DistributedModule, self.name)
         if block is None:
             return own
-        inner = vars(block)["_hidden"][0]
+        inner = vars(block)["_inner"]
         found = inspect.getattr_static(inner, self.name)
         if self.name in vars(inner) or not isinstance(found, types.FunctionType):
             return getattr(inner, self.name)
@@ -142,6 +149,8 @@ class Block(_WithMethods):
     """
 
     is_block = True
+    _inner: Any
+    _module = property(operator.attrgetter("_inner"))  # BMTrain's name
 
     def __init__(
         self,
@@ -172,9 +181,9 @@ class Block(_WithMethods):
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
         )
         _, inner = parts_with_blocks(inner_module)[0]
-        # A list hides the module from nn.Module, which would prefix its names. Sharing its dicts
-        # exposes its parameters, buffers and children under their own names.
-        self._hidden = [inner]
+        # Not registered as a child: nn.Module would prefix its names. Sharing its dicts exposes its
+        # parameters, buffers and children under their own names.
+        self.__dict__["_inner"] = inner
         open_slots(inner)
         self._parameters, self._buffers, self._modules = (
             inner._parameters,
@@ -207,6 +216,7 @@ class Block(_WithMethods):
         self.shard()
         self._is_made = True
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the inner module with its hooks and the block's, which are the same.
 
@@ -218,12 +228,6 @@ class Block(_WithMethods):
         if run is DistributedModule.__call__ or not is_hooked:
             run = torch.nn.Module.__call__
         return run(self, *args, **kwargs)
-
-    @property
-    def _inner(self) -> Any:
-        return self._hidden[0]
-
-    _module = _inner  # BMTrain's name
 
     def may_run_whole(self, is_asked: bool) -> bool:
         """Whether nothing was set for it but that activations are kept, or "auto"; if the program
@@ -282,7 +286,7 @@ class Block(_WithMethods):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "_hidden":
+            if name == "_inner":
                 raise
             return getattr(self._inner, name)
 
@@ -298,13 +302,15 @@ class Block(_WithMethods):
         own = self.__dict__
         if name == "use_checkpoint":
             own["_level"] = level_of(value)
-        if "_is_made" not in own or name in own or name in own["_parameters"]:
+        if "_is_made" not in own or (
+            name != "_inner" and (name in own or name in own["_parameters"])
+        ):
             super().__setattr__(name, value)
         else:
             self._inner.__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
+        if name != "_inner" and name in self.__dict__:
             super().__delattr__(name)
         else:
             self._inner.__delattr__(name)
@@ -448,8 +454,9 @@ class Block(_WithMethods):
         first_node = next_node_number()
         found: tuple[Any, list[torch.Tensor]] | None = None
         runner, use, context = call.runner, call.use, self._context
-        offloads = level is Level.OFFLOADED
-        moved = [x for x in args if offloads and isinstance(x, torch.Tensor) and is_movable(x)]
+        moved: list[torch.Tensor] = []
+        if level is Level.OFFLOADED:
+            moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
         inside = runner.plain if level is Level.NOTHING else runner.recomputing(level)
         if inside is not None:
             call.run, call.lends = inside, level is Level.NOTHING or runner.runs_python
@@ -460,29 +467,27 @@ class Block(_WithMethods):
             with contextlib.suppress(SeveralGraphsError):
                 found = self._compute(call, hooks, args, kwargs)
         if found is None:
-            results, call.lends = runner.selective(level), True
-            call.run = runner.plain if results is None else results
+            results, call.run, call.lends = None, runner.plain, True
+            if level is Level.CHEAP and not runner.is_compiled:
+                call.run = results = Selective(runner.plain)
             begun = self._host_state.begin(args, kwargs, context.draws)
             body = functools.partial(self._compute, call, contextlib.nullcontext())
             keep = functools.partial(self._warn_of_keeping, results)
             recomputation = Recomputation(body, begun, use.place_of, use.keep, keep)
-            with context.pinned.saving(moved, Kept) if moved else contextlib.nullcontext():
-                recomputation.save(args, kwargs)
-            found = recomputation.run(args, kwargs)
+            saving = context.pinned.saving(moved, Kept) if moved else contextlib.nullcontext()
+            with recomputation.first_run(args, kwargs, saving):
+                found = body(args, kwargs)
         out, views = found
-        table, tied, has_graph = call.table, out, torch.is_grad_enabled()
-        if has_graph and table.are_copies:
-            tied = tied_to(
-                views, out, (args, kwargs), first_node, is_gathered_again=use.is_gathered_again
-            )
-        if has_graph and (call.lends or tied is not out):
-            end = next((view.grad_fn for view in views if view.requires_grad), None)
-            binding, fp8 = self.binding, self._fp8
-
-            def bind(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-                return binding.lend(table, marked(tensors) if fp8 else tensors)
-
-            before_backward_of(tied, first_node, lambda: use.lend(bind, end))
+        if not torch.is_grad_enabled():
+            return out
+        end, tied = next(itertools.compress(views, use.trainable), None), out
+        if call.table.are_copies:
+            again = use.is_gathered_again
+            tied = tied_to(end, out, (args, kwargs), first_node, is_gathered_again=again)
+        if call.lends or tied is not out:
+            bind = functools.partial(self.binding.lend, call.table, marked if self._fp8 else list)
+            node = None if end is None else end.grad_fn
+            before_backward_of(tied, first_node, functools.partial(use.lend, bind, node))
         return tied
 
     def _warn_of_keeping(self, results: Selective | None, reason: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ from bmtrain.torch_internals import (
     next_node_number,
     node_number,
     told_once,
+    untraced,
     will_run,
 )
 
@@ -243,6 +245,7 @@ def as_whole(kind: Any, num_graphs: int | None = None) -> Forward:
     def forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return kind.forward(model, *args, **kwargs)  # programs exchange it
 
+    @untraced
     @functools.wraps(kind.forward)
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
@@ -515,7 +518,8 @@ class WholeModel:
             params = [root if x is None else x for each in table.storages for x in each.params]
             self._owner = Owner.apply(root, *params)
         self._versions = {storage: storage.version() for storage in table.storages}
-        use.prepare_for_backward()
+        for storage, _ in use.trained():
+            storage.gradient.prepare_for_backward()
         return self._leaves
 
     def _arrive_alone(self, storage: Storage, index: int, leaf: torch.Tensor) -> None:
@@ -572,7 +576,8 @@ class WholeModel:
             with self._binding.running(table, views, is_compiled=False):
                 out = self._forward(model, args, kwargs)
         if self._axis.size > 1:
-            out = tied_to(views, out, (args, kwargs), first_node, is_gathered_again=False)
+            end = next(itertools.compress(views, use.trainable), None)
+            out = tied_to(end, out, (args, kwargs), first_node, is_gathered_again=False)
             # On one rank their memory is that of the shards, which never becomes stale.
             for storage, residence in zip(table.storages, self._residences, strict=True):
                 storage.residence.handed_out.append(

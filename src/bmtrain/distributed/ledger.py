@@ -84,21 +84,10 @@ class _AxisLog:
     )
     pending: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
 
-    @property
-    def word(self) -> int:
-        return self.number << 32 | self.digest  # CRC32 has 32 bits
-
     def at(self, number: int) -> str | None:
         """The name of operation `number`; None if not reached, or dropped from the log."""
         index = number - (self.number - len(self.since)) - 1
         return self.since[index] if 0 <= index < len(self.since) else None
-
-    def agree(self) -> None:
-        """All ranks have performed the same operations up to here."""
-        self.agreed = self.number
-        if self.since:
-            self.last = self.since[-1]
-            self.since.clear()
 
 
 class Ledger:
@@ -204,16 +193,18 @@ class Ledger:
         sent, into = given.view(torch.uint8), taken.view(torch.uint8)
         heads = torch.zeros((2, axis.size, FIRST_BYTES + 8), dtype=torch.uint8, device="cpu")
         words = heads.view(torch.int64)[..., 0]
-        words[:] = line.word
+        words[:] = word = line.number << 32 | line.digest  # CRC32 has 32 bits
         heads[:, :, 8 : 8 + sent.shape[1]] = sent[:, :FIRST_BYTES]
         with self.naming_lost_ranks(axis):
             works = start(dist.isend, heads[0], _TAG, "group_dst")
             works += start(dist.isend, sent[:, FIRST_BYTES:], _TAG - 1, "group_dst")
             for work in start(dist.irecv, heads[1], _TAG, "group_src"):
                 work.wait()
-        if (words != line.word).any():
+        if (words != word).any():
             self._raise_diverged(axis)
-        line.agree()
+        line.agreed = line.number  # all ranks have performed the same operations up to here
+        line.last = line.since[-1] if line.since else line.last
+        line.since.clear()
         into[:, :FIRST_BYTES] = heads[1, :, 8 : 8 + into.shape[1]]
         into[own, FIRST_BYTES:] = sent[own, FIRST_BYTES:]
         with self.naming_lost_ranks(axis):
@@ -271,7 +262,8 @@ class Ledger:
             return
         self.finish_comparison(axis)
         line = self._lines[axis.ranks]
-        own = torch.tensor([line.word], dtype=torch.int64, device="cpu")
+        word = line.number << 32 | line.digest
+        own = torch.tensor([word], dtype=torch.int64, device="cpu")
         words = torch.empty(axis.size, dtype=torch.int64, device="cpu")
         # On the CPU this communicator carries nothing but these comparisons, so they can only match
         # each other, in the order in which the hosts issue them.

@@ -327,11 +327,13 @@ class Transport:
             for each in reductions:
                 _reduce_alone(each)
             return
-        numel = sum(each.total.numel() for each in reductions)
+        numel, reads = 0, list[torch.Tensor]()
+        for each in reductions:
+            numel += each.total.numel()
+            reads += each.reads
         self.ledger.enter(axis, f"reduction of {numel} elements for every rank", compares=False)
         self._make_room()
         first, dtype = reductions[0], reductions[0].dtype
-        reads = [tensor for each in reductions for tensor in each.reads]
         exchange = self._exchanges.get((axis.ranks, numel * axis.size, dtype))
         if exchange is not None and len(reductions) == 1:
             with self.streams.reducing():

@@ -35,7 +35,6 @@ from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.seeding import (
     Draws,
-    default_generators,
     is_generator,
     is_same_state,
     read_generator,
@@ -124,15 +123,6 @@ class _Noticed:
     where: str
     names: Iterable[str] = ()
 
-    def changed(self) -> str | None:
-        """What is not as it was, if anything."""
-        now, found = [*self.read()], self.found
-        if len(now) != len(found):
-            return self.where
-        if all(map(operator.is_, now, found)) or all(are_same := [*map(_is_same, now, found)]):
-            return None
-        return next(itertools.compress(self.names, map(operator.not_, are_same)), self.where)
-
 
 def _is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and type(a) in _SCALARS and bool(a == b))
@@ -170,23 +160,32 @@ class Snapshot:
         self.noticed = [_Noticed(read, values, "", labels.values())]
         self._all_held: tuple[list[Any], list[Any], list[int], list[Any]] | None = None
 
-    def is_current(self) -> bool:
-        """Whether everything is as it was, but for contents of tensors."""
-        return self.is_intact() and self.changed() is None
-
     def changed(self) -> str | None:
         """The first that is compared and not as it was."""
-        return next(filter(None, map(_Noticed.changed, self.noticed)), None)
+        for each in self.noticed:
+            now, found = [*each.read()], each.found
+            if len(now) != len(found):
+                return each.where
+            if not all(map(operator.is_, now, found)):
+                are_same = [*map(_is_same, now, found)]
+                if not all(are_same):
+                    are_changed = map(operator.not_, are_same)
+                    return next(itertools.compress(each.names, are_changed), each.where)
+        return None
 
     def is_intact(self) -> bool:
         """Whether all that is restored is as it was."""
         if self._all_held is None:
-            owners = [each.owner for each in self.held]
-            contents = [each.contents for each in self.held]
-            dicts = [x for x in owners if isinstance(x, dict)]
-            entries = [*contents, *(x.values() for x in contents if isinstance(x, dict))]
-            found = list(itertools.chain.from_iterable(entries))
-            self._all_held = owners, dicts, list(map(len, contents)), found
+            owners, dicts, lengths, found = self._all_held = [], [], [], []
+            values: list[Any] = []
+            for each in self.held:
+                owners.append(each.owner)
+                lengths.append(len(each.contents))
+                found += each.contents
+                if isinstance(each.owner, dict):
+                    dicts.append(each.owner)
+                    values += each.contents.values()
+            found += values
         owners, dicts, lengths, found = self._all_held
         now = itertools.chain(*owners, *map(dict.values, dicts))
         return list(map(len, owners)) == lengths and all(map(operator.is_, now, found))
@@ -377,7 +376,7 @@ class Trial:
         self._before = before = self._snapshot()
         tensors = [before.tensors[number] for number in before.buffers]
         self._buffers = [(x, x.detach().clone()) for x in tensors]
-        generators = [*default_generators(world.device()), *before.generators]
+        generators = [*world.current().draws.generators, *before.generators]
         self._generators = [(each, read_generator(each)) for each in generators]
 
     def _snapshot(self) -> Snapshot:
@@ -466,14 +465,15 @@ class HostState:
             args, kwargs: of the pass; direct tensors among them are the caller's.
             draws: of the rank.
         """
-        if self._snapshot is None or not self._snapshot.is_current():
-            self._snapshot = Snapshot()
-            self._snapshot.add_modules(module for _, module in self._modules())
+        last = self._snapshot
+        if last is None or not last.is_intact() or last.changed() is not None:
+            last = self._snapshot = Snapshot()
+            last.add_modules(module for _, module in self._modules())
         given = Snapshot()
         for name, value in (*enumerate(args), *kwargs.items()):
             if not isinstance(value, torch.Tensor):
                 given.add(value, f"argument {name}")
-        return CallState(self, self._snapshot, given, draws)
+        return CallState(self, last, given, draws)
 
 
 class CallState:
@@ -482,20 +482,16 @@ class CallState:
     def __init__(self, owner: HostState, snapshot: Snapshot, given: Snapshot, draws: Draws) -> None:
         self.owner, self._parts = owner, (snapshot, given)
         self._num_scripts = owner.scripts.count()
-        self._versions = [versions_of(part.tensors) for part in self._parts]
+        self._versions = [versions_of(snapshot.tensors), versions_of(given.tensors)]
         self._copies: dict[int, torch.Tensor] = {}  # of buffers, by position
         if owner.writes_buffers:
             self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
         self._draws, self._are_own = draws, draws.are_own
-        generators = [*default_generators(draws.device), *snapshot.generators, *given.generators]
-        self._generators = [(each, draws.state(each)) for each in generators]
-        self._switches = [read() for read, _ in _SWITCHES]
-        self._default_device = _default_device()
+        generators = [*draws.generators, *snapshot.generators, *given.generators]
+        self._generators = list(zip(generators, map(draws.state, generators), strict=True))
+        self._switches, self._default_device, self._autocast = _settings(draws.device)
         #: values of context variables, which a second run finds again, in any thread
         self.variables = contextvars.copy_context()
-        self._autocast = [
-            (kind, _autocast_of(kind)) for kind in dict.fromkeys((draws.device.type, "cpu"))
-        ]
 
     def obstacle(self) -> str | None:
         """After the pass: why it cannot be recomputed from this state, or None."""
@@ -546,10 +542,10 @@ class CallState:
         now = [each.contents if is_intact else copy.copy(each.owner) for each in everything]
         snapshot = self._parts[0]
         # Copies of all buffers: batch norms write running statistics without counting it.
-        own = {
-            id(snapshot.tensors[n]): self._copies.get(n, snapshot.tensors[n]).detach().clone()
-            for n in snapshot.buffers
-        }
+        own: dict[int, torch.Tensor] = {}
+        for number in snapshot.buffers:
+            buffer = snapshot.tensors[number]
+            own[id(buffer)] = self._copies.get(number, buffer).detach().clone()
         for held in snapshot.held if own else ():
             if isinstance(held.contents, dict) and not own.keys().isdisjoint(
                 map(id, held.contents.values())
@@ -557,18 +553,19 @@ class CallState:
                 contents = {key: own.get(id(value), value) for key, value in held.contents.items()}
                 changed.append(_Held(held.owner, contents))
         drawn = [(generator, self._draws.state(generator)) for generator, _ in self._generators]
-        switches = [read() for read, _ in _SWITCHES]
+        switches, device, autocast = _settings(self._draws.device)
+        are_own = self._draws.are_own
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._draws.kept(self._are_own))
-            if _default_device() is not self._default_device:
+            if device is not self._default_device:
                 stack.enter_context(self._default_device or torch.device("cpu"))
-            for kind, state in self._autocast:
-                if state != _autocast_of(kind):
+            for kind, state in self._autocast.items():
+                if state != autocast[kind]:
                     enabled, dtype, caches = state
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches)
                     )
             try:
+                self._draws.are_own = self._are_own
                 _set(self._switches, switches)
                 for (generator, state), (_, present) in zip(self._generators, drawn, strict=True):
                     if not is_same_state(state, present):
@@ -577,6 +574,7 @@ class CallState:
                     each.put(each.contents)
                 yield
             finally:
+                self._draws.are_own = are_own
                 if not (is_intact and all(map(Snapshot.is_intact, self._parts))):
                     for each, contents in zip(everything, now, strict=True):
                         if not _Held(each.owner, contents).is_unchanged():
@@ -593,19 +591,19 @@ def _set(wanted: Iterable[Any], present: Iterable[Any]) -> None:
             write(value)
 
 
-def _default_device() -> DeviceContext | None:
-    for mode in reversed(function_modes()):
-        if isinstance(mode, DeviceContext):
-            return mode
-    return None
-
-
-def _autocast_of(kind: str) -> tuple[bool, torch.dtype, bool]:
-    return (
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_cache_enabled(),
-    )
+def _settings(
+    device: torch.device,
+) -> tuple[list[Any], DeviceContext | None, dict[str, tuple[bool, torch.dtype, bool]]]:
+    """What is set now: switches, default device, and by kind of device autocast, its dtype and
+    whether it caches casts.
+    """
+    default, autocast = None, {}
+    for mode in function_modes():  # the innermost is the last
+        default = mode if isinstance(mode, DeviceContext) else default
+    for kind in (device.type, "cpu"):
+        state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        autocast[kind] = (*state, torch.is_autocast_cache_enabled())
+    return [read() for read, _ in _SWITCHES], default, autocast
 
 
 @contextlib.contextmanager
@@ -639,8 +637,9 @@ def parts_with_blocks(module: torch.nn.Module) -> list[tuple[str, torch.nn.Modul
     ways = [("", module)]
     while ways:
         path, module = ways.pop()
-        inner = module.__dict__.get("_hidden")
-        module = inner[0] if isinstance(module, DistributedModule) and inner else module
+        inner = module.__dict__.get("_inner")
+        if isinstance(module, DistributedModule) and inner is not None:
+            module = inner
         if id(module) not in found:
             found[id(module)] = (path, module)
             children = reversed(module._modules.items())

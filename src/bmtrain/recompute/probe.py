@@ -16,7 +16,13 @@ from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Memory, Saved, memory_of
 from bmtrain.recompute.offload import Host, is_movable
 from bmtrain.recompute.plan import Option
-from bmtrain.recompute.recomputation import Recomputation, Runner, SeveralGraphsError
+from bmtrain.recompute.recomputation import (
+    ModuleCall,
+    Recomputation,
+    Runner,
+    Selective,
+    SeveralGraphsError,
+)
 from bmtrain.runtime import world
 from bmtrain.shard.outputs import map_tensors, tensors_of
 from bmtrain.shard.unshard import Kept
@@ -46,8 +52,10 @@ class Trials:
         inside = self._runner.plain if level is Level.NOTHING else self._runner.recomputing(level)
         if inside is not None:
             return inside(self._module, args, kwargs), 0
-        results = self._runner.selective(level)
-        call = self._runner.plain if results is None else results
+        call: ModuleCall = self._runner.plain
+        results = None
+        if level is Level.CHEAP and not self._runner.is_compiled:
+            call = results = Selective(call)
 
         def body(given: tuple[Any, ...], named: dict[str, Any], _: bool) -> Any:
             return call(self._module, given, named)
@@ -60,8 +68,8 @@ class Trials:
                 results.forget()
 
         recomputation = Recomputation(body, begun, lambda _: None, Kept, keep)
-        recomputation.save(args, kwargs)
-        out = recomputation.run(args, kwargs)
+        with recomputation.first_run(args, kwargs, contextlib.nullcontext()):
+            out = call(self._module, args, kwargs)
         return out, 0 if results is None else results.num_bytes()
 
 

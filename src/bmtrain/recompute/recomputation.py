@@ -7,11 +7,12 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,18 +66,10 @@ class Runner:
     def recomputing(self, level: Level) -> ModuleCall | None:
         """A function like `plain` that recomputes by itself and keeps what `level` says.
 
-        None if the caller must recompute, by `selective`. The function raises SeveralGraphsError
-        if the module does not compile as one graph.
+        None if the caller must, by `Recomputation`. The function raises SeveralGraphsError if the
+        module does not compile as one graph.
         """
         return None
-
-    def selective(self, level: Level) -> Selective | None:
-        """Runs one call at `level`, which the caller runs once more in backward, in the place of
-        `plain`; None if no results are kept.
-
-        Compiled code keeps nothing: a mode that catches operators does not reach into it.
-        """
-        return Selective(self.plain) if level is Level.CHEAP and not self.is_compiled else None
 
 
 def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,6 +122,8 @@ def policy(
 
 class Selective:
     """One call at CHEAP: the first run keeps expensive results, runs in backward reuse them.
+
+    Not of compiled code: a mode that catches operators does not reach into it.
 
     A result that the module has since changed in place is recomputed. So is one that drew random
     numbers: skipping the draw would shift the numbers of everything after it.
@@ -248,11 +243,9 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Enough(BaseException):
-    """All tensors that backward needs have been computed. No error: programs catch those."""
-
-    def __init__(self, call: Recomputation) -> None:
-        super().__init__()
-        self.call = call
+    """All tensors that backward needs of a call, its argument, have been computed. No error:
+    programs catch those.
+    """
 
 
 class Recomputation:
@@ -282,39 +275,47 @@ class Recomputation:
         self._tensors: dict[int | str, _Input] = {}
         self._anchor: Any = None
 
-    def save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Save the arguments for the second run: tensors with autograd, under its hooks."""
+    @contextlib.contextmanager
+    def first_run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        saving: contextlib.AbstractContextManager[object],
+    ) -> Iterator[None]:
+        """Inside, `body` runs for the first time. Tensors among the arguments are saved for the
+        second run with autograd, under the hooks of `saving`.
+        """
+        places: dict[int, int] = {}
+        different: list[torch.Tensor] = []
         self._given = dict(itertools.chain(enumerate(args), kwargs.items()))
-        tensors = {key: x for key, x in self._given.items() if isinstance(x, torch.Tensor)}
-        # A module may ask whether two arguments are one tensor, as attention does.
-        different = {id(x): x for x in tensors.values()}
-        leaf = torch.empty(0, requires_grad=True, device="cpu")
-        # The node lives as long as its output.
-        self._anchor = _Inputs.apply(leaf, *different.values())
-        places = {number: place for place, number in enumerate(different)}
-        for key, x in tensors.items():
-            self._given[key] = None
-            self._tensors[key] = _Input(
-                places[id(x)], weakref.ref(x), version_of(x), x.requires_grad, x.grad_fn is None
-            )
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first run."""
+        for key, x in self._given.items():
+            if isinstance(x, torch.Tensor):
+                self._given[key] = None
+                # A module may ask whether two arguments are one tensor, as attention does.
+                place = places.setdefault(id(x), len(different))
+                different += [x] if place == len(different) else []
+                self._tensors[key] = _Input(
+                    place, weakref.ref(x), version_of(x), x.requires_grad, x.grad_fn is None
+                )
+        with saving:
+            # The node lives as long as its output.
+            leaf = torch.empty(0, requires_grad=True, device="cpu")
+            self._anchor = _Inputs.apply(leaf, *different)
         obstacle: str | None = "an error"
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
-                out = self._body(args, kwargs, False)
+                yield
             obstacle = self._begun.obstacle()
             self._begun.owner.is_repeatable = obstacle is None
             if obstacle is not None:
                 self._on_kept(obstacle)
         finally:
-            for saved in [saved for ref in self._saved if (saved := ref()) is not None]:
-                if obstacle is None:
+            for reference in self._saved:
+                saved = reference()
+                if saved is not None and obstacle is None:
                     saved.value = None
-                elif isinstance(saved.value, torch.Tensor):
+                elif saved is not None and isinstance(saved.value, torch.Tensor):
                     saved.value = self._keep(saved.value)
-        return out
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         value = self._place_of(tensor) or tensor
@@ -348,15 +349,19 @@ class Recomputation:
                 if x is not None and version_of(x) != was.version:
                     raise changed_in_place(f"argument {key!r}") from error
             raise
-        found = dict(self._given)
+        args, kwargs = list[Any](), dict[str, Any]()
         again: dict[int, torch.Tensor] = {}
-        for key, was in self._tensors.items():
-            if was.place not in again:
-                own = tensors[was.place].detach().requires_grad_(was.requires_grad)
-                again[was.place] = own if was.is_leaf else own.view_as(own)
-            found[key] = again[was.place]
-        args = tuple([value for key, value in found.items() if isinstance(key, int)])
-        return args, {key: value for key, value in found.items() if isinstance(key, str)}
+        for key, value in self._given.items():
+            given = self._tensors.get(key)
+            if given is not None and given.place not in again:
+                own = tensors[given.place].detach().requires_grad_(given.requires_grad)
+                again[given.place] = own if given.is_leaf else own.view_as(own)
+            x = value if given is None else again[given.place]
+            if isinstance(key, str):
+                kwargs[key] = x
+            else:
+                args.append(x)
+        return tuple(args), kwargs
 
     def _compute_again(self) -> None:
         self._begun.check()
@@ -382,5 +387,5 @@ class Recomputation:
             with torch.enable_grad(), self._begun.restored(), hooks:
                 self._begun.variables.copy().run(self._body, args, kwargs, True)
         except _Enough as enough:
-            if enough.call is not self:
+            if enough.args[0] is not self:
                 raise

@@ -65,14 +65,6 @@ def generator_of(device: torch.device) -> torch.Generator:
     return generator
 
 
-def default_generators(device: torch.device) -> Sequence[Any]:
-    """The default generators: the CPU's, the device's, those of `random` and of numpy."""
-    found: list[Any] = [torch.default_generator, random, np.random]
-    if device.type != "cpu":
-        found.insert(2, generator_of(device))
-    return found
-
-
 # The Mersenne Twister: 624 words of 32 bits, and the place of the next.
 _MT19937, _MT19937_SIZE = np.random.MT19937, 4 * 625
 
@@ -89,6 +81,7 @@ class Draws:
 
     Attributes:
         are_own: whether the generator draws this rank's numbers now.
+        generators: the default ones: the CPU's, the device's, those of `random` and of numpy.
         same_rows: whether all ranks have the rows of one process, as `verify` gives them: then all
             draw its numbers.
     """
@@ -96,6 +89,8 @@ class Draws:
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self._salt = topology.tp_idx.to_bytes(8, "little")
         self.device, self._generator = device, generator_of(device)
+        of_device = [] if device.type == "cpu" else [self._generator]
+        self.generators: Sequence[Any] = [torch.default_generator, random, *of_device, np.random]
         self.are_own, self.same_rows = topology.world_size == topology.tp_size, False
         self._of_numpy: tuple[bytes, Any] | None = None  # memory and state of its generator
 
@@ -114,15 +109,6 @@ class Draws:
                 return state
             self._of_numpy = memory, state
         return self._of_numpy[1]
-
-    @contextlib.contextmanager
-    def kept(self, are_own: bool) -> Iterator[None]:
-        """Draw inside from the generator as it is."""
-        before, self.are_own = self.are_own, are_own
-        try:
-            yield
-        finally:
-            self.are_own = before
 
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
@@ -178,7 +164,7 @@ def is_generator(value: object) -> bool:
 def read_generator(generator: Any) -> Any:
     """The state of a generator.
 
-    Takes any element of `default_generators`, and any object for which `is_generator` is true.
+    Takes any element of `Draws.generators`, and any object for which `is_generator` is true.
     """
     if generator is random or isinstance(generator, random.Random):
         return generator.getstate()

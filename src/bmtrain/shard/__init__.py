@@ -6,11 +6,11 @@ parameters of one dtype and one *placement*: which ranks have it. Each rank of i
 equal part of the array, the *shard*. The *full buffer* is the whole array on one rank; a *view* is
 one parameter in it. A *gather* fills the full buffer from all shards. A *reduction* sums full
 gradients over the ranks and leaves each rank the part that matches its shard; a storage's
-`Gradient` keeps that part. A `Residence` manages the full buffer of a storage: `acquire` starts the
-gather unless it has been started, `release` drops the buffer when its last holder lets go. A `Use`
-is one call of a module: it holds full buffers while that call may read them, and lives as long as
-the call's autograd graph. A *pass* is one forward or one backward of the model. If the axis has one
-rank, the shard is the full buffer and nothing is communicated.
+`Gradient` keeps that part. A `Residence` manages the full buffer of a storage: `prefetch` starts
+the gather unless it has been started, `acquire` waits for it, `release` drops the buffer when its
+last holder lets go. A `Use` is one call of a module: it holds full buffers while that call may read
+them, and lives as long as the call's autograd graph. A *pass* is one forward or one backward of the
+model. If the axis has one rank, the shard is the full buffer and nothing is communicated.
 
 Forward, `block(x)`:
 

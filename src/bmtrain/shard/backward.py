@@ -27,7 +27,7 @@ def any_rank(ledger: Ledger, flags: list[bool], axis: Axis) -> list[bool]:
     """
     if axis.size == 1 or not flags:
         return flags
-    return [bool(flag) for flag in ledger.largest(flags, axis, "parameters with gradients")]
+    return list(map(bool, ledger.largest(flags, axis, "parameters with gradients")))
 
 
 def refuse_create_graph() -> None:
@@ -61,7 +61,8 @@ class Backward:
         self._transport, self._on_end = transport, on_end
         self._gradients: list[Gradient] = []
         self._waiting: list[Gradient] = []  # their gradients are deferred on this rank
-        self._uses: list[Any] = []  # that backward has reached, of class Use
+        #: those that backward has reached and not ended, of class Use, in that order
+        self.uses: dict[Any, None] = {}
         self.pass_number = NO_PASS
         # Called by autograd at the end of the pass. Autograd alone keeps it, so it dies with a pass
         # that raises.
@@ -105,18 +106,11 @@ class Backward:
         # Not from inside a pipeline: a drop may reduce gradients over all ranks, and the stages
         # reach this point one after the other. The first would wait for ranks that wait for its
         # gradients: deadlock.
-        for other in () if use.is_repeated else list(self._uses):
+        for other in () if use.is_repeated else list(self.uses):
             if other.order > use.order and other.is_droppable:
                 other.release_all()
-                self._uses.remove(other)
-        if use not in self._uses:
-            self._uses.append(use)
-
-    def end_use(self, use: Any) -> None:
-        """All gradients of `use` are computed."""
-        use.release_all()
-        if use in self._uses:
-            self._uses.remove(use)
+                self.uses.pop(other, None)
+        self.uses.setdefault(use)
 
     def add(self, found: Sequence[tuple[Gradient, Sequence[torch.Tensor | None]]]) -> None:
         """Reduce full gradients of storages; inside `deferring`, keep them on this rank."""
@@ -156,9 +150,9 @@ class Backward:
     def finish(self) -> None:
         """End the pass. Called by autograd after the last node; harmless when nothing is open."""
         self.pass_number = NO_PASS
-        for use in self._uses:
+        for use in list(self.uses):
             use.release_all()
-        self._uses.clear()
+        self.uses.clear()
         self._close(flushes=not self._deferring)
         self._on_end()
 
@@ -183,15 +177,35 @@ class Backward:
                 self._transport.reduce([reduction], gradient.axis)
         if flushes:
             self._waiting.clear()
-        self._waiting += [
-            gradient
-            for gradient in self._gradients
-            if gradient.has_deferred and gradient not in self._waiting
-        ]
-        done = [gradient for gradient in self._gradients if not gradient.has_deferred]
+        done: list[Gradient] = []
+        by_axis: dict[str, list[Gradient]] = {}
         for gradient in self._gradients:
             gradient.is_open = False
-        touched = self._agree(done)
+            if not gradient.has_deferred:
+                done.append(gradient)
+                by_axis.setdefault(gradient.axis.name, []).append(gradient)
+            elif gradient not in self._waiting:
+                self._waiting.append(gradient)
+        # For each slot of each gradient, whether any rank that shares it has touched it. All ranks
+        # of an axis bring the same gradients in the same order, and every rank goes through the
+        # axes in the order of their names: in different orders they would wait for each other, a
+        # deadlock.
+        touched: dict[Gradient, list[bool]] = {}
+        for name in sorted(by_axis):
+            members = by_axis[name]
+            # A rank adds to its own slices: where one has cleared them and another has not, the
+            # gradient is a sum of nothing that one process computes.
+            added = [flag for gradient in members for flag in gradient.had_grad]
+            ledger, axis = self._transport.ledger, members[0].axis
+            ledger.note(
+                axis,
+                f"the end of a backward pass with {len(members)} gradients ({sum(added)} of "
+                f"{len(added)} parameters had one before: {zlib.crc32(bytes(added)):08x})",
+            )
+            own = [flag for gradient in members for flag in gradient.touched]
+            flags = iter(any_rank(ledger, own, axis))
+            for gradient in members:
+                touched[gradient] = list(itertools.islice(flags, len(gradient.touched)))
         # `close` reads and writes the sums on the compute stream. Without this wait it would race
         # with the reductions in flight, and so would the optimizer.
         self._transport.wait_for_reductions()
@@ -229,12 +243,13 @@ class Backward:
 
     def _refuse_lost(self) -> None:
         """ParameterError while a sum over micro-batches is incomplete."""
-        if any(gradient.is_lost for gradient in self._waiting):
-            raise ParameterError(
-                "a backward pass raised while gradients were held back (reduce_gradients=False): "
-                "part of their sum is lost. Clear the gradients (manager.zero_grad()) and begin "
-                "with the first micro-batch again."
-            )
+        for gradient in self._waiting:
+            if gradient.is_lost:
+                raise ParameterError(
+                    "a backward pass raised while gradients were held back "
+                    "(reduce_gradients=False): part of their sum is lost. Clear the gradients "
+                    "(manager.zero_grad()) and begin with the first micro-batch again."
+                )
 
     def _refuse_hooks(self) -> None:
         """ParameterError if hooks would see a gradient in two parts.
@@ -255,7 +270,7 @@ class Backward:
         Nothing here is collective: other ranks may not have failed, and would not come.
         """
         self.pass_number = NO_PASS
-        for use in self._uses:
+        for use in list(self.uses):
             use.release_all()
         # Gradients are put back on the compute stream, and the next pass reads and writes the sums
         # there. Without this wait, a reduction in flight could overwrite both.
@@ -269,35 +284,8 @@ class Backward:
             self._waiting = list(dict.fromkeys([*self._waiting, *self._gradients]))
             for gradient in self._waiting:
                 gradient.lose_deferred()
-        self._uses.clear()
+        self.uses.clear()
         self._gradients.clear()
         if self.replicated is not None:
             self.replicated.discard()
         self._on_end()
-
-    def _agree(self, gradients: Sequence[Gradient]) -> dict[Gradient, list[bool]]:
-        """For each slot of each gradient, whether any rank that shares it has touched it.
-
-        All ranks of an axis bring the same gradients in the same order, and every rank goes through
-        the axes in the order of their names. Ranks that took them in different orders would wait
-        for each other: deadlock.
-        """
-        by_axis: dict[str, list[Gradient]] = {}
-        for gradient in gradients:
-            by_axis.setdefault(gradient.axis.name, []).append(gradient)
-        agreed: dict[Gradient, list[bool]] = {}
-        for name in sorted(by_axis):
-            members = by_axis[name]
-            # A rank adds to its own slices: where one has cleared them and another has not, the
-            # gradient is a sum of nothing that one process computes.
-            added = [flag for gradient in members for flag in gradient.had_grad]
-            self._transport.ledger.note(
-                members[0].axis,
-                f"the end of a backward pass with {len(members)} gradients ({sum(added)} of "
-                f"{len(added)} parameters had one before: {zlib.crc32(bytes(added)):08x})",
-            )
-            touched = [flag for gradient in members for flag in gradient.touched]
-            flags = iter(any_rank(self._transport.ledger, touched, members[0].axis))
-            for gradient in members:
-                agreed[gradient] = list(itertools.islice(flags, len(gradient.touched)))
-        return agreed

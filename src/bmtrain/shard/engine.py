@@ -111,7 +111,7 @@ class Residence:
         """Start the gather, unless the values are resident or in flight."""
 
     def acquire(self, phase: Phase) -> torch.Tensor:
-        """The full buffer (layout.numel,), readable on the compute stream."""
+        """The full buffer (layout.numel,), readable on the compute stream, after `prefetch`."""
         return alias(self._source.get())
 
     def release(self, full: torch.Tensor) -> None:
@@ -216,7 +216,6 @@ class Gathered(Residence):
             )
 
     def acquire(self, phase: Phase) -> torch.Tensor:
-        self.prefetch(phase)
         self._num_holders += 1
         # Without this wait, the module would read the buffer before the gather has filled it.
         self._transport.streams.compute_waits(self._arrived)
@@ -519,6 +518,7 @@ class Engine:
         following = self.schedule.observe(residence, phase)
         # Wait for the values that the gather is about to read.
         residence.wait_for_updates()
+        residence.prefetch(phase)
         full = residence.acquire(phase)
         # Backward gathers inside a pipeline only if a graph was retained. The successor may be
         # outside of it: the ranks of other stages reach that gather only after they have got

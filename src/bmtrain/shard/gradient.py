@@ -103,32 +103,35 @@ class Gradient:
         """
         # While a pass is writing there it must not be freed.
         if self._total is not None and not self.is_open:
-            params = [reference() for reference in self._params]
-            if all(param is None or param.shown_grad is None for param in params):
+            for reference in self._params:
+                param = reference()
+                if param is not None and param.shown_grad is not None:
+                    break
+            else:
                 self._total = self.flat = None
-                self._views = [None] * len(params)
+                self._views = [None] * len(self._params)
         self._transport.allocate_exchange(self.layout.numel, self._reduce_dtype, self.axis)
 
     def open(self) -> None:
         """Begin a backward pass: keep what is in `.grad`, drop the rest of the sum."""
         self.is_open = True
-        params = [reference() for reference in self._params]
-        grads = [None if param is None else param.shown_grad for param in params]
-        self.had_grad = [grad is not None for grad in grads]
-        self._hooked = {
-            index
-            for index, param in enumerate(params)
-            if param is not None and (param.grad_hooks or param.post_hooks)
-        }
-        carried = [is_there and i not in self._hooked for i, is_there in enumerate(self.had_grad)]
+        grads, carried, is_kept = list[Any](), list[bool](), list[bool]()
+        self.had_grad, self._hooked = [], set()
+        is_moved = self.flat is None
+        for index, (reference, view) in enumerate(zip(self._params, self._views, strict=True)):
+            param = reference()
+            grad = None if param is None else param.shown_grad
+            has_grad = grad is not None
+            is_hooked = param is not None and bool(param.grad_hooks or param.post_hooks)
+            if is_hooked:
+                self._hooked.add(index)
+            grads.append(grad)
+            self.had_grad.append(has_grad)
+            carried.append(has_grad and not is_hooked)
+            is_kept.append(grad is view)
+            is_moved |= (has_grad and is_hooked) or (view is not None and grad is not view)
         self._accumulates = any(carried)
-        is_kept = [grad is view for grad, view in zip(grads, self._views, strict=True)]
-        is_moved = (
-            self.flat is None
-            or any(self.had_grad[index] for index in self._hooked)
-            or any(v is not None and not kept for v, kept in zip(self._views, is_kept, strict=True))
-        )
-        old = self._total if self._accumulates else None
+        old: Any = self._total if self._accumulates else None
         is_public = self.flat is self._total
         is_intact = self.flat is not None and (is_public or self.flat._version == self._version)
         if is_moved:
@@ -141,14 +144,16 @@ class Gradient:
                 self._total = make(
                     self.layout.shard_numel, dtype=self._accumulate_dtype, device=self._device
                 )
+        total: Any = self._total
         for index, grad in enumerate(grads) if self._accumulates else ():
-            if grad is None or not carried[index]:
-                self._slice(self._total, index).zero_()
+            own = self._ranges[index]
+            if not carried[index]:
+                total[own].zero_()
             elif not (is_kept[index] and is_intact):
                 # the program has written or replaced it
-                self._slice(self._total, index).copy_(grad.local)
+                total[own].copy_(grad.local)
             elif is_moved:
-                self._slice(self._total, index).copy_(self._slice(old, index))
+                total[own].copy_(old[own])
         self.had_deferred = self.has_deferred
         if not self.has_deferred:
             self.touched = [False] * len(self.had_grad)
@@ -161,14 +166,17 @@ class Gradient:
         Returns:
             The reduction that the caller has to start; None if it is held back.
         """
-        self.touched = [t or g is not None for t, g in zip(self.touched, grads, strict=True)]
+        dense: list[torch.Tensor | None] = []
+        reads: list[torch.Tensor] = []
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                self.touched[index] = True
+                reads.append(grad.to_dense() if grad.is_sparse else grad)
+            dense.append(None if grad is None else reads[-1])
         self._check_deferring(defer)
-        grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
         if not defer and self._deferred is None:
-            return self._reduction(
-                lambda: self._parts(grads), [grad for grad in grads if grad is not None]
-            )
-        full = torch.cat(self._parts(grads))
+            return self._reduction(functools.partial(self._parts, dense), reads)
+        full = torch.cat(self._parts(dense))
         self._deferred = (
             full.to(self._accumulate_dtype) if self._deferred is None else self._deferred.add_(full)
         )
@@ -220,7 +228,7 @@ class Gradient:
         deferred, self._deferred, self._keeps_slices = self._deferred, None, False
         if deferred is None:
             return None
-        return self._reduction(lambda: [_flat(deferred, self._reduce_dtype)], [deferred])
+        return self._reduction(lambda: [deferred.to(self._reduce_dtype)], [deferred])
 
     def close(self, touched: Sequence[bool]) -> None:
         """End the pass: show the sum in `.grad`.
@@ -238,7 +246,7 @@ class Gradient:
                 total.zero_()
                 self._accumulates = True
             for index, grad in self._slices:
-                self._slice(total, index).add_(grad)
+                total[self._ranges[index]].add_(grad)
             self._slices.clear()
         if self.flat is None and total.dtype != self._dtype:
             with torch.inference_mode(False):
@@ -246,15 +254,16 @@ class Gradient:
         self.flat = flat = total if self.flat is None else self.flat
         if flat is not total:
             flat.copy_(total)
+        trained: list[tuple[int, Any]] = []
         with plain_functions():
-            params = [reference() for reference in self._params]
-            trained = [param is not None and param.requires_grad for param in params]
-        before, self._views, shown = self._views, [None] * len(params), []
-        for index, param in enumerate(params):
-            if param is None or not trained[index]:
-                continue
+            for index, reference in enumerate(self._params):
+                param = reference()
+                if param is not None and param.requires_grad:
+                    trained.append((index, param))
+        before, self._views, shown = self._views, [None] * len(self._params), []
+        for index, param in trained:
             if self.had_grad[index] or touched[index]:
-                view, own = before[index], self._slice(flat, index)
+                view, own = before[index], flat[self._ranges[index]]
                 if index in self._hooked:
                     self._run_hooks(param, own, index, is_touched=touched[index])
                 if view is None or view is not param.shown_grad:
@@ -283,8 +292,8 @@ class Gradient:
                 own.copy_(grad.local)
             if param.shown_grad is not None:
                 own.add_(param.shown_grad.local)
-            if self.flat is not self._total:
-                self._slice(self._total, index).copy_(own)
+            if self._total is not None and self.flat is not self._total:
+                self._total[self._ranges[index]].copy_(own)
 
     def _shown(self, local: torch.Tensor, index: int) -> Slices:
         """A slice as `.grad` shows it."""
@@ -307,10 +316,6 @@ class Gradient:
             view is not None and grad is view for grad, view in zip(grads, shown, strict=True)
         )
 
-    def _slice(self, flat: Any, index: int) -> torch.Tensor:
-        own: torch.Tensor = flat[self._ranges[index]]
-        return own
-
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Flat pieces that make up the full gradient (layout.numel,) in reduce_dtype, in order.
 
@@ -321,7 +326,8 @@ class Gradient:
         for slot, grad in zip(self.layout.slots, grads, strict=True):
             if slot.offset > end:
                 parts.append(zeros(slot.offset - end))
-            parts.append(zeros(slot.numel) if grad is None else _flat(grad, self._reduce_dtype))
+            flat = zeros(slot.numel) if grad is None else grad.reshape(-1)
+            parts.append(flat.to(self._reduce_dtype))
             end = slot.end
         if self.layout.numel > end:
             parts.append(zeros(self.layout.numel - end))
@@ -338,8 +344,3 @@ class Gradient:
         self._transport.ledger.note(self.axis, f"the gradient of {self.label.text}")
         accumulates, self._accumulates = self._accumulates, True
         return Reduction(self._total, self._reduce_dtype, parts, reads, accumulates)
-
-
-def _flat(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    flat = grad if grad.dim() == 1 else grad.reshape(-1)
-    return flat if flat.dtype == dtype else flat.to(dtype)

@@ -70,13 +70,9 @@ def before_backward_of(out: Any, since: int, do: Callable[[], None]) -> None:
 
     Its node has a number from `since` on; that of an argument which is passed on is older.
     """
-
-    def watch(x: torch.Tensor) -> torch.Tensor:
+    for x in tensors_of(out):
         if x.grad_fn is not None and node_number(x.grad_fn) >= since:
             x.grad_fn.register_prehook(lambda _: do())
-        return x
-
-    map_tensors(watch, out)
 
 
 class _Tie(torch.autograd.Function):
@@ -97,7 +93,7 @@ class _Tie(torch.autograd.Function):
 
 
 def tied_to(
-    views: Sequence[torch.Tensor], out: Any, arguments: Any, since: int, *, is_gathered_again: bool
+    end: torch.Tensor | None, out: Any, arguments: Any, since: int, *, is_gathered_again: bool
 ) -> Any:
     """`out`, tied to the graph so that backward reaches this call's gathers and reductions.
 
@@ -106,13 +102,12 @@ def tied_to(
     would hang.
 
     Args:
-        views: the gathered parameters of the call.
+        end: a gathered parameter of the call that requires grad; None if all are frozen.
         arguments: what the block was called with.
         since: number of the first node of the call.
         is_gathered_again: whether backward gathers again what forward has gathered.
     """
     tensors = tensors_of(out)
-    end = next((view for view in views if view.requires_grad), None)
     roots = [x.grad_fn for x in tensors if x.grad_fn is not None]
     if end is None:
         # Frozen parameters are gathered by the first node of the call that backward reaches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -71,6 +72,8 @@ class Storage:
         self._shard, source = engine.transport.new_shard(
             numel, dtype, self.axis, shared=self.is_here and not adoptable
         )
+        #: a number that changes when a parameter is written in place on this rank
+        self.version = functools.partial(version_of, self._shard)
         self._updates: list[Callable[[], None]] = []
         self._num_own = num_references(self._shard)  # if no one has made a view of it
         # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
@@ -188,10 +191,6 @@ class Storage:
         """This rank's 1-D slice of a full tensor of slot `index`'s shape."""
         piece = self.piece(index)
         return value.detach().reshape(-1)[piece.start : piece.stop]
-
-    def version(self) -> int:
-        """A number that changes when a parameter is written in place on this rank."""
-        return version_of(self._shard)
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """One view of the full buffer per slot."""

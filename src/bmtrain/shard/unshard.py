@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,9 +47,7 @@ class Unshard(torch.autograd.Function):
         ctx.use = use
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*views)  # numbers, not values: see `Use.lend`
-        ctx.mark_non_differentiable(
-            *(view for view, trainable in zip(views, use.trainable, strict=True) if not trainable)
-        )
+        ctx.mark_non_differentiable(*itertools.compress(views, map(operator.not_, use.trainable)))
         return tuple(views)
 
     @staticmethod
@@ -139,21 +137,17 @@ class Loan:
     loan alive. The loan therefore ends with the pass, also when the pass raises.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], give_back: Callable[[], None]) -> None:
-        self._tensors, self._give_back = tensors, give_back
+    def __init__(self, num_slots: int, give_back: Callable[[], None]) -> None:
+        self._give_back = give_back
         #: of nested passes
-        self.grads: list[torch.Tensor | None] = [None] * len(tensors)
+        self.grads: list[torch.Tensor | None] = [None] * num_slots
         self.pass_number = backward_pass()
-
-    @property
-    def is_open(self) -> bool:
-        """True until `end`."""
-        return bool(self._tensors)
+        self.is_open = True  # until `end`
 
     def end(self) -> list[torch.Tensor | None]:
         """Take the tensors back; returns the gradients of nested passes."""
-        tensors, self._tensors = self._tensors, ()
-        if tensors:
+        if self.is_open:
+            self.is_open = False
             # The pass keeps this object until its end, and `give_back` holds the tensors: without
             # the exchange, their memory would stay allocated as long.
             give_back, self._give_back = self._give_back, lambda: None
@@ -161,21 +155,7 @@ class Loan:
         grads, self.grads = self.grads, []
         return grads
 
-    def __del__(self) -> None:
-        self.end()
-
-
-class Calls(enum.Enum):
-    """Which calls a use serves.
-
-    A use starts with ONE; `together` makes it OPEN, and SEVERAL when its body ends.
-    """
-
-    ONE = enum.auto()
-    #: more calls may join; to the graph they are one
-    OPEN = enum.auto()
-    #: backward reaches it once per call
-    SEVERAL = enum.auto()
+    __del__ = end
 
 
 class Use:
@@ -193,11 +173,6 @@ class Use:
     ) -> None:
         self.storages = storages
         self.engine: Any = storages[0].engine if storages else None
-        if residences is None:
-            residences = [storage.residence for storage in storages]
-        self._residences = dict(zip(storages, residences, strict=True))
-        #: whether backward gathers again what forward has gathered (ZeRO-3)
-        self.is_gathered_again = any(not each.survives_forward for each in residences)
         self._full: dict[Storage, torch.Tensor] = {}
         #: for saved tensors: the program's, or those of a call around it; None without any
         self.hooks: Any = active_saved_tensors_hooks()
@@ -209,20 +184,24 @@ class Use:
         self._lent: list[torch.Tensor] = []  # while they become those of forward
         self._has_end = True
         self._ended_in = -1
-        self._calls = Calls.ONE
-        self._tied: list[torch.Tensor] | None = None  # views shared by calls made together
-        self._versions = [storage.version() for storage in storages]
+        #: whether it serves several calls, so that backward reaches it once per call
+        self.is_repeated = False
+        # The views that calls inside of `together` share, to the graph one call; empty before the
+        # first, None outside.
+        self._tied: list[torch.Tensor] | None = None
+        #: whether backward gathers again what forward has gathered (ZeRO-3)
+        self.is_gathered_again = False
+        self._residences: dict[Storage, Residence] = {}
+        self._versions: list[int] = []
+        self.trainable: list[bool] = []  # by slot
         with plain_functions():  # ten times as fast, at every call
-            self.trainable = [
-                param is not None and param.requires_grad
-                for storage in storages
-                for param in storage.params
-            ]
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether backward reaches it once per micro-batch of a pipelined pass."""
-        return self._calls is not Calls.ONE
+            for number, storage in enumerate(storages):
+                residence = storage.residence if residences is None else residences[number]
+                self._residences[storage] = residence
+                self.is_gathered_again = self.is_gathered_again or not residence.survives_forward
+                self._versions.append(storage.version())
+                for param in storage.params:
+                    self.trainable.append(param is not None and param.requires_grad)
 
     @property
     def is_droppable(self) -> bool:
@@ -253,13 +232,14 @@ class Use:
                     param.expect_whole_gradients()
             return self.gather_views()
         refuse_transforms()
-        if self._tied is not None:
+        if self._tied:
             return self._tied
-        self.prepare_for_backward()
+        for storage, _ in self.trained():
+            storage.gradient.prepare_for_backward()
         with torch.no_grad():
             views = self.gather_views()
         views = self._in_graph(views)
-        if self._calls is Calls.OPEN:
+        if self._tied is not None:
             self._tied = views
         return views
 
@@ -271,11 +251,6 @@ class Use:
         number = functools.partial(next, itertools.count())
         with torch.autograd.graph.saved_tensors_hooks(number, self._lent.__getitem__):
             return list(Unshard.apply(self, views, leaf, *params))
-
-    def prepare_for_backward(self) -> None:
-        """Backward may come, and bring gradients. Collective the first time."""
-        for storage, _ in self._trained():
-            storage.gradient.prepare_for_backward()
 
     def gather_views(self) -> list[torch.Tensor]:
         """One view per slot of all storages, outside the graph."""
@@ -304,14 +279,14 @@ class Use:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Calls inside are one to autograd, which sums their gradients and ends the use once."""
-        self._calls = Calls.OPEN
+        self.is_repeated, self._tied = True, []
         try:
             with self.running():
                 yield
         finally:
             # The graph of the views refers to this use: a cycle that Python's collector cannot see,
             # since autograd holds one of its edges. Keeping the views would leak both.
-            self._calls, self._tied = Calls.SEVERAL, None
+            self._tied = None
 
     def hold(self, storage: Storage) -> torch.Tensor:
         """The full buffer of `storage`, gathered if this use does not hold it."""
@@ -363,7 +338,7 @@ class Use:
                 with torch.enable_grad():
                     tensors = self._in_graph(tensors)
             self._lent.clear()
-        loan = Loan(tensors, bind(tensors))
+        loan = Loan(len(tensors), bind(tensors))
         # Weak: after a pass that raised, a strong reference would keep the loan open for as long as
         # the graph lives, and full tensors in the module.
         self._loan = weakref.ref(loan)
@@ -410,7 +385,8 @@ class Use:
                 return [None] * len(grads)
             loan.end()
         self._ended_in = backward_pass()
-        self.engine.backward.end_use(self)
+        self.release_all()
+        self.engine.backward.uses.pop(self, None)
         if not self.engine.backward.reduces:
             return grads
         self._reduce(grads)
@@ -418,19 +394,18 @@ class Use:
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         found = []
-        for storage, own in self._trained():
-            # Frozen since the forward pass: autograd would add no gradient either.
+        for storage, own in self.trained():
+            shown: list[torch.Tensor | None] = []
             with plain_functions():
-                wanted = [param is None or param.requires_grad for param in storage.params]
-            shown = [
-                grad if is_wanted else None
-                for grad, is_wanted in zip(grads[own], wanted, strict=True)
-            ]
+                for param, grad in zip(storage.params, grads[own], strict=True):
+                    # Frozen since the forward pass: autograd would add no gradient either.
+                    is_wanted = param is None or param.requires_grad
+                    shown.append(grad if is_wanted else None)
             found.append((storage.gradient, shown))
         if found:
             self.engine.backward.add(found)
 
-    def _trained(self) -> Iterator[tuple[Storage, slice]]:
+    def trained(self) -> Iterator[tuple[Storage, slice]]:
         """The storages with something to train, each with its range of slots among those of all."""
         end = 0
         for storage in self.storages:
@@ -464,22 +439,21 @@ class Use:
         None, too, for views of parameters that the program's hooks see in plain PyTorch.
         """
         if len(self._by_address) != len(self._full):
-            self._by_address = {
-                full.untyped_storage().data_ptr(): storage for storage, full in self._full.items()
-            }
+            for storage, full in self._full.items():
+                self._by_address[full.untyped_storage().data_ptr()] = storage
         # Sharded and sparse tensors have no memory of their own.
         has_memory = not isinstance(tensor, Slices) and tensor.layout is torch.strided
         address = tensor.untyped_storage().data_ptr() if has_memory else 0
-        storage = self._by_address.get(address)
-        if storage is None:
+        found = self._by_address.get(address)
+        if found is None:
             return None
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         if self.hooks is not None:
-            begin = offset - int(self._full[storage].storage_offset())
-            slots = [(slot.shape, slot.stride, slot.offset) for slot in storage.layout.slots]
+            begin = offset - int(self._full[found].storage_offset())
+            slots = [(slot.shape, slot.stride, slot.offset) for slot in found.layout.slots]
             if (tuple(size), stride, begin) not in slots:
                 return None
-        return Packed(self, storage, tensor.dtype, size, stride, offset)
+        return Packed(self, found, tensor.dtype, size, stride, offset)
 
     def _check_versions(self) -> None:
         for storage, version in zip(self.storages, self._versions, strict=True):
