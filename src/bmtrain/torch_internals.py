@@ -14,7 +14,7 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,18 @@ TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))  # major, mino
 
 #: torch's function, which alone makes a tuple of a torch.Size
 tree_map_only = functools.partial(_tree_map_only, is_leaf=lambda node: isinstance(node, torch.Size))
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced(function: _Function) -> _Function:
+    """The function, which `torch.compile` of a program does not look into.
+
+    Its first call loads the compiler, as one of torch's optimizers does.
+    """
+    made: _Function = torch._disable_dynamo(function)  # type: ignore[attr-defined, assignment]
+    return made
 
 
 # torch 2.13 renamed the two flat collectives and deprecated the names of 2.8 to 2.12.

@@ -412,6 +412,32 @@ def written_through_data_of_data(run):
     return {**found, **run.state(), "gradient": own.grad}
 
 
+@idiom
+def compiled_by_the_program(run):
+    """A function that calls the model and reads parameters."""
+    # of torch, about itself, when its compiler is imported
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+    @torch.compile(backend="eager")
+    def loss(x):
+        return run.model(x).square().mean() + sum(p.square().sum() for p in run.params)
+
+    (loss(batch()) / run.ranks).backward()
+    return run.grads()
+
+
+@idiom
+def old_values_in_buffers(run):
+    """As elastic weight consolidation has it; saved, and loaded again."""
+    for name, param in [*run.model.named_parameters()]:
+        run.model.register_buffer(f"old_{name}".replace(".", "_"), param.detach().clone())
+    old = [*run.model.buffers()]
+    run.back(sum((2 * p - q).square().sum() for p, q in zip(run.params, old, strict=True)))
+    state = run.state()
+    run.model.load_state_dict({name: value * 2 for name, value in state.items()})
+    return {**state, **run.grads(), **run.state("loaded ")}
+
+
 # Refused
 # --------------------------------------------------------------------------------------------------
 

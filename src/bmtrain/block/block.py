@@ -11,7 +11,7 @@ import operator
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,7 +53,13 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Kept, Use, refuse_transforms
-from bmtrain.torch_internals import has_global_module_hooks, hooks_of, in_backward, next_node_number
+from bmtrain.torch_internals import (
+    has_global_module_hooks,
+    hooks_of,
+    in_backward,
+    next_node_number,
+    untraced,
+)
 
 MODES = ("BLOCK", "PIPE")
 # Block and inner module share these: calling, saving and loading go through the block, and hooks
@@ -80,21 +86,21 @@ class BlockCall:
     lends: bool = True
 
 
-class _Method:
+class _Method(NamedTuple):
     """A method of any module, which an attribute or the class of the inner module may replace."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._own = name, getattr(DistributedModule, name)
+    name: str
 
     def __get__(self, block: Block | None, kind: type) -> Any:
+        own = getattr(DistributedModule, self.name)
         if block is None:
-            return self._own
+            return own
         inner = vars(block)["_inner"]
-        found = inspect.getattr_static(inner, self._name)
-        if found is getattr(torch.nn.Module, self._name):
-            found = self._own
-        is_of_block = isinstance(found, types.FunctionType) and self._name not in vars(inner)
-        return types.MethodType(found, block) if is_of_block else getattr(inner, self._name)
+        found = inspect.getattr_static(inner, self.name)
+        if self.name in vars(inner) or not isinstance(found, types.FunctionType):
+            return getattr(inner, self.name)
+        is_own = found is vars(torch.nn.Module)[self.name]
+        return types.MethodType(own if is_own else found, block)
 
 
 def _of_inner(function: Any) -> Callable[..., Any]:
@@ -210,6 +216,7 @@ class Block(_WithMethods):
         self.shard()
         self._is_made = True
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the inner module with its hooks and the block's, which are the same.
 
@@ -283,14 +290,13 @@ class Block(_WithMethods):
                 raise
             return getattr(self._inner, name)
 
-    # A list or table of modules, as torch.nn.Sequential, is used as one by the module it is in.
+    # A list or table of modules, as torch.nn.Sequential, is used as one by the module it is in. As
+    # a key, of dicts that hooks look into, the block is its module.
     __getitem__, __setitem__, __delitem__, __iter__, __len__, __contains__, __bool__ = map(
         _of_inner,
         (operator.getitem, operator.setitem, operator.delitem, iter, len, operator.contains, bool),
     )
-    # In a table by module, which hooks look into, the block and its module are one key.
-    __hash__ = _of_inner(hash)
-    __eq__ = _of_inner(operator.eq)
+    __hash__, __eq__ = map(_of_inner, (hash, operator.eq))
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__

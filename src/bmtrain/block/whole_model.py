@@ -62,6 +62,7 @@ from bmtrain.torch_internals import (
     next_node_number,
     node_number,
     told_once,
+    untraced,
     will_run,
 )
 
@@ -245,6 +246,7 @@ def as_whole(kind: Any, num_graphs: int | None = None) -> Forward:
     def forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return kind.forward(model, *args, **kwargs)  # programs exchange it
 
+    @untraced
     @functools.wraps(kind.forward)
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():

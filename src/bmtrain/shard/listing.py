@@ -9,14 +9,13 @@ import torch
 
 from bmtrain.runtime.config import device_of_state_dicts
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.whole import Whole
 
 
-def full_values(
-    params: Iterator[tuple[str, torch.nn.Parameter]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor on the CPU) per parameter, gathering one storage at a time.
+def full_values(params: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor on the CPU) per tensor, gathering one storage at a time.
 
     Collective.
     """
@@ -25,7 +24,7 @@ def full_values(
         if isinstance(param, DistributedParameter):
             by_storage.setdefault(param.storage_of, []).append((name, param.index_in_storage))
         else:
-            yield name, param.detach().cpu()
+            yield name, (param.full_tensor() if isinstance(param, Slices) else param.detach()).cpu()
     for storage, members in by_storage.items():
         whole = Whole(storage)
         for name, index in members:

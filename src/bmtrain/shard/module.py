@@ -14,6 +14,7 @@ from bmtrain.runtime.config import device_of_state_dicts
 from bmtrain.shard.listing import full_values
 from bmtrain.shard.parameter import DistributedParameter, check_made_of_whole
 from bmtrain.shard.parting import check_same_state
+from bmtrain.shard.slices import Slices
 from bmtrain.shard.window import Window, WindowSource
 from bmtrain.torch_internals import loader_of, mover_of
 
@@ -92,9 +93,8 @@ class DistributedModule(torch.nn.Module):
         save = super().state_dict if owner is self else owner.state_dict
         out: dict[str, Any] = save(*args, keep_vars=True, **kwargs)
         fresh = [name for name in out if name not in known]
-        sharded = (
-            (name, out[name]) for name in fresh if isinstance(out[name], DistributedParameter)
-        )
+        # buffers too: a program may have registered old values of parameters
+        sharded = ((name, out[name]) for name in fresh if isinstance(out[name], Slices))
         for name, whole in full_values(sharded):
             value = whole.to(device_of_state_dicts())
             out[name] = Window.onto(value, WindowSource(value, out[name], is_snapshot=True))

@@ -462,9 +462,6 @@ class ParameterAlias(Sharded):
         # the parameter may have moved to another storage
         return self.param if self._local is self.param.local else self
 
-    def alias(self) -> Slices:
-        return self.param.alias() if self.owner is self.param else super().alias()
-
     def mark_written(self) -> None:
         if self.owner is self.param:
             self.param.mark_written()

@@ -24,7 +24,7 @@ from bmtrain.shard.slices import (
     write_in_graph,
 )
 from bmtrain.shard.window import Window, WindowSource, as_copy, shares_memory, written_uncounted
-from bmtrain.torch_internals import SCRIPTED, is_collective, is_of_torch, plain_functions
+from bmtrain.torch_internals import SCRIPTED, is_collective, is_of_torch, plain_functions, untraced
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -50,6 +50,7 @@ class Sharded(Slices):
         return run(func, args, kwargs or {})
 
 
+@untraced
 def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`func(*args, **kwargs)` with sharded tensors among them, as one process computes it.
 
@@ -178,7 +179,7 @@ def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
         if out is own[id(x)]:
             return x  # the function had nothing to do
     if name in ("detach", "alias"):
-        return like.alias()
+        return like.owner.alias()
     return look_whole(out, like.cut, Sharded) if isinstance(out, torch.Tensor) else NotImplemented
 
 

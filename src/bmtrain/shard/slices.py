@@ -80,7 +80,7 @@ class Slices(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same values outside of any graph; a write to them is a write to this tensor."""
-        return self.alias()
+        return self.owner.alias()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ class Slices(torch.Tensor):
         return copied
 
     def __copy__(self) -> Any:
-        return self.alias()
+        return self.owner.alias()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParameterError(
