@@ -13,8 +13,9 @@ import importlib
 import json
 import logging
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -58,12 +59,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """The function, which `torch.compile` of a program does not look into.
+    """The function, which `torch.compile` of a program does not look into."""
+    hidden: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
-    Its first call loads the compiler, as one of torch's optimizers does.
-    """
-    made: _Function = torch._disable_dynamo(function)  # type: ignore[attr-defined, assignment]
-    return made
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # The hidden function loads the compiler, for seconds: a program that uses it has done so.
+        return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return cast(_Function, run)
 
 
 # torch 2.13 renamed the two flat collectives and deprecated the names of 2.8 to 2.12.
