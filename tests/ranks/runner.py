@@ -53,7 +53,8 @@ PRELOADED = [
     "pytest",
     "torch",
     "torch._dynamo",
-    "torch._inductor.compile_fx",
+    # Where there is a GPU it initialises CUDA, which a forked process cannot use then.
+    *([] if torch.cuda.device_count() else ["torch._inductor.compile_fx"]),
     "torch._meta_registrations",
     "safetensors.torch",
     "transformers",

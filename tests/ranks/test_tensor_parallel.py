@@ -16,6 +16,7 @@ from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.compile import backend
 from bmtrain.distributed import overlap, tensor_parallel
 from bmtrain.errors import ConfigurationError
 from bmtrain.nn import (
@@ -353,6 +354,20 @@ def test_ranks_whose_code_differs():
         split.scale = None
     with pytest.raises(ConfigurationError, match=r"rank 0: gather_linear.*rank 1: linear_scatter"):
         block(rows_of_all(4, 3, IN)[bmt.rank()])
+
+
+def test_code_is_compared_by_names():
+    """Functions have other addresses on other ranks."""
+
+    def code(name):
+        def function(x):
+            return x
+
+        function.__name__, graph = name, torch.fx.Graph()
+        graph.output(graph.call_function(function, (graph.placeholder("x"),)))
+        return backend._agreeing(torch.fx.GraphModule({}, graph))
+
+    assert code("one") == code("one") != code("other")
 
 
 UNWANTED = ("gather_rows", "scatter_rows", "all_reduce", "gather_linear", "check_alike")

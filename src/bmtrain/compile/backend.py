@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bmtrain.compile import cache, fp8, fusions, heads, joining, masks
-from bmtrain.compile.graph import calls, may_write, memories, parts, value_of
+from bmtrain.compile.graph import calls, may_write, memories, name_of, parts, value_of
 from bmtrain.distributed.agreement import told_apart
 from bmtrain.kernels.launch import takes
 from bmtrain.runtime.log import warn
@@ -259,7 +259,7 @@ def _agreeing(graph: torch.fx.GraphModule) -> str:
     words, symbols = list[str](), dict[str, str]()
     for part in parts(graph):
         for node in part.graph.nodes:
-            words.append(f"{node.op} {node.target if node.op == 'call_function' else ''}")
+            words.append(f"{node.op} {name_of(node) if node.op.startswith('call') else ''}")
             if str(node.target).startswith(_TALKING[0]):
                 tensors = [value_of(each) for each in node.args]
                 words += [

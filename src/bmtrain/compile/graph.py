@@ -103,7 +103,7 @@ def can_wait(node: torch.fx.Node, until: torch.fx.Node) -> bool:
     # what turns gradients, autocast or the like on or off
     modes = ("_set_", "_enter_", "_exit_")
     return not any(
-        (each.op == "call_function" and _name(each).startswith(modes))
+        (each.op == "call_function" and name_of(each).startswith(modes))
         or (may_write(each) and read & memories(each.all_input_nodes))
         for each in between
     )
@@ -117,7 +117,7 @@ def memories(nodes: Iterable[torch.fx.Node]) -> set[int]:
 
 def may_write(node: torch.fx.Node) -> bool:
     """Whether it may write what it is given."""
-    name = _name(node)
+    name = name_of(node)
     # `__setitem__` too
     is_in_place = name.endswith("_") or name in _IN_PLACE
     if node.op == "call_method":
@@ -134,7 +134,8 @@ def may_write(node: torch.fx.Node) -> bool:
     )
 
 
-def _name(node: torch.fx.Node) -> str:
+def name_of(node: torch.fx.Node) -> str:
+    """What a node calls: the same on all ranks, whose functions have other addresses."""
     target: Any = node.target
     return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
 
