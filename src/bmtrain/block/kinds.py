@@ -39,7 +39,7 @@ def become_distributed(
 
 def is_made_distributed(module: torch.nn.Module) -> bool:
     """Whether `become_distributed` has made the module's class."""
-    return vars(type(module)).get("compile") is _refuse_to_compile
+    return vars(type(module)).get("compile") is _compile
 
 
 def has_methods_of_whole_models(module: torch.nn.Module) -> bool:
@@ -54,7 +54,7 @@ def _made_distributed(kind: Any, forward: Callable[[Any], Method] | None = None)
         # Programs look up `module.__class__` and its name: report the original class. Python itself
         # uses type().
         namespace["__class__"] = property(lambda _: kind, _become)
-        namespace["compile"] = _refuse_to_compile
+        namespace["compile"] = _compile
         if forward is not None:
             namespace["forward"] = forward(kind)
         namespace.update(_methods_of_whole_models(kind))
@@ -129,13 +129,8 @@ def _become(self: torch.nn.Module, kind: type) -> None:
     )
 
 
-def _refuse_to_compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Replaces `nn.Module.compile`: tracing the whole model would bake in this rank's slices."""
-    raise ParameterError(
-        "a sharded model is not compiled as a whole: its blocks are, by "
-        "bmtrain.init_distributed(compile=True), by "
-        "Block(compile=True) or by block.compile()."
-    )
+def _compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Replaces `nn.Module.compile`: a sharded model compiles by default, where it compiles."""
 
 
 def _call_with(

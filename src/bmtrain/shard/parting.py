@@ -39,9 +39,6 @@ _STRANGERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": _ITSELF,
     "torch.nn.parallel.data_parallel.DataParallel": _ITSELF + ", with one process per GPU",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _ITSELF,
-    "torch._dynamo.eval_frame.OptimizedModule": "blocks are compiled one by one: "
-    "bmtrain.init_distributed(compile=True), Block(compile=True) or block.compile() "
-    "instead of torch.compile(model)",
 }
 
 
