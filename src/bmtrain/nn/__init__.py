@@ -1,6 +1,5 @@
-"""Linear layers and embeddings, replicated or split over tensor-parallel ranks; attention."""
+"""Linear layers and embeddings, replicated or split over tensor-parallel ranks."""
 
-from bmtrain.nn.attention import first_keys, segment_attention
 from bmtrain.nn.embedding import VPEmbedding
 from bmtrain.nn.linear import Linear, OpLinear
 from bmtrain.nn.parallel_linear import (
@@ -18,6 +17,4 @@ __all__ = [
     "ReduceType",
     "RowParallelLinear",
     "VPEmbedding",
-    "first_keys",
-    "segment_attention",
 ]
