@@ -334,12 +334,6 @@ def size_at_hand(size: int | torch.SymInt) -> int | None:
     return size.node.hint if size.node.has_hint() else None
 
 
-def several_graphs_error() -> type[Exception]:
-    """The error of fullgraph compilation on code that needs a graph break."""
-    found: type[Exception] = torch._dynamo.exc.Unsupported
-    return found
-
-
 def too_many_forms_error() -> type[Exception]:
     """The error of the compiler when a function reaches the recompile limit."""
     found: type[Exception] = torch._dynamo.exc.FailOnRecompileLimitHit

@@ -591,9 +591,9 @@ class WholeModel:
         parts = [part for _, part in self._current().modules[1:]]
         key = model.training, self._methods.of([model, *parts])
         if key not in self._programs:
-            options = {} if self._context.device.type == "cpu" else _ON_GPU
+            special = {} if self._context.device.type == "cpu" else _ON_GPU
             self._programs[key] = Program(
-                self._forward, self._gate, self._num_graphs or _NUM_SPECIAL, options
+                self._forward, self._gate, self._num_graphs or _NUM_SPECIAL, special
             )
         return self._programs[key]
 

@@ -16,13 +16,7 @@ from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Memory, Saved, memory_of
 from bmtrain.recompute.offload import Host, is_movable
 from bmtrain.recompute.plan import Option
-from bmtrain.recompute.recomputation import (
-    ModuleCall,
-    Recomputation,
-    Runner,
-    Selective,
-    SeveralGraphsError,
-)
+from bmtrain.recompute.recomputation import ModuleCall, Recomputation, Runner, Selective
 from bmtrain.runtime import world
 from bmtrain.shard.outputs import map_tensors, tensors_of
 from bmtrain.shard.unshard import Kept
@@ -95,7 +89,7 @@ def measure(
     memory, options = current.service(memory_of), dict[Level, Option]()
     devices = [] if current.device.type == "cpu" else [current.device]
     for level in [level for level in levels if level is not Level.OFFLOADED]:
-        with torch.random.fork_rng(devices), contextlib.suppress(SeveralGraphsError):
+        with torch.random.fork_rng(devices):
             run = functools.partial(runs.run, level)
             once = functools.partial(_once, run, params, args, kwargs, memory)
             options[level] = _measure(once, runs.begun)
