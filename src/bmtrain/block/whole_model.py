@@ -282,7 +282,7 @@ class WholeModel:
         for name in ("_parameters", "_buffers", "_modules"):
             self._root.__dict__[name] = model.__dict__[name]
         self._binding = Binding(functools.partial(parts_with_blocks, self._root))
-        self._gate = Gate(copying(backend.AtOnce(backend.Seeded(backend.inductor))))
+        self._gate = Gate(copying(backend.AtOnce(backend.inductor)))
         self._programs: dict[Hashable, Program] = {}  # by training mode and methods
         self._methods = Methods()
         self._residences: list[Residence] = []  # that hold the full parameters

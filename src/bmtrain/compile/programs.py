@@ -113,7 +113,7 @@ class Structure(Runner):
         self._options = {**options}
         self._options.pop("fullgraph", None)
         lower = backend.find(self._options.pop("backend", "inductor"))
-        at_once = backend.AtOnce(backend.Seeded(lower), split)
+        at_once = backend.AtOnce(lower, split)
         self._lower: backend.Lower = backend.InFp8(at_once, kind.__name__) if fp8 else at_once
         self._uncompiled = call_in_fp8 if fp8 else call
         self._programs: dict[Hashable, Program] = {}
