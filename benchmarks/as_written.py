@@ -48,7 +48,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import bmtrain as bmt
-from model_center.layer import segment_attention
 from model_center.layer.mask import AttentionMask
 from model_center.model import Qwen3, Qwen3Config
 from model_center.training.adapters import ALL, Lora
@@ -131,7 +130,7 @@ class Ours:
     """The same by this library's function."""
 
     shown = staticmethod(lambda segments: segments)
-    attend = staticmethod(segment_attention)
+    attend = staticmethod(bmt.nn.segment_attention)
 
 
 class Layer(nn.Module):

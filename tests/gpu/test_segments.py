@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu.test_compile import assert_compiled
-from tests.models.test_segment_attention import packed, results
 from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
+from tests.unit.test_segment_attention import packed, results
 
 import bmtrain as bmt
+from bmtrain.nn import segment_attention
 from model_center.dataset.packing import segment_mask
-from model_center.layer import TransformerBlock, segment_attention
+from model_center.layer import TransformerBlock
 from model_center.layer.mask import AttentionMask
 
 pytestmark = pytest.mark.gpu

@@ -1,5 +1,6 @@
-"""Linear layers and embeddings, replicated or split over tensor-parallel ranks."""
+"""Linear layers and embeddings, replicated or split over tensor-parallel ranks; attention."""
 
+from bmtrain.nn.attention import first_keys, segment_attention
 from bmtrain.nn.embedding import VPEmbedding
 from bmtrain.nn.linear import Linear, OpLinear
 from bmtrain.nn.parallel_linear import (
@@ -17,4 +18,6 @@ __all__ = [
     "ReduceType",
     "RowParallelLinear",
     "VPEmbedding",
+    "first_keys",
+    "segment_attention",
 ]

@@ -12,7 +12,6 @@ from model_center.layer.embedding import Embedding, PatchEmbedding
 from model_center.layer.feedforward import FeedForward
 from model_center.layer.layernorm import LayerNorm
 from model_center.layer.linear import Linear
-from model_center.layer.packed_attention import first_keys, segment_attention
 from model_center.layer.position_embedding.relative import RelativePositionEmbedding
 from model_center.layer.position_embedding.rotary import RotaryEmbedding, RotaryEmbeddingESM
 from model_center.layer.position_embedding.segment import SegmentPositionEmbedding
@@ -36,6 +35,4 @@ __all__ = [
     "SegmentPositionEmbedding",
     "SelfAttentionBlock",
     "TransformerBlock",
-    "first_keys",
-    "segment_attention",
 ]

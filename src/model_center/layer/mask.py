@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+import bmtrain as bmt
 from model_center.errors import InputError
-from model_center.layer.packed_attention import first_keys
 
 
 class AttentionMask(NamedTuple):
@@ -97,7 +97,7 @@ class AttentionMask(NamedTuple):
         if self.causal and (num_queries > 1 or self.window is not None):
             seen = _both(seen, causal_pairs(num_queries, num_keys, device, self.window))
         if self.segments is not None:
-            first = first_keys(self.segments)[:, None, -num_queries:, None]
+            first = bmt.nn.first_keys(self.segments)[:, None, -num_queries:, None]
             seen = _both(seen, torch.arange(num_keys, device=device) >= first)
         return seen if self.keys is None else _both(seen, self.keys[:, None, None, :])
 

@@ -8,11 +8,11 @@ import math
 import torch
 import torch.nn.functional as F
 
+import bmtrain as bmt
 from model_center.kernels import DTYPES, is_fused
 from model_center.kernels.cached_attention import NewToken, cached_attention, extended_attention
 from model_center.layer.cache import LayerCache
 from model_center.layer.mask import AttentionMask
-from model_center.layer.packed_attention import segment_attention
 from model_center.layer.position_embedding.rotary import RotaryTables
 
 
@@ -56,7 +56,9 @@ def attend(
             enable_gqa=grouped,
         )
     if mask.segments is not None and mask.is_packed(num_queries) and bias is None and not dropout_p:
-        return segment_attention(query, key, value, mask.segments, window=mask.window, scale=scale)
+        return bmt.nn.segment_attention(
+            query, key, value, mask.segments, window=mask.window, scale=scale
+        )
     mask = mask.materialized(num_queries, num_keys, query.device) if mask.blanks else mask
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     shown = score_mask(mask, bias, query, num_keys)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from bmtrain.compile import backend, cache
+from bmtrain.errors import ConfigurationError
+from bmtrain.nn import attention, first_keys, segment_attention
 from bmtrain.torch_internals import find_backend
 from model_center.dataset.packing import segment_mask
-from model_center.errors import InputError
-from model_center.layer import first_keys, packed_attention, segment_attention
 from model_center.layer.mask import AttentionMask
 from model_center.layer.scaled_dot_product import attend, attend_visibly
 
@@ -79,7 +79,7 @@ def compiled(monkeypatch):
     """`segment_attention` in compiled code as on a GPU, and the graphs; FlexAttention refuses backward on
     CPUs only because its kernels lack it.
     """
-    monkeypatch.setattr(packed_attention, "_PLAIN", ())
+    monkeypatch.setattr(attention, "_PLAIN", ())
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     graphs = []
 
@@ -109,7 +109,7 @@ def test_blocks_are_those_of_torch(length, most, window):
     """As `create_block_mask` finds them by looking at all pairs; seen from the keys they are the same."""
     first, places = first_keys(packed(2, length, most)), torch.arange(length)
     first = first if window is None else torch.maximum(first, places - window + 1)
-    found = packed_attention.block_mask(first)
+    found = attention.block_mask(first)
     want = create_block_mask(found.mask_mod, 2, 1, length, length, device="cpu")
     for name in ("", "full_"):
         own, torchs, of_keys = (
@@ -155,7 +155,7 @@ def test_nothing_leaks_into_another_text(is_compiled, request):
 def test_other_shapes_are_refused():
     (q, k, v), segments = drawn(1, 8), torch.zeros(1, 8)
     for wrong, window in ((segments[:, :7], None), (segments[0], None), (segments, 0)):
-        with pytest.raises(InputError, match="segment_attention got segments"):
+        with pytest.raises(ConfigurationError, match="segment_attention got segments"):
             segment_attention(q, k, v, wrong, window=window)
     assert segment_attention(q, k, v, segments, window=1).shape == (1, 4, 8, 16)
 

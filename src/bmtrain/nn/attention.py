@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from model_center.errors import InputError
+from bmtrain.errors import ConfigurationError
 
 _PLAIN = ("cpu", "meta")  # where FlexAttention has no backward pass
 _BLOCK = 128  # queries, and keys, that the kernel skips or takes together
@@ -40,10 +40,10 @@ def segment_attention(
     Returns (batch, heads, tokens, dim).
 
     Raises:
-        InputError: for other shapes, or a window below 1.
+        ConfigurationError: for other shapes, or a window below 1.
     """
     if segments.shape != (len(key), key.shape[2]) or (window is not None and window < 1):
-        raise InputError(
+        raise ConfigurationError(
             f"segment_attention got segments {tuple(segments.shape)}, keys {tuple(key.shape)} and "
             f"window {window}: expected segments (batch, tokens) and a window of at least 1."
         )
