@@ -911,8 +911,8 @@ class Block(_WithMethods):
     def compile(self, **options: Any) -> None:
         """Compile the inner module; `options` are the keywords of torch.compile.
 
-        Blocks of equal structure and options share the compiled code. A module that does not compile
-        as one graph runs uncompiled, with a warning.
+        Blocks of equal structure and options share the compiled code. A module that does not
+        compile as one graph runs uncompiled, with a warning.
         """
         self._runner = self._structure(options)
         self._options = options
