@@ -30,6 +30,7 @@ from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer
 from bmtrain.shard.whole import gather_result
 from bmtrain.utils import print_block, print_dict, see_memory
+from bmtrain.torch_internals import leave_untraced
 from bmtrain.verification import verify
 from bmtrain.version import __version__
 
@@ -79,3 +80,5 @@ __all__ = [
 ]
 
 compat.make_importable()
+_ENGINE = tuple(f"bmtrain.{x}." for x in ("shard", "block", "recompute", "optim", "checkpoint"))
+leave_untraced(_ENGINE, but=("bmtrain.shard.module", "bmtrain.block.stack"))

@@ -10,10 +10,12 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import json
 import logging
 import operator
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -55,19 +57,47 @@ TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))  # major, mino
 tree_map_only = functools.partial(_tree_map_only, is_leaf=lambda node: isinstance(node, torch.Size))
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=types.FunctionType)
+_dynamo = torch._C._dynamo.eval_frame
+# What a function calls is not traced either.
+_UNTRACED = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
 
 
-def untraced(function: _Function) -> _Function:
-    """The function, which `torch.compile` of a program does not look into."""
-    hidden: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+def untraced(function: _Function, *, is_left_out: bool = True) -> _Function:
+    """The function, which `torch.compile` of a program runs as it is, with all that it calls.
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # The hidden function loads the compiler, for seconds: a program that uses it has done so.
-        return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+    Unlike `torch.compiler.disable` this does not load the compiler, which takes seconds.
 
-    return cast(_Function, run)
+    Args:
+        is_left_out: from a graph of what calls it, too.
+    """
+    codes = [function.__code__]
+    for code in codes:
+        _dynamo.set_code_exec_strategy(code, _UNTRACED)
+        codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    if is_left_out:
+        vars(function)["_torchdynamo_disable"] = True
+    return function
+
+
+def leave_untraced(packages: tuple[str, ...], but: tuple[str, ...]) -> None:
+    """Make the functions and methods of loaded modules `untraced`.
+
+    Compiled blocks call some of the functions, and attributes of blocks: these are in graphs.
+
+    Args:
+        packages: the modules, by how their names begin.
+        but: modules among them that are left out.
+    """
+    for name in [x for x in sys.modules if x.startswith(packages) and x not in but]:
+        own = [x for x in vars(sys.modules[name]).values() if getattr(x, "__module__", "") == name]
+        for thing in own:
+            members = vars(thing).items() if isinstance(thing, type) else [("__getattr__", thing)]
+            for key, member in members:
+                parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
+                for function in map(inspect.unwrap, parts):
+                    if isinstance(function, types.FunctionType) and function.__module__ == name:
+                        untraced(function, is_left_out=key != "__getattr__")
 
 
 # torch 2.13 renamed the two flat collectives and deprecated the names of 2.8 to 2.12.
