@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.recompute.host_state import names_in
+from bmtrain.recompute.recomputation import names_in
 
 # What routes rows. A stack of layers that leaves some out by an argument has none of it: as one
 # Block it would be gathered whole.

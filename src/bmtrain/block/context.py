@@ -6,9 +6,9 @@ from typing import Any
 
 from bmtrain.block.adopt import Converted
 from bmtrain.compile.programs import Programs
-from bmtrain.recompute.host_state import Scripts
 from bmtrain.recompute.offload import Host
 from bmtrain.recompute.planner import Planners
+from bmtrain.recompute.recomputation import Scripts
 from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parting import Sameness

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from bmtrain.block.binding import Binding, ParameterTable
-from bmtrain.block.block import Block
+from bmtrain.block.block import Binding, Block, ParameterTable
 from bmtrain.block.context import Context
 from bmtrain.compile import backend
 from bmtrain.compile.graph import copies, refuse_shared
@@ -36,20 +35,18 @@ from bmtrain.compile.programs import (
 )
 from bmtrain.distributed.agreement import largest
 from bmtrain.errors import StaleParameterError
-from bmtrain.recompute.host_state import Trial, parts_with_blocks
 from bmtrain.recompute.memory import memory_of
-from bmtrain.recompute.recomputation import ModuleCall
+from bmtrain.recompute.recomputation import ModuleCall, Trial, parts_with_blocks
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
-from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.engine import Residence
-from bmtrain.shard.outputs import map_tensors, tensors_of, tied_to
+from bmtrain.shard.gradient import refuse_create_graph
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import note_call
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import Storage
-from bmtrain.shard.unshard import Use
+from bmtrain.shard.unshard import Use, tied_to
 from bmtrain.torch_internals import (
     COMPILED_NODE,
     NO_PASS,
@@ -59,8 +56,10 @@ from bmtrain.torch_internals import (
     hooks_of,
     in_backward,
     in_transform,
+    map_tensors,
     next_node_number,
     node_number,
+    tensors_of,
     told_once,
     untraced,
     will_run,

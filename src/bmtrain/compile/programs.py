@@ -18,15 +18,22 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from bmtrain.compile import backend
 from bmtrain.compile.fp8 import call_in_fp8
 from bmtrain.distributed.agreement import told_apart
-from bmtrain.recompute.host_state import Snapshot, Trial, parts_with_blocks
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.recomputation import ModuleCall, Runner, call, policy
+from bmtrain.recompute.recomputation import (
+    ModuleCall,
+    Runner,
+    Snapshot,
+    Trial,
+    call,
+    parts_with_blocks,
+    policy,
+)
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.backward import refuse_create_graph
-from bmtrain.shard.outputs import before_backward_of
+from bmtrain.shard.gradient import refuse_create_graph
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.unshard import before_backward_of
 from bmtrain.torch_internals import (
     DeviceContext,
     function_modes,

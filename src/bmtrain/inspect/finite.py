@@ -12,7 +12,7 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.runtime import world
 from bmtrain.shard.slices import local_of
-from bmtrain.torch_internals import tensors_in
+from bmtrain.torch_internals import tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def find_non_finite(
 
     def hook(name: str, module: torch.nn.Module, args: Any, out: Any) -> None:
         label = f"{name or 'the model'} ({type(module).__name__})"
-        for x in tensors_in(out):
+        for x in tensors_of(out):
             look("output", label, x)
             if x.requires_grad:
                 x.register_hook(functools.partial(look, "output_gradient", label))

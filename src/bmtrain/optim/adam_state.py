@@ -131,7 +131,7 @@ class ShardedState(Sharded):
     def local(self) -> torch.Tensor:
         self._param.storage_of.wait_for_updates()
         self._wait_for_copies()
-        return self._local
+        return self.local_tensor
 
 
 class UpdatePart(NamedTuple):

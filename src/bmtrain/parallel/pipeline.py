@@ -21,10 +21,9 @@ from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
-from bmtrain.shard.outputs import map_tensors
 from bmtrain.shard.recording import Recorder
 from bmtrain.shard.sharded import ordinary
-from bmtrain.torch_internals import tree_unflatten
+from bmtrain.torch_internals import map_tensors, tree_unflatten
 
 Hidden = tuple[torch.Tensor, ...]
 

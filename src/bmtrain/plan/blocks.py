@@ -18,7 +18,7 @@ from bmtrain.plan.meter import Meter
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Saved, storages_of
 from bmtrain.recompute.recomputation import Selective, call
-from bmtrain.torch_internals import tensors_in
+from bmtrain.torch_internals import tensors_of
 
 COUNTED = (Level.NOTHING, Level.CHEAP, Level.BLOCK)
 
@@ -68,7 +68,7 @@ class Case:
     @property
     def spare(self) -> list[torch.Tensor]:
         """Tensors that do not count."""
-        given = tensors_in((self.args, self.kwargs))
+        given = tensors_of((self.args, self.kwargs))
         others = [x for x in given if all(x is not own for own in self.own)]
         return [*self.module.parameters(), *self.module.buffers(), *others]
 
@@ -106,11 +106,11 @@ def costs(case: Case, *, compiled: bool, keeps: bool = False) -> BlockCosts:
 def _eager(case: Case) -> dict[Level, Cost]:
     """Costs of the module run operator by operator."""
     saved, meter = Saved(case.spare), Meter([*case.spare, *case.own])
-    given = [*case.module.parameters(), *tensors_in((case.args, case.kwargs))]
+    given = [*case.module.parameters(), *tensors_of((case.args, case.kwargs))]
     with meter:
         with saved:
             out = call(case.module, case.args, case.kwargs)
-        ends = [x for x in tensors_in(out) if x.requires_grad]
+        ends = [x for x in tensors_of(out) if x.requires_grad]
         del out
         forward = meter.take_peak()
         if ends:

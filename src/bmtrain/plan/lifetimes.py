@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from bmtrain.plan.meter import workspace
-from bmtrain.torch_internals import overloads, tensors_in
+from bmtrain.torch_internals import overloads, tensors_of
 
 # Operators that are fused though torch does not tag them as element-wise.
 _FUSED = frozenset(
@@ -106,4 +106,4 @@ def _is_written(node: Node) -> bool:
 
 def _bytes(node: Node) -> int:
     """Of the storages of the node's value."""
-    return sum(x.numel() * x.element_size() for x in tensors_in(node.meta.get("val")))
+    return sum(x.numel() * x.element_size() for x in tensors_of(node.meta.get("val")))

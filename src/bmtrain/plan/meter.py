@@ -11,7 +11,7 @@ import torch
 
 from bmtrain.loss.linear_cross_entropy import chunk_rows
 from bmtrain.recompute.memory import storages_of
-from bmtrain.torch_internals import TorchDispatchMode, tensors_in
+from bmtrain.torch_internals import TorchDispatchMode, tensors_of
 
 
 def workspace(func: Any, args: Any) -> int:
@@ -45,7 +45,7 @@ class Meter(TorchDispatchMode):
             return 0  # there is no value: checks of values, such as of the range of targets, pass
         out = func(*args, **(kwargs or {}))
         if not self._is_paused:
-            for tensor in tensors_in(out):
+            for tensor in tensors_of(out):
                 self.add(tensor)
             self.peak = max(self.peak, self.live + workspace(func, args))
         return out

@@ -10,7 +10,7 @@ import torch
 
 from bmtrain.plan.blocks import BlockCosts, Case, costs
 from bmtrain.plan.meter import Meter
-from bmtrain.torch_internals import tensors_in, tree_leaves, tree_map_only
+from bmtrain.torch_internals import tensors_of, tree_leaves, tree_map_only
 
 # Parameters of one storage: names and shapes, dtype, whether they are trained.
 Group = tuple[tuple[tuple[str, tuple[int, ...]], ...], torch.dtype, bool]
@@ -188,8 +188,8 @@ class _Watch:
             with self.meter.paused(), torch.no_grad():
                 seen = self._note(block, args, kwargs)
                 out = original(*args, **kwargs)
-            given = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
-            found = [x for x in tensors_in(out) if x.is_floating_point()]
+            given = [x for x in tensors_of((args, kwargs)) if x.requires_grad]
+            found = [x for x in tensors_of(out) if x.is_floating_point()]
             for x in found:
                 self.meter.add(x)
             # A scalar stands for the parameters: without one, blocks behind an embedding that is
@@ -215,7 +215,7 @@ class _Watch:
 
     def _note(self, block: torch.nn.Module, args: Any, kwargs: Any) -> _Seen:
         """A call of a block whose own input is its first tensor of numbers."""
-        tensors = tensors_in((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         first = next((x for x in tensors if x.is_floating_point()), None)
         self._common += [x for x in tensors if x is not first]
         shapes = tuple(

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from bmtrain.recompute.host_state import CallState, HostState
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Memory, Saved, memory_of
 from bmtrain.recompute.offload import Host, is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.recomputation import (
+    CallState,
+    HostState,
     ModuleCall,
     Recomputation,
     Runner,
@@ -24,9 +25,8 @@ from bmtrain.recompute.recomputation import (
     SeveralGraphsError,
 )
 from bmtrain.runtime import world
-from bmtrain.shard.outputs import map_tensors, tensors_of
 from bmtrain.shard.unshard import Kept
-from bmtrain.torch_internals import tree_leaves
+from bmtrain.torch_internals import map_tensors, tensors_of, tree_leaves
 
 _NUM_RUNS = 4  # the first is not timed: it compiles and fills caches
 

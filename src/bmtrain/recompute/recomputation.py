@@ -3,38 +3,721 @@
 The first run of a call saves tensors as any forward pass does. When it is over, and nothing has
 happened that a second run could not repeat, they are dropped, and backward runs the call again for
 them.
+
+The second run must find what the first one has found. Lists, dicts and attributes of plain
+objects, reached through modules and arguments, are put back for as long as it runs; so are buffers
+and generators. All else that Python code of the modules reads is compared: globals, closures,
+attributes of classes, sets, arrays and tensors. A pass that changes some of that itself keeps its
+activations. If the program changes it between forward and backward, backward is refused.
 """
 
 from __future__ import annotations
 
+import argparse
+import array
+import collections
 import contextlib
+import contextvars
+import copy
 import dataclasses
+import dis
+import enum
+import functools
 import itertools
+import operator
+import sys
+import threading
+import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from bmtrain.distributed import tensor_parallel  # noqa: F401 (it defines operators)
 from bmtrain.errors import RecomputationError
-from bmtrain.recompute.host_state import CallState, changed_in_place
 from bmtrain.recompute.level import Level
+from bmtrain.runtime import world
+from bmtrain.runtime.log import warn
+from bmtrain.runtime.seeding import (
+    Draws,
+    is_generator,
+    is_same_state,
+    read_generator,
+    write_generator,
+)
+from bmtrain.runtime.world import World
+from bmtrain.shard.module import DistributedModule
+from bmtrain.shard.slices import Slices
 from bmtrain.shard.unshard import Unpack
 from bmtrain.torch_internals import (
+    DeviceContext,
     TorchDispatchMode,
     argument_names,
     at_end_of_backward,
+    dispatch_modes,
+    function_modes,
+    global_module_hooks,
     has_global_module_hooks,
     hooks_of,
     in_backward,
+    last_script_graph,
     sharing_versions,
     tree_map_only,
     version_of,
+    versions_of,
 )
+
+_SCALARS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), torch.Size}
+)
+_CONSTANT = _SCALARS | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+# Objects of these packages hold no state of a forward pass: locks, loggers, process groups.
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "triton", "bmtrain"}
+_FOLLOWED: frozenset[type] = frozenset(
+    {
+        types.SimpleNamespace,
+        argparse.Namespace,
+        collections.UserDict,
+        collections.UserList,
+        type(world.ENVIRONMENT),
+    }
+)
+_STANDARD = frozenset(torch.nn.Module().__dict__) - {"training", "_modules", "_buffers"}
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
+_MISSING = object()
+_NUM_WARM = 4  # calls after which the executor keeps the same graph
+# Getter and setter of each. They select kernels, and so which tensors are saved for backward.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A list or a dict, and what it held."""
+
+    owner: Any
+    contents: Any
+
+    def is_unchanged(self) -> bool:
+        now, then = self.owner, self.contents
+        has_same_keys = len(now) == len(then) and all(map(operator.is_, now, then))
+        return has_same_keys and (
+            isinstance(now, list) or all(map(operator.is_, now.values(), then.values()))
+        )
+
+    def put(self, contents: Any) -> None:
+        """Make these the contents. Methods of the built-in classes: overrides may refuse."""
+        if isinstance(self.owner, list):
+            list.__setitem__(self.owner, slice(None), contents)
+            return
+        kind = collections.OrderedDict if isinstance(self.owner, collections.OrderedDict) else dict
+        kind.clear(self.owner)
+        kind.update(self.owner, contents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Noticed:
+    """Something that is compared: how to read it, what was read, and its name in messages, or one
+    for each of several things.
+    """
+
+    read: Callable[[], Iterable[Any]]
+    found: Sequence[Any]
+    where: str
+    names: Iterable[str] = ()
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in _SCALARS and bool(a == b))
+
+
+class Snapshot:
+    """Everything reachable at one time. Several calls share it while nothing changes.
+
+    Attributes:
+        held: restored for a recomputation.
+        noticed: compared.
+        tensors: with their names, compared by version; those of `buffers` may be copied.
+        generators: the program's own, restored.
+        classes: of the program, whose methods may run.
+        obstacle: what makes any recomputation impossible, or None.
+
+    Args:
+        is_brief: whether what is kept may keep the graphs that it is in.
+    """
+
+    def __init__(self, *, is_brief: bool = False) -> None:
+        self._kept: Callable[[Any], Any] = (lambda value: value) if is_brief else _without_graph
+        self.classes: list[type] = []
+        self.held: list[_Held] = []
+        self.tensors: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self.buffers: dict[int, str] = {}  # positions among `tensors`
+        self.generators: list[Any] = []
+        self.obstacle: str | None = None
+        self._known: dict[int, Any] = {}  # alive: ids are used again
+        # What names stand for in namespaces: how to read it, what was read, and its label.
+        self._names: tuple[list[Any], list[Any], dict[tuple[int, str], str]] = [], [], {}
+        reads, values, labels = self._names  # no cycle with this object, which holds tensors
+        read = functools.partial(map, functools.partial.__call__, reads)
+        self.noticed = [_Noticed(read, values, "", labels.values())]
+        self._all_held: tuple[list[Any], list[Any], list[int], list[Any]] | None = None
+
+    def changed(self) -> str | None:
+        """The first that is compared and not as it was."""
+        for each in self.noticed:
+            now, found = [*each.read()], each.found
+            if len(now) != len(found):
+                return each.where
+            if not all(map(operator.is_, now, found)):
+                are_same = [*map(_is_same, now, found)]
+                if not all(are_same):
+                    are_changed = map(operator.not_, are_same)
+                    return next(itertools.compress(each.names, are_changed), each.where)
+        return None
+
+    def is_intact(self) -> bool:
+        """Whether all that is restored is as it was."""
+        if self._all_held is None:
+            owners, dicts, lengths, found = self._all_held = [], [], [], []
+            values: list[Any] = []
+            for each in self.held:
+                owners.append(each.owner)
+                lengths.append(len(each.contents))
+                found += each.contents
+                if isinstance(each.owner, dict):
+                    dicts.append(each.owner)
+                    values += each.contents.values()
+            found += values
+        owners, dicts, lengths, found = self._all_held
+        now = itertools.chain(*owners, *map(dict.values, dicts))
+        return list(map(len, owners)) == lengths and all(map(operator.is_, now, found))
+
+    def add_modules(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Attributes, buffers, children and hooks of modules, and what their code reads."""
+        parts = list(modules)
+        self.held += [_Held(hooks, hooks.copy()) for hooks in global_module_hooks]
+        params = [module._parameters for module in parts]
+        self._add_noticed(functools.partial(map, len, params), "the number of parameters")
+        for module in parts:
+            name, own = type(module).__name__, module.__dict__
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in self._known:
+                    self._known[id(buffer)] = buffer
+                    self.buffers[len(self.tensors)] = key
+                    self._add_tensor(buffer, f"buffer {key!r} of {name}")
+            hooks = [own[key] for key in _HOOKS]
+            for found in (module._modules, module._buffers, *hooks):
+                self.held.append(_Held(found, found.copy()))
+            attributes = {key: self._kept(value) for key, value in own.items()}
+            self.held.append(_Held(own, attributes))
+            for key, value in attributes.items():
+                if key not in _STANDARD:
+                    self.add(value, f"attribute {key!r} of {name}")
+            self._add_class(type(module))
+
+    def add(self, value: Any, where: str) -> None:
+        """A value and everything it holds."""
+        value = world.ENVIRONMENT if value is world.READ_ENVIRONMENT else value
+        kind = type(value)
+        if kind in _CONSTANT or id(value) in self._known:
+            return
+        if isinstance(value, torch.nn.Module | type | enum.Enum | BaseException | types.ModuleType):
+            return
+        self._known[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, Slices):  # of those the call's own check knows
+                self._add_tensor(value, where)
+        elif isinstance(value, _FUNCTIONS):
+            self._add_function(value)
+            self.add(getattr(value, "__self__", None), where)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.add(part, where)
+        elif is_generator(value):
+            self.generators.append(value)
+        elif kind in (list, dict, collections.OrderedDict):
+            self._add_container(value, where)
+        elif kind is tuple or isinstance(value, frozenset):
+            for entry in value:
+                self.add(entry, where)
+        elif isinstance(value, set | collections.deque | list | dict):
+            parts = value.values() if isinstance(value, dict) else value
+            self._add_noticed(lambda: parts, where)
+            for entry in list(parts):
+                self.add(entry, where)
+            self._add_object(value, kind, where)
+        elif isinstance(value, bytearray | array.array):
+            self._add_noticed(lambda: (bytes(value),), where)
+        elif isinstance(value, np.ndarray):
+            self._add_noticed(lambda: (value.tobytes(),), where)
+        elif isinstance(value, threading.local):
+            # On GPUs backward runs in a thread of autograd.
+            self.obstacle = f"{where} has other values in other threads"
+        elif isinstance(value, Iterator):
+            self.obstacle = f"{where} is an iterator, which a pass uses up"
+        elif _is_plain(kind):
+            self._add_object(value, kind, where)
+
+    def _add_tensor(self, tensor: torch.Tensor, where: str) -> None:
+        self.tensors.append(tensor)
+        self.names.append(where)
+
+    def _add_noticed(self, read: Callable[[], Iterable[Any]], where: str) -> None:
+        self.noticed.append(_Noticed(read, [*read()], where))
+
+    def _add_container(self, value: Any, where: str) -> None:
+        contents: Any = (
+            [self._kept(entry) for entry in value]
+            if isinstance(value, list)
+            else {key: self._kept(entry) for key, entry in value.items()}
+        )
+        self.held.append(_Held(value, contents))
+        for entry in contents if isinstance(contents, list) else contents.values():
+            self.add(entry, where)
+
+    def _add_object(self, value: Any, kind: type, where: str) -> None:
+        slots = [
+            name
+            for base in kind.__mro__
+            for name, found in vars(base).items()
+            if isinstance(found, types.MemberDescriptorType) and base.__module__ != "builtins"
+        ]
+        if slots:
+            self._add_noticed(lambda: [getattr(value, name, _MISSING) for name in slots], where)
+            for name in slots:
+                self.add(getattr(value, name, None), where)
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self._add_container(own, where)
+        self._add_class(kind)
+
+    def _add_class(self, kind: type) -> None:
+        """What methods of a class read beside their arguments, and its own data."""
+        if id(kind) in self._known:
+            return
+        self._known[id(kind)] = kind
+        overridden: set[str] = set()
+        for base in kind.__mro__:
+            is_plain, own = _is_plain(base), vars(base)
+            if is_plain:
+                self.classes.append(base)
+            # Of torch's modules only the forward pass is anything that a program exchanges.
+            names = [name for name in own if is_plain or name == "forward"]
+            for name in names:
+                function = _function_of(own[name])
+                if function is None or name in overridden:
+                    continue
+                self._add_function(function)
+                if "super" not in names_in(function.__code__):
+                    overridden.add(name)
+            names = [name for name in names if not name.startswith("__")]
+            self._add_names(own, names, f"of class {base.__name__}", is_plain)
+
+    def _add_function(self, function: Any) -> None:
+        """What a function reads of globals and closures, and the functions that it calls."""
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        if code is None or id(code) in self._known:
+            return
+        if not (_is_plain(function) or function.__module__.startswith("torch.nn.")):
+            return
+        self._known[id(code)] = code
+        self.add(getattr(function, "__wrapped__", None), "a function")
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name == "__class__":  # of `super()`, which does not change
+                continue
+            self._add_noticed(functools.partial(_contents, cell), f"{name!r} of a closure")
+            self.add(_contents(cell)[0], f"{name!r} of a closure")
+        for value in function.__defaults__ or ():
+            self.add(value, f"a default of {function.__name__}")
+        spaces: list[tuple[Any, str, bool]] = [(function.__globals__, "among globals", True)]
+        seen: set[int] = set()
+        for space, of, is_plain in spaces:  # which grow by modules and classes found in them
+            # A variable of a script may bear the name of an attribute.
+            names = names_in(code) if seen else _globals_in(code)
+            self._add_names(space, names, of, is_plain)
+            for name in names:
+                value = space.get(name)
+                if isinstance(value, types.ModuleType | type):
+                    if id(value) not in seen:
+                        seen.add(id(value))
+                        spaces.append((vars(value), f"of {name}", _is_plain(value)))
+                elif not _is_data(value):
+                    is_function = isinstance(value, _FUNCTIONS)
+                    self.add(value if is_function else _function_of(value), f"{name!r} {of}")
+
+    def _add_names(
+        self, space: Mapping[str, Any], names: Sequence[str], of: str, is_plain: bool
+    ) -> None:
+        """Whatever these names stand for there, functions too, which may be exchanged.
+
+        Data that is not of the program (`is_plain`) is left out, but for the environment.
+        """
+        reads, values, labels = self._names
+        for name in filter(space.__contains__, names):
+            value, label = space[name], f"{name!r} {of}"
+            is_data = _is_data(value)
+            if is_data and (is_plain or value is world.ENVIRONMENT):
+                self.add(value, label)
+            if (is_plain or not is_data) and (id(space), name) not in labels:
+                labels[id(space), name] = label
+                reads.append(functools.partial(space.get, name, _MISSING))
+                values.append(value)
+
+
+class Trial:
+    """A pass that may not count; what it changes can be put back.
+
+    Args:
+        modules: that run.
+        arguments: of the pass.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], arguments: Sequence[Any]) -> None:
+        self._modules, self._arguments = modules, arguments
+        self._before = before = self._snapshot()
+        tensors = [before.tensors[number] for number in before.buffers]
+        self._buffers = [(x, x.detach().clone()) for x in tensors]
+        generators = [*world.current().draws.generators, *before.generators]
+        self._generators = [(each, read_generator(each)) for each in generators]
+
+    def _snapshot(self) -> Snapshot:
+        found = Snapshot(is_brief=True)
+        found.add_modules(self._modules)
+        found.add(tuple(self._arguments), "an argument")
+        return found
+
+    def keeps(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether code of the modules reaches one of these tensors now."""
+        return not {id(x) for x in self._snapshot().tensors}.isdisjoint(map(id, tensors))
+
+    def undo(self, name: str) -> None:
+        """Put back what the pass has changed; what that cannot be, a warning says.
+
+        Args:
+            name: of the outermost module.
+        """
+        for held in self._before.held:
+            if not held.is_unchanged():
+                held.put(held.contents)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for generator, state in self._generators:
+            write_generator(generator, state)
+        if changed := self._before.changed():
+            warn(f"{name} changes {changed} in a forward pass that runs again.")
+
+
+class Scripts:
+    """Counts sightings of TorchScript on this rank. One per run, from `world.service(Scripts)`.
+
+    TorchScript only tells which graph ran last.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scripts:
+        """Itself: a copy of a block belongs to the same run."""
+        return self
+
+    def __init__(self, world: World) -> None:
+        self._idle: Any = None  # compiled on the first sighting
+        self._graph: Any = None
+        self._count = 0
+
+    def count(self) -> int:
+        """A counter that grows if TorchScript has run on this thread since the last call."""
+        last = last_script_graph()
+        if last is not None and last is not self._graph:
+            self._count += 1
+            # Run a no-op, so that a second call of the same function shows as another last graph.
+            if self._idle is None:
+                self._idle = torch.jit.CompilationUnit("def idle():\n    return\n").idle
+                for _ in range(_NUM_WARM):
+                    self._idle()
+            self._idle()
+            self._graph = last_script_graph()
+        return self._count
+
+
+class HostState:
+    """The state that calls of one block read.
+
+    Args:
+        modules: returns all modules that run, with their paths.
+        scripts: tells whether TorchScript has run.
+    """
+
+    def __init__(
+        self, modules: Callable[[], Iterable[tuple[str, torch.nn.Module]]], scripts: Scripts
+    ) -> None:
+        self._modules, self.scripts = modules, scripts
+        self._snapshot: Snapshot | None = None
+        self.writes_buffers = True  # until a pass has been seen that does not
+        #: whether the last call could be recomputed; None before the first
+        self.is_repeatable: bool | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for a copy, which has other modules."""
+        return {**self.__dict__, "_snapshot": None}
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: Draws) -> CallState:
+        """A pass begins.
+
+        Args:
+            args, kwargs: of the pass; direct tensors among them are the caller's.
+            draws: of the rank.
+        """
+        last = self._snapshot
+        if last is None or not last.is_intact() or last.changed() is not None:
+            last = self._snapshot = Snapshot()
+            last.add_modules(module for _, module in self._modules())
+        given = Snapshot()
+        for name, value in (*enumerate(args), *kwargs.items()):
+            if not isinstance(value, torch.Tensor):
+                given.add(value, f"argument {name}")
+        return CallState(self, last, given, draws)
+
+
+class CallState:
+    """The state at the beginning of one pass."""
+
+    def __init__(self, owner: HostState, snapshot: Snapshot, given: Snapshot, draws: Draws) -> None:
+        self.owner, self._parts = owner, (snapshot, given)
+        self._num_scripts = owner.scripts.count()
+        self._versions = [versions_of(snapshot.tensors), versions_of(given.tensors)]
+        self._copies: dict[int, torch.Tensor] = {}  # of buffers, by position
+        if owner.writes_buffers:
+            self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
+        self._draws, self._are_own = draws, draws.are_own
+        generators = [*draws.generators, *snapshot.generators, *given.generators]
+        self._generators = list(zip(generators, map(draws.state, generators), strict=True))
+        self._switches, self._default_device, self._autocast = _settings(draws.device)
+        #: values of context variables, which a second run finds again, in any thread
+        self.variables = contextvars.copy_context()
+
+    def obstacle(self) -> str | None:
+        """After the pass: why it cannot be recomputed from this state, or None."""
+        # Its executor rewrites a function after the first calls, which then saves other tensors.
+        if self.owner.scripts.count() != self._num_scripts:
+            return "TorchScript runs in it"
+        if any(map(_is_plain, map(type, (*function_modes(), *dispatch_modes())))):
+            return "a mode of the program changes what functions do"
+        for part in self._parts:
+            if part.obstacle is not None:
+                return part.obstacle
+            if changed := part.changed():
+                return f"its forward pass changes {changed}"
+        snapshot, versions = self._parts[0], versions_of(self._parts[0].tensors)
+        for number, version in enumerate(versions):
+            if version == self._versions[0][number]:
+                self._copies.pop(number, None)
+            elif number in self._copies:
+                self._versions[0][number] = -1  # the copy is read: later changes are harmless
+            else:
+                self.owner.writes_buffers |= number in snapshot.buffers
+                return f"its forward pass changes {snapshot.names[number]}"
+        self.owner.writes_buffers = bool(self._copies)
+        return None
+
+    def check(self) -> None:
+        """RecomputationError if the program has changed what cannot be put back."""
+        for part, versions in zip(self._parts, self._versions, strict=True):
+            if changed := part.changed():
+                raise RecomputationError(
+                    f"{changed}, which the forward pass of a block read, was changed before the "
+                    "backward pass of the block, whose recomputation needs the old value: change "
+                    "it after backward, or give the block use_checkpoint=False."
+                )
+            for where, tensor, version in zip(part.names, part.tensors, versions, strict=True):
+                if version not in (-1, version_of(tensor)):
+                    raise changed_in_place(where)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """The state of the beginning inside, then the present one again.
+
+        Generators continue where the program left them: a recomputation draws nothing new.
+        """
+        is_intact = all(map(Snapshot.is_intact, self._parts))
+        everything = [each for part in self._parts for each in part.held]
+        changed = [] if is_intact else [x for x in everything if not x.is_unchanged()]
+        now = [each.contents if is_intact else copy.copy(each.owner) for each in everything]
+        snapshot = self._parts[0]
+        # Copies of all buffers: batch norms write running statistics without counting it.
+        own: dict[int, torch.Tensor] = {}
+        for number in snapshot.buffers:
+            buffer = snapshot.tensors[number]
+            own[id(buffer)] = self._copies.get(number, buffer).detach().clone()
+        for held in snapshot.held if own else ():
+            if isinstance(held.contents, dict) and not own.keys().isdisjoint(
+                map(id, held.contents.values())
+            ):
+                contents = {key: own.get(id(value), value) for key, value in held.contents.items()}
+                changed.append(_Held(held.owner, contents))
+        drawn = [(generator, self._draws.state(generator)) for generator, _ in self._generators]
+        switches, device, autocast = _settings(self._draws.device)
+        are_own = self._draws.are_own
+        with contextlib.ExitStack() as stack:
+            if device is not self._default_device:
+                stack.enter_context(self._default_device or torch.device("cpu"))
+            for kind, state in self._autocast.items():
+                if state != autocast[kind]:
+                    enabled, dtype, caches = state
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches)
+                    )
+            try:
+                self._draws.are_own = self._are_own
+                _set(self._switches, switches)
+                for (generator, state), (_, present) in zip(self._generators, drawn, strict=True):
+                    if not is_same_state(state, present):
+                        write_generator(generator, state)
+                for each in changed:
+                    each.put(each.contents)
+                yield
+            finally:
+                self._draws.are_own = are_own
+                if not (is_intact and all(map(Snapshot.is_intact, self._parts))):
+                    for each, contents in zip(everything, now, strict=True):
+                        if not _Held(each.owner, contents).is_unchanged():
+                            each.put(contents)
+                for generator, state in drawn:
+                    if generator is not np.random or self._draws.state(generator) is not state:
+                        write_generator(generator, state)
+                _set(switches, [read() for read, _ in _SWITCHES])
+
+
+def _set(wanted: Iterable[Any], present: Iterable[Any]) -> None:
+    for (_, write), value, found in zip(_SWITCHES, wanted, present, strict=True):
+        if value != found:
+            write(value)
+
+
+def _settings(
+    device: torch.device,
+) -> tuple[list[Any], DeviceContext | None, dict[str, tuple[bool, torch.dtype, bool]]]:
+    """What is set now: switches, default device, and by kind of device autocast, its dtype and
+    whether it caches casts.
+    """
+    default, autocast = None, {}
+    for mode in function_modes():  # the innermost is the last
+        default = mode if isinstance(mode, DeviceContext) else default
+    for kind in (device.type, "cpu"):
+        state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        autocast[kind] = (*state, torch.is_autocast_cache_enabled())
+    return [read() for read, _ in _SWITCHES], default, autocast
+
+
+@contextlib.contextmanager
+def spare_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Replace buffers by copies inside: a second run must not update running statistics again."""
+    before = [dict(module._buffers) for module in modules]
+    try:
+        for module in modules:
+            module._buffers.update(
+                {name: b if b is None else b.clone() for name, b in module._buffers.items()}
+            )
+        yield
+    finally:
+        for module, buffers in zip(modules, before, strict=True):
+            module._buffers.update(buffers)
+
+
+def changed_in_place(where: str) -> RecomputationError:
+    """The error for a tensor that a recomputation cannot read any more."""
+    return RecomputationError(
+        f"{where}, an input of a block's forward pass, was modified by an inplace operation "
+        "before the backward pass of the block, whose recomputation needs the old value: change "
+        "a clone of it, make it a buffer if the module itself changes it, or give the block "
+        "use_checkpoint=False."
+    )
+
+
+def parts_with_blocks(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """A module and all below it, with their paths; each block is replaced by its inner module."""
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    ways = [("", module)]
+    while ways:
+        path, module = ways.pop()
+        inner = module.__dict__.get("_inner")
+        if isinstance(module, DistributedModule) and inner is not None:
+            module = inner
+        if id(module) not in found:
+            found[id(module)] = (path, module)
+            children = reversed(module._modules.items())
+            ways += [(f"{path}{name}.", child) for name, child in children if child is not None]
+    return list(found.values())
+
+
+def _without_graph(value: Any) -> Any:
+    """Detach a tensor, or the tensors of a tuple.
+
+    A module may store a result of its last pass. Keeping its graph would chain the graphs of all
+    passes and keep every one resident.
+    """
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    if isinstance(value, tuple) and any(isinstance(entry, torch.Tensor | tuple) for entry in value):
+        entries = [_without_graph(entry) for entry in value]
+        return tuple(entries) if type(value) is tuple else tuple.__new__(type(value), entries)
+    return value
+
+
+def _contents(cell: types.CellType) -> tuple[Any]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not filled yet
+        return (_MISSING,)
+
+
+def names_in(code: types.CodeType) -> list[str]:
+    """The names of globals and attributes in a function's code, inner functions included."""
+    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for x in inner for name in names_in(x))]))
+
+
+@functools.cache
+def _globals_in(code: types.CodeType) -> list[str]:
+    """The names of globals in a function's code, inner functions included."""
+    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    found = [x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")]
+    return list(dict.fromkeys([*found, *(name for x in inner for name in _globals_in(x))]))
+
+
+def _function_of(value: Any) -> Any:
+    """The function behind a method, property or decorated function; None for anything else."""
+    for name in ("__func__", "fget"):
+        value = getattr(value, name, value)
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _is_data(value: Any) -> bool:
+    code = (*_FUNCTIONS, type, types.ModuleType, property, staticmethod, classmethod)
+    return value is not _MISSING and not isinstance(value, code)
+
+
+def _is_plain(thing: Any) -> bool:
+    """Whether a class, function or module is the program's."""
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
+    return (name or "").partition(".")[0] not in _FOREIGN or thing in _FOLLOWED
+
 
 ModuleCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -19,7 +19,7 @@ Forward, `block(x)`:
    passes (`Schedule`).
 2. `Unshard.apply` makes the trainable views outputs of one autograd node. `Binding.running` puts
    all views in the place of the module's parameters while the module runs.
-3. `outputs.tied_to` adds a path from the outputs to that node if there is none. A rank without one
+3. `tied_to` adds a path from the outputs to that node if there is none. A rank without one
    would skip the collectives of backward, and the other ranks would hang.
 4. `Use.running` ends. ZeRO-3 releases the buffers: a saved tensor that lies in one is kept as its
    position (`Packed`) and read from the next gather. ZeRO-2 holds them until backward is done with

@@ -17,7 +17,7 @@ from bmtrain.distributed.transport import Gather, ShardSource, Streams, Transpor
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.backward import Backward
+from bmtrain.shard.gradient import Backward
 from bmtrain.shard.label import Label, Phase
 from bmtrain.shard.layout import Slot
 from bmtrain.shard.parting import Sameness

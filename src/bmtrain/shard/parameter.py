@@ -15,10 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from bmtrain.distributed import autograd
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
-from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.grad_function import gradients
-from bmtrain.shard.gradient import ShardPolicy
+from bmtrain.shard.gradient import ShardPolicy, refuse_create_graph
 from bmtrain.shard.placement import Placement, split_of
 from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, described, run
 from bmtrain.shard.slices import Slices, without_memory
@@ -173,14 +172,14 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         """Live in another storage from now on; its slot must already hold the values."""
         slot = storage.layout.slots[index]
         self.storage_of, self.index_in_storage, self.shown_grad = storage, index, None
-        self._local, self.cut = storage.local(index), storage.cuts[index]
+        self.local_tensor, self.cut = storage.local(index), storage.cuts[index]
         self._original_shape, self._tp_original_shape = (
             torch.Size(slot.shape),
             torch.Size(slot.whole_shape),
         )
         self.count_holders()
         for alias in self._living_aliases():
-            alias._local, alias.cut = self._local, self.cut
+            alias.local_tensor, alias.cut = self.local_tensor, self.cut
 
     @property
     def data(self) -> torch.Tensor:
@@ -218,12 +217,12 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
             )
         values = cut_like(value, self)
         for alias in self._living_aliases():  # in one process they keep their memory
-            alias.live_in(alias.local.clone())
+            alias.local_tensor = alias.local.clone()
         self._aliases.clear()
         self.local.copy_(values.local)
         self.mark_written()
         if isinstance(value, Slices) and value.cut.is_like(self.cut):
-            value.live_in(self._local)
+            value.local_tensor = self.local_tensor
             self._aliases[id(value)] = weakref.ref(value)
 
     @property
@@ -291,12 +290,12 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         It shares the parameter's memory. Waits for an update of an optimizer in flight.
         """
         self.storage_of.wait_for_updates()
-        return self._local
+        return self.local_tensor
 
     @property
     def is_held(self) -> bool:
-        shared = sum(alias._local is self._local for alias in self._living_aliases())
-        return sys.getrefcount(self._local) - shared > self._num_holders
+        shared = sum(alias.local_tensor is self.local_tensor for alias in self._living_aliases())
+        return sys.getrefcount(self.local_tensor) - shared > self._num_holders
 
     @property
     def init_method(self) -> Initializer | None:
@@ -304,7 +303,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         return self._init_method
 
     def alias(self) -> Slices:
-        alias = ParameterAlias(self._local, self.cut)
+        alias = ParameterAlias(self.local_tensor, self.cut)
         alias.param = self
         self._aliases[id(alias)] = weakref.ref(alias)
         if len(self._aliases) > 8:
@@ -455,12 +454,12 @@ class ParameterAlias(Sharded):
     @property
     def local(self) -> torch.Tensor:
         self.param.storage_of.wait_for_updates()
-        return self._local
+        return self.local_tensor
 
     @property
     def owner(self) -> Slices:
         # the parameter may have moved to another storage
-        return self.param if self._local is self.param.local else self
+        return self.param if self.local_tensor is self.param.local else self
 
     def mark_written(self) -> None:
         if self.owner is self.param:

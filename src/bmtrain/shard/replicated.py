@@ -12,7 +12,7 @@ from bmtrain.distributed import collectives
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError, RanksDivergedError
 from bmtrain.runtime.mesh import Axis
-from bmtrain.shard.backward import Backward, any_rank
+from bmtrain.shard.gradient import Backward, any_rank
 
 _PARTED = (
     "an ordinary parameter of shape {} had a gradient before this backward pass on some ranks, and "

@@ -12,7 +12,6 @@ from bmtrain.distributed import collectives
 from bmtrain.errors import AddressError, ParameterError
 from bmtrain.shard import elementwise
 from bmtrain.shard.cut import Cut
-from bmtrain.shard.outputs import map_tensors, tensors_of
 from bmtrain.shard.slices import (
     Slices,
     check_alike,
@@ -24,7 +23,15 @@ from bmtrain.shard.slices import (
     write_in_graph,
 )
 from bmtrain.shard.window import Window, WindowSource, as_copy, shares_memory, written_uncounted
-from bmtrain.torch_internals import SCRIPTED, is_collective, is_of_torch, plain_functions, untraced
+from bmtrain.torch_internals import (
+    SCRIPTED,
+    is_collective,
+    is_of_torch,
+    map_tensors,
+    plain_functions,
+    tensors_of,
+    untraced,
+)
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -34,7 +34,8 @@ class Slices(torch.Tensor):
     not know of slices cannot read or write one by mistake.
     """
 
-    _local: torch.Tensor  # (numel of the slice,), without a graph
+    #: (numel of the slice,), without a graph; `local` waits for what is still written to it
+    local_tensor: torch.Tensor
     cut: Cut  # how the tensor is cut
     _num_holders: int = 0
     #: how often the tensor was written through this object; see `num_written`
@@ -48,7 +49,7 @@ class Slices(torch.Tensor):
     def __new__(cls, local: torch.Tensor, cut: Cut) -> Slices:
         """A tensor that looks whole over `local`, this rank's slice in `cut`."""
         out = without_memory(cls, cut.shape, local)
-        out._local, out.cut = local, cut
+        out.local_tensor, out.cut = local, cut
         return out
 
     @classmethod
@@ -62,20 +63,16 @@ class Slices(torch.Tensor):
 
         A write to it is a write to the tensor.
         """
-        return self._local
-
-    def live_in(self, local: torch.Tensor) -> None:
-        """The slice is in this memory from now on."""
-        self._local = local
+        return self.local_tensor
 
     @property
     def is_held(self) -> bool:
         """Whether more refer to the slice's tensor than at the last `count_holders`."""
-        return sys.getrefcount(self._local) > self._num_holders
+        return sys.getrefcount(self.local_tensor) > self._num_holders
 
     def count_holders(self) -> None:
         """Only the library refers to the slice's tensor now."""
-        self._num_holders = sys.getrefcount(self._local)
+        self._num_holders = sys.getrefcount(self.local_tensor)
 
     @property
     def data(self) -> torch.Tensor:
@@ -201,7 +198,7 @@ class Slices(torch.Tensor):
         piece = self.cut.piece
         return (
             f"{type(self).__name__}(shape={tuple(self.cut.shape)}, "
-            f"dtype={self._local.dtype}, device='{self._local.device}', "
+            f"dtype={self.local_tensor.dtype}, device='{self.local_tensor.device}', "
             f"local=elements {piece.start} to {piece.stop})"
         )
 

@@ -16,7 +16,7 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
-from bmtrain.shard.backward import Backward
+from bmtrain.shard.gradient import Backward
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import plain_functions

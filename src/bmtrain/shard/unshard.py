@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ParameterError, StaleParameterError
-from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.engine import Residence
+from bmtrain.shard.gradient import refuse_create_graph
 from bmtrain.shard.label import Phase
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
@@ -26,8 +27,11 @@ from bmtrain.torch_internals import (
     backward_pass,
     in_backward,
     in_transform,
+    map_tensors,
+    node_number,
     plain_functions,
     sharing_versions,
+    tensors_of,
     version_of,
     will_run,
 )
@@ -477,3 +481,80 @@ _ORDER = itertools.count()
 def _names(storage: Storage) -> str:
     """For messages."""
     return ", ".join([slot.name for slot in storage.layout.slots[:3]] + ["..."])
+
+
+def before_backward_of(out: Any, since: int, do: Callable[[], None]) -> None:
+    """Run `do` each time backward reaches a tensor of `out` that this call has computed.
+
+    Its node has a number from `since` on; that of an argument which is passed on is older.
+    """
+    for x in tensors_of(out):
+        if x.grad_fn is not None and node_number(x.grad_fn) >= since:
+            x.grad_fn.register_prehook(lambda _: do())
+
+
+class _Tie(torch.autograd.Function):
+    """A copy of `x` whose backward leads to the node of `end` too, with no gradient for it.
+
+    A copy, because torch refuses in-place writes to views that a Function returns, and programs
+    write to what a block returns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, end: torch.Tensor | None) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return grad, None
+
+
+def tied_to(
+    end: torch.Tensor | None, out: Any, arguments: Any, since: int, *, is_gathered_again: bool
+) -> Any:
+    """`out`, tied to the graph so that backward reaches this call's gathers and reductions.
+
+    On some ranks the outputs may have been computed without the block's parameters: `return x if
+    x.sum() > 0 else layer(x)`. Backward would gather and reduce nothing there, and the other ranks
+    would hang.
+
+    Args:
+        end: a gathered parameter of the call that requires grad; None if all are frozen.
+        arguments: what the block was called with.
+        since: number of the first node of the call.
+        is_gathered_again: whether backward gathers again what forward has gathered.
+    """
+    tensors = tensors_of(out)
+    roots = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    if end is None:
+        # Frozen parameters are gathered by the first node of the call that backward reaches.
+        if not is_gathered_again or any(node_number(root) >= since for root in roots):
+            return out
+    elif end.grad_fn is None or _leads_to(end.grad_fn, roots, since):
+        return out
+    wanted = {id(x) for x in tensors if x.requires_grad}
+    if not wanted and end is not None:  # passed on: an argument without gradient
+        given = {id(x) for x in tensors_of(arguments)}
+        wanted = {id(x) for x in tensors if id(x) in given and x.is_floating_point()}
+    return map_tensors(lambda x: _Tie.apply(x, end) if id(x) in wanted else x, out)
+
+
+def _leads_to(
+    end: torch.autograd.graph.Node, roots: Sequence[torch.autograd.graph.Node], since: int
+) -> bool:
+    """Whether backward from `roots` reaches `end`.
+
+    Nodes older than both the call and `end` cannot lead there, so the search stops at them.
+    """
+    oldest = min(since, node_number(end))
+    seen, waiting = set(roots), collections.deque(roots)
+    while waiting:
+        node = waiting.popleft()
+        if node is end:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and node_number(following) >= oldest:
+                seen.add(following)
+                waiting.append(following)
+    return False

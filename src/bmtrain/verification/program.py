@@ -13,7 +13,7 @@ from bmtrain.block.wrapper import BMTrainModelWrapper
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim.manager import OptimManager
 from bmtrain.runtime.arguments import named_function
-from bmtrain.torch_internals import tensors_in, tree_map
+from bmtrain.torch_internals import tensors_of, tree_map
 from bmtrain.verification.record import Kind, Record
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -167,7 +167,7 @@ class Program:
         if callable(self.batch):
             batch = self.batch(batch, rank, ranks)
         elif self.batch == "split" and ranks > 1:
-            rows = {x.shape[0] for x in tensors_in(batch) if x.dim()}
+            rows = {x.shape[0] for x in tensors_of(batch) if x.dim()}
             if len(rows) != 1 or next(iter(rows)) % ranks:
                 raise ConfigurationError(
                     f"a batch whose tensors have {sorted(rows)} rows cannot be split over "

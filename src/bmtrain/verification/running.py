@@ -13,7 +13,7 @@ from bmtrain.runtime import world
 from bmtrain.runtime.arguments import BOUND, POSITIVE, SIZE, check
 from bmtrain.runtime.seeding import seed_everything
 from bmtrain.shard.parameter import DistributedParameter
-from bmtrain.torch_internals import tensors_in
+from bmtrain.torch_internals import tensors_of
 from bmtrain.verification.compare import compare
 from bmtrain.verification.program import Program, Trainer
 from bmtrain.verification.record import Kind, Record
@@ -125,7 +125,7 @@ def _run(program: Program, settings: Settings, *, on_ranks: bool) -> Record:
     else:
         model = model.to(device)
         # A gradient sums over all elements of a batch, an activation over a row of a matrix.
-        sizes = [x.numel() for x in tensors_in(program.batches)]
+        sizes = [x.numel() for x in tensors_of(program.batches)]
         matrices = [param for param in model.parameters() if param.dim() > 1 and param.numel()]
         sizes += [param.numel() // param.shape[0] for param in matrices]
         kinds = {x.dtype for x in (*model.parameters(), *model.buffers())}

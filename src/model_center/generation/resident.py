@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bmtrain.block.binding import Binding
-from bmtrain.block.block import Block, parts_of
+from bmtrain.block.block import Binding, Block, parts_of
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.runtime import world
