@@ -19,7 +19,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,47 +54,46 @@ TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))  # major, mino
 tree_map_only = functools.partial(_tree_map_only, is_leaf=lambda node: isinstance(node, torch.Size))
 
 
-_Function = TypeVar("_Function", bound=types.FunctionType)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _dynamo = torch._C._dynamo.eval_frame
 # What a function calls is not traced either.
 _UNTRACED = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
 
 
-def untraced(function: _Function, *, is_left_out: bool = True) -> _Function:
+def untraced(function: _Function, *, leaves_graphs: bool = True) -> _Function:
     """The function, which `torch.compile` of a program runs as it is, with all that it calls.
 
     Unlike `torch.compiler.disable` this does not load the compiler, which takes seconds.
 
     Args:
-        is_left_out: from a graph of what calls it, too.
+        leaves_graphs: whether graphs end where it is called, instead of containing it.
     """
-    codes = [function.__code__]
+    of_python: Any = function
+    codes = [of_python.__code__]
     for code in codes:
         _dynamo.set_code_exec_strategy(code, _UNTRACED)
         codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    if is_left_out:
+    if leaves_graphs:
         vars(function)["_torchdynamo_disable"] = True
     return function
 
 
-def leave_untraced(packages: tuple[str, ...], but: tuple[str, ...]) -> None:
-    """Make the functions and methods of loaded modules `untraced`.
-
-    Compiled blocks call some of the functions, and attributes of blocks: these are in graphs.
+def leave_untraced(packages: tuple[str, ...], in_graphs: tuple[str, ...]) -> None:
+    """Make the functions and methods of loaded modules `untraced`. Functions may be in graphs.
 
     Args:
         packages: the modules, by how their names begin.
-        but: modules among them that are left out.
+        in_graphs: those among them whose methods may be in graphs too.
     """
-    for name in [x for x in sys.modules if x.startswith(packages) and x not in but]:
+    for name in [x for x in sys.modules if x.startswith(packages)]:
         own = [x for x in vars(sys.modules[name]).values() if getattr(x, "__module__", "") == name]
-        for thing in own:
-            members = vars(thing).items() if isinstance(thing, type) else [("__getattr__", thing)]
-            for key, member in members:
-                parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
-                for function in map(inspect.unwrap, parts):
-                    if isinstance(function, types.FunctionType) and function.__module__ == name:
-                        untraced(function, is_left_out=key != "__getattr__")
+        members = [y for x in own if isinstance(x, type) for y in vars(x).values()]
+        for member in (*own, *members):
+            parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
+            for function in map(inspect.unwrap, parts):
+                if isinstance(function, types.FunctionType) and function.__module__ == name:
+                    is_method = "." in function.__qualname__
+                    untraced(function, leaves_graphs=is_method and not name.startswith(in_graphs))
 
 
 # torch 2.13 renamed the two flat collectives and deprecated the names of 2.8 to 2.12.
