@@ -14,7 +14,7 @@ from bmtrain.distributed.results import synchronize
 from bmtrain.distributed.transport import gather_shards, reduce_shards
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
-from bmtrain.runtime.log import rich
+from bmtrain.runtime.log import aligned
 from bmtrain.runtime.mesh import Axis
 
 __all__ = ["Row", "all_gather", "reduce_scatter", "send_recv"]
@@ -97,13 +97,11 @@ def _measure(what: str, max_size: int | None) -> list[Row]:
         rows.append(Row(size=size, seconds=seconds, bandwidth=size * share / seconds))
         size *= 2
     if current.rank == 0:
-        table = rich("table").Table(title=f"{what}, {axis.size} ranks")
-        for name in ("size", "time", "bandwidth"):
-            table.add_column(name, justify="right")
+        lines = [("size", "time", "bandwidth")]
         for row in rows:
             speed = f"{row.bandwidth / 1e9:,.3f} GB/s"
-            table.add_row(format_size(row.size), f"{row.seconds * 1e6:,.1f} us", speed)
-        rich("console").Console().print(table)
+            lines.append((format_size(row.size), f"{row.seconds * 1e6:,.1f} us", speed))
+        print(f"{what}, {axis.size} ranks", aligned(lines), sep="\n")
     return rows
 
 

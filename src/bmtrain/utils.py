@@ -13,7 +13,7 @@ import torch
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
-from bmtrain.runtime.log import print_rank, rich
+from bmtrain.runtime.log import aligned, print_rank
 
 
 def round_up(x: int, d: int) -> int:
@@ -96,20 +96,15 @@ class AverageRecorder:
 
 
 def print_block(title: str, content: Any = None, file: TextIO | None = None) -> None:
-    """Print `title` as a rule and `str(content)` below it, on rank 0, to stdout or `file`."""
-    heading = rich("text").Text(title)
-    if content is None:
-        _print(heading, None, file)
-    else:
-        _print(rich("text").Text(str(content)), heading, file)
+    """Print `title` in a line and `str(content)` below it, on rank 0, to stdout or `file`."""
+    below = () if content is None else (content,)
+    print_rank(f"== {title} ==", *below, sep="\n", file=file)
 
 
 def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = None) -> None:
-    """Print `title` as a rule and a table of `content` below it, on rank 0, to stdout or `file`."""
-    table, text = rich("table").Table.grid(padding=(0, 2)), rich("text").Text
-    for row in content.items():
-        table.add_row(*map(text, map(str, row)))
-    _print(table, text(title), file)
+    """`print_block` of a line for each key of `content`."""
+    lines = [(str(key), str(value)) for key, value in content.items()]
+    print_block(title, aligned(lines), file)
 
 
 def peak_memory() -> int:
@@ -145,9 +140,3 @@ def see_memory(message: str, detail: bool = False) -> None:
     )
     if detail:
         print_rank(torch.cuda.memory_summary(current.device))
-
-
-def _print(body: object, title: object, file: TextIO | None) -> None:
-    if world.rank() == 0:
-        panel = rich("panel").Panel(body, box=rich("box").HORIZONTALS, title=title)
-        rich("console").Console(file=file).print(panel)

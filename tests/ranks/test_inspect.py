@@ -181,8 +181,8 @@ def tensor_parallel_parameters():
     model.plain = bmt.DistributedParameter(whole, group="g")
     want = [row_of(name, whole, whole * 0) for name in ("column", "row", "plain")]
     assert_same_rows(inspect_model(model, "*"), want, "tensor parallel")
-    rows = bmt.inspect.print_inspect(model, file=io.StringIO())
-    assert [(row.shape, row.group) for row in rows] == [((6, 4), x) for x in (None, None, "g")]
+    bmt.inspect.print_inspect(model, file=(out := io.StringIO()))
+    assert out.getvalue().count("1 x (6, 4)") == (3 if bmt.rank() == 0 else 0)
 
 
 def test_tensor_parallel_parameters():
@@ -537,19 +537,15 @@ def test_where_numbers_are_not_finite():
 
 @on_ranks(3)
 def test_tables():
-    """Equal layers are one line; slices of all ranks make the whole; only rank 0 prints."""
+    """Equal layers are one line; only rank 0 prints."""
     layers = nn.ModuleList([bmt.Block(nn.Linear(16, 16)) for _ in range(12)])
     model = nn.ModuleDict({"layers": layers, "head": nn.Linear(16, 3)})
     out = io.StringIO()
-    rows = bmt.inspect.print_inspect(model, file=out)
-    assert [(row.name, row.count, row.shape, row.sharded) for row in rows] == [
-        ("layers.[0-11].weight", 12, (16, 16), True),
-        ("layers.[0-11].bias", 12, (16,), True),
-        ("head.weight", 1, (3, 16), False),
-        ("head.bias", 1, (3,), False),
-    ]
-    own = bmt.gather_result(torch.tensor([[row.num_local for row in rows[:2]]]))
-    assert own.sum(0).tolist() == [256, 16]
+    bmt.inspect.print_inspect(model, file=out)
     text = out.getvalue()
-    words = ("layers.[0-11].weight", "12 x (16, 16)", "26 parameters of 3,315 elements")
+    words = [
+        "layers.*.weight  12 x (16, 16)  float32     3,072",
+        "1 x (3, 16)  float32",
+        "26 parameters of 3,315 elements",
+    ]
     assert all(word in text for word in words) if bmt.rank() == 0 else not text

@@ -134,6 +134,11 @@ SHAPES = [*((1, (2,)), (2, (2,)), (4, (6,)), (3, (1, 3))), *((2, (3, 1, 5)), (2,
 FLAGS = list(itertools.product((False, True), repeat=3))
 
 
+# As many chunks as are asked for, however little they compute.
+in_all_chunks = mock.patch.object(overlap, "LEAST_WORK", 1)
+
+
+@in_all_chunks
 def columns():
     for number, (gather_input, gather_output, bias) in enumerate(FLAGS):
         for chunks, shape in SHAPES[number % 3 :: 3]:
@@ -145,6 +150,7 @@ def columns():
             check(module, inputs, answer, f"{module} {shape} chunks {chunks}")
 
 
+@in_all_chunks
 def rows():
     size = tp_size()
     for number, (split_input, all_reduce, bias) in enumerate(FLAGS):
@@ -479,22 +485,33 @@ def test_rows_travel_beside_multiplication():
     noting(overlap, "reduce_shards", "reduce")
     noting(current._streams, "compute_waits", "wait")
     x, weight = torch.randn(4, IN, requires_grad=True), torch.randn(OUT, IN, requires_grad=True)
-    out = tensor_parallel.gather_linear(x, weight, None, 2)
-    assert log == ["gather", "gather", "multiply", "wait", "multiply", "wait", "multiply"]
-    log.clear()
-    out.sum().backward()
-    # The gather of x comes first and is awaited by the gradient of the weight; the reduction of the
-    # gradient of x last.
-    chunk = ["multiply", "multiply", "reduce"]
-    assert log == ["gather", *chunk, *chunk, "wait", "wait"]
-    log.clear()
-    out = tensor_parallel.linear_scatter(x, weight, False, 2)
-    assert log == [*chunk, *chunk, "wait"]
-    log.clear()
-    out.sum().backward()
-    assert log == ["gather", "gather", "multiply", "wait", "multiply", "wait", "multiply", "wait"]
+    with in_all_chunks:
+        out = tensor_parallel.gather_linear(x, weight, None, 2)
+        assert log == ["gather", "gather", "multiply", "wait", "multiply", "wait", "multiply"]
+        log.clear()
+        out.sum().backward()
+        # The gather of x comes first and is awaited by the gradient of the weight; the reduction of the
+        # gradient of x last.
+        chunk = ["multiply", "multiply", "reduce"]
+        assert log == ["gather", *chunk, *chunk, "wait", "wait"]
+        log.clear()
+        out = tensor_parallel.linear_scatter(x, weight, False, 2)
+        assert log == [*chunk, *chunk, "wait"]
+        log.clear()
+        out.sum().backward()
+        assert log == [
+            "gather",
+            "gather",
+            "multiply",
+            "wait",
+            "multiply",
+            "wait",
+            "multiply",
+            "wait",
+        ]
 
 
+@in_all_chunks
 def churning(num_rounds, rows, width):
     """Nothing is read before it is there or overwritten while it travels: memory that is given back
     is spoiled at once.
@@ -541,10 +558,16 @@ def test_memory_is_held_while_it_travels():
     churning(2, 8, 16)
 
 
-def test_chunks_are_equal():
+def test_chunks_are_equal_and_worth_their_issue():
     wanted = {(12, 1): 1, (12, 2): 2, (12, 5): 4, (7, 4): 1, (7, 7): 7, (2, 8): 2, (0, 4): 1}
     for sizes, count in wanted.items():
         assert overlap.num_equal_chunks(*sizes) == count
+    over = overlap.Overlap(
+        mock.Mock(mesh=mock.Mock(tp=mock.Mock(size=2)), device=torch.device("cpu"))
+    )
+    matrix = torch.empty(2560, 3840, device="meta")
+    found = [over.num_chunks(rows, matrix, 4) for rows in (1, 4096, 8192, 2**20)]
+    assert found == [1, 1, 2, 4]
 
 
 @on_ranks(2, init={"tp_size": 2}, timeout=20)

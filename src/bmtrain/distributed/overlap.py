@@ -18,6 +18,10 @@ import torch
 from bmtrain.distributed.transport import Streams, gather_shards, reduce_shards
 from bmtrain.runtime.world import World
 
+# Multiplications. The host takes about 150 us to issue the communication and products of a chunk; a
+# GPU that has less to compute for one waits for the host.
+LEAST_WORK = 2**36
+
 
 @dataclasses.dataclass(frozen=True)
 class Gathering:
@@ -61,6 +65,13 @@ class Overlap:
     def __init__(self, world: World) -> None:
         self.axis = world.mesh.tp
         self._streams = Streams(world.device)
+
+    def num_chunks(self, rows: int, matrix: torch.Tensor, wanted: int) -> int:
+        """At most `wanted`; fewer if the product of `rows` of each rank and the matrix is too short
+        for so many.
+        """
+        work = self.axis.size * rows * matrix.numel()
+        return min(wanted, max(work // LEAST_WORK, 1))
 
     def gather(self, own: torch.Tensor, num_chunks: int, *, whole: bool = False) -> Gathering:
         """Start gathering every rank's `own` (rows, n), in at most `num_chunks` equal chunks."""

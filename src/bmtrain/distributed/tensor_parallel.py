@@ -150,8 +150,9 @@ def gather_linear(
     if not agreed:
         _agree("gather_linear", x=x, weight=weight, bias=bias is not None, chunks=num_chunks)
     _check_factors("a linear map of gathered rows", x, weight, weight.shape[1])
-    overlap = _overlap()
-    product = overlap.multiply_gathered(overlap.gather(_matrix(x), num_chunks), weight.t(), bias)
+    overlap, own = _overlap(), _matrix(x)
+    gathering = overlap.gather(own, overlap.num_chunks(len(own), weight, num_chunks))
+    product = overlap.multiply_gathered(gathering, weight.t(), bias)
     return product.view(axis().size * x.shape[0], *x.shape[1:-1], weight.shape[0])
 
 
@@ -175,6 +176,7 @@ def _gather_linear_gradients(
     """
     overlap, grad = _overlap(), _matrix(grad)
     rows = overlap.gather(_matrix(x), 1, whole=True) if for_weight else None
+    num_chunks = overlap.num_chunks(len(_matrix(x)), weight, num_chunks)
     sums = overlap.multiply_scatter(grad, weight, num_chunks) if for_x else None
     grad_weight = weight.new_empty(0) if rows is None else grad.t() @ overlap.gathered(rows)
     return x.new_empty(0) if sums is None else overlap.scattered(sums).view(x.shape), grad_weight
@@ -196,8 +198,9 @@ def linear_scatter(
     """
     x = _own_input("linear_scatter", x, weight, split_input, num_chunks, agreed)
     collectives.check_divided(x, axis())
-    overlap = _overlap()
-    sums = overlap.multiply_scatter(_matrix(x), weight.t(), num_chunks)
+    overlap, rows = _overlap(), _matrix(x)
+    num_chunks = overlap.num_chunks(len(rows) // axis().size, weight, num_chunks)
+    sums = overlap.multiply_scatter(rows, weight.t(), num_chunks)
     return overlap.scattered(sums).view(x.shape[0] // axis().size, *x.shape[1:-1], weight.shape[0])
 
 
@@ -216,8 +219,8 @@ def _linear_scatter_gradients(
     for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and weight; an empty tensor for one that is not needed."""
-    overlap = _overlap()
-    rows = overlap.gather(_matrix(grad), num_chunks, whole=for_weight)
+    overlap, own = _overlap(), _matrix(grad)
+    rows = overlap.gather(own, overlap.num_chunks(len(own), weight, num_chunks), whole=for_weight)
     grad_x = overlap.multiply_gathered(rows, weight).view(x.shape) if for_x else x.new_empty(0)
     return grad_x, overlap.gathered(rows).t() @ _matrix(x) if for_weight else weight.new_empty(0)
 

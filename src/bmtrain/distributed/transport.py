@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,21 @@ class Mark(torch.cuda.Event):
     waited: int | None = None
 
 
+@contextlib.contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Issue the body on a stream of the current device.
+
+    `torch.cuda.stream` looks for the device, and so does `current_stream` without an index: 50 us
+    of the host at each use.
+    """
+    before = torch.cuda.current_stream(stream.device_index)
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
+
+
 class Streams:
     """A gather stream and a reduce stream beside the compute stream of one device.
 
@@ -62,7 +77,7 @@ class Streams:
         if self._gather is None:
             return None
         mark = Mark()
-        torch.cuda.current_stream().record_event(mark)
+        torch.cuda.current_stream(self._device.index).record_event(mark)
         return mark
 
     mark_compute = mark_current  # where the current stream is the compute stream
@@ -73,7 +88,7 @@ class Streams:
             stream = current_stream_number(self._device)
             # Storages that were gathered together share an event.
             if event.waited != stream:
-                torch.cuda.current_stream().wait_event(event)
+                torch.cuda.current_stream(self._device.index).wait_event(event)
                 event.waited = stream
 
     def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
@@ -84,21 +99,21 @@ class Streams:
             # Without this wait, the gather could read a shard that is still being written, or
             # overwrite memory that is still being read.
             self._gather.wait_event(after)
-        return torch.cuda.stream(self._gather)
+        return _on(self._gather)
 
     def reducing(self) -> contextlib.AbstractContextManager[object]:
         """Issue the body on the reduce stream, after all work issued on the compute stream."""
         if self._reduce is None:
             return contextlib.nullcontext()
         # Without this wait, the reduction could read gradients that are still being computed.
-        self._reduce.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._reduce)
+        self._reduce.wait_stream(torch.cuda.current_stream(self._device.index))
+        return _on(self._reduce)
 
     def join(self) -> None:
         """Make the compute stream wait for all work issued so far on the side streams."""
         for side in (self._gather, self._reduce):
             if side is not None:
-                torch.cuda.current_stream().wait_stream(side)
+                torch.cuda.current_stream(self._device.index).wait_stream(side)
 
     def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
         """Issue jobs that may run concurrently.
@@ -108,7 +123,7 @@ class Streams:
         """
         used: list[torch.cuda.Stream] = []
         if self._gather is not None:
-            surrounding = torch.cuda.current_stream()
+            surrounding = torch.cuda.current_stream(self._device.index)
             sides = self._sides[surrounding]
             while len(sides) < len(jobs) - 1:
                 sides.append(torch.cuda.Stream(self._device, priority=-1))
@@ -117,7 +132,7 @@ class Streams:
         for job, side in zip(jobs[1:], used, strict=False):
             # Without this wait, a copy could run before the barrier that makes its source readable.
             side.wait_event(before)
-            with torch.cuda.stream(side):
+            with _on(side):
                 job()
         for job in jobs[:1] if used else jobs:
             job()

@@ -1,9 +1,11 @@
-"""inspect_model: statistics of full parameters and gradients, computed from their shards."""
+"""Statistics of full parameters and gradients, computed from their shards; a list of parameters."""
 
 from __future__ import annotations
 
 import fnmatch
-from typing import Any
+import math
+from collections import Counter
+from typing import Any, TextIO
 
 import torch
 
@@ -11,6 +13,7 @@ from bmtrain.distributed.agreement import told_apart
 from bmtrain.errors import ConfigurationError
 from bmtrain.inspect.statistics import entry, statistics_of
 from bmtrain.runtime import world
+from bmtrain.runtime.log import aligned, print_rank
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
@@ -66,6 +69,46 @@ def inspect_model(
         slopes = {key: 0.0 if has_none else value for key, value in grad.items()}
         rows.append(entry(name, shapes[name], values, slopes))
     return rows
+
+
+def print_inspect(
+    model: torch.nn.Module, param_name: str = "*", file: TextIO | None = None
+) -> None:
+    """Print on rank 0 the parameters whose name matches, equal layers in one line. Not collective.
+
+    Numbers in names are `*`: a line's name is a pattern of the parameters that it counts. Shapes
+    are those of full tensors, dtypes those in which they are stored.
+
+    Args:
+        model: any module, sharded or not.
+        param_name: as in `inspect_model`.
+        file: where to print; stdout by default.
+
+    Raises:
+        ConfigurationError: for arguments of the wrong type.
+    """
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for name, param in matching_parameters(model, param_name, what="print_inspect").items():
+        pattern = ".".join("*" if word.isdecimal() else word for word in name.split("."))
+        group = param.group if isinstance(param, DistributedParameter) else None
+        of_all = isinstance(param, DistributedParameter), param.requires_grad, group or "-"
+        local = local_of(param).numel()
+        counts[pattern, whole_shape(param), param.dtype, local, of_all] += 1
+    total, trainable, own = 0, 0, 0
+    rank = f"on rank {world.rank()}"
+    lines = [["parameter", "count x shape", "dtype", "elements", rank]]
+    lines[0] += ["sharded", "trainable", "group"]
+    for (pattern, shape, dtype, local, of_all), count in counts.items():
+        numel = count * math.prod(shape)
+        cells = f"{count} x {shape}", str(dtype).removeprefix("torch."), f"{numel:,}"
+        lines.append([pattern, *cells, f"{count * local:,}", *map(str, of_all)])
+        total, own, trainable = total + numel, own + count * local, trainable + numel * of_all[1]
+    print_rank(aligned(lines), file=file)
+    print_rank(
+        f"{counts.total():,} parameters of {total:,} elements, {trainable:,} trainable; {own:,} "
+        f"{rank}",
+        file=file,
+    )
 
 
 def matching_parameters(

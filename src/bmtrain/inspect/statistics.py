@@ -10,6 +10,7 @@ import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
+from bmtrain.runtime.log import aligned
 from bmtrain.runtime.mesh import Axis
 
 CHUNK = 1 << 22  # elements converted to fp64 at a time: 32 MiB
@@ -116,11 +117,4 @@ def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
         texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
         # Programs of BMTrain look for its zero.
         lines.append([{"None": "-", "0": "0.0000"}.get(text, text) for text in texts])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    return aligned(lines)

@@ -56,8 +56,8 @@ class OpParallelLinear:
             split_input: the input's last dim has the features of all ranks (tp_size * n); use only
                 this rank's n.
             reduce_output_type: how to sum partial products over ranks; None if they are complete.
-            async_gather_chunks: the number of chunks in which communication of rows overlaps the
-                matmul; fewer if it does not divide the rows.
+            async_gather_chunks: the most chunks in which communication of rows overlaps the
+                matmul; fewer if it does not divide the rows, or if their product is short.
 
         Raises:
             ConfigurationError: on every rank, for shapes or dtypes that do not fit together or
@@ -178,7 +178,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_input: each rank passes its own rows (dim 0), and the output has the rows of all
             ranks, in rank order. If False, the input must be the same on all ranks, and its
             gradient is this rank's term of a sum over ranks.
-        async_gather_chunks: the number of chunks in which the gather overlaps the matmul.
+        async_gather_chunks: the most chunks in which the gather overlaps the matmul.
         init_method: called with the full weight (out_features, in_features); None as in `Linear`.
 
     Raises:
@@ -228,7 +228,7 @@ class RowParallelLinear(_ParallelLinear):
             False, the input has only this rank's features.
         all_reduce_output: return all rows on every rank; if False, each rank gets its own rows (dim
             0).
-        async_chunks: the number of chunks in which the reduce-scatter overlaps the matmul.
+        async_chunks: the most chunks in which the reduce-scatter overlaps the matmul.
         init_method: called with the full weight (out_features, in_features); None as in `Linear`.
 
     Raises:

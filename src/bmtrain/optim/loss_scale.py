@@ -21,6 +21,8 @@ from bmtrain.shard.engine import Engine
 class LossScale:
     """A dynamic loss scale: shrinks on overflow, grows after `growth_steps` good steps in a row.
 
+    Runs that need none have one that is always 1: skipped steps are counted alike.
+
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
 
     Attributes:
@@ -71,8 +73,11 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The scale for the next loss. Waits until the last step is known to be good or bad."""
-        self.wait()
+        """The scale for the next loss. Waits until the last step is known to be good or bad, unless
+        the scale is the same in either case.
+        """
+        if self.minimum < self.maximum:
+            self.wait()
         return self._value
 
     @property
@@ -104,14 +109,21 @@ class LossScale:
             self.judge(is_finite)
 
     def shrink(self) -> None:
-        """Lower the scale after an overflow."""
+        """Lower the scale after an overflow, and say that the step is skipped."""
+        self.good_steps = 0
+        if self.minimum == self.maximum:
+            tell(
+                "the loss or a gradient is not finite, or so large that Adam's second moment would "
+                "be infinite for good: the step is skipped on all ranks "
+                f"({self.num_in_a_row} in a row, {self.num_skipped} in all)"
+            )
+            return
         if self._value <= self.minimum:
             warn(
                 f"gradients overflow at the smallest loss scale {self.minimum}: the step "
                 "is skipped; the loss may be diverging."
             )
         before, self._value = self._value, max(self._value / self.factor, self.minimum)
-        self.good_steps = 0
         tell(f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped")
 
     def state_dict(self) -> dict[str, float]:
@@ -123,29 +135,6 @@ class LossScale:
         self.wait()
         saved = state if isinstance(state, dict) else {"value": state, "good_steps": 0}
         self._value, self.good_steps = float(saved["value"]), int(saved["good_steps"])
-
-
-class NoScaling(LossScale):
-    """The scale of runs that need none: always 1. Counts skipped steps as a dynamic one does."""
-
-    def __init__(self) -> None:
-        super().__init__(1.0, maximum=1.0)
-
-    def __str__(self) -> str:
-        return "no loss scale"
-
-    @property
-    def value(self) -> float:
-        """1, whatever the last step was: nobody has to wait for that."""
-        return 1.0
-
-    def shrink(self) -> None:
-        """Say that a step was skipped."""
-        tell(
-            "the loss or a gradient is not finite, or so large that Adam's second moment would be "
-            "infinite for good: the step is skipped on all ranks "
-            f"({self.num_in_a_row} in a row, {self.num_skipped} in all)"
-        )
 
 
 class CarriedScales:

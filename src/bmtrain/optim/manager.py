@@ -21,7 +21,7 @@ from bmtrain.optim import resharding
 from bmtrain.optim.adam import AdamBase, check_rates, copy_of
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
-from bmtrain.optim.loss_scale import CarriedScales, LossScale, NoScaling
+from bmtrain.optim.loss_scale import CarriedScales, LossScale
 from bmtrain.optim.saved import check_manager_state
 from bmtrain.optim.schedules import check_steps_alone, step_schedules
 from bmtrain.runtime import world
@@ -83,7 +83,7 @@ class OptimManager:
         current = world.current("OptimManager")
         self._engine = current.service(Engine)
         self._scale = (
-            NoScaling()
+            LossScale(1.0, maximum=1.0)
             if loss_scale is None
             else LossScale(
                 loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale

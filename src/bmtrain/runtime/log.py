@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from bmtrain.errors import printable
@@ -29,9 +29,13 @@ def warn(message: str) -> None:
     warnings.warn(prefix + printable(message), UserWarning, stacklevel=3)
 
 
-def rich(name: str) -> Any:
-    """A module of rich, by its name in it.
-
-    When it is used: all of them would be a seventh of the time of `import bmtrain`.
-    """
-    return importlib.import_module(f"rich.{name}")
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Cells in columns, of which the first is aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )

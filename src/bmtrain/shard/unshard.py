@@ -246,13 +246,12 @@ class Use:
         return views
 
     def _in_graph(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        leaf = self.engine.leaf
-        # the leaf in the place of those that the program has dropped
-        params = [
-            leaf if (x := reference()) is None else x
-            for one in self.storages
-            for reference in one.references
-        ]
+        leaf, params = self.engine.leaf, list[Any]()
+        for storage in self.storages:
+            for reference in storage.references:
+                param = reference()
+                # the leaf in the place of those that the program has dropped
+                params.append(leaf if param is None else param)
         # What the node saves of its n-th view is n.
         number = functools.partial(next, itertools.count())
         with torch.autograd.graph.saved_tensors_hooks(number, self._lent.__getitem__):
