@@ -2,8 +2,6 @@
 needed.
 """
 
-import contextlib
-
 import pytest
 import torch
 
@@ -14,6 +12,8 @@ Tasks = frozenset[str]
 
 class Stream:
     """One stream: its past is all that comes for certain before what is put there next."""
+
+    device_index = 0
 
     def __init__(self, *_, priority=0):
         self.past = frozenset()
@@ -34,13 +34,8 @@ class Device:
     def __init__(self):
         self.current, self.before = Stream(), dict[str, Tasks]()
 
-    @contextlib.contextmanager
-    def stream(self, stream):
-        outer, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = outer
+    def use(self, stream):
+        self.current = stream
 
     def tasks(self, name, count):
         def issue(number):
@@ -54,8 +49,8 @@ class Device:
 def device(monkeypatch):
     made = Device()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", made.stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: made.current)
+    monkeypatch.setattr(torch.cuda, "set_stream", made.use)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: made.current)
     return made
 
 
