@@ -19,9 +19,7 @@ NO_SPACE = OSError(28, "No space left on device")
 class Twin:
     """A model trained on all ranks, and the same one in one process of plain PyTorch."""
 
-    def __init__(
-        self, kind=bmt.optim.AdamOptimizer, wrap=bmt.BMTrainModelWrapper, **options
-    ):
+    def __init__(self, kind=bmt.optim.AdamOptimizer, wrap=bmt.BMTrainModelWrapper, **options):
         torch.manual_seed(0)
         layers = [torch.nn.Linear(DIM, DIM) for _ in range(2)]
         self.plain = torch.nn.Sequential(*layers)
