@@ -71,6 +71,7 @@ def test_a_row_may_be_said_so(row, tmp_path):
     assert one(row, tmp_path) == (f"{ASKED}b{END}\n\n", f"b{END}")
 
 
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 EARLIER = [["x", "y"]]
 WHOLE = f"{END}### User:\nx\n\n### Assistant:\ny{END}\n\n{ASKED.removeprefix(END)}b{END}\n\n"
 
@@ -99,6 +100,14 @@ WHOLE = f"{END}### User:\nx\n\n### Assistant:\ny{END}\n\n{ASKED.removeprefix(END
             f"b{END}",
         ),
         ({"messages": json.dumps([{"role": "User", "content": "x"}, {"role": "ai", "content": "y"}, *TALK])}, WHOLE, f"y{END}b{END}"),
+        (
+            {
+                "messages": [*TALK[:1], {"role": "assistant", "reasoning_content": "r", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}, {"role": "tool", "content": "t"}, TALK[1]],
+                "tools": [{"function": {"name": "f"}}],
+            },
+            f'{END}### Tools:\n[{{"function": {{"name": "f"}}}}]\n\n{ASKED.removeprefix(END)}<think>\nr\n</think>\n\n{CALL}{END}\n\n### Tool:\nt\n\n### Assistant:\nb{END}\n\n',
+            f"<think>\nr\n</think>\n\n{CALL}{END}b{END}",
+        ),
         ({"text": f"{WHOLE}", "label": 3, "labels": 3, "loss": 0.5}, f"{END}{WHOLE}{END}", f"{WHOLE}{END}"),
         *(
             (row, f"{END}### System:\ns\n\n{ASKED.removeprefix(END)}b{END}\n\n", f"b{END}")

@@ -239,6 +239,7 @@ GPT2 num_layer=3 | 'num_layer' .nearest: 'num_layers'.
 {llama} rope_scaling=3 | rope_scaling is a int: expected a mapping
 {mistral} sliding_window=0 | sliding_window is 0
 {opt} tie_word_embeddings=False | tie_word_embeddings=False
+{gptj.replace("GPTJ", "GPTj")} tie_word_embeddings=True | the head of GPT-J has a bias
 {opt} layer_norm_elementwise_affine=False | not supported
 {opt} _remove_final_layer_norm=True | not supported
 {qwen2}=None use_sliding_window=True sliding_window=4 max_window_layers=1 | several kinds

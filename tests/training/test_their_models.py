@@ -273,9 +273,12 @@ def adapters_are_computed(folders):
 
 @pytest.mark.fresh
 def test_layers_outside_of_blocks_get_adapters(tmp_path):
-    """OPT's projections from and to its embeddings are in no list of layers; its head gets none."""
+    """OPT's projections from and to its embeddings are in no list of layers; its head gets none.
+    Falcon's layers are of a class of its own.
+    """
     path = str(make("opt", tmp_path, word_embed_proj_dim=8))
-    run_ranks(adapters_are_computed, 1, [(path, "lm_head", "lm_head is the head")])
+    falcon = str(make("falcon", tmp_path)), "nowhere", "nowhere"
+    run_ranks(adapters_are_computed, 1, [(path, "lm_head", "lm_head is the head"), falcon])
     run_ranks(all_but_the_head, 1, path)
 
 

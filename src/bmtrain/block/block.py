@@ -438,6 +438,7 @@ class _Method(NamedTuple):
 
     name: str
 
+    @untraced
     def __get__(self, block: Block | None, kind: type) -> Any:
         own = getattr(DistributedModule, self.name)
         if block is None:

@@ -13,10 +13,17 @@ from model_center.tokenizer.chat_template import rendered
 Span = tuple[int, int]
 # Unicode's private use: one of them is in no text at hand
 MARKS = range(0xE000, 0xF900)
-# For tokenizers without a chat template: headings, and each answer ended by `eos_token`.
+# For tokenizers without a chat template: headings, and each answer ended by `eos_token`. Thoughts
+# and calls of tools are written as Qwen 3's template does.
 PLAIN = (
-    "{{ bos_token or '' }}{% for message in messages %}"
-    "{{ '### ' + message.role.capitalize() + ':\n' + message.content }}"
+    "{{ bos_token or '' }}{% if tools %}{{ '### Tools:\n' + tools | tojson + '\n\n' }}{% endif %}"
+    "{% for message in messages %}{{ '### ' + message.role.capitalize() + ':\n' }}"
+    "{% set thoughts = message.reasoning_content or message.reasoning or message.thinking %}"
+    "{{ '<think>\n' + thoughts + '\n</think>\n\n' if thoughts else '' }}{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}{{ '\n' if message.content or not loop.first }}"
+    "{% set call = call.function or call %}{% set given = call.arguments %}"
+    """{{ '<tool_call>\n{"name": ' + call.name | tojson + ', "arguments": ' """
+    "+ (given if given is string else given | tojson) + '}\n</tool_call>' }}{% endfor %}"
     "{{ (eos_token or '') if message.role == 'assistant' else '' }}{{ '\n\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )

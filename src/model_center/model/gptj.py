@@ -92,6 +92,11 @@ class GPTjConfig(TransformerConfig):
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         """Our values for those of a Hugging Face config.json."""
+        if content.get("tie_word_embeddings"):
+            raise ConfigError(
+                "tie_word_embeddings=True: the head of GPT-J has a bias, and a tied one has none "
+                "here. Wrap Transformers' model instead (bmtrain.BMTrainModelWrapper)."
+            )
         return super().from_hugging_face(content) | sizes_of(content)
 
     def to_hugging_face(self) -> dict[str, Any]:

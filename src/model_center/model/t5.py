@@ -73,9 +73,11 @@ class T5Config(Seq2SeqConfig):
         tied = content.get("tie_word_embeddings", True)
         scaled = content.get("scale_decoder_outputs", tied and content.get("model_type") != "mt5")
         kind = content.get("feed_forward_proj", "relu")
-        gated = kind.startswith("gated-")
+        # What `kind` says in one word, other values may say otherwise.
+        gated = content.get("is_gated_act", kind.startswith("gated-"))
         # "gated-gelu" means the tanh form, with which the models were trained.
         act = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
+        act = content.get("dense_act_fn", act)
         return super().from_hugging_face(content) | {
             "num_decoder_layers": content.get("num_decoder_layers") or content["num_layers"],
             "ffn_activate_fn": GATED + act if gated else act,

@@ -819,18 +819,34 @@ def irreplaceable(model: Any) -> dict[str, str]:
         for name, module in model.named_modules()
         if module is head
     }
-    children: dict[tuple[type, str], type[torch.nn.Module]] = {}
+    children: dict[tuple[type, str], type[torch.nn.Linear]] = {}
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, torch.nn.Linear):
                 children[type(module), name] = type(child)
     for (kind, name), layer in children.items():
         # a sharded module is of a class of its own, which computes as the layer does
-        if layer.forward is not torch.nn.Linear.forward:
+        if not _is_linear(layer):
             found[name] = f"is a {layer.__name__}"
         elif name in WEIGHT_READ.findall(inspect.getsource(kind)):
             found[name] = f"is not called: {kind.__name__} reads its weight"
     return found
+
+
+def _is_linear(kind: type[torch.nn.Linear]) -> bool:
+    """Whether layers of a class compute what torch's linear layers do (Falcon's are of their own
+    class).
+    """
+    if kind.forward is torch.nn.Linear.forward:
+        return True
+    layer = torch.nn.Linear(2, 1, device="meta")  # draws no numbers
+    layer.weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0]]))
+    layer.bias = torch.nn.Parameter(torch.tensor([3.0]))
+    try:
+        found: Any = kind.forward(layer, torch.tensor([[4.0, 5.0]]))
+    except Exception:  # it needs what only its own class has
+        return False
+    return isinstance(found, torch.Tensor) and found.tolist() == [[17.0]]
 
 
 def layers_to_adapt(model: Any, targets: Sequence[str] | None) -> dict[str, Any]:
