@@ -19,11 +19,11 @@ NO_SPACE = OSError(28, "No space left on device")
 class Twin:
     """A model trained on all ranks, and the same one in one process of plain PyTorch."""
 
-    def __init__(self, kind=bmt.optim.AdamOptimizer, **options):
+    def __init__(self, kind=bmt.optim.AdamOptimizer, wrap=bmt.BMTrainModelWrapper, **options):
         torch.manual_seed(0)
         layers = [torch.nn.Linear(DIM, DIM) for _ in range(2)]
         self.plain = torch.nn.Sequential(*layers)
-        self.model = bmt.BMTrainModelWrapper(copy.deepcopy(self.plain))
+        self.model = wrap(copy.deepcopy(self.plain))
         self.params = list(self.model.parameters())
         reference = kind if kind.__module__.startswith("torch") else torch.optim.AdamW
         settings = {"lr": 0.05, "weight_decay": 0.1, **options}

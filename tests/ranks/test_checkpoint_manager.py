@@ -265,8 +265,8 @@ def test_a_run_goes_on_after_saves_that_are_refused_or_fail(tmp_path):
 
 @on_ranks(2)
 def test_restoring_into_other_optimizers(tmp_path):
-    """From torch's AdamW to ours and back; what does not fit changes nothing: a program may catch
-    the error and go on.
+    """From torch's AdamW to ours and back, and into a model that is sharded or no longer; what does
+    not fit changes nothing: a program may catch the error and go on.
     """
     ours, theirs = AdamOptimizer, torch.optim.AdamW
     with bmt.CheckpointManager(tmp_path) as checkpoints:
@@ -299,19 +299,26 @@ def test_restoring_into_other_optimizers(tmp_path):
             twin = saved(2 + number, before)
             assert checkpoints.restore(other.model, other.manager) is not None
             other.follow(twin.reference(), "another kind of Adam")
+        wraps: list[Any] = [bmt.BMTrainModelWrapper, torch.nn.Module.train]
+        for number, (before, after) in enumerate([wraps, wraps[::-1]]):
+            other = Twin(wrap=after)
+            twin = saved(7 + number, wrap=before)
+            assert checkpoints.restore(other.model, other.manager) is not None
+            other.follow(twin.reference(), "sharded or not")
+        saved(9)
         refused("1 optimizers, this manager has 2", [0, 1], [2, 3])
         refused("groups of", (0, 1, 2, 3))
         refused("belongs to another model", [1, 0, 2, 3])
         refused(
             "parameters in another order: number 0 was '0.weight' and is '1.weight'", [2, 1, 0, 3]
         )
-        saved(4, theirs, amsgrad=True)
+        saved(10, theirs, amsgrad=True)
         refused("saved with another optimizer")
-        saved(5, torch.optim.SGD, momentum=0.9)
+        saved(11, torch.optim.SGD, momentum=0.9)
         refused("saved with another optimizer")
         other = Twin(torch.optim.SGD, momentum=0.9)
         other.step()
-        twin = saved(6, torch.optim.SGD, momentum=0.9)
+        twin = saved(12, torch.optim.SGD, momentum=0.9)
         assert checkpoints.restore(other.model, other.manager) is not None
         other.follow(twin.reference(), "SGD with momentum")
 

@@ -13,16 +13,16 @@ from bmtrain.checkpoint.loading import read_of
 from bmtrain.checkpoint.reading import Read, read_all
 from bmtrain.checkpoint.shards import MODEL, OPTIMIZER, ShardedCheckpoint
 from bmtrain.errors import CheckpointError
+from bmtrain.kernels.blockwise import num_blocks
 from bmtrain.optim.adam import AdamBase
 from bmtrain.optim.flat import parameters_of
-from bmtrain.optim.form import NAMES, cut_of
+from bmtrain.optim.form import NAMES, SCALES, cut_of
 from bmtrain.optim.manager import OptimManager
 from bmtrain.optim.saved import problem_of_schedules
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import Sharded
-from bmtrain.shard.slices import Slices
 
 _OF_ADAM = {*NAMES, "step"}
 
@@ -202,19 +202,20 @@ class SavedOptimizer:
                         f"saved with {cure}"
                     )
             for name, full in found.items():
-                shape = param.shape
+                whole, shape = param.shape, source.headers[full].shape
                 if isinstance(param, DistributedParameter):
-                    shape = cut_of(name, param.cut).whole_shape
-                if source.is_cut(full):
-                    self._check_shape(index, name, shape)
-
-    def _check_shape(self, index: int, name: str, whole: torch.Size) -> None:
-        shape = self._source.headers[self._names[index][name]].shape
-        if shape != tuple(whole):
-            raise CheckpointError(
-                f"optimizer state {name!r} of parameter {index} has shape {shape} in "
-                f"{self._source.path}, the parameter {tuple(whole)}: it belongs to another model."
-            )
+                    whole = cut_of(name, param.cut).whole_shape
+                elif name.endswith(SCALES):
+                    whole = torch.Size((1, num_blocks(param.numel())))
+                is_known = source.is_cut(full) or (
+                    isinstance(optimizer, AdamBase) and name != "step"
+                )
+                # Adam's states of parameters that are not sharded are flat.
+                if is_known and shape not in (tuple(whole), (whole.numel(),)):
+                    raise CheckpointError(
+                        f"optimizer state {name!r} of parameter {index} has shape {shape} in "
+                        f"{source.path}, the parameter {tuple(whole)}: it belongs to another model."
+                    )
 
     def load(self) -> None:
         """Put it back: each rank reads its own slices, those of Adam into the memory in which they
@@ -259,18 +260,15 @@ class SavedOptimizer:
         steps are no tensors.
         """
         targets = [
-            (index, name, full, states[index][name])
+            (full, states[index][name])
             for index, found in self._names.items()
             for name, full in found.items()
             if isinstance(states.get(index, {}).get(name), torch.Tensor)
         ]
-        for index, name, _, target in targets:
-            shape = target.cut.whole_shape if isinstance(target, Slices) else target.shape
-            self._check_shape(index, name, shape)
         reads = [
             read_of(target.local, target.cut, self._source, full)
             if isinstance(target, Sharded)
             else Read(target.view(-1), full, 0, target.numel())
-            for _, _, full, target in targets
+            for full, target in targets
         ]
         read_all(reads, self._source)

@@ -13,12 +13,18 @@ import torch
 
 from bmtrain.errors import ArgumentError, ParameterError
 from bmtrain.kernels.adam import AdamSettings, update_tensors
-from bmtrain.optim import resharding
 from bmtrain.optim.adam_state import AdamLayout, Make, ParamBatch, UpdatePart
 from bmtrain.optim.flat import FlatSpan, parameters_of
 from bmtrain.optim.form import NAMES, StateForm, in_fp32
 from bmtrain.optim.loss_scale import CarriedScales, LossScale
-from bmtrain.optim.saved import check_adam_state, check_masters
+from bmtrain.optim.saved import (
+    THEIR_NAMES,
+    check_adam_state,
+    check_masters,
+    gather_states,
+    local_states,
+    local_values,
+)
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, NUMBER, PART, POSITIVE, Rule, check
 from bmtrain.shard.engine import Engine
@@ -287,8 +293,8 @@ class AdamBase(torch.optim.Optimizer):
         if self.form.is_compact:
             states = {index: in_fp32(values, flat[index]) for index, values in states.items()}
         if gather:
-            return {**state, "state": resharding.gather_states(flat, states)}
-        return {**state, "state": resharding.local_values(states)}
+            return {**state, "state": gather_states(flat, states)}
+        return {**state, "state": local_values(states)}
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The state itself, no copy: sharded tensors of sharded parameters."""
@@ -331,8 +337,8 @@ class AdamBase(torch.optim.Optimizer):
             CheckpointError: as `load_state_dict`.
         """
         self.dynamic_scale.wait()
-        check_adam_state(state_dict, {*NAMES, *resharding.NAMES})
-        states = resharding.local_states(self.param_groups, state_dict)
+        check_adam_state(state_dict, {*NAMES, *THEIR_NAMES})
+        states = local_states(self.param_groups, state_dict)
         if self.form.master_weights == "split":
             check_masters(parameters_of(self.param_groups), states)
         return {**state_dict, "state": states}

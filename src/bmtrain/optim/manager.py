@@ -17,12 +17,11 @@ from bmtrain.distributed.agreement import HostCopy
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import ConfigurationError, NonFiniteError
-from bmtrain.optim import resharding
 from bmtrain.optim.adam import AdamBase, check_rates, copy_of
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares
 from bmtrain.optim.flat import FlatSpan, gradient_of, gradients_of, parameters_of, spans_of
 from bmtrain.optim.loss_scale import CarriedScales, LossScale
-from bmtrain.optim.saved import check_manager_state
+from bmtrain.optim.saved import check_manager_state, gather_states, local_states, local_values
 from bmtrain.optim.schedules import check_steps_alone, step_schedules
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import POSITIVE, SIZE, check
@@ -394,9 +393,9 @@ class OptimManager:
             state = optimizer.state_dict()
             params = parameters_of(optimizer.param_groups)
             own = (
-                resharding.gather_states(params, state["state"])
+                gather_states(params, state["state"])
                 if gather_opt
-                else resharding.local_values(state["state"])
+                else local_values(state["state"])
             )
             states.append({**state, "state": own})
         return {**self._state_of_schedules(), "optimizers": states}
@@ -434,7 +433,7 @@ class OptimManager:
             if isinstance(optimizer, AdamBase):
                 owns.append(optimizer.own_of(saved))
             else:
-                states = resharding.local_states(optimizer.param_groups, saved)
+                states = local_states(optimizer.param_groups, saved)
                 owns.append({**saved, "state": states})
         for optimizer, own in zip(self.optimizers, owns, strict=True):
             if isinstance(optimizer, AdamBase):
