@@ -29,6 +29,7 @@ from bmtrain.shard.listing import grouped_parameters
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer
 from bmtrain.shard.whole import gather_result
+from bmtrain.torch_internals import leave_untraced
 from bmtrain.utils import print_block, print_dict, see_memory
 from bmtrain.verification import verify
 from bmtrain.version import __version__
@@ -79,3 +80,5 @@ __all__ = [
 ]
 
 compat.make_importable()
+_ENGINE = tuple(f"bmtrain.{x}." for x in ("shard", "block", "recompute", "optim", "checkpoint"))
+leave_untraced(_ENGINE, in_graphs=("bmtrain.block.", "bmtrain.shard.module"))

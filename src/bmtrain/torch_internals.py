@@ -12,12 +12,14 @@ import dataclasses
 import functools
 import gc
 import importlib
+import inspect
 import json
 import logging
 import operator
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,18 +55,45 @@ tree_map_only = functools.partial(_tree_map_only, is_leaf=lambda node: isinstanc
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_dynamo = torch._C._dynamo.eval_frame
+# What a function calls is not traced either.
+_UNTRACED = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
 
 
-def untraced(function: _Function) -> _Function:
-    """The function, which `torch.compile` of a program does not look into."""
-    hidden: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+def untraced(function: _Function, *, leaves_graphs: bool = True) -> _Function:
+    """The function, which `torch.compile` of a program runs as it is, with all that it calls.
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # The hidden function loads the compiler, for seconds: a program that uses it has done so.
-        return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+    Unlike `torch.compiler.disable` this does not load the compiler, which takes seconds.
 
-    return cast(_Function, run)
+    Args:
+        leaves_graphs: whether graphs end where it is called, instead of containing it.
+    """
+    of_python: Any = function
+    codes = [of_python.__code__]
+    for code in codes:
+        _dynamo.set_code_exec_strategy(code, _UNTRACED)
+        codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    if leaves_graphs:
+        vars(function)["_torchdynamo_disable"] = True
+    return function
+
+
+def leave_untraced(packages: tuple[str, ...], in_graphs: tuple[str, ...]) -> None:
+    """Make the functions and methods of loaded modules `untraced`. Functions may be in graphs.
+
+    Args:
+        packages: the modules, by how their names begin.
+        in_graphs: those among them whose methods may be in graphs too.
+    """
+    for name in [x for x in sys.modules if x.startswith(packages)]:
+        own = [x for x in vars(sys.modules[name]).values() if getattr(x, "__module__", "") == name]
+        members = [y for x in own if isinstance(x, type) for y in vars(x).values()]
+        for member in (*own, *members):
+            parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
+            for function in map(inspect.unwrap, parts):
+                if isinstance(function, types.FunctionType) and function.__module__ == name:
+                    is_method = "." in function.__qualname__
+                    untraced(function, leaves_graphs=is_method and not name.startswith(in_graphs))
 
 
 # torch 2.13 renamed the two flat collectives and deprecated the names of 2.8 to 2.12.
@@ -385,12 +414,6 @@ def size_at_hand(size: int | torch.SymInt) -> int | None:
     if isinstance(size, int):
         return size
     return size.node.hint if size.node.has_hint() else None
-
-
-def several_graphs_error() -> type[Exception]:
-    """The error of fullgraph compilation on code that needs a graph break."""
-    found: type[Exception] = torch._dynamo.exc.Unsupported
-    return found
 
 
 def too_many_forms_error() -> type[Exception]:

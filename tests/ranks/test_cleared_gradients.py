@@ -234,7 +234,14 @@ def cleared_on_one_rank(run):
 
 
 def hooked_and_failed(run):
-    """The gradient of a hooked parameter is as it was before the pass that failed."""
+    """The gradient of a hooked parameter is as it was before the pass that failed, by its hook too."""
+    for register in (run.weight.register_hook, run.weight.register_post_accumulate_grad_hook):
+        with register(Fault.backward.__get__(run)):
+            run.fails(KeyError, "fault", run.backward, 0)
+        run.clear()
+        run.backward(1)
+        run.look()
+        run.clear()
     run.weight.register_hook(lambda grad: grad * 2)
     run.backward(0)
     run.fails(KeyError, "fault", run.backward, 1, BROKEN)
@@ -260,6 +267,17 @@ def deferred_halves(run):
     run.look()  # reduces what was deferred
     run.backward(3, HALF)
     run.look()
+    run.clear()
+    frozen = (run.weight, run.net.row, run.net.ordinary)
+    run.backward(0, **LATER)
+    for param in frozen[:2]:
+        param.requires_grad_(False)
+    loss = run.loss(1)
+    frozen[2].requires_grad_(False)
+    run.finish(loss)
+    run.look()
+    for param in frozen:
+        param.requires_grad_()
 
 
 def deferred_and_cleared(run):

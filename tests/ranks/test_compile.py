@@ -267,9 +267,10 @@ def test_ranks_may_differ_in_what_compiles():
         blocks[0].up.forward = printing(blocks[0].up.forward)
     for block in blocks:
         block.compile(backend="eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is said on that rank
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         compare(plain, blocks, "a break", torch.ones(3, 6))
+    assert sum("runs uncompiled" in str(each.message) for each in said) == (bmt.rank() == 0)
     for kind in (Summing, SummingPlainly):
         own = lowering()
         block = bmt.Block(kind(), use_checkpoint=False)

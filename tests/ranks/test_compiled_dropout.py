@@ -131,7 +131,7 @@ def test_a_rank_that_compiles_draws_as_the_others():
         assert torch.equal(*ranks), f"step {step}: ranks have drawn differently"
     assert len(asked) == (3 if rank else 1)
     for block in blocks:
-        block.compile()
+        block.compile(dynamic=False)
     draws.step(blocks, rows(4), draws.SEED)
     assert asked == [False] * (4 if rank else 2)
     assert torch._functorch.config.graphsafe_rng_functionalization is before, "for others too"

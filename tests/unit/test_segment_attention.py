@@ -88,7 +88,7 @@ def compiled(monkeypatch):
         return find_backend("aot_eager")(graph, inputs)
 
     torch._dynamo.reset()
-    at_once = backend.AtOnce(backend.Seeded(lower))
+    at_once = backend.AtOnce(lower)
     return torch.compile(segment_attention, backend=at_once, fullgraph=True, dynamic=False), graphs
 
 

@@ -29,7 +29,6 @@ from bmtrain.block.adopt import (
 )
 from bmtrain.block.context import Context
 from bmtrain.block.shardable import check_shardable
-from bmtrain.compile.compiled import CompiledModule
 from bmtrain.compile.fp8 import call_in_fp8, check_fp8, marked
 from bmtrain.compile.programs import Structure
 from bmtrain.errors import ConfigurationError, ParameterError
@@ -44,7 +43,6 @@ from bmtrain.recompute.recomputation import (
     Recomputation,
     Runner,
     Selective,
-    SeveralGraphsError,
     parts_with_blocks,
     spare_buffers,
 )
@@ -426,15 +424,13 @@ class BlockCall:
     inputs resident that are recomputed or offloaded to the host.
 
     table, use: the sharded parameters, and what gathers them. runner, run: what runs the module,
-    and its function for this call. lends: whether Python code of the module, such as hooks or inner
-    recomputation, may run in backward and need full parameters.
+    and its function for this call.
     """
 
     table: ParameterTable
     use: Use
     runner: Runner
     run: ModuleCall
-    lends: bool = True
 
 
 class _Method(NamedTuple):
@@ -442,6 +438,7 @@ class _Method(NamedTuple):
 
     name: str
 
+    @untraced
     def __get__(self, block: Block | None, kind: type) -> Any:
         own = getattr(DistributedModule, self.name)
         if block is None:
@@ -556,6 +553,8 @@ class Block(_WithMethods):
                 "init_distributed."
             )
         self._compiles = defaults.compile if compile is None else compile
+        #: of torch.compile; None if it does not compile
+        self._options: dict[str, Any] | None = {} if self._compiles else None
         self._eager = Runner(call_in_fp8 if self._fp8 else call_module)
         self._runner: Runner = self._eager
         self._shown: str | None = None
@@ -585,7 +584,7 @@ class Block(_WithMethods):
         has asked for one graph, whether the block may be compiled.
         """
         is_default = isinstance(self._runner, Structure) or self._holds_blocks
-        is_default = is_default and self._level in (None, Level.NOTHING)
+        is_default = is_default and not self._options and self._level in (None, Level.NOTHING)
         return self._compiles and (is_asked or is_default)
 
     @property
@@ -612,14 +611,15 @@ class Block(_WithMethods):
         self._holds_blocks = has_blocks(self._inner)
         if self._stage is not None:
             self.move_to_stage(self._stage)
-        if not isinstance(self._runner, CompiledModule):
-            self._runner = (
-                self._structure() if self._compiles and not self._holds_blocks else self._eager
-            )
+        if self._options is None or self._holds_blocks:
+            self._runner = self._eager
+        else:
+            self._runner = self._structure(self._options)
 
-    def _structure(self) -> Structure:
+    def _structure(self, options: dict[str, Any]) -> Structure:
         params = [param for _, param in self.binding.table()]
-        return self._context.programs.structure(self._inner, params, bool(self._fp8))
+        structure = self._context.programs.structure
+        return structure(self._inner, params, bool(self._fp8), options)
 
     def _parts(self) -> list[tuple[str, torch.nn.Module]]:
         """The inner module and its plain descendants, with their paths."""
@@ -803,22 +803,19 @@ class Block(_WithMethods):
         backward enters the call, its full parameters are lent to the module.
         """
         first_node = next_node_number()
-        found: tuple[Any, list[torch.Tensor]] | None = None
         runner, use, context = call.runner, call.use, self._context
         moved: list[torch.Tensor] = []
         if level is Level.OFFLOADED:
             moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
         inside = runner.plain if level is Level.NOTHING else runner.recomputing(level)
         if inside is not None:
-            call.run, call.lends = inside, level is Level.NOTHING or runner.runs_python
+            call.run = inside
             hooks = use.saving() if torch.is_grad_enabled() else contextlib.nullcontext()
             if moved:
                 hooks = context.pinned.saving(moved, use.keep)
-            # The runner has warned and recomputes from outside from now on: go on below.
-            with contextlib.suppress(SeveralGraphsError):
-                found = self._compute(call, hooks, args, kwargs)
-        if found is None:
-            results, call.run, call.lends = None, runner.plain, True
+            out, views = self._compute(call, hooks, args, kwargs)
+        else:
+            results, call.run = None, runner.plain
             if level is Level.CHEAP and not runner.is_compiled:
                 call.run = results = Selective(runner.plain)
             begun = self._host_state.begin(args, kwargs, context.draws)
@@ -827,18 +824,16 @@ class Block(_WithMethods):
             recomputation = Recomputation(body, begun, use.place_of, use.keep, keep)
             saving = context.pinned.saving(moved, Kept) if moved else contextlib.nullcontext()
             with recomputation.first_run(args, kwargs, saving):
-                found = body(args, kwargs)
-        out, views = found
+                out, views = body(args, kwargs)
         if not torch.is_grad_enabled():
             return out
         end, tied = next(itertools.compress(views, use.trainable), None), out
         if call.table.are_copies:
             again = use.is_gathered_again
             tied = tied_to(end, out, (args, kwargs), first_node, is_gathered_again=again)
-        if call.lends or tied is not out:
-            bind = functools.partial(self.binding.lend, call.table, marked if self._fp8 else list)
-            node = None if end is None else end.grad_fn
-            before_backward_of(tied, first_node, functools.partial(use.lend, bind, node))
+        bind = functools.partial(self.binding.lend, call.table, marked if self._fp8 else list)
+        node = None if end is None else end.grad_fn
+        before_backward_of(tied, first_node, functools.partial(use.lend, bind, node))
         return tied
 
     def _warn_of_keeping(self, results: Selective | None, reason: str) -> None:
@@ -917,9 +912,11 @@ class Block(_WithMethods):
     def compile(self, **options: Any) -> None:
         """Compile the inner module; `options` are the keywords of torch.compile.
 
-        Blocks of equal structure share the compiled code.
+        Blocks of equal structure and options share the compiled code. A module that does not
+        compile as one graph runs uncompiled, with a warning.
         """
-        self._runner = CompiledModule(self._structure(), options)
+        self._runner = self._structure(options)
+        self._options = options
 
     def train(self, mode: bool = True) -> Block:
         """Set the mode through the inner module, whose `train` may be overridden."""

@@ -281,7 +281,7 @@ class WholeModel:
         for name in ("_parameters", "_buffers", "_modules"):
             self._root.__dict__[name] = model.__dict__[name]
         self._binding = Binding(functools.partial(parts_with_blocks, self._root))
-        self._gate = Gate(copying(backend.AtOnce(backend.Seeded(backend.inductor))))
+        self._gate = Gate(copying(backend.AtOnce(backend.inductor)))
         self._programs: dict[Hashable, Program] = {}  # by training mode and methods
         self._methods = Methods()
         self._residences: list[Residence] = []  # that hold the full parameters
@@ -590,9 +590,9 @@ class WholeModel:
         parts = [part for _, part in self._current().modules[1:]]
         key = model.training, self._methods.of([model, *parts])
         if key not in self._programs:
-            options = {} if self._context.device.type == "cpu" else _ON_GPU
+            special = {} if self._context.device.type == "cpu" else _ON_GPU
             self._programs[key] = Program(
-                self._forward, self._gate, self._num_graphs or _NUM_SPECIAL, options
+                self._forward, self._gate, self._num_graphs or _NUM_SPECIAL, special
             )
         return self._programs[key]
 

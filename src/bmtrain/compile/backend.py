@@ -144,43 +144,22 @@ class InFp8:
 
     Attributes:
         lower: the backend to call.
-        whole: the name of the module if a graph holds all of it; a warning then says that there was
-            nothing to rewrite. None if a graph may be a part of a module.
+        name: of the module that a graph holds, for a warning where there is nothing to rewrite.
     """
 
     lower: Lower
-    whole: str | None = None
+    name: str
 
     def __call__(
         self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
     ) -> Lowered:
         """Rewrite and lower."""
-        if not sum(map(fp8.rewrite, parts(graph))) and self.whole is not None:
+        if not sum(map(fp8.rewrite, parts(graph))):
             warn(
-                f"fp8=True changes nothing in {self.whole}: it has no product that "
+                f"fp8=True changes nothing in {self.name}: it has no product that "
                 "torch.nn.functional.linear makes."
             )
         return self.lower(graph, inputs, **options)
-
-
-@dataclasses.dataclass(frozen=True)
-class Seeded:
-    """A backend whose code draws random numbers from the program's generators, in forward only.
-
-    Dropout seeds are drawn in forward and saved. For random numbers that recomputation must draw
-    again (dropout inside attention), the generator's state is saved: 16 bytes, read without a
-    device synchronisation. By default, torch would draw them from its own copies of the generator,
-    which neither a later seed nor a restored state reaches.
-    """
-
-    lower: Lower
-
-    def __call__(
-        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
-    ) -> Lowered:
-        """Lower the graph."""
-        with _asking(graphsafe_rng_functionalization=False):
-            return self.lower(graph, inputs, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +170,12 @@ class AtOnce:
     and it may run more than once (`retain_graph=True`). Compiler warnings are silenced: the user
     has not asked to compile. Refuses graphs with collectives, and graphs whose recomputation in
     backward would read values that have changed since forward.
+
+    The code draws random numbers from the program's generators, in forward only. Dropout seeds are
+    drawn in forward and saved. For random numbers that recomputation must draw again (dropout
+    inside attention), the generator's state is saved: 16 bytes, read without a device
+    synchronisation. By default, torch would draw them from its own copies of the generator, which
+    neither a later seed nor a restored state reaches.
 
     Attributes:
         lower: the backend to call.
@@ -221,7 +206,8 @@ class AtOnce:
         # Set permanently: torch reads it again in a backward pass with retain_graph=True, and
         # raises if it is on.
         lowering_config().donated_buffer = False
-        with warnings.catch_warnings(), _asking(force_non_lazy_backward_lowering=True):
+        asked = {"force_non_lazy_backward_lowering": True, "graphsafe_rng_functionalization": False}
+        with warnings.catch_warnings(), _asking(**asked):
             warnings.simplefilter("ignore")
             lowered = self.lower(graph, inputs, **options)
         if axis is None:

@@ -62,7 +62,11 @@ class Programs:
         self._tensor_ranks = world.mesh.tp
 
     def structure(
-        self, module: torch.nn.Module, params: Sequence[DistributedParameter], fp8: bool
+        self,
+        module: torch.nn.Module,
+        params: Sequence[DistributedParameter],
+        fp8: bool,
+        options: dict[str, Any],
     ) -> Structure:
         """The structure that `module` shares with modules of its class and parameters.
 
@@ -70,6 +74,9 @@ class Programs:
 
         Args:
             fp8: whether linear layers run in FP8.
+            options: of torch.compile.
+
+        Raises what torch.compile does for options that it does not know.
         """
         is_whole = not any(param.storage_of.placement.tensor_parallel for param in params)
         split = None if is_whole else self._tensor_ranks
@@ -78,15 +85,16 @@ class Programs:
             fp8,
             split,
             tuple([(param._original_shape, param.dtype, param.requires_grad) for param in params]),
+            tuple((x, repr(y) if isinstance(y, dict) else y) for x, y in sorted(options.items())),
         )
         if key not in self._structures:
-            self._structures[key] = Structure(type(module), fp8, self._warned, split)
+            self._structures[key] = Structure(type(module), fp8, self._warned, split, options)
         return self._structures[key]
 
 
 class Structure(Runner):
-    """Runs modules that share compiled code, or that are known to run uncompiled: blocks that leave
-    `compile` at its default. A failure to compile is never an error.
+    """Runs modules that share compiled code, or that are known to run uncompiled. A failure to
+    compile is never an error.
 
     Compiled code is used only where a backward pass follows. Modules that are not one graph, that
     communicate, or on which the compiler fails, run uncompiled. Each rank decides alone, before any
@@ -97,34 +105,31 @@ class Structure(Runner):
 
     is_compiled = True
 
-    def __init__(self, kind: type, fp8: bool, warned: set[type], split: Axis | None) -> None:
+    def __init__(
+        self, kind: type, fp8: bool, warned: set[type], split: Axis | None, options: dict[str, Any]
+    ) -> None:
         super().__init__(functools.partial(self.run, call))
-        self._class, self._warned, self.fp8, self._split = kind, warned, fp8, split
-        at_once = backend.AtOnce(backend.Seeded(backend.inductor), split)
+        self._class, self._warned, self._split = kind, warned, split
+        if options:
+            # For its checks, which it leaves out for a callable backend; with copies, as it pops
+            # entries.
+            own: dict[str, Any] = {
+                x: dict(y) if isinstance(y, dict) else y for x, y in options.items()
+            }
+            torch.compile(call, **own)
+        self._options = {**options}
+        self._options.pop("fullgraph", None)
+        lower = backend.find(self._options.pop("backend", "inductor"))
+        at_once = backend.AtOnce(lower, split)
         self._lower: backend.Lower = backend.InFp8(at_once, kind.__name__) if fp8 else at_once
         self._uncompiled = call_in_fp8 if fp8 else call
         self._programs: dict[Hashable, Program] = {}
-        self._codes: dict[Hashable, ModuleCall] = {}
         self._methods = Methods()
         self._present: Hashable = ()  # methods of the last call
         self._is_refused = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
         return self  # a copy of a block shares the block's programs
-
-    def code(self, function: ModuleCall) -> ModuleCall:
-        """`function` with a code object of this structure's own, and of its present methods.
-
-        torch's recompile limit counts per code object: structures would use up each other's limit.
-        """
-        key = function, self._present
-        if key not in self._codes:
-            self._codes[key] = _copy(function)
-        return self._codes[key]
-
-    def look(self, modules: Sequence[torch.nn.Module]) -> None:
-        """The next call is one of a module with these parts."""
-        self._present = self._methods.of(modules)
 
     def recomputing(self, level: Level) -> ModuleCall:
         """`plain` with recomputation at `level` inside.
@@ -152,7 +157,7 @@ class Structure(Runner):
             text = f"{self._class.__name__}: {is_refused}"
             is_refused |= told_apart(text, self._split, "tensor-parallel code") is not None
         if not is_refused:
-            self.look(modules)
+            self._present = self._methods.of(modules)
         return not is_refused
 
     def run(
@@ -169,7 +174,7 @@ class Structure(Runner):
         key = (function, module.training, self._present)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = Program(function, self._lower)
+            program = self._programs[key] = Program(function, self._lower, options=self._options)
         first_node = next_node_number()
         try:
             out = program(module, args, kwargs)
@@ -305,7 +310,8 @@ class Program:
         function: what is compiled.
         lower: the compiler backend.
         num_special: numbers of shapes with a function of their own.
-        options: of torch.compile, for those functions.
+        special: options of torch.compile for those functions.
+        options: for all.
     """
 
     def __init__(
@@ -313,16 +319,16 @@ class Program:
         function: ModuleCall,
         lower: backend.Lower,
         num_special: int = 1,
+        special: dict[str, Any] | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         self._function, self._num_special = function, num_special
-        self._compiled = functools.partial(
+        compiled = functools.partial(
             torch.compile, fullgraph=True, backend=lower, **(options or {})
         )
+        self._compiled = functools.partial(compiled, **(special or {}))
         self._special: dict[Hashable, Any] = {}  # by shapes
-        self._of_others = torch.compile(
-            _copy(run_any_number if patches_compiler() else _run), fullgraph=True, backend=lower
-        )
+        self._of_others = compiled(_copy(run_any_number if patches_compiler() else _run))
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

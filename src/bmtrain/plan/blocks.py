@@ -153,8 +153,7 @@ def _compiled(case: Case, level: Level) -> Cost:
     function = recomputing(level)
     # A code object of its own: torch limits recompilations by code.
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    chain = backend.AtOnce(backend.Seeded(lower))
-    run = torch.compile(own, backend=chain, fullgraph=True, dynamic=False)
+    run = torch.compile(own, backend=backend.AtOnce(lower), fullgraph=True, dynamic=False)
     saved = Saved(case.spare)
     with warnings.catch_warnings(), saved:
         warnings.simplefilter("ignore")

@@ -22,7 +22,6 @@ from bmtrain.recompute.recomputation import (
     Recomputation,
     Runner,
     Selective,
-    SeveralGraphsError,
 )
 from bmtrain.runtime import world
 from bmtrain.shard.unshard import Kept
@@ -95,7 +94,7 @@ def measure(
     memory, options = current.service(memory_of), dict[Level, Option]()
     devices = [] if current.device.type == "cpu" else [current.device]
     for level in [level for level in levels if level is not Level.OFFLOADED]:
-        with torch.random.fork_rng(devices), contextlib.suppress(SeveralGraphsError):
+        with torch.random.fork_rng(devices):
             run = functools.partial(runs.run, level)
             once = functools.partial(_once, run, params, args, kwargs, memory)
             options[level] = _measure(once, runs.begun)

@@ -722,22 +722,15 @@ def _is_plain(thing: Any) -> bool:
 ModuleCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class SeveralGraphsError(RuntimeError):
-    """A module does not compile as one graph. Raised before anything of it has run."""
-
-
 class Runner:
     """Runs modules as they are; compiled runners derive from it.
 
     Attributes:
         plain: a function of a module, its args and its kwargs: `module(*args, **kwargs)`.
         is_compiled: whether it runs compiled code.
-        runs_python: whether Python code of the module, such as hooks or inner recomputation, may
-            run in backward.
     """
 
     is_compiled = False
-    runs_python = True
 
     def __init__(self, plain: ModuleCall) -> None:
         self.plain = plain
@@ -749,8 +742,7 @@ class Runner:
     def recomputing(self, level: Level) -> ModuleCall | None:
         """A function like `plain` that recomputes by itself and keeps what `level` says.
 
-        None if the caller must, by `Recomputation`. The function raises SeveralGraphsError if the
-        module does not compile as one graph.
+        None if the caller must, by `Recomputation`.
         """
         return None
 

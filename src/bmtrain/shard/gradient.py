@@ -181,11 +181,16 @@ class Gradient:
         """
         dense: list[torch.Tensor | None] = []
         reads: list[torch.Tensor] = []
-        for index, grad in enumerate(grads):
-            if grad is not None:
+        with plain_functions():  # ten times as fast
+            for index, (reference, grad) in enumerate(zip(self._params, grads, strict=True)):
+                param = reference()
+                # Frozen since the forward pass: autograd would add no gradient either.
+                if grad is None or (param is not None and not param.requires_grad):
+                    dense.append(None)
+                    continue
                 self.touched[index] = True
                 reads.append(grad.to_dense() if grad.is_sparse else grad)
-            dense.append(None if grad is None else reads[-1])
+                dense.append(reads[-1])
         self._check_deferring(defer)
         if not defer and self._deferred is None:
             return self._reduction(functools.partial(self._parts, dense), reads)
@@ -198,9 +203,11 @@ class Gradient:
     def add_slice(self, index: int, grad: torch.Tensor, *, defer: bool) -> None:
         """Add the gradient of this rank's slice of slot `index`, already summed over ranks."""
         self._check_deferring(defer)
-        self.touched[index] = True
-        self._slices.append((index, grad))
-        self._keeps_slices = self._keeps_slices or defer
+        param = self._params[index]()
+        if param is None or param.requires_grad:  # as above
+            self.touched[index] = True
+            self._slices.append((index, grad))
+            self._keeps_slices = self._keeps_slices or defer
 
     def discard_deferred(self, index: int) -> None:
         """Drop what was deferred for slot `index`, because the program clears its gradient."""
@@ -267,15 +274,10 @@ class Gradient:
         self.flat = flat = total if self.flat is None else self.flat
         if flat is not total:
             flat.copy_(total)
-        trained: list[tuple[int, Any]] = []
-        with plain_functions():
-            for index, reference in enumerate(self._params):
-                param = reference()
-                if param is not None and param.requires_grad:
-                    trained.append((index, param))
         before, self._views, shown = self._views, [None] * len(self._params), []
-        for index, param in trained:
-            if self.had_grad[index] or touched[index]:
+        for index, reference in enumerate(self._params):
+            param = reference()
+            if param is not None and (self.had_grad[index] or touched[index]):
                 view, own = before[index], flat[self._ranges[index]]
                 if index in self._hooked:
                     self._run_hooks(param, own, index, is_touched=touched[index])
@@ -548,8 +550,12 @@ class Backward:
         # `close` reads and writes the sums on the compute stream. Without this wait it would race
         # with the reductions in flight, and so would the optimizer.
         self._transport.wait_for_reductions()
-        for gradient in done:
-            gradient.close(touched[gradient])
+        try:
+            for gradient in done:
+                gradient.close(touched[gradient])
+        except BaseException:  # of a hook: else the next pass would close these gradients again
+            self.abandon()
+            raise
         # Collectives too: at this place on every rank.
         try:
             if self.replicated is not None:

@@ -154,12 +154,13 @@ class Replicated:
         self, reference: weakref.ref[torch.nn.Parameter]
     ) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
         def collect(grad: torch.Tensor | None) -> torch.Tensor | None:
-            if grad is None:  # reached, but this rank's loss does not depend on it
+            param = reference()
+            # reached, but this rank's loss does not depend on it; or frozen since the forward pass
+            if grad is None or (param is not None and not param.requires_grad):
                 return None
             self._backward.join()
             # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass,
             # the same on every rank.
-            param = reference()
             key = id(param)
             self._had.setdefault(key, param is not None and param.grad is not None)
             before = self._incoming.get(key)

@@ -400,14 +400,7 @@ class Use:
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         found = []
         for storage, own in self.trained():
-            shown: list[torch.Tensor | None] = []
-            with plain_functions():
-                for reference, grad in zip(storage.references, grads[own], strict=True):
-                    param = reference()
-                    # Frozen since the forward pass: autograd would add no gradient either.
-                    is_wanted = param is None or param.requires_grad
-                    shown.append(grad if is_wanted else None)
-            found.append((storage.gradient, shown))
+            found.append((storage.gradient, grads[own]))
         if found:
             self.engine.backward.add(found)
 

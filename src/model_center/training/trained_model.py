@@ -819,7 +819,7 @@ def irreplaceable(model: Any) -> dict[str, str]:
         for name, module in model.named_modules()
         if module is head
     }
-    children: dict[tuple[type, str], type[torch.nn.Module]] = {}
+    children: dict[tuple[type, str], type[torch.nn.Linear]] = {}
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, torch.nn.Linear):
