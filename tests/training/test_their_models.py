@@ -16,13 +16,13 @@ import transformers
 from tests.models.parity import values
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import command, losses, on, same_learning
-from tests.training.their_models import HEADS, arguments, check_learning, make
+from tests.training.their_models import HEADS, arguments, check_learning, make, tiny_config
 
 from bmtrain.errors import ParameterError
 from model_center.errors import ConfigError
 from model_center.training.objectives import Objective
 from model_center.training.setup import DTYPES
-from model_center.training.trained_model import TransformersModel, trained_model_of
+from model_center.training.trained_model import TransformersModel, layers_to_adapt, trained_model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 # Whether samples share rows.
@@ -274,8 +274,10 @@ def adapters_are_computed(folders):
 @pytest.mark.fresh
 def test_layers_outside_of_blocks_get_adapters(tmp_path):
     """OPT's projections from and to its embeddings are in no list of layers; its head gets none.
-    Falcon's layers are of a class of its own.
+    Falcon's layers are of a class of its own. BERT's `dense` are not all of its attention.
     """
+    bert = transformers.AutoModelForCausalLM.from_config(tiny_config("bert", is_decoder=True))
+    assert {"query", "key", "value"} < {*layers_to_adapt(bert, None)["target_modules"]}
     path = str(make("opt", tmp_path, word_embed_proj_dim=8))
     falcon = str(make("falcon", tmp_path)), "nowhere", "nowhere"
     run_ranks(adapters_are_computed, 1, [(path, "lm_head", "lm_head is the head"), falcon])

@@ -66,7 +66,7 @@ TOKENIZERS: dict[str, Any] = {
 TRANSFORMERS_ATTENTION = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "dense"),
     *("query_key_value", "c_attn", "Wqkv", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
-    "kv_b_proj",
+    *("kv_b_proj", "query", "key", "value"),
 )
 # What configurations call the factor of the scores, and what they are divided by.
 FACTORS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
@@ -833,7 +833,7 @@ def irreplaceable(model: Any) -> dict[str, str]:
     return found
 
 
-def _is_linear(kind: type[torch.nn.Linear]) -> bool:
+def _is_linear(kind: type[torch.nn.Module]) -> bool:
     """Whether layers of a class compute what torch's linear layers do (Falcon's are of their own
     class).
     """
