@@ -18,9 +18,9 @@ import torch
 from bmtrain.distributed.transport import Streams, gather_shards, reduce_shards
 from bmtrain.runtime.world import World
 
-# Multiplications. The host takes about 150 us to issue the communication and products of a chunk; a
-# GPU that has less to compute for one waits for the host.
-LEAST_WORK = 2**36
+# Multiplications. A GPU with less to compute for a chunk waits for the host, which issues the chunk's
+# communication and products: 2.7B, two H200, 16,384 rows, 19,703 tokens/s in one chunk, 16,609 in 2.
+LEAST_WORK = 2**37
 
 
 @dataclasses.dataclass(frozen=True)
