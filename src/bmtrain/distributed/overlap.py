@@ -18,8 +18,8 @@ import torch
 from bmtrain.distributed.transport import Streams, gather_shards, reduce_shards
 from bmtrain.runtime.world import World
 
-# Multiplications. A GPU with less to compute for a chunk waits for the host, which issues the chunk's
-# communication and products: 2.7B, two H200, 16,384 rows, 19,703 tokens/s in one chunk, 16,609 in 2.
+# Multiplications. A GPU with less to compute for a chunk waits for the host, which issues the
+# communication and the products of each chunk.
 LEAST_WORK = 2**37
 
 
