@@ -693,12 +693,13 @@ def short_table(rows: Sequence[Beside]) -> str:
 
 def text_picture(rows: Sequence[Beside]) -> str:
     """Bars of text; the fastest other is 1.0. Of each model and kind of GPU, the largest batch on
-    the most GPUs.
+    the most GPUs; of full and padded rows those with the lower ratio.
     """
-    shown = {
-        (row.ours["model"], *map(row.ours.get, KINDS_OF_ROWS), row.gpu): row
-        for row in sorted(rows, key=lambda row: (row.ours["gpus"], int(row.ours["rows"])))
-    }
+
+    def order(row: Beside) -> tuple[float, ...]:
+        return row.ours["gpus"], row.ours["rows"], -row.ratio
+
+    shown = {(row.ours["model"], row.gpu): row for row in sorted(rows, key=order)}
     named = {f"{row.place}, {row.what} tokens": row for row in rows if row in shown.values()}
     width = max(map(len, named), default=0) + 1
     lines = [" " * width + "0         0.5       1.0       1.5"]
