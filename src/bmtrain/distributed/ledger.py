@@ -39,7 +39,7 @@ from bmtrain.torch_internals import PROXIES, all_gather_flat, dispatch_mode, is_
 PATIENCE_S = 10.0  # after a failure, how long a rank waits for the other ranks' logs
 _NUM_REMEMBERED = 1024
 _NUM_TOLD = 3  # operations in the watchdog's report
-FIRST_BYTES = 1016  # of data, in the message that carries the word
+FIRST_BYTES = 4088  # of data, in the message that carries the word: a shard of a small block
 _TAG = 7 << 20  # tag of comparison messages, out of the way of a user's and a pipeline's
 _CURE = (
     "Data gathered since are discarded. Read what {} has printed, then start the run again: it "
