@@ -90,6 +90,7 @@ GEOMETRIES = {
     "gpt2": Geometry(12, 768, 12, 3072, 1024, 50304),
     "1b": Geometry(16, 2048, 32, 8192, 4096, 128256, kv_heads=8),
     "llama-8b": Geometry(32, 4096, 32, 14336, 4096, 128256, kv_heads=8),
+    "llama-8b-8k": Geometry(32, 4096, 32, 14336, 8192, 128256, kv_heads=8),
     "13b": Geometry(40, 5120, 128, 20480, 512, 50304),
     "qwen3-4b": Geometry(36, 2560, 32, 9728, 16384, 151936, kv_heads=8, head_dim=128),
 }
@@ -601,6 +602,7 @@ SUITES = {
     "causal-lora-one-gpu": Suite(1, "qwen3-4b-lora --batch 1", PACKED_LORA),
     "llama-two-gpus": Suite(2, "llama-8b --batch 3", LARGE),
     "llama-four-gpus": Suite(4, "llama-8b --batch 3", LARGE),
+    "llama-8k-four-gpus": Suite(4, "llama-8b-8k --batch 2", LARGE),
     "13b-four-gpus": Suite(4, "13b --batch 8 16 24 32", LARGE),
     "lora-one-gpu": Suite(1, "llama-8b-lora --batch 1 2", (*ALONE, "plain-recomputed")),
 }

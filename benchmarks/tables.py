@@ -30,7 +30,7 @@ RECIPES = tuple(
 )
 # Tokens of a row in as_written.py.
 TOKENS = {"gpt2": 1024, "llama-8b": 4096, "bert-large": 128, "t5-base": 512, "llama-8b-lora": 4096}
-TOKENS |= {"qwen3-4b": 16384, "qwen3-4b-lora": 16384, "13b": 512, "1b": 4096}
+TOKENS |= {"qwen3-4b": 16384, "qwen3-4b-lora": 16384, "13b": 512, "1b": 4096, "llama-8b-8k": 8192}
 # Kinds of rows and of peers in its records, where they are not the usual ones.
 KINDS_OF_ROWS, OWN = ("padded", "packed"), ("ours", "center")
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
