@@ -45,3 +45,15 @@ def test_a_plan_serves_the_first_pass():
     other.observe("a", FORWARD)
     other.interrupt()
     assert run(other, "b") + run(other, "ab") == "---"
+
+
+def test_what_is_gathered_no_more_is_forgotten():
+    """Pairs too of which one is gathered still; what came back in time is known."""
+    schedule = Schedule[str]()
+    schedule.memory = 8  # the end of a pass and the beginning of the next count as one each
+    for order in ("xa", "ab", "ab", "cd", "ab", "ab", "ab", "ab"):
+        schedule.restart()
+        run(schedule, order)
+    for order, found in ("cd", "d-"), ("xa", "-b"):
+        schedule.restart()
+        assert run(schedule, order) == found
