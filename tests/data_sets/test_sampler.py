@@ -42,6 +42,10 @@ def test_every_row_once_and_equally_many_batches():
         assert all(len(batch) == batch_size for of_rank in got for batch in of_rank[:full])
         for step in zip(*got, strict=True):
             assert max(map(len, step)) - min(map(len, step)) <= 1
+        whole = BatchSplit(batch_size=batch_size, world_size=ranks, drop_last=True)
+        steps, full = zip(*batches(rows, whole, shuffle=False), strict=True), batch_size * ranks
+        assert [sum(map(len, step)) for step in steps] == [full] * (rows // full)
+        assert whole.count(rows) == rows // full
 
 
 def test_orders_are_permutations_of_their_key():

@@ -179,6 +179,10 @@ def test_a_model_center_file_may_have_a_row_for_padding(tmp_path):
         with pytest.warns(UserWarning, match=match):
             model = GPT2.from_pretrained(tmp_path, config)
         assert_same(state_of(model), {name: value.float() for name, value in tensors.items()})
+    del tensors["input_embedding.weight"]
+    torch.save(tensors, tmp_path / "pytorch_model.pt")
+    with pytest.raises(WeightsError, match=r"missing: 'input_embedding\.weight'"):
+        GPT2.from_pretrained(tmp_path, config)
     with pytest.raises(ConfigError, match="got a config and dtype as well"):
         GPT2.from_pretrained(tmp_path, config, dtype="float32")
     with pytest.raises(ConfigError, match="format is 'pt': expected one of hf, model_center"):
