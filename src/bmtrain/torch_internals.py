@@ -320,11 +320,6 @@ def hooks_of(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
     )
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether the module has forward or backward hooks of its own."""
-    return any(hooks_of(module))
-
-
 def renew_weights(module: torch.nn.RNNBase) -> None:
     """Rebuild the list from which a recurrent module reads its weights."""
     module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
@@ -381,9 +376,8 @@ def call_of_autograd_function() -> str:
     return f"{operator.__module__}.{operator.__name__}"
 
 
-def is_selective(graph: torch.fx.GraphModule) -> bool:
-    """Whether the graph is a recomputed region of which some results are kept."""
-    return graph.meta.get("_checkpoint_context_fn") is not None
+# In the meta of a graph's recomputed region: what says which results are kept, if any are.
+CONTEXT_FN = "_checkpoint_context_fn"
 
 
 def patches_compiler() -> bool:
@@ -492,12 +486,9 @@ default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 store_of: Callable[[Any], Any] = dist.distributed_c10d._get_process_group_store
 
 
-def symmetric_memory() -> Any:
-    """Torch's C++ class of symmetric memory.
-
-    The public Python module around it imports much more, at a cost for every program.
-    """
-    return torch._C._distributed_c10d._SymmetricMemory
+#: Torch's C++ class of symmetric memory, if it has one. The public Python module around it imports
+#: much more, at a cost for every program.
+symmetric_memory: Any = getattr(torch._C._distributed_c10d, "_SymmetricMemory", None)
 
 
 def flight_record() -> str:

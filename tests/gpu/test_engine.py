@@ -115,7 +115,7 @@ def compare_compiled():
             got = gradients(layers, x)
             params = list(layers.parameters())
             for mine, full, param in zip(got, want, map(sharded_parameter, params), strict=True):
-                piece = param.storage_of.piece(param.index_in_storage)
+                piece = param.cut.piece
                 part = full.reshape(-1)[piece.start : piece.stop] * bmt.world_size()
                 if part.numel():
                     models.assert_same(

@@ -20,7 +20,7 @@ class FilePeers(peers.Peers):
     """Processes of one host."""
 
     def __init__(self, axis, device, timeout):
-        self.axis, self._device, self._alive = axis, device, weakref.WeakSet()
+        self.axis, self._device, self.alive = axis, device, weakref.WeakSet()
 
     def allocate(self, numel, dtype):
         num_bytes = numel * dtype.itemsize
@@ -43,7 +43,7 @@ class FilePeers(peers.Peers):
         # the shard alive, and its finaliser, which drops this memory, would never run.
         aliases = [own.detach() if part is own else part for part in parts]
         memory = peers.PeerMemory(aliases, None, num_bytes)
-        self._alive.add(memory)
+        self.alive.add(memory)
         return own, memory
 
     def barrier(self, channel):

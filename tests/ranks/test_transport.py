@@ -317,7 +317,7 @@ class Driver:
 def device_peers(driver, version):
     with (
         mock.patch.object(peers, "TORCH_VERSION", tuple(map(int, version.split(".")[:2]))),
-        mock.patch.object(peers, "symmetric_memory", lambda: driver),
+        mock.patch.object(peers, "symmetric_memory", driver),
     ):
         yield peers.Peers(world.current().mesh.world, bmt.device(), 1.0)
 

@@ -196,14 +196,8 @@ class BoundCopy(_Copy, Bound):
         """torch's."""
         return super().detach().as_subclass(_Copy)
 
-    @property
-    def data(self) -> torch.Tensor:
-        """The values, detached, with this tensor's version counter."""
-        return self.detach()
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        _NATIVE_DATA.__set__(self, values)
+    #: the values, detached, with this tensor's version counter
+    data: Any = property(detach, _NATIVE_DATA.__set__)
 
 
 class Binding:
@@ -320,7 +314,7 @@ class Binding:
             tensors: one for each slot of the table's storages.
         """
         tensors = marked(tensors)
-        lent = [tensors[position] for position in table.positions]
+        lent = list(map(tensors.__getitem__, table.positions))
         self._bound_table, self._lent = table, lent
         self._put(table, lent)
 
@@ -353,7 +347,7 @@ def _refuse(table: ParameterTable, are_lost: Iterable[bool]) -> None:
     """Raise ParameterError for the first parameter whose value would be lost, if any."""
     row = next(itertools.compress(table, are_lost), None)
     if row is not None:
-        raise _lost_value(repr(row.place.path))
+        raise _lost_value([row])
 
 
 def _written(table: ParameterTable, bound: Sequence[torch.Tensor]) -> ParameterError:
@@ -361,14 +355,13 @@ def _written(table: ParameterTable, bound: Sequence[torch.Tensor]) -> ParameterE
     # Views of one buffer share a counter: which of them was written, values tell.
     rows = list(zip(table, bound, strict=True))
     written = [row for row, view in rows if _differs(row.param, view)]
-    paths = [row.place.path for row in written[:1] or table]
-    return _lost_value(" or ".join(map(repr, paths[:3])))
+    return _lost_value(written[:1] or table[:3])
 
 
 def _differs(param: DistributedParameter, view: torch.Tensor) -> bool:
     """Whether this rank's part of a gathered parameter is other than its shard."""
     storage, index = param.storage_of, param.index_in_storage
-    own = storage.slice_of(index, view.detach())
+    own = storage.cuts[index].own(view.detach())
     return storage.axis.size > 1 and not torch.equal(own, storage.local(index))
 
 
@@ -402,9 +395,10 @@ def _row_sums(numbers: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.sum(-1) for part in parts])
 
 
-def _lost_value(what: str) -> ParameterError:
+def _lost_value(rows: Sequence[Row]) -> ParameterError:
+    names = " or ".join(repr(row.place.path) for row in rows)
     return ParameterError(
-        f"the forward pass gave parameter {what} a new value, which would be lost: inside it the "
+        f"the forward pass gave parameter {names} a new value, which would be lost: inside it the "
         "parameter is a gathered copy. Change parameters between passes, or register it as a "
         "buffer."
     )
@@ -596,7 +590,7 @@ class Block(_WithMethods):
         """Shard the parameters that are not sharded yet, those of new modules too. Collective."""
         context = self._context
         open_slots(self._inner)
-        parts = self._parts()
+        parts = parts_of(self._inner)
         places = list(places_of(parts))
         new = [
             (place.path, place.value)
@@ -620,10 +614,6 @@ class Block(_WithMethods):
         params = [param for _, param in self.binding.table()]
         structure = self._context.programs.structure
         return structure(self._inner, params, bool(self._fp8), options)
-
-    def _parts(self) -> list[tuple[str, torch.nn.Module]]:
-        """The inner module and its plain descendants, with their paths."""
-        return parts_of(self._inner)
 
     @property  # type: ignore[misc]  # never assigned
     def __class__(self) -> type:
@@ -672,7 +662,7 @@ class Block(_WithMethods):
         Leaves out distributed modules, which save and load their own parameters.
         """
         yield "", self._inner
-        for path, module in self._parts():
+        for path, module in parts_of(self._inner):
             if module is not self._inner and not isinstance(module, DistributedModule):
                 yield path, module
 
@@ -702,8 +692,10 @@ class Block(_WithMethods):
         # recomputation runs what forward ran, even if recording has stopped by then.
         runner = self._runner
         if runner is not self._eager and (
-            self._context.recorder.is_listening
-            or not runner.accepts([part for _, part in self._parts()], (*args, *kwargs.values()))
+            self._context.recorder.listeners
+            or not runner.accepts(
+                [part for _, part in parts_of(self._inner)], (*args, *kwargs.values())
+            )
         ):
             runner = self._eager
         call = BlockCall(table, use, runner, runner.plain)
@@ -729,6 +721,10 @@ class Block(_WithMethods):
         context = self._context
         axis = context.mesh.world if self._stage is None else context.mesh.pp_zero
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        # None: not known yet
+        is_repeatable = (
+            call.runner.is_compiled or self._holds_blocks or self._host_state.is_repeatable
+        )
         subject = Subject(
             block=self,
             kind=self._kind(call, tensors),
@@ -736,7 +732,7 @@ class Block(_WithMethods):
             num_dims=tensors[0].dim() if tensors else 0,
             # A measuring run must not appear in the recording, nor change what a pass reads.
             options=None
-            if context.recorder.is_listening or self._is_repeatable(call) is None
+            if context.recorder.listeners or is_repeatable is None
             else functools.partial(self._measure, call, args, kwargs),
         )
         first_node = next_node_number()
@@ -759,7 +755,7 @@ class Block(_WithMethods):
         levels: Sequence[Level],
     ) -> dict[Level, Option]:
         """The cost of a call at each level, measured on the parameters that its use holds."""
-        if self._holds_blocks or not self._is_repeatable(call):
+        if self._holds_blocks or not (call.runner.is_compiled or self._host_state.is_repeatable):
             # Inner blocks communicate: not to be run by one rank for itself.
             return {Level.BLOCK: Option(0, 0, 0.0)}
         use = call.use
@@ -773,10 +769,6 @@ class Block(_WithMethods):
         trials = Trials(self._inner, call.runner, self._host_state, begun)
         with self.binding.running(call.table, views, is_compiled=call.runner.is_compiled):
             return measure(trials, levels, views, args, kwargs)
-
-    def _is_repeatable(self, call: BlockCall) -> bool | None:
-        """Whether a call can run a second time; None if that is not known yet."""
-        return call.runner.is_compiled or self._holds_blocks or self._host_state.is_repeatable
 
     def _kind(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> object:
         """What determines how much a call keeps, apart from shapes."""
@@ -812,7 +804,7 @@ class Block(_WithMethods):
             call.run = inside
             hooks = use.saving() if torch.is_grad_enabled() else contextlib.nullcontext()
             if moved:
-                hooks = context.pinned.saving(moved, use.keep)
+                hooks = context.pinned().saving(moved, use.keep)
             out, views = self._compute(call, hooks, args, kwargs)
         else:
             results, call.run = None, runner.plain
@@ -822,7 +814,7 @@ class Block(_WithMethods):
             body = functools.partial(self._compute, call, contextlib.nullcontext())
             keep = functools.partial(self._warn_of_keeping, results)
             recomputation = Recomputation(body, begun, use.place_of, use.keep, keep)
-            saving = context.pinned.saving(moved, Kept) if moved else contextlib.nullcontext()
+            saving = context.pinned().saving(moved, Kept) if moved else contextlib.nullcontext()
             with recomputation.first_run(args, kwargs, saving):
                 out, views = body(args, kwargs)
         if not torch.is_grad_enabled():
@@ -865,14 +857,14 @@ class Block(_WithMethods):
     def move_to_stage(self, stage: int) -> None:
         """Keep the parameters on the ranks of one pipeline stage, as ZeRO-2. Collective."""
         self._stage = stage
-        move_to_stage(
-            list(places_of(self._parts())), stage, dataclasses.replace(self._policy, zero_level=2)
-        )
+        places = list(places_of(parts_of(self._inner)))
+        move_to_stage(places, stage, dataclasses.replace(self._policy, zero_level=2))
 
     def settle_buffers(self) -> None:
         """Copy buffers from the stage that runs the block to the other stages. Collective."""
         if self._stage is not None:
-            share_buffers([part for _, part in self._parts()], self._stage, self._context.mesh.pipe)
+            parts = [part for _, part in parts_of(self._inner)]
+            share_buffers(parts, self._stage, self._context.mesh.pipe)
 
     def _compute(
         self,
@@ -893,7 +885,7 @@ class Block(_WithMethods):
         use = call.use
         # A checkpoint around the block runs it in backward.
         buffers = (
-            spare_buffers([part for _, part in self._parts()])
+            spare_buffers([part for _, part in parts_of(self._inner)])
             if in_backward() and not is_again
             else contextlib.nullcontext()
         )
@@ -931,13 +923,10 @@ class Block(_WithMethods):
 CheckpointBlock = Block
 
 
-def parts_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+def parts_of(module: torch.nn.Module, path: str = "") -> list[tuple[str, torch.nn.Module]]:
     """A module and what is below it outside of other blocks, with their paths."""
-    return list(_plain_subtree("", module))
-
-
-def _plain_subtree(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    yield path, module
+    found = [(path, module)]
     for name, child in module._modules.items():
         if child is not None and not isinstance(child, Block):
-            yield from _plain_subtree(f"{path}{name}.", child)
+            found += parts_of(child, f"{path}{name}.")
+    return found

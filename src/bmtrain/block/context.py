@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from bmtrain.block.adopt import Converted
@@ -29,12 +30,8 @@ class Context:
         self.scripts = world.service(Scripts)
         self.converted = world.service(Converted)
         self.kept: set[str] = set()  # classes of which a warning says that they keep activations
-        self._world = world
-
-    @property
-    def pinned(self) -> Host:
-        """Host memory for inputs of blocks; created on first use, because it makes streams."""
-        return self._world.service(Host)
+        #: host memory for inputs of blocks; created on first use, because it makes streams
+        self.pinned = functools.partial(world.service, Host)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
         """Returns itself: a copy of a block belongs to the same run."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from bmtrain.block.block import Block
 from bmtrain.block.kinds import become_distributed, is_made_distributed
-from bmtrain.block.whole_model import Forward, as_whole
+from bmtrain.block.whole_model import as_whole
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
@@ -93,10 +93,9 @@ def _record(used: Iterable[Any], max_graphs: int) -> bool:
                 found = True
                 is_own = isinstance(model, DistributedModule) and not isinstance(model, Block)
                 if is_own and not is_made_distributed(model):
-                    become_distributed(model, _recorded(max_graphs))
+                    become_distributed(model, _recorded(as_whole, num_graphs=max_graphs))
     return found
 
 
-@functools.cache
-def _recorded(max_graphs: int) -> Callable[[Any], Forward]:
-    return functools.partial(as_whole, num_graphs=max_graphs)
+# The same object for the same arguments: classes are made once for each.
+_recorded = functools.cache(functools.partial)

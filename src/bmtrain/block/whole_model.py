@@ -363,7 +363,7 @@ class WholeModel:
         self._current()
         return (
             in_transform()
-            or self._context.recorder.is_listening
+            or bool(self._context.recorder.listeners)
             or is_watched(())
             # Hooks of the model itself run around `forward`.
             or any(hooks and {*hooks.values()} != {note_call} for hooks in self._hooks)

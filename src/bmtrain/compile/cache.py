@@ -19,9 +19,9 @@ from bmtrain.compile.graph import calls, parts
 from bmtrain.kernels.gelu import gelu
 from bmtrain.torch_internals import (
     CACHEABLE,
+    CONTEXT_FN,
     call_of_autograd_function,
     inductor_config,
-    is_selective,
 )
 from bmtrain.version import __version__
 
@@ -50,7 +50,7 @@ def cacheable(graph: torch.fx.GraphModule, marked: dict[str, str]) -> dict[str, 
     """
     names = [f"{function.__module__}.{function.__name__}" for function in _OURS]
     # Up to torch 2.10 the key does not say whether a recomputed part keeps some of its results.
-    levels = "".join("01"[is_selective(part)] for part in parts(graph))
+    levels = "".join("01"[part.meta.get(CONTEXT_FN) is not None] for part in parts(graph))
     key = f"bmtrain {sources()} {levels}"
     names.append(call_of_autograd_function())
     return {**getattr(inductor_config(), CACHEABLE), **marked, **dict.fromkeys(names, key)}

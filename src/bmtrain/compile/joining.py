@@ -32,8 +32,10 @@ def join(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=backward):
         grads, inputs, *rest = node.args
         node.args = _terms(grads[0], MOST_GRADS, node), _terms(inputs[0], MOST_INPUTS, None), *rest
-        _join_residual(graph, node)
-        _join_column_sums(graph, node)
+        outputs = (user for user in node.users if user.target is operator.getitem)
+        result = next((user for user in outputs if user.args[1] == 0), None)
+        _join_residual(graph, node, result)
+        _join_column_sums(graph, node, result)
         found.append(node)
     for node in found:  # inductor matches the inputs' layouts to the values noted here
         node.meta["eager_input_vals"] = torch.fx.map_arg((node.args, node.kwargs), _value)
@@ -76,9 +78,8 @@ def _addends(node: Node) -> list[Node]:
     return cast(list[Node], [*node.args]) if is_alike and len(tensors) == 3 else []
 
 
-def _join_residual(graph: Graph, node: Node) -> None:
+def _join_residual(graph: Graph, node: Node, result: Node | None) -> None:
     """If the only use of the gradient is to add it to an earlier tensor, let the kernel add it."""
-    result = _output(node, 0)
     if result is None or len(result.users) != 1:
         return
     (total,) = result.users
@@ -89,17 +90,10 @@ def _join_residual(graph: Graph, node: Node) -> None:
         graph.erase_node(total)
 
 
-def _output(node: Node, index: int) -> Node | None:
-    return next(
-        (user for user in node.users if user.target is operator.getitem and user.args[1] == index),
-        None,
-    )
-
-
-def _join_column_sums(graph: Graph, node: Node) -> None:
+def _join_column_sums(graph: Graph, node: Node, result: Node | None) -> None:
     """Let the kernel compute column sums of the gradient and of the residual, where used."""
     residual = node.args[5] if len(node.args) > 5 else None
-    found = [_column_sum(tensor) for tensor in (_output(node, 0), residual)]
+    found = [_column_sum(tensor) for tensor in (result, residual)]
     if found == [None, None] or _value(cast(Node, node.args[2])).shape[0] > WIDE:
         return
     node.args = (*node.args[:5], residual, *(each is not None for each in found))

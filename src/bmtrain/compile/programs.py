@@ -38,7 +38,7 @@ from bmtrain.torch_internals import (
     DeviceContext,
     function_modes,
     has_global_module_hooks,
-    has_hooks,
+    hooks_of,
     in_transform,
     is_of_compiler,
     is_tracing,
@@ -418,7 +418,7 @@ def is_watched(modules: Sequence[torch.nn.Module]) -> bool:
         or torch.compiler.is_compiling()
         or is_tracing()
         or bool(has_global_module_hooks())
-        or any(map(has_hooks, modules))
+        or any(any(hooks_of(module)) for module in modules)
     )
 
 

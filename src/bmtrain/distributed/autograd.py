@@ -39,11 +39,11 @@ def all_gather(
         ConfigurationError: for a `comm` that is no communicator of the open run.
     """
     axis = _axis("all_gather", comm)
-
-    def adjoint(grad: torch.Tensor) -> torch.Tensor:
-        return grad[axis.index] if local_gradient else reduce_scatter(grad, "sum", axis)
-
-    out: torch.Tensor = _Linear.apply(x, lambda x: collectives.all_gather(x, axis), adjoint)
+    out: torch.Tensor = _Linear.apply(
+        x,
+        lambda x: collectives.all_gather(x, axis),
+        lambda grad: grad[axis.index] if local_gradient else reduce_scatter(grad, "sum", axis),
+    )
     return out
 
 

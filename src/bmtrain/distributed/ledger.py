@@ -163,12 +163,6 @@ class Ledger:
         if compares:
             self.compare(axis)
 
-    def compare_at(self, axis: Axis, what: str) -> None:
-        """`enter` a place of the program at which the ranks do nothing together but that, and
-        compare on a CPU.
-        """
-        self.enter(axis, what, compares=self.is_immediate)
-
     def swap(self, axis: Axis, given: torch.Tensor, taken: torch.Tensor) -> None:
         """Send `given[i]` (n,) to the rank at index i of the axis, and fill `taken[i]` (n,) with
         what that rank gives, unless the logs differ. Collective; both are on the CPU.

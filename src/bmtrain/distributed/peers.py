@@ -50,15 +50,15 @@ class Peers:
 
     def __init__(self, axis: Axis, device: torch.device, timeout: float) -> None:
         self.axis, self._device = axis, device
-        # For `num_bytes` only. Strong references would keep all peer memory mapped.
-        self._alive: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
+        #: to count its bytes; strong references would keep all of it mapped
+        self.alive: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
         self._timeout_ms = math.ceil(timeout * 1000)
 
         def introduce() -> None:
             """Register the process group with symmetric memory, as torch requires up to 2.10."""
             if TORCH_VERSION < (2, 11):
                 own_store = dist.PrefixStore("symmetric memory", store_of(axis.group))  # type: ignore[attr-defined]
-                symmetric_memory().set_group_info(
+                symmetric_memory.set_group_info(
                     axis.group.group_name, axis.index, axis.size, own_store
                 )
 
@@ -69,7 +69,7 @@ class Peers:
         """Symmetric memory (numel,) on this rank, and torch's handle to that of all ranks."""
 
         make = functools.partial(
-            symmetric_memory().empty_strided_p2p, (numel,), (1,), dtype, self._device
+            symmetric_memory.empty_strided_p2p, (numel,), (1,), dtype, self._device
         )
 
         def make_or_free() -> torch.Tensor:
@@ -82,12 +82,7 @@ class Peers:
                 return make()
 
         own = attempt(make_or_free, self.axis, torch.OutOfMemoryError)
-        return own, symmetric_memory().rendezvous(own, self.axis.group.group_name)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that this rank's parts of all live peer memory occupy on its device."""
-        return sum(memory.num_bytes for memory in self._alive)
+        return own, symmetric_memory.rendezvous(own, self.axis.group.group_name)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
         """Zeros (numel,) on this rank, and the parts of all ranks. Collective, with the same numel.
@@ -103,7 +98,7 @@ class Peers:
         num_bytes = (numel * dtype.itemsize // _PAGE + 1) * _PAGE
         parts = [handle.get_buffer(rank, (numel,), dtype) for rank in range(self.axis.size)]
         memory = PeerMemory(parts, handle, num_bytes)
-        self._alive.add(memory)
+        self.alive.add(memory)
         return own, memory
 
     def barrier(self, channel: int) -> None:
@@ -134,7 +129,8 @@ class PeerGroups:
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's device in peer memory, which torch's allocator does not track."""
-        return sum(peers.num_bytes for peers in self._found.values() if peers is not None)
+        found = [peers for peers in self._found.values() if peers is not None]
+        return sum(memory.num_bytes for peers in found for memory in peers.alive)
 
     def of(self, axis: Axis) -> Peers | None:
         """The peers of an axis, or None if collectives carry everything.

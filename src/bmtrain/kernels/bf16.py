@@ -41,20 +41,22 @@ def remainders_of(masters: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Zero where a weight is not next to its master: that weight was written by others, and is exact.
     """
-    rest = _distances(masters, weight)
+    rest, are_near = _distances(masters, weight)
     # Rounded to the nearest even number, a weight may be below a master that is as near to both.
-    return rest.where((rest >= -_HALF) & (rest <= _HALF), 0).clamp_max(_HALF - 1).short()
+    return rest.where(are_near, 0).clamp_max(_HALF - 1).short()
 
 
 def are_neighbours(masters: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether bf16 weights are what these fp32 masters are rounded to, all (n,)."""
-    rest = _distances(masters, weight)
+    _, are_near = _distances(masters, weight)
     both_nan = masters.isnan() & weight.to(masters.device).isnan()
-    return bool(((rest >= -_HALF) & (rest <= _HALF) | both_nan).all())
+    return bool((are_near | both_nan).all())
 
 
-def _distances(masters: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _bits(masters) - (weight.to(masters.device).view(torch.int16).int() << 16)
+def _distances(masters: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """From weights to masters, and whether a master is rounded to its weight."""
+    rest = _bits(masters) - (weight.to(masters.device).view(torch.int16).int() << 16)
+    return rest, (rest >= -_HALF) & (rest <= _HALF)
 
 
 def round_stochastically(values: torch.Tensor, weight: torch.Tensor, bits: torch.Tensor) -> None:

@@ -53,6 +53,8 @@ class AdamBase(torch.optim.Optimizer):
     """Base of both Adams: parameter groups, state layout, state dicts, 0.1.x loss scale."""
 
     _layout: AdamLayout | None = None  # built on first use
+    # Returns when nothing copies from or to states in host memory.
+    _wait_for_copies: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self,
@@ -276,9 +278,6 @@ class AdamBase(torch.optim.Optimizer):
             # the weights.
             self._layout.follow()
             self._layout = None
-
-    def _wait_for_copies(self) -> None:
-        """Return when nothing copies from or to states in host memory."""
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """This rank's slices of the optimizer state, or with `gather` full tensors.

@@ -37,7 +37,7 @@ class FlatSpan:
         """The span of these consecutive parameters."""
         if storage is None:
             return cls(tuple(params), None, 0, params[0].numel())
-        first, last = (storage.piece(param.index_in_storage) for param in (params[0], params[-1]))
+        first, last = (storage.cuts[x.index_in_storage].piece for x in (params[0], params[-1]))
         return cls(tuple(params), storage, first.begin, last.end)
 
     @property
@@ -78,7 +78,7 @@ class FlatSpan:
         """Begin and end of the values of `param` in the span."""
         if self.storage is None:
             return 0, self.numel
-        piece = self.storage.piece(param.index_in_storage)
+        piece = self.storage.cuts[param.index_in_storage].piece
         return piece.begin - self.begin, piece.end - self.begin
 
     @property

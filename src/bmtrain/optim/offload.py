@@ -103,6 +103,7 @@ class AdamOffloadOptimizer(AdamBase):
         self._num_checked = 0  # parameters for which the host has room
         current = world.current(type(self).__name__)
         self._streamer = current.service(StateStreamer)
+        self._wait_for_copies = self._streamer.wait
         self._peak: Peak | None = None
         if self._room is None and current.device.type != "cpu":
             self._peak = current.service(DeviceMemory).new_peak()
@@ -140,9 +141,6 @@ class AdamOffloadOptimizer(AdamBase):
         for update in self._updates:
             update.finish()
         # Without it, the caller could read or write states that are still on their way.
-        self._streamer.wait()
-
-    def _wait_for_copies(self) -> None:
         self._streamer.wait()
 
     def _memory_of(self, span: FlatSpan) -> Make:
@@ -313,7 +311,8 @@ class AdamOffloadOptimizer(AdamBase):
     def _uncopied(self) -> dict[str, Any]:
         # The updates are over: what they have changed is true of the copy too.
         own: dict[str, Any] = {"_updates": [*self._updates], "_held": set(), "_hidden": set()}
-        return {**super()._uncopied(), **own, "_streamer": self._streamer, "_peak": self._peak}
+        own |= {"_streamer": self._streamer, "_wait_for_copies": self._wait_for_copies}
+        return {**super()._uncopied(), **own, "_peak": self._peak}
 
 
 def first_fitting(sizes: Mapping[int, int], room: int) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -288,27 +288,15 @@ def described(state: Any) -> str:
 
     Other objects, a schedule's functions for example, count by their type.
     """
-    return "".join(_described(state))
-
-
-def _described(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key in sorted(value, key=repr):
-            yield f"{key!r}:"
-            yield from _described(value[key])
-            yield ","
-    elif isinstance(value, list | tuple):
-        yield "["
-        for member in value:
-            yield from _described(member)
-            yield ","
-        yield "]"
-    elif isinstance(value, torch.Tensor):
-        yield f"{value.dtype} {tuple(value.shape)} {_digest(value)}"
-    elif isinstance(value, bool | int | float | str | bytes | None):
-        yield repr(value)
-    else:
-        yield type(value).__name__
+    if isinstance(state, Mapping):
+        return "".join(f"{key!r}:{described(state[key])}," for key in sorted(state, key=repr))
+    if isinstance(state, list | tuple):
+        return f"[{''.join(f'{described(member)},' for member in state)}]"
+    if isinstance(state, torch.Tensor):
+        return f"{state.dtype} {tuple(state.shape)} {_digest(state)}"
+    if isinstance(state, bool | int | float | str | bytes | None):
+        return repr(state)
+    return type(state).__name__
 
 
 NOTHING = FileState((0,), torch.float32)
@@ -363,7 +351,7 @@ def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> State
             dtype = whole[indices[-1]][name]
             shard = torch.zeros(storage.shard.numel(), dtype=dtype, device=storage.shard.device)
             for index in indices if storage.is_here else ():
-                piece = storage.piece(slots[index])
+                piece = storage.cuts[slots[index]].piece
                 shard[piece.begin : piece.end].copy_(states[index][name].local)
             gathered = Whole(storage, shard)
             for index in indices:
@@ -509,7 +497,7 @@ def _local_state(
         else:
             own_part = mine.reshape(-1).to("cpu", value.dtype)
             whole = collectives.all_gather_rows(own_part, sizes, storage.axis)
-            mine = storage.slice_of(slot, whole)
+            mine = storage.cuts[slot].own(whole)
         out[name] = Sharded(mine, param.cut)
     return out
 

@@ -153,7 +153,7 @@ def stacks() -> str:
 
 
 class Launcher:
-    """Ends this process when torchrun has ended, from its construction until `leave`.
+    """Ends this process when torchrun has ended, from its construction until `left` is set.
 
     A torchrun that is killed outright tells its ranks nothing. Going on without it, they would
     write where the next run does, and a rank that waits for another would wait for ever.
@@ -167,12 +167,13 @@ class Launcher:
 
     Attributes:
         patience: seconds that the process may go on after its launcher, to save what it has.
+        left: set when the run is over, and what becomes of the launcher does not matter any more.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank, self._parent = rank, os.getppid()
         self.patience = 0.0
-        self._lost, self._left = threading.Event(), threading.Event()
+        self._lost, self.left = threading.Event(), threading.Event()
         threading.Thread(target=self._look, name="launcher", daemon=True).start()
 
     @property
@@ -180,22 +181,18 @@ class Launcher:
         """Whether it has ended."""
         return self._lost.is_set() or os.getppid() != self._parent
 
-    def leave(self) -> None:
-        """The run is over: what becomes of the launcher does not matter any more."""
-        self._left.set()
-
     def _look(self) -> None:
         if not has_launching_ancestor():
             self._lost.set()
         while not self.is_lost:
-            if self._left.wait(LOOK_S):
+            if self.left.wait(LOOK_S):
                 return
         self._lost.set()
         end = time.monotonic() + self.patience
         # a second Ctrl-C, and the end of what is saved, bring patience to 0
-        while self.patience and time.monotonic() < end and not self._left.wait(LOOK_S):
+        while self.patience and time.monotonic() < end and not self.left.wait(LOOK_S):
             continue
-        if not self._left.is_set():
+        if not self.left.is_set():
             say(f"[rank {self._rank}] the torchrun that started this rank has ended: exiting.\n")
             os._exit(Exit.LAUNCHER_LOST)
 

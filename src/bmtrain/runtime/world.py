@@ -418,7 +418,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
             warnings.warn(launch.warning, UserWarning, stacklevel=2)
     except BaseException:
         if launcher is not None:
-            launcher.leave()
+            launcher.left.set()
         raise
 
 
@@ -446,7 +446,7 @@ def shutdown() -> None:
         return
     world.watchdog.stop()
     if world.launcher is not None:
-        world.launcher.leave()
+        world.launcher.left.set()
     world.at_end.close()
     world.services.clear()
     world.mesh.close()

@@ -48,10 +48,13 @@ class Cut:
     def of(cls, layout: Layout, index: int, label: Label, placement: Placement, mesh: Mesh) -> Cut:
         """The cut of slot `index`."""
         slot = layout.slots[index]
+        whole_shape = list(slot.shape)
+        if slot.split is not None:
+            whole_shape[slot.split.dim] *= slot.split.count
         pieces = tuple(layout.piece(index, place) for place in range(layout.num_shards))
         return cls(
             torch.Size(slot.shape),
-            torch.Size(slot.whole_shape),
+            torch.Size(whole_shape),
             slot.split,
             pieces,
             label,

@@ -137,11 +137,6 @@ OF_MEMORY = frozenset(
 )
 
 
-def base(name: str) -> str:
-    """The name of a function, without the "_" of its in-place variant."""
-    return name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
-
-
 def writes(name: str) -> bool:
     """Whether a function of this name changes its first argument."""
     if name.startswith("__"):

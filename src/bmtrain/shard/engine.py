@@ -110,24 +110,17 @@ class Residence:
     def prefetch(self, phase: Phase) -> None:
         """Start the gather, unless the values are resident or in flight."""
 
-    def acquire(self, phase: Phase) -> torch.Tensor:
+    def acquire(self) -> torch.Tensor:
         """The full buffer (layout.numel,), readable on the compute stream, after `prefetch`."""
         return alias(self._source.get())
 
     def release(self, full: torch.Tensor) -> None:
         """The holder of `full` has issued its last read."""
 
-    def fixed(self) -> Residence:
-        """One of the same values whose full buffer never moves: a CUDA graph reads its address."""
-        return self
-
     @property
     def memory(self) -> torch.Tensor:
         """The full buffer of a residence that never moves, whatever it holds now."""
         return self._source.get()
-
-    def bring(self) -> None:
-        """Make the values of a residence that never moves readable on the compute stream."""
 
     def refuse_written(self) -> None:
         """ParameterError if the program has written into a view of what was released."""
@@ -162,7 +155,7 @@ class Residence:
 class Absent(Residence):
     """A block of another pipeline stage: this rank has no values and takes part in no gather."""
 
-    def acquire(self, phase: Phase) -> torch.Tensor:
+    def acquire(self) -> torch.Tensor:
         raise ParameterError(
             "this parameter belongs to another stage of the pipeline and has no values "
             "on this rank: use it through the "
@@ -195,7 +188,8 @@ class Gathered(Residence):
         # Weak: the memory lives as long as the graphs that read it.
         self._fixed: weakref.ref[Fixed] | None = None
 
-    def fixed(self) -> Residence:
+    def fixed(self) -> Fixed:
+        """One of the same values whose full buffer never moves: a CUDA graph reads its address."""
         found = None if self._fixed is None else self._fixed()
         if found is None:
             found = Fixed(self._source, self.label, self._transport)
@@ -215,7 +209,7 @@ class Gathered(Residence):
                 Gather(self._full, self._source, axis, self.label.places[phase])
             )
 
-    def acquire(self, phase: Phase) -> torch.Tensor:
+    def acquire(self) -> torch.Tensor:
         self._num_holders += 1
         # Without this wait, the module would read the buffer before the gather has filled it.
         self._transport.streams.compute_waits(self._arrived)
@@ -268,20 +262,10 @@ class Fixed(Residence):
         self._shown: torch.Tensor | None = None
         self._shown_version = 0
         self._ready: torch.Event | None = None
-        self._values = Values.NONE
-
-    @property
-    def has_memory(self) -> bool:
-        """False until the first gather."""
-        return self._full is not None
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the values are resident or in flight."""
-        return self._values is Values.CURRENT
+        self.values = Values.NONE
 
     def prefetch(self, phase: Phase) -> None:
-        if not self.is_current:
+        if self.values is not Values.CURRENT:
             self.arrives(self._transport.gather(self.missing()))
 
     def missing(self) -> Gather:
@@ -289,7 +273,7 @@ class Fixed(Residence):
         axis = self.label.axis
         if self._full is None:
             self._full = self._source.new_full(axis.size)
-        self._values, self.version = Values.NONE, version_of(self._source.get())
+        self.values, self.version = Values.NONE, version_of(self._source.get())
         return Gather(self._full, self._source, axis, self.label.places[Phase.FORWARD])
 
     def arrives(self, ready: torch.Event | None) -> None:
@@ -297,7 +281,7 @@ class Fixed(Residence):
         with torch.inference_mode(False):  # which counts no writes
             self._shown = alias(self.memory)
         self._shown_version = version_of(self._shown)
-        self._ready, self._values = ready, Values.CURRENT
+        self._ready, self.values = ready, Values.CURRENT
 
     @property
     def memory(self) -> torch.Tensor:
@@ -306,11 +290,12 @@ class Fixed(Residence):
         return self._full
 
     def bring(self) -> None:
+        """Make the values readable on the compute stream."""
         self.prefetch(Phase.FORWARD)
         # Without this wait, the module would read the buffer before the gather has filled it.
         self._transport.streams.compute_waits(self._ready)
 
-    def acquire(self, phase: Phase) -> torch.Tensor:
+    def acquire(self) -> torch.Tensor:
         self.bring()
         if self._shown is None:
             raise RuntimeError("a gather left no buffer")
@@ -320,8 +305,8 @@ class Fixed(Residence):
         # Nobody may have waited for the gather: without this wait, what follows on the compute
         # stream could write the shard while a peer still copies from it.
         self._transport.streams.compute_waits(self._ready)
-        if self._values is Values.CURRENT:
-            self._values = Values.PAST
+        if self.values is Values.CURRENT:
+            self.values = Values.PAST
 
     def differs(self) -> torch.Tensor:
         """Whether this rank's part of the buffer is other than its shard; bool (), on the device.
@@ -332,7 +317,7 @@ class Fixed(Residence):
         """
         shard, shown = self._source.get(), self._shown
         is_intact = shown is not None and version_of(shown) == self._shown_version
-        if self._full is None or self._values is Values.NONE or not is_intact:
+        if self._full is None or self.values is Values.NONE or not is_intact:
             return torch.ones((), dtype=torch.bool, device=shard.device)
         axis = self.label.axis
         own = self._full.chunk(axis.size)[axis.index]
@@ -340,13 +325,13 @@ class Fixed(Residence):
 
     def keep(self) -> None:
         """After `forget`: the values of the last gather are right. All ranks say so, or none."""
-        if self._values is not Values.PAST:
+        if self.values is not Values.PAST:
             raise RuntimeError("there are no values of an earlier gather")
-        self._values, self.version = Values.CURRENT, version_of(self._source.get())
+        self.values, self.version = Values.CURRENT, version_of(self._source.get())
 
     def lose(self) -> None:
         """Somebody may have written the buffer: the next gather must come."""
-        self._values = Values.NONE
+        self.values = Values.NONE
 
 
 Item = TypeVar("Item", bound=Hashable)
@@ -470,13 +455,14 @@ class Engine:
 
         Collective, with the same residences in the same order on all ranks.
         """
-        missing = [each for each in residences if isinstance(each, Fixed) and not each.is_current]
+        fixed = [each for each in residences if isinstance(each, Fixed)]
+        missing = [each for each in fixed if each.values is not Values.CURRENT]
         if missing:
             ready = self.transport.gather(*[each.missing() for each in missing])
             for each in missing:
                 each.arrives(ready)
-        for residence in residences:
-            residence.bring()
+        for each in fixed:
+            each.bring()
 
     def bring_changed(self, residences: Sequence[Residence]) -> None:
         """`bring` between passes, without gathers of what no rank has written since the last one.
@@ -503,7 +489,7 @@ class Engine:
         if self.backward.pass_number != NO_PASS:
             self.backward.abandon_if_dead()
         if isinstance(residence, Fixed):  # `bring` has gathered it, outside of the schedule
-            return residence.acquire(phase)
+            return residence.acquire()
         if phase is Phase.FORWARD:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
                 self.forget_gathered()
@@ -519,7 +505,7 @@ class Engine:
         # Wait for the values that the gather is about to read.
         residence.wait_for_updates()
         residence.prefetch(phase)
-        full = residence.acquire(phase)
+        full = residence.acquire()
         # Backward gathers inside a pipeline only if a graph was retained. The successor may be
         # outside of it: the ranks of other stages reach that gather only after they have got
         # gradients from this rank, so a prefetch here would deadlock.
@@ -543,7 +529,7 @@ class Engine:
 
     def fixed(self, residence: Residence) -> Residence:
         """The residence of the same values that stays where it is, for as long as it is held."""
-        found = residence.fixed()
+        found = residence.fixed() if isinstance(residence, Gathered) else residence
         self.residences.add(found)
         return found
 

@@ -25,10 +25,6 @@ class Split:
     index: int
     count: int
 
-    def whole(self, part: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole tensor, given that of a part."""
-        return (*part[: self.dim], part[self.dim] * self.count, *part[self.dim + 1 :])
-
     def span(self, part: Sequence[int], start: int, stop: int) -> tuple[int, int, int]:
         """Where elements [start, stop) of the flattened part lie in the flattened whole.
 
@@ -48,10 +44,6 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     split: Split | None = None  # of a tensor-parallel parameter: `shape` is its part's
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        return self.shape if self.split is None else self.split.whole(self.shape)
 
     @functools.cached_property
     def numel(self) -> int:

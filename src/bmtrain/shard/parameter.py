@@ -170,13 +170,9 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
 
     def move_to(self, storage: Storage, index: int) -> None:
         """Live in another storage from now on; its slot must already hold the values."""
-        slot = storage.layout.slots[index]
         self.storage_of, self.index_in_storage, self.shown_grad = storage, index, None
         self.local_tensor, self.cut = storage.local(index), storage.cuts[index]
-        self._original_shape, self._tp_original_shape = (
-            torch.Size(slot.shape),
-            torch.Size(slot.whole_shape),
-        )
+        self._original_shape, self._tp_original_shape = self.cut.shape, self.cut.whole_shape
         self.count_holders()
         for alias in self._living_aliases():
             alias.local_tensor, alias.cut = self.local_tensor, self.cut
@@ -323,14 +319,6 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         is_alone = storage.placement.stage is None and len(storage.layout.slots) == 1
         return self.gather() if is_alone else super().differentiable_whole()
 
-    def read(self) -> torch.Tensor:
-        self.expect_whole_gradients()
-        return self.local
-
-    def whole(self) -> torch.Tensor:
-        self.expect_whole_gradients()
-        return super().whole()
-
     def gather(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The full tensor, differentiable: its gradient is summed over ranks into this slice.
 
@@ -371,13 +359,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
                 f"a parameter of shape {tuple(self._tp_original_shape)} got values of "
                 f"shape {tuple(value.shape)}."
             )
-        self.set_slice(self.cut.own_of_whole(value))
-
-    def set_slice(self, values: torch.Tensor) -> None:
-        """Set the values of this rank's slice, (numel of the slice,)."""
-        with torch.no_grad():
-            self.local.copy_(values)
-        self.mark_written()
+        self.take_same(value)
 
     def mark_written(self) -> None:
         """The parameter was written: values gathered before are stale.

@@ -95,7 +95,8 @@ def note_call(model: torch.nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling() and world.is_initialized():
         current = world.current()
         what = f"a call of {model.__class__.__name__}"
-        current.service(Ledger).compare_at(current.mesh.world, what)
+        ledger = current.service(Ledger)
+        ledger.enter(current.mesh.world, what, compares=ledger.is_immediate)
 
 
 def check_same_state(state: Mapping[str, Any], names: Collection[str]) -> None:
@@ -171,9 +172,9 @@ def _refuse_strangers(holder: torch.nn.Module, name: str, module: torch.nn.Modul
     """
     for kind in type(holder).__mro__:
         cure = _STRANGERS.get(f"{kind.__module__}.{kind.__qualname__}")
-        if cure is not None and module is not None and any(map(_is_sharded, module.parameters())):
+        if (
+            cure is not None
+            and module is not None
+            and any(getattr(x, "storage_of", None) is not None for x in module.parameters())
+        ):
             raise ParameterError(f"{kind.__name__} cannot hold a sharded model: {cure}.")
-
-
-def _is_sharded(param: torch.Tensor) -> bool:
-    return getattr(param, "storage_of", None) is not None

@@ -24,12 +24,6 @@ class Placement:
     tensor_parallel: bool = False
     stage: int | None = None
 
-    def axis(self, mesh: Mesh) -> Axis:
-        """The ranks of this rank's stage over which the storage is sharded, if it is here."""
-        return mesh.shard_axis(
-            tensor_parallel=self.tensor_parallel, pipelined=self.stage is not None
-        )
-
     def is_here(self, mesh: Mesh) -> bool:
         """Whether this rank owns a shard."""
         return self.stage is None or self.stage == mesh.topology.stage_id

@@ -42,26 +42,21 @@ class Recorder:
 
     def __init__(self, world: World) -> None:
         self.position = Position()
-        self._listeners: list[Listener] = []
-
-    @property
-    def is_listening(self) -> bool:
-        """Whether there is a listener."""
-        return bool(self._listeners)
+        self.listeners: list[Listener] = []
 
     @contextlib.contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
         """Inside, `listener` receives every recorded tensor."""
-        self._listeners.append(listener)
+        self.listeners.append(listener)
         try:
             yield
         finally:
-            self._listeners.remove(listener)
+            self.listeners.remove(listener)
 
     def record(self, x: torch.Tensor, name: str, group: str | None) -> None:
         """Hand `x` to the listeners, but not in backward: recomputation would record it twice."""
-        if self.is_listening and not in_backward():
-            for listener in self._listeners:
+        if self.listeners and not in_backward():
+            for listener in self.listeners:
                 listener(x, name, group, self.position)
 
     @contextlib.contextmanager

@@ -16,7 +16,6 @@ from bmtrain.shard.slices import (
     Slices,
     check_alike,
     communicate,
-    is_vector_order,
     look_whole,
     norm,
     total,
@@ -47,14 +46,13 @@ class Sharded(Slices):
     """
 
     @classmethod
-    def kind(cls) -> type[Slices]:
-        return Sharded
-
-    @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         return run(func, args, kwargs or {})
+
+
+Sharded.kind = Sharded
 
 
 @untraced
@@ -83,7 +81,9 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = NotImplemented if special is None else special(func, args, kwargs)
     if out is NotImplemented and name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         out = _on_lists(func, name, args, kwargs)
-    if out is NotImplemented and elementwise.base(name) in elementwise.ELEMENTWISE:
+    # without the "_" of variants in place
+    base = name if name.startswith("__") else name.rstrip("_")
+    if out is NotImplemented and base in elementwise.ELEMENTWISE:
         out = _on_slices(func, name, args, kwargs)
     return on_wholes(func, args, kwargs) if out is NotImplemented else out
 
@@ -179,7 +179,7 @@ def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     enters_graph = writes and torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if enters_graph:  # the slice's memory is the parameter's, and stays outside
         own[id(like)] = _own(like, like).clone()
-    out = func(*_mapped(args, own), **_mapped(kwargs, own))
+    out = _with_tensors(own, func, args, kwargs)
     if writes:
         return write_in_graph(like, out) if enters_graph else _written(like)
     for x in tensors:
@@ -240,8 +240,10 @@ def _own(x: torch.Tensor, like: Slices) -> torch.Tensor:
     return like.cut.own(_plain(x).expand(like.shape)) if x.numel() != 1 else _plain(x).reshape(1)
 
 
-def _mapped(value: Any, own: Mapping[int, Any]) -> Any:
-    return map_tensors(lambda x: own[id(x)], value)
+def _with_tensors(own: Mapping[int, Any], func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Call the function with `own`, by the ids of the tensors that they replace."""
+    args, kwargs = map_tensors(lambda x: own[id(x)], (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
@@ -351,14 +353,14 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
     """
     tensors = tensors_of((args, kwargs))
     sharded = {id(x): x for x in tensors if isinstance(x, Slices)}
-    wholes = {key: x.whole_of_parts() if same_on_all else gathered(x) for key, x in sharded.items()}
+    wholes = {key: x.full_tensor() if same_on_all else gathered(x) for key, x in sharded.items()}
     # Functions of lists do not increase version counters.
     writes_lists = getattr(func, "__name__", "").startswith(
         ("_foreach_", "_fused_", "_amp_")
     ) and func.__name__.endswith("_")
     before = {key: -1 if writes_lists else whole._version for key, whole in wholes.items()}
     own = {id(x): wholes.get(id(x), x) for x in tensors}
-    out = func(*_mapped(args, own), **_mapped(kwargs, own))
+    out = _with_tensors(own, func, args, kwargs)
     uncounted = set(map(id, written_uncounted(func, args, kwargs)))
     for key, whole in wholes.items():
         if whole._version != before[key] or key in uncounted:
@@ -405,8 +407,10 @@ def _norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     if order is None or order == "fro":
         return norm(x, 2.0)
+    # Of these orders the norm of the slices' norms is that of the whole.
+    is_of_vector = isinstance(order, int | float) and order > 0
     of_matrix = func.__name__ == "linalg_norm" and x.dim() == 2
-    return norm(x, float(order)) if is_vector_order(order) and not of_matrix else NotImplemented
+    return norm(x, float(order)) if is_of_vector and not of_matrix else NotImplemented
 
 
 def _sum(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -424,7 +428,7 @@ def _shaped_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
             own[id(x)] = x
             if isinstance(x, Slices):
                 own[id(x)] = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
-        return func(*_mapped(args, own), **_mapped(kwargs, own))
+        return _with_tensors(own, func, args, kwargs)
     return NotImplemented
 
 

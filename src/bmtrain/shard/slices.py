@@ -7,7 +7,7 @@ ranks' losses.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,6 +37,8 @@ class Slices(torch.Tensor):
     #: (numel of the slice,), without a graph; `local` waits for what is still written to it
     local_tensor: torch.Tensor
     cut: Cut  # how the tensor is cut
+    #: the class of results
+    kind: ClassVar[type[Slices]]
     _num_holders: int = 0
     #: how often the tensor was written through this object; see `num_written`
     num_own_writes: int = 0
@@ -51,11 +53,6 @@ class Slices(torch.Tensor):
         out = without_memory(cls, cut.shape, local)
         out.local_tensor, out.cut = local, cut
         return out
-
-    @classmethod
-    def kind(cls) -> type[Slices]:
-        """The class of results."""
-        raise NotImplementedError
 
     @property
     def local(self) -> torch.Tensor:
@@ -105,11 +102,12 @@ class Slices(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """The slice, for a function that computes with it outside of any graph."""
+        self.expect_whole_gradients()
         return self.local
 
     def alias(self) -> Slices:
         """Another tensor with the same values in the same memory, outside of any graph."""
-        return self.kind()(self.local, self.cut)
+        return self.kind(self.local, self.cut)
 
     def differentiable_local(self) -> torch.Tensor:
         """The slice in the graph: its gradient is that of the sum of the ranks' losses."""
@@ -126,20 +124,20 @@ class Slices(torch.Tensor):
 
         Of a tensor-parallel one, this tensor rank's part.
         """
+        self.expect_whole_gradients()
         with torch.inference_mode(False), torch.no_grad():
             return self.cut.gathered(self.local)
 
     def expect_whole_gradients(self) -> None:
         """Torch's own code may have put this tensor itself into its graph. Without gradients."""
 
-    def whole_of_parts(self) -> torch.Tensor:
-        """The same with a tensor-parallel split undone. Collective."""
+    def full_tensor(self) -> torch.Tensor:
+        """A copy of the whole tensor, without a graph, under DTensor's name. Collective.
+
+        A tensor-parallel split is undone.
+        """
         with torch.inference_mode(False), torch.no_grad():
             return self.cut.whole(self.local)
-
-    def full_tensor(self) -> torch.Tensor:
-        """A copy of the whole tensor, without a graph, under DTensor's name. Collective."""
-        return self.whole_of_parts()
 
     def mark_written(self) -> None:
         """The tensor was written.
@@ -206,7 +204,7 @@ class Slices(torch.Tensor):
         return format(repr(self), spec) if len(self.cut.shape) else format(self.item(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = copied = self.kind()(self.local.clone(), self.cut)
+        memo[id(self)] = copied = self.kind(self.local.clone(), self.cut)
         return copied
 
     def __copy__(self) -> Any:
@@ -258,7 +256,7 @@ class Slices(torch.Tensor):
         args, kwargs = tree_map_only(Slices, lambda x: x.local, (args, kwargs))
         out = func(*args, **kwargs)
         same = next((x for x in sharded if x.local is out), None)
-        return same if same is not None else cls.kind()(out, cut)
+        return same if same is not None else cls.kind(out, cut)
 
 
 def communicate(func: Any, args: Any, kwargs: Any) -> Any:
@@ -328,13 +326,9 @@ def look_whole(local: torch.Tensor, cut: Cut, kind: type[Slices]) -> Slices:
     out: Slices = (
         _Look.apply(local, cut, kind)
         if local.requires_grad and torch.is_grad_enabled()
-        else kind(_without_graph(local), cut)
+        else kind(local.detach() if local.requires_grad else local, cut)
     )
     return out
-
-
-def _without_graph(local: torch.Tensor) -> torch.Tensor:
-    return local.detach() if local.requires_grad else local
 
 
 def write_in_graph(x: Slices, values: torch.Tensor) -> Slices:
@@ -402,7 +396,7 @@ class _LocalOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sharded: Slices) -> torch.Tensor:
-        ctx.cut, ctx.kind = sharded.cut, sharded.kind()
+        ctx.cut, ctx.kind = sharded.cut, sharded.kind
         ctx.set_materialize_grads(False)
         return sharded.local.detach()
 
@@ -454,8 +448,3 @@ def total(x: Slices) -> torch.Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     x.cut.note("sum", x.cut.mesh.world)
     return autograd.all_reduce(local.sum(dtype=wide), "sum", x.cut.mesh.world).to(x.dtype)
-
-
-def is_vector_order(order: object) -> bool:
-    """Whether the norm of the slices' norms, of this order, is that of the whole."""
-    return isinstance(order, int | float) and order > 0

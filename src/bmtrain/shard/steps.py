@@ -104,7 +104,8 @@ class Steps:
                     "another optimizer (SGD and Adagrad treat dense and sparse gradients alike), "
                     "or do not shard the embedding."
                 )
-            self._ledger.compare_at(self._axis, _described(optimizer, params, given))
+            what = _described(optimizer, params, given)
+            self._ledger.enter(self._axis, what, compares=self._ledger.is_immediate)
             if alone:
                 raise _not_summed(
                     optimizer, alone[0], "its gradient is that of this rank's rows alone"

@@ -14,7 +14,7 @@ from bmtrain.errors import ParameterError
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.engine import Absent, Engine, Gathered, Residence, num_references
 from bmtrain.shard.gradient import Gradient, ShardPolicy
-from bmtrain.shard.layout import Layout, Piece, Split
+from bmtrain.shard.layout import Layout, Split
 from bmtrain.shard.placement import EVERYWHERE, Placement
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import version_of
@@ -55,7 +55,10 @@ class Storage:
             )
         self.engine, self.dtype, self.policy = engine, dtype, policy
         self.placement, self.adoptable = placement, adoptable
-        self.axis = placement.axis(engine.mesh)
+        #: the ranks of this rank's stage over which it is sharded, if it is here
+        self.axis = engine.mesh.shard_axis(
+            tensor_parallel=placement.tensor_parallel, pipelined=placement.stage is not None
+        )
         self.is_here = placement.is_here(engine.mesh)
         self.layout = Layout.build(
             [(name, tuple(shape)) for name, shape in shapes], self.axis.size, splits
@@ -169,13 +172,9 @@ class Storage:
         """The parameter objects of the slots; None where the program has dropped one."""
         return [reference() for reference in self.references]
 
-    def piece(self, index: int) -> Piece:
-        """What this rank owns of slot `index`; nothing of a slot of another stage."""
-        return self.layout.piece(index, self.axis.index) if self.is_here else Piece(0, 0, 0)
-
     def local(self, index: int) -> torch.Tensor:
         """This rank's 1-D slice of slot `index`: a view of the shard."""
-        piece = self.piece(index)
+        piece = self.cuts[index].piece
         return self.shard[piece.begin : piece.end]
 
     def fill(self, index: int, value: torch.Tensor) -> None:
@@ -186,12 +185,7 @@ class Storage:
         if value.is_meta:
             self.local(index).fill_(float("nan"))
         else:
-            self.local(index).copy_(self.slice_of(index, value))
-
-    def slice_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's 1-D slice of a full tensor of slot `index`'s shape."""
-        piece = self.piece(index)
-        return value.detach().reshape(-1)[piece.start : piece.stop]
+            self.local(index).copy_(self.cuts[index].own(value.detach()))
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """One view of the full buffer per slot."""

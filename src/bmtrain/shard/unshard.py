@@ -310,7 +310,7 @@ class Use:
                 # A holder that is never released would pin the buffer.
                 residence.release(full)
                 raise StaleParameterError(
-                    f"parameters ({_names(storage)}) were written in place in the "
+                    f"parameters of {storage.residence.label.text} were written in place in the "
                     "middle of a forward pass, after their gather had "
                     "begun: set them with param.set_full(...) or load_state_dict, "
                     "which start it again, or write between passes."
@@ -458,7 +458,7 @@ class Use:
         for storage, version in zip(self.storages, self._versions, strict=True):
             if storage.version() != version:
                 raise StaleParameterError(
-                    f"parameters ({_names(storage)}) were changed in place after the "
+                    f"parameters of {storage.residence.label.text} were changed in place after the "
                     "forward pass that this backward pass belongs "
                     "to: call backward before the optimizer's step, or run the forward pass again. "
                     "An embedding with max_norm changes them in each look-up: look all rows up at "
@@ -468,11 +468,6 @@ class Use:
 
 # Numbers of calls. Backward reaches later calls first.
 _ORDER = itertools.count()
-
-
-def _names(storage: Storage) -> str:
-    """For messages."""
-    return ", ".join([slot.name for slot in storage.layout.slots[:3]] + ["..."])
 
 
 def before_backward_of(out: Any, since: int, do: Callable[[], None]) -> None:

@@ -41,8 +41,16 @@ class WindowSource:
 
     def check_read(self) -> None:
         """StaleParameterError if `behind` has changed since, unless this is a snapshot."""
-        if not self._is_snapshot and self._behind.num_written != self._num_written:
-            raise _stale("was read")
+        if not self._is_snapshot:
+            self._refuse_stale("was read")
+
+    def _refuse_stale(self, what: str) -> None:
+        if self._behind.num_written != self._num_written:
+            raise StaleParameterError(
+                f"a view or state dict of a sharded parameter {what} after the parameter had "
+                "changed: it holds a copy of earlier values. "
+                "Take the view, or state_dict(), again."
+            )
 
     def write_back(self) -> None:
         """Copy what was written into `whole` to the slices behind it. Collective.
@@ -50,8 +58,7 @@ class WindowSource:
         Raises:
             StaleParameterError: if `behind` has changed since: the copy would undo that change.
         """
-        if self._behind.num_written != self._num_written:
-            raise _stale("was written to")
+        self._refuse_stale("was written to")
         if self.whole.requires_grad and torch.is_grad_enabled():
             self._behind.take_whole_in_graph(self.whole)
         else:
@@ -168,14 +175,6 @@ def as_copy(array: Any) -> Any:
     if world.is_initialized() and world.device().type == "cpu":
         array.flags.writeable = False
     return array
-
-
-def _stale(what: str) -> StaleParameterError:
-    return StaleParameterError(
-        f"a view or state dict of a sharded parameter {what} after the parameter had "
-        "changed: it holds a copy of earlier values. "
-        "Take the view, or state_dict(), again."
-    )
 
 
 def _shown(windows: Sequence[Window], out: torch.Tensor) -> torch.Tensor:

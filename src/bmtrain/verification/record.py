@@ -81,7 +81,7 @@ class Record:
         """
         for name, param in model.named_parameters():
             grad = param.grad
-            whole = grad.whole_of_parts() if isinstance(grad, Slices) else grad
+            whole = grad.full_tensor() if isinstance(grad, Slices) else grad
             self.add(step, Kind.GRADIENT, name, whole)
 
     def add_random(self, step: int, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bmtrain.torch_internals import has_global_module_hooks, has_hooks, num_dispatch_modes
+from bmtrain.torch_internals import has_global_module_hooks, hooks_of, num_dispatch_modes
 from model_center.generation.fingerprint import HostStateFingerprint
 from model_center.generation.recording import ReplayedWork, recorder_for
 from model_center.generation.session import (
@@ -50,7 +50,7 @@ class DecodeRunner:
         self.is_watched = (
             has_global_module_hooks()
             or num_dispatch_modes() > 0
-            or any(has_hooks(module) for module in model.modules())
+            or any(any(hooks_of(module)) for module in model.modules())
         )
         self._session = None if self.is_watched else session
         self._repeated = ReplayedWork(None)

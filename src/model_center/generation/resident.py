@@ -13,7 +13,6 @@ from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine, Fixed, Residence
-from bmtrain.shard.label import Phase
 from bmtrain.shard.placement import EVERYWHERE
 from bmtrain.shard.storage import Storage
 
@@ -62,7 +61,7 @@ class ResidentWeights:
         return sum(
             storage.layout.numel * storage.dtype.itemsize
             for storage, residence in zip(self._storages(), self.memory(), strict=True)
-            if isinstance(residence, Fixed) and not residence.has_memory
+            if isinstance(residence, Fixed) and residence.version is None
         )
 
     def fits(self, spare: int) -> bool:
@@ -142,4 +141,4 @@ class ResidentWeights:
         """Where the full values of storages are, which have been brought."""
         for storage in storages:
             residence = storage.engine.fixed(storage.residence)
-            self._full[storage] = residence.acquire(Phase.FORWARD)
+            self._full[storage] = residence.acquire()

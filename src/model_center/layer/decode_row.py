@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bmtrain.torch_internals import has_global_module_hooks, has_hooks
+from bmtrain.torch_internals import has_global_module_hooks, hooks_of
 from model_center.kernels import is_fused
 from model_center.kernels.row_products import MOST_COLUMNS, MOST_WEIGHTS, RowProducts, row_products
 from model_center.layer.layernorm import LayerNorm
@@ -82,7 +82,7 @@ def is_unmodified(module: torch.nn.Module, *kinds: type[torch.nn.Module]) -> boo
     return (
         type(module) in kinds
         and "forward" not in vars(module)
-        and not has_hooks(module)
+        and not any(hooks_of(module))
         and not has_global_module_hooks()
     )
 
