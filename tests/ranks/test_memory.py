@@ -189,6 +189,30 @@ def deleted():
             shard = weakref.ref(storage_of(block).shard)
             del block
             assert shard() is None, "a reference cycle keeps the shard until the collector runs"
+    references = closed_over()
+    gc.collect()
+    assert all(reference() is None for reference in references), "a class keeps a model"
+
+
+def closed_over():
+    """References to a sharded model and to classes that reach it by closures, made distributed."""
+    teacher = bmt.BMTrainModelWrapper(make(3, True))
+
+    class Norm(nn.BatchNorm1d):
+        def distance(self, x):
+            return x - teacher(x)
+
+    class Student(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.maps, self.norm = nn.ModuleList([nn.Linear(DIM, DIM)]), Norm(DIM)
+
+        def forward(self, x):
+            return self.norm(self.maps[0](x) + teacher(x)).topk(1).values
+
+    student = bmt.BMTrainModelWrapper(Student())
+    loss_of(student).backward()
+    return [weakref.ref(x) for x in (teacher, Norm, Student, student)]
 
 
 def without_backward():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import types
 from typing import Any
 
 import torch
 
+from bmtrain.block.kinds import once_per_kind
 from bmtrain.distributed import autograd
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
@@ -24,15 +23,14 @@ def share_statistics(module: torch.nn.Module) -> None:
         and isinstance(module, BatchNorm)
         and not isinstance(module, torch.nn.SyncBatchNorm | _OfAllRanks)
     ):
-        kind: Any = type(module)
-        module.__class__ = _of_all_ranks(kind)
+        module.__class__ = _of_all_ranks(type(module))
 
 
-@functools.cache
+@once_per_kind
 def _of_all_ranks(kind: Any) -> Any:
     own = {"__doc__": kind.__doc__, "__module__": kind.__module__}
     base = _OfAllRanks if kind.forward is BatchNorm.forward else _Unknown
-    return types.new_class(kind.__name__, (base, kind), exec_body=lambda names: names.update(own))
+    return type(kind.__name__, (base, kind), own)
 
 
 class _OfAllRanks(BatchNorm):

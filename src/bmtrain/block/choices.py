@@ -38,36 +38,34 @@ def chosen_lists(module: torch.nn.Module) -> frozenset[str]:
         if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict)
         and any(True for _ in child.parameters())
     )
+    if not lists:
+        return lists
     kind: Any = type(module)
-    return _chosen(kind, lists) if lists else lists
-
-
-@functools.cache
-def _chosen(kind: type, lists: frozenset[str]) -> frozenset[str]:
-    methods: dict[str, types.FunctionType] = {}
+    codes: dict[str, types.CodeType] = {}
     for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
         for name, method in vars(base).items():
             plain = inspect.unwrap(method) if callable(method) else method
             if isinstance(plain, types.FunctionType) and name != "__init__":
-                methods.setdefault(name, plain)
-    if _ROUTES.isdisjoint(name for x in methods.values() for name in names_in(x.__code__)):
+                codes.setdefault(name, plain.__code__)
+    if _ROUTES.isdisjoint(name for code in codes.values() for name in names_in(code)):
         return frozenset()
     return frozenset(
         name
         for name in lists
-        for method in methods.values()
-        if name in names_in(method.__code__) and _chooses(method, name)
+        for code in codes.values()
+        if name in names_in(code) and _chooses(code, name)
     )
 
 
-def _chooses(method: types.FunctionType, name: str) -> bool:
+@functools.cache
+def _chooses(code: types.CodeType, name: str) -> bool:
     """Whether the source of a method calls members of the list `name` of its module by its rows.
 
     Names are followed without order: what is ever made of the rows may hold them, and what is ever
     taken from the list may be a member.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return False
     if not isinstance(tree, ast.FunctionDef):

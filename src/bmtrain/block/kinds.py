@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +19,21 @@ from bmtrain.shard.module import DistributedModule
 
 Method = Callable[..., Any]
 _CLASS: Any = vars(object)["__class__"]  # Python's descriptor
+
+
+def once_per_kind(make: Method) -> Method:
+    """Makes one class of each class, and forgets it with its last module.
+
+    `functools.cache` would keep a class for ever, and a sharded model that one of its methods holds
+    by a closure.
+    """
+    made = weakref.WeakValueDictionary[Any, Any]()
+
+    def find(kind: Any, *args: Any) -> Any:
+        key = id(kind), *args  # what is made holds `kind`
+        return made.get(key) or made.setdefault(key, make(kind, *args))
+
+    return find
 
 
 def become_distributed(
@@ -47,24 +62,17 @@ def has_methods_of_whole_models(module: torch.nn.Module) -> bool:
     return bool(_methods_of_whole_models(type(module)))
 
 
-def _made_distributed(kind: Any, forward: Callable[[Any], Method] | None = None) -> Any:
-    def fill(namespace: dict[str, Any]) -> None:
-        namespace["__doc__"] = kind.__doc__
-        namespace["__module__"] = kind.__module__
-        # Programs look up `module.__class__` and its name: report the original class. Python itself
-        # uses type().
-        namespace["__class__"] = property(lambda _: kind, _become)
-        namespace["compile"] = _compile
-        if forward is not None:
-            namespace["forward"] = forward(kind)
-        namespace.update(_methods_of_whole_models(kind))
-
+@once_per_kind
+def _distributed(kind: Any, forward: Callable[[Any], Method] | None) -> Any:
+    # Programs look up `module.__class__` and its name: report the original class. Python itself
+    # uses type().
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    names |= {"__class__": property(lambda _: kind, _become), "compile": _compile}
+    if forward is not None:
+        names["forward"] = forward(kind)
     # transformers looks up conversions of a model's tensors by the name of its type.
     bases = (kind,) if issubclass(kind, DistributedModule) else (DistributedModule, kind)
-    return types.new_class(kind.__name__, bases, exec_body=fill)
-
-
-_distributed = functools.cache(_made_distributed)
+    return type(kind.__name__, bases, names | _methods_of_whole_models(kind))
 
 
 def _methods_of_whole_models(kind: Any) -> dict[str, Method]:
@@ -116,17 +124,12 @@ def _become(self: torch.nn.Module, kind: type) -> None:
             torch's `fully_shard` mixes in another.
     """
     own = self.__class__
-    if kind.__mro__[1:] == own.__mro__:
-        # Not kept: such a class is made anew each time.
-        _CLASS.__set__(self, _made_distributed(kind))
-        return
-    if own.__mro__[1:] == kind.__mro__:
-        _CLASS.__set__(self, _distributed(kind, None))
-        return
-    raise ParameterError(
-        f"a sharded model cannot become a {kind.__name__}: it is sharded already; use it as it "
-        "is, or build a new one."
-    )
+    if kind.__mro__[1:] != own.__mro__ and own.__mro__[1:] != kind.__mro__:
+        raise ParameterError(
+            f"a sharded model cannot become a {kind.__name__}: it is sharded already; use it as it "
+            "is, or build a new one."
+        )
+    _CLASS.__set__(self, _distributed(kind, None))
 
 
 def _compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
