@@ -84,7 +84,7 @@ class Corpus:
             name = path.relative_to(self.root).as_posix()
             if self.prose:
                 stream = _sentences(path, name)
-            elif path.suffix == ".jsonl":
+            elif path.suffix.lower() == ".jsonl":
                 stream = _json_lines(path, name, self.text_field)
             else:
                 stream = _text_pieces(path, name, limit)
@@ -142,7 +142,7 @@ def own_text(path: Path, text_field: str = "text") -> Corpus:
         corpus = Corpus(root=path.parent, files=(path,), text_field=text_field)
     else:
         files = sorted(
-            file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()
+            file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
         )
         corpus = Corpus(root=path, files=tuple(files), text_field=text_field)
     if not corpus.files:
@@ -173,7 +173,7 @@ def _text_pieces(path: Path, name: str, limit: int) -> Iterator[Document]:
     """The file as one document, or cut at line ends into documents of about `limit` characters."""
     lines: list[str] = []
     size = number = 0
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         for line in file:
             lines.append(line)
             size += len(line)
@@ -189,7 +189,7 @@ def _json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
 
     Blank lines are skipped.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

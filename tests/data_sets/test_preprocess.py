@@ -2,6 +2,7 @@
 broken.
 """
 
+import gzip
 import itertools
 import json
 import re
@@ -70,6 +71,10 @@ def test_lines_of_every_kind(tmp_path):
     got = preprocess(f"{one} {two}", tmp_path / "out", "--key body --dtype int32")
     assert got == expected(*texts[:2], "half a pair: ?", "last, without a line end")
     assert str(opened(tmp_path / "out").dtype) == "int32"
+    line = b'{"text": "one"}\n'
+    for name in ("a.JSONL", "a.ndjson", "c.jsonl.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+        assert preprocess(tmp_path / name, tmp_path / "named") == expected("one")
     plain.write_bytes(b"one\r\n\r\n \ntwo\n")
     assert preprocess(plain, tmp_path / "plain") == expected("one", "two")
 
@@ -179,6 +184,7 @@ def test_broken_text_is_named(tmp_path, content, complaint, capsys):
     ("source", "more", "complaint"),
     [
         ("nowhere.txt", "", "nowhere.txt is not a file"),
+        ("nowhere.csv", "", "nowhere.csv is a table: give its texts as JSONL"),
         (ENGLISH, f"--tokenizer {DATA / 'corpus'}", "holds no tokenizer"),
         (ENGLISH, "--workers 0", "workers is 0"),
         (ENGLISH, "--split-length 0", "split-length is 0"),

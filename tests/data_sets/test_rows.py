@@ -1,8 +1,10 @@
 """Data as people have it: every form and every file is read alike, or refused with its place."""
 
+import bz2
 import copy
 import gzip
 import json
+import lzma
 import pickle
 
 import numpy as np
@@ -169,6 +171,19 @@ def as_parquet(path, rows):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
+LINES = "".join(json.dumps(row) + "\n" for row in PAIRS).encode()
+
+
+def as_arrow(path, rows):
+    """As `save_to_disk` of datasets writes a split."""
+    path.parent.mkdir(parents=True)
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+        stream.write_table(table)
+    for name in ("state.json", "dataset_info.json"):
+        path.with_name(name).write_text('{\n"_split": "train"}')
+
+
 WRITE = {
     "a.jsonl": lambda path: write_rows(path, *PAIRS),
     "b.jsonl": lambda path: path.write_text(
@@ -183,9 +198,13 @@ WRITE = {
     "g.tsv": lambda path: path.write_text(
         "prompt\tresponse\n" + "".join("\t".join(row.values()) + "\n" for row in PAIRS)
     ),
-    "h.jsonl.gz": lambda path: path.write_bytes(
-        gzip.compress("".join(json.dumps(row) + "\n" for row in PAIRS).encode())
+    "h.jsonl.GZ": lambda path: path.write_bytes(gzip.compress(LINES)),
+    "h2.jsonl.xz": lambda path: path.write_bytes(lzma.compress(LINES)),
+    "h3.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(b"\xef\xbb\xbf" + LINES)),
+    "h4.jsonl.zst": lambda path: path.write_bytes(
+        b"".join(pyarrow.compress(half, "zstd", asbytes=True) for half in (LINES[:9], LINES[9:]))
     ),
+    "h5/data.arrow": lambda path: as_arrow(path, [*PAIRS]),
     "i.dat": lambda path: write_rows(path, *PAIRS),
 }
 
@@ -203,12 +222,30 @@ def test_files_of_all_kinds_are_one_data_set(tmp_path):
     text = f"{END}Once upon a time{END}"
     pairs = read(tmp_path / "a.jsonl")
     # sorted by name, so that the folder "deep" comes after d.json
-    assert whole == [*pairs * 4, (text, text.removeprefix(END)), *pairs * 4]
+    assert whole == [*pairs * 4, (text, text.removeprefix(END)), *pairs * 8]
     (tmp_path / "README.md").write_text("# About it")  # is a document where nothing is described
-    assert source(tmp_path).passed_over == (tmp_path / "README.md", tmp_path / "i.dat")
+    passed_over = {path.name for path in source(tmp_path).passed_over}
+    assert passed_over == {"README.md", "i.dat", "state.json", "dataset_info.json"}
     assert source(tmp_path / "deep").files == (folder / "z.txt",)
     (folder / "README.md").write_text("# A text")
     assert source(tmp_path / "deep").files == (folder / "README.md", folder / "z.txt")
+
+
+def test_a_split_is_named(tmp_path):
+    """Of a DatasetDict on disk; a test split would be trained on."""
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    as_arrow(tmp_path / "train" / "data.arrow", [*PAIRS])
+    assert read(tmp_path) == read(tmp_path / "train")
+    as_arrow(tmp_path / "test" / "data.arrow", [*PAIRS])
+    with refused("holds the splits test, train: name the folder of one"):
+        source(tmp_path)
+
+
+def test_a_cell_may_be_a_document(tmp_path):
+    row = {"prompt": "a", "response": "b " * 70_000}
+    (tmp_path / "a.csv").write_text(f"prompt,response\na,{row['response']}\n")
+    whole = write_rows(tmp_path / "a.jsonl", row)
+    assert read(tmp_path / "a.csv", 200_000) == read(whole, 200_000)
 
 
 def test_structs_of_tables_have_nulls(tmp_path):
@@ -240,6 +277,12 @@ def test_structs_of_tables_have_nulls(tmp_path):
         ("a.parquet", b"PAR1", "a.parquet, behind row 0: "),
         ("a.csv", b"text\na\nb,c\n", "line 3: more cells than names"),
         ("a.csv", b'text\n"a\n', "line 2: unexpected end of data"),
+        ("a.csv", b"text,b,text,,\na,b,c,,\n", "line 1: got the name text twice: rename a column"),
+        ("a.csv", b"text\n\xff\n", "not UTF-8 .*: save the text as UTF-8"),
+        ("a.arrow", b"ARROW1", "a.arrow, behind row 0: "),
+        ("a.jsonl.gz", gzip.compress(b"{")[:10] + b"\xff" * 20, "a.jsonl.gz cannot be read: "),
+        ("a.jsonl.xz", lzma.compress(b"{" * 99)[:40] + b"a" * 40, "a.jsonl.xz cannot be read: "),
+        ("a.jsonl.zst", b"{}", "a.jsonl.zst cannot be read: "),
         ("a.txt", b"\xff", "a.txt: not UTF-8"),
         ("a.jsonl.gz", b"{}", "a.jsonl.gz cannot be read: Not a gzipped file"),
         ("a.jsonl", b"\n", "holds no rows: expected at least one"),

@@ -1,5 +1,5 @@
-"""Rows of data as people have it: JSON lines, JSON arrays, Parquet, CSV, texts, folders, the hub,
-and token data of `preprocess`.
+"""Rows of data as people have it: JSON lines, JSON arrays, Parquet, Arrow, CSV, texts, folders, the
+hub, and token data of `preprocess`.
 
 Every command reads rows here. A row is a dict; what is null in it is not there. Rows are read one
 after the other, and a row that cannot be read is a DataError that names file and row.
@@ -7,15 +7,18 @@ after the other, and a row that cannot be read is a DataError that names file an
 
 from __future__ import annotations
 
+import bz2
 import csv
 import dataclasses
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import pathlib
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
@@ -26,8 +29,12 @@ from model_center.optional import package
 # Names of the hub, with a configuration, and a split behind a colon: org/name/config:split
 _HUB = re.compile(r"[\w.-]+(?:/[\w.-]+){0,2}(?::[\w\[\]:%+-]+)?")
 # What data sets of the hub say of themselves, and files that are documents.
-DESCRIPTIONS = ("readme.md", "license.md", "license.txt", "dataset_info.json", "dataset_infos.json")
+DESCRIPTIONS = (
+    *("readme.md", "license.md", "license.txt", "dataset_info.json", "dataset_infos.json"),
+    *("state.json", "dataset_dict.json"),
+)
 TEXTS = {".txt", ".md"}
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)  # of files, compressed or not
 _CHUNK = 2**22  # bytes that are hashed at a time
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _EXTRA = "install this package with its extra [data]"
@@ -78,7 +85,7 @@ class Source:
         for path in self.files:
             try:
                 yield from READERS.get(kind_of(path), _json_lines)(path)
-            except (OSError, EOFError) as error:
+            except UNREADABLE as error:
                 raise DataError(f"{path} cannot be read: {error}") from error
 
     def digest(self) -> str:
@@ -115,6 +122,12 @@ def source(name: str | os.PathLike[str]) -> Source:
     if path.is_file():
         return Source(str(name), (path,))
     if path.is_dir():
+        splits = sorted(one.parent.name for one in path.glob("*/state.json"))
+        if len(splits) > 1 and (path / "dataset_dict.json").exists():
+            raise DataError(
+                f"the folder {path} holds the splits {', '.join(splits)}: name the folder of one, "
+                f"{path / splits[-1]}."
+            )
         inside = [
             file
             for file in sorted(path.rglob("*"))
@@ -128,7 +141,7 @@ def source(name: str | os.PathLike[str]) -> Source:
         if not known:
             raise DataError(
                 f"the folder {path} holds no data: expected files that end with "
-                f"{', '.join(READERS)}, or these with .gz."
+                f"{', '.join(READERS)}, or these with {', '.join(COMPRESSED)}."
             )
         return Source(str(name), known, tuple(file for file in inside if file not in known))
     if kind_of(path) in READERS or not _HUB.fullmatch(str(name)):
@@ -140,7 +153,8 @@ def source(name: str | os.PathLike[str]) -> Source:
 
 def kind_of(path: pathlib.Path) -> str:
     """The ending that tells how a file is read: ".json" of a.JSON.gz."""
-    return pathlib.Path(path.stem if path.suffix == ".gz" else path.name).suffix.lower()
+    is_compressed = path.suffix.lower() in COMPRESSED
+    return pathlib.Path(path.stem if is_compressed else path.name).suffix.lower()
 
 
 def without_nulls(value: Any) -> Any:
@@ -168,7 +182,7 @@ def parsed(text: bytes, place: str) -> Any:
             f"{place}: {half} is half of a surrogate pair, which is no character."
         ) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}).") from error
+        raise DataError(f"{place}: {not_utf8(error)}") from error
     except json.JSONDecodeError as error:
         where = (
             f"line {error.lineno}, column {error.colno}"
@@ -183,12 +197,29 @@ def parsed(text: bytes, place: str) -> Any:
     return value
 
 
-def _opened(path: pathlib.Path) -> IO[bytes]:
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """What is wrong, and what to do."""
+    return f"not UTF-8 ({error.reason} at byte {error.start}): save the text as UTF-8."
+
+
+def _zstandard(path: pathlib.Path) -> Any:
+    arrow = package("pyarrow", "Zstandard", DataError, instead=_EXTRA)
+    return arrow.input_stream(str(path), compression="zstd")
+
+
+COMPRESSED: dict[str, Callable[[pathlib.Path], Any]] = {
+    ".gz": gzip.GzipFile,
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": _zstandard,
+}
+
+
+def opened(path: pathlib.Path) -> IO[bytes]:
     """The bytes of a file, behind the mark that some programs put at its beginning."""
-    file: Any = (gzip.GzipFile if path.suffix == ".gz" else io.FileIO)(path)
-    file = io.BufferedReader(file)
-    if file.read(3) != b"\xef\xbb\xbf":
-        file.seek(0)
+    file = io.BufferedReader(COMPRESSED.get(path.suffix.lower(), io.FileIO)(path))
+    if file.peek(3).startswith(b"\xef\xbb\xbf"):
+        file.read(3)
     return file
 
 
@@ -199,7 +230,7 @@ def _row(place: str, value: Any) -> Row:
 
 
 def _json_lines(path: pathlib.Path) -> Iterator[Row]:
-    with _opened(path) as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}, line {number}"
@@ -208,7 +239,7 @@ def _json_lines(path: pathlib.Path) -> Iterator[Row]:
 
 def _json(path: pathlib.Path) -> Iterator[Row]:
     """An array, or lines under this name, as many are."""
-    with _opened(path) as file:
+    with opened(path) as file:
         first = file.readline()
         while first and not first.strip():
             first = file.readline()
@@ -221,11 +252,16 @@ def _json(path: pathlib.Path) -> Iterator[Row]:
 
 
 def _parquet(path: pathlib.Path) -> Iterator[Row]:
+    """Parquet, or Arrow's stream, which `save_to_disk` of datasets writes."""
     arrow = package("pyarrow", "Parquet", DataError, instead=_EXTRA)
     parquet = package("pyarrow.parquet", "Parquet", DataError, name="pyarrow", instead=_EXTRA)
     try:
         number = 0
-        for batch in parquet.ParquetFile(path).iter_batches(1000):
+        for batch in (
+            arrow.ipc.open_stream(arrow.memory_map(str(path)))
+            if kind_of(path) == ".arrow"
+            else parquet.ParquetFile(path).iter_batches(1000)
+        ):
             for value in batch.to_pylist():
                 number += 1
                 yield Row(f"{path}, row {number}", without_nulls(value))
@@ -235,29 +271,38 @@ def _parquet(path: pathlib.Path) -> Iterator[Row]:
 
 def _table(path: pathlib.Path) -> Iterator[Row]:
     """CSV, with names in the first line; what is empty is not given."""
-    with _opened(path) as file:
+    largest = csv.field_size_limit(2**31 - 1)  # of this module: a cell may be a document
+    with opened(path) as file:
         lines = csv.DictReader(
             io.TextIOWrapper(file, encoding="utf-8", newline=""),
             delimiter="\t" if kind_of(path) == ".tsv" else ",",
             strict=True,
         )
         try:
+            names = [name for name in lines.fieldnames or () if name]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise DataError(f"{path}, line 1: got the name {twice} twice: rename a column.")
             for value in lines:
                 place = f"{path}, line {lines.line_num}"
                 if None in value:
                     raise DataError(f"{place}: more cells than names in the first line.")
                 yield Row(place, {key: one for key, one in value.items() if one})
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
             raise DataError(f"{path}, line {lines.line_num + 1}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}, line {lines.line_num + 1}: {not_utf8(error)}") from error
+        finally:
+            csv.field_size_limit(largest)
 
 
 def _text(path: pathlib.Path) -> Iterator[Row]:
     """A file is a document."""
-    with _opened(path) as file:
+    with opened(path) as file:
         try:
             yield Row(str(path), {"text": file.read().decode()})
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}).") from error
+            raise DataError(f"{path}: {not_utf8(error)}") from error
 
 
 READERS: dict[str, Callable[[pathlib.Path], Iterator[Row]]] = {
@@ -265,6 +310,7 @@ READERS: dict[str, Callable[[pathlib.Path], Iterator[Row]]] = {
     ".ndjson": _json_lines,
     ".json": _json,
     ".parquet": _parquet,
+    ".arrow": _parquet,
     ".csv": _table,
     ".tsv": _table,
     ".txt": _text,

@@ -17,6 +17,7 @@ import rich.console
 import rich.progress
 
 from model_center.dataset.indexed_builder import MMapIndexedDatasetBuilder, make_builder
+from model_center.dataset.rows import COMPRESSED, READERS, TEXTS, kind_of
 from model_center.dataset.tokenised import in_order
 from model_center.errors import DataError
 from model_center.preprocess import documents
@@ -54,12 +55,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+JSON_LINES = {".jsonl", ".ndjson", ".json"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments; those of the recipe are None where not given, so that a preset may say."""
     parser.description = DESCRIPTION
     add = parser.add_argument
-    files = "text, a document per line, or JSONL (*.jsonl, *.json)"
+    files = (
+        "text, a document per line, or JSONL (*.jsonl, *.ndjson, *.json), also with "
+        f"{', '.join(COMPRESSED)}"
+    )
     add("--input", nargs="+", required=True, metavar="FILE", help=files)
     add("--output", required=True, metavar="PREFIX", help="where PREFIX.bin and PREFIX.idx go")
     named = "a folder, an identifier of model_center or a name on the hub"
@@ -92,6 +98,12 @@ def run(args: argparse.Namespace) -> None:
             f"output {args.output} is a folder: expected the beginning of file names too, "
             f"{args.output}corpus."
         )
+    for path in args.input:
+        if kind_of(Path(path)) in {*READERS} - JSON_LINES - TEXTS:
+            raise DataError(
+                f"input {path} is a table: give its texts as JSONL, or train on it by "
+                f"python -m model_center train --data {path}."
+            )
     total = check_files(args.input)
     preset = PRESETS[args.preset]
     recipe = _recipe(args, {name: value for name, value in preset.items() if name != "dtype"})
@@ -137,7 +149,7 @@ _COLUMNS = (
 
 def _recipe(args: argparse.Namespace, preset: dict[str, Any]) -> Recipe:
     """The preset, and over it what was given."""
-    json_lines = {Path(path).suffix in {".jsonl", ".json"} for path in args.input}
+    json_lines = {kind_of(Path(path)) in JSON_LINES for path in args.input}
     if len(json_lines) > 1:
         raise DataError(f"input {', '.join(args.input)} is text and JSONL: give files of one kind.")
     if args.key and json_lines == {False}:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from model_center.dataset.rows import UNREADABLE, not_utf8, opened
 from model_center.errors import DataError
 
 BATCH_BYTES = 1_000_000  # text that is tokenised at a time
@@ -41,8 +42,7 @@ class Batch:
             try:
                 text = line.decode("utf-8-sig").rstrip("\r\n")
             except UnicodeDecodeError as error:
-                problem = f"{error.reason} at byte {error.start}"
-                raise DataError(f"{where} is not UTF-8: {problem}.") from error
+                raise DataError(f"{where} is {not_utf8(error)}") from error
             yield text if key is None else _value(text, key, where)
 
 
@@ -59,13 +59,20 @@ def check_files(paths: Sequence[str]) -> int:
 
 
 def batches(paths: Sequence[str], batch_bytes: int) -> Iterator[Batch]:
-    """All lines of all files in order, about `batch_bytes` at a time."""
+    """All lines of all files in order, about `batch_bytes` at a time.
+
+    Raises:
+        DataError: naming the file that cannot be read.
+    """
     for path in paths:
-        with Path(path).open("rb") as file:
-            first = 1
-            while lines := tuple(file.readlines(batch_bytes)):
-                yield Batch(path=path, first_line=first, lines=lines)
-                first += len(lines)
+        try:
+            with opened(Path(path)) as file:
+                first = 1
+                while lines := tuple(file.readlines(batch_bytes)):
+                    yield Batch(path=path, first_line=first, lines=lines)
+                    first += len(lines)
+        except UNREADABLE as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _value(text: str, key: str, where: str) -> str:
