@@ -493,7 +493,7 @@ def _local_state(
         elif sizes == [storage.layout.piece(slot, at).numel for at in range(storage.axis.size)]:
             mine = mine.reshape(-1)
         elif set(sizes) == {param._tp_original_shape.numel()}:
-            mine = param.cut.own_of_whole(mine.reshape(param._tp_original_shape))
+            mine = param.cut.own(param.cut.part(mine.reshape(param._tp_original_shape)))
         else:
             own_part = mine.reshape(-1).to("cpu", value.dtype)
             whole = collectives.all_gather_rows(own_part, sizes, storage.axis)

@@ -119,10 +119,6 @@ class Cut:
         length = self.shape[self.split.dim]
         return x.narrow(self.split.dim, self.split.index * length, length)
 
-    def own_of_whole(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's 1-D slice of a tensor of the whole shape."""
-        return self.own(self.part(x))
-
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
         """The tensor, gathered from the slices `local` of all ranks. Collective over the run."""
         self.note("gather", self.axis)

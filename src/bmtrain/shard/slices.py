@@ -188,7 +188,7 @@ class Slices(torch.Tensor):
                 f"of shape {tuple(whole.shape)}."
             )
         with torch.no_grad():
-            self.local.copy_(self.cut.own(whole) if is_part else self.cut.own_of_whole(whole))
+            self.local.copy_(self.cut.own(whole if is_part else self.cut.part(whole)))
         self.mark_written()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch says no more than Any
