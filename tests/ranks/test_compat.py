@@ -232,6 +232,9 @@ def test_a_program_of_cpm(tmp_path):
     assert len(rows) == 2 * LAYERS and "layers.0.first.weight" in inspect.format_summary(rows)
     size = config["world_size"]
     assert allgather_objects({"rank": bmt.rank()}) == [{"rank": rank} for rank in range(size)]
+    for length in (*range(4060, 4084), 100_000):  # about the longest that one exchange takes
+        found = allgather_objects("x" * (length + bmt.rank()))
+        assert found == ["x" * (length + rank) for rank in range(size)]
     assert gather_result(torch.ones(1)).numel() == nccl.commCount(config["comm"]) == size
     params = [param for param in model.parameters() if param.grad is not None]
     grads = [grad_of(param).clone() for param in params]

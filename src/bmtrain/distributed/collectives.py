@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,13 @@ def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
     world.current().service(Ledger).enter(axis, text, compares=compares)
 
 
+def _goes_along(ledger: Ledger) -> bool:
+    """Whether data travel with the ledger's words: on a CPU. A compiler leaves alone what it knows
+    as a collective.
+    """
+    return ledger.is_immediate and not torch.compiler.is_compiling()
+
+
 def _enter_alone(axis: Axis, what: str) -> None:
     """Before a transfer between some ranks of an axis, which is not logged."""
     world.current().service(Ledger).refuse_traced(axis, what)
@@ -53,6 +61,9 @@ def _enter_alone(axis: Axis, what: str) -> None:
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Every rank's `x`, stacked: (axis.size, *x.shape)."""
+    ledger = world.current().service(Ledger)
+    if axis.size > 1 and _goes_along(ledger):
+        return ledger.gathered(x, axis, f"all_gather of {tuple(x.shape)} {x.dtype}")
     _enter(axis, "all_gather", x)
     out = x.new_empty((axis.size, *x.shape))
     all_gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group)
@@ -62,6 +73,13 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """This rank's part of the sum of `x` (axis.size * n, ...) over ranks: (n, ...)."""
     check_divided(x, axis)
+    ledger = world.current().service(Ledger)
+    if axis.size > 1 and _goes_along(ledger):
+        ledger.enter(axis, f"reduce_scatter of {tuple(x.shape)} {x.dtype}", compares=False)
+        rows = x.detach().reshape(axis.size, x.shape[0] // axis.size, *x.shape[1:])
+        arrived = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        ledger.swap(axis, rows.flatten(1), arrived.flatten(1))
+        return arrived.sum(0, dtype=x.dtype)
     _enter(axis, "reduce_scatter", x)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     reduce_scatter_flat(
@@ -82,9 +100,7 @@ def all_reduce_(x: torch.Tensor, op: str, axis: Axis) -> None:
     if axis.size == 1:
         return
     ledger = world.current().service(Ledger)
-    # A compiler leaves alone what it knows as a collective.
-    can_go_along = ledger.is_immediate and not torch.compiler.is_compiling()
-    if can_go_along and x.nbytes <= FIRST_BYTES:
+    if _goes_along(ledger) and x.nbytes <= FIRST_BYTES:
         found = ledger.gathered(x, axis, f"all_reduce ({op}) of {tuple(x.shape)} {x.dtype}")
         x.detach().copy_(OPS[op][1](found, 0))
     else:
@@ -189,12 +205,24 @@ def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:
     """
     if axis.size == 1:
         return [value]
-    out: list[Any] = [None] * axis.size
-    _enter(axis, f"exchange for {what}")
-    # another may end after it has come
-    with world.current().service(Ledger).naming_lost_ranks(axis):
-        dist.all_gather_object(out, value, group=axis.group)
-    return out
+    ledger = world.current().service(Ledger)
+    own = bytearray(pickle.dumps(value))
+    # The first exchange has room for most values, and says how long the others are.
+    first = bytearray(len(own).to_bytes(8, "little") + own).ljust(FIRST_BYTES, b"\0")
+    firsts = _gathered_bytes(first[:FIRST_BYTES], ledger, axis, what)
+    sizes = [int.from_bytes(data[:8], "little") for data in firsts]
+    rests, most = [b""] * axis.size, max(sizes) + 8 - FIRST_BYTES
+    if most > 0:
+        rest = own[FIRST_BYTES - 8 :].ljust(most, b"\0")
+        rests = _gathered_bytes(rest, ledger, axis, what)
+    parts = zip(sizes, firsts, rests, strict=True)
+    return [pickle.loads((first[8:] + rest)[:size]) for size, first, rest in parts]
+
+
+def _gathered_bytes(own: bytearray, ledger: Ledger, axis: Axis, what: str) -> list[bytes]:
+    """Every rank's `own`, as long on each."""
+    sent = torch.frombuffer(own, dtype=torch.uint8)
+    return [bytes(x.numpy()) for x in ledger.gathered(sent, axis, f"exchange for {what}")]
 
 
 def broadcast_object(value: Any, source: int, axis: Axis, what: str) -> Any:
