@@ -130,11 +130,21 @@ def test_who_is_tied(tmp_path):
         {name: x for name, x in UNTIED.items() if "decoder_l" not in name} | {"model_type": "t5"}
     )
     assert config.num_decoder_layers == 2 and config.ffn_activate_fn == "relu"
-    # its file has no head: it was tied, whatever was requested
-    model = parity.theirs(transformers.T5ForConditionalGeneration, transformers.T5Config(**UNTIED))
-    ours = parity.loaded(T5, model, tmp_path)
-    assert torch.equal(ours.output_projection.weight, ours.input_embedding.weight)
-    assert_same_logits(ours, model, *inputs_of("none"))
+    # their files have no head: it is one tensor with the embedding, whatever was requested
+    for kind, folder in (("T5", tmp_path / "t5"), ("MT5", tmp_path / "mt5")):
+        config = getattr(transformers, f"{kind}Config")(**UNTIED)
+        model = parity.theirs(getattr(transformers, f"{kind}ForConditionalGeneration"), config, STD)
+        ours = parity.loaded(T5, model, folder)
+        assert ours.config.tied and not ours.config.scale_logits
+        inputs, valid = inputs_of("none")
+        assert_same_logits(ours, model, inputs, valid)
+        parity.assert_same_gradients(ours, model, inputs, valid, folder)
+        ours.save_pretrained(folder / "saved")
+        back = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder / "saved").eval()
+        assert_same_logits(ours, back, inputs, valid)
+        assert T5Config.from_pretrained(folder / "saved").tied
+    apart = T5.from_pretrained(tmp_path / "t5", tied=False, dtype="float32")
+    assert torch.equal(apart.output_projection.weight, apart.input_embedding.weight)
 
 
 def test_ways_to_say_the_same(tmp_path):

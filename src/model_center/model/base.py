@@ -108,14 +108,14 @@ class BaseModel(bmt.DistributedModule):
             WeightsError: for files that are missing or do not fit the model; new heads are
                 initialised and named instead.
         """
-        if config is None:
-            config = cls._CONFIG_TYPE.from_pretrained(pretrained_model_name_or_path, **kwargs)
-        elif kwargs:
+        if config is not None and kwargs:
             raise ConfigError(
                 f"from_pretrained got a config and {', '.join(kwargs)} as well: set those "
                 "in the config."
             )
         folder = pathlib.Path(resolve(str(pretrained_model_name_or_path), "model"))
+        if config is None:  # of the folder of the weights, which it may depend on
+            config = cls._CONFIG_TYPE.from_pretrained(folder, **kwargs)
         model = cls.without_values(config)
         model.load_folder(folder, strict=strict)
         return model

@@ -8,9 +8,13 @@ Models" (2022).
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from bmtrain.checkpoint.files import is_there
+from bmtrain.checkpoint.sources import HUGGING_FACE, open_source
 from model_center.config.base import RELATIVE
 from model_center.config.rules import GATED
 from model_center.errors import ConfigError
@@ -64,11 +68,28 @@ class T5Config(Seq2SeqConfig):
             )
 
     @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str], **overrides: Any) -> T5Config:
+        """As TransformerConfig, but tied where the weights beside the file have no head:
+        transformers 5 makes it one tensor with the embedding then, whatever the file says.
+        """
+        config = super().from_json_file(json_file, **overrides)
+        folder = pathlib.Path(json_file).parent
+        if (
+            config.tied
+            or config.hugging_face is None
+            or "tied" in overrides
+            or not any(is_there(folder / name) for name in HUGGING_FACE)
+            or any(name.endswith("lm_head.weight") for name in open_source(folder).headers)
+        ):
+            return config
+        return super().from_json_file(json_file, tied=True, **overrides)
+
+    @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         """Our values for those of a Hugging Face config.json.
 
         transformers 5 says of every model that it is tied; those that do not scale their logits
-        have heads of their own.
+        have heads of their own, if their files do.
         """
         tied = content.get("tie_word_embeddings", True)
         scaled = content.get("scale_decoder_outputs", tied and content.get("model_type") != "mt5")
@@ -106,7 +127,8 @@ class T5Config(Seq2SeqConfig):
         return super().to_hugging_face() | {
             "num_decoder_layers": self.num_decoder_layers,
             "feed_forward_proj": kind,
-            "tie_word_embeddings": self.tied,
+            # says whether logits are scaled; whether there is a head, the weights say
+            "tie_word_embeddings": self.tied and self.scale_logits,
             "scale_decoder_outputs": self.scale_logits,
             "is_encoder_decoder": True,
             "decoder_start_token_id": 0,
