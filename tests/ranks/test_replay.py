@@ -11,11 +11,13 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 import operator
 import os
 import random
+import sys
 import threading
 import types
 import warnings
@@ -433,7 +435,7 @@ def test_what_is_not_put_back_is_kept(what):
 
 
 class Elsewhere(Base):
-    """Reads globals, an attribute of a class, a closure and functions of torch."""
+    """Reads globals, also by strings, an attribute of a class, a closure and functions of torch."""
 
     tau = 1.0
 
@@ -448,8 +450,43 @@ class Elsewhere(Base):
         self.scale_of = scale
 
     def forward(self, x):
-        y = self.map(x * TEMPERATURE * self.tau * self.scale_of() * LONG[0])
+        y = self.map(x * TEMPERATURE * self.tau * self.scale_of() * LONG[0] * by_strings())
         return activation(y) * GAIN + functional.silu(y) * torch.nn.functional.mish(y) * math.cos(1)
+
+
+SETTINGS = sys.modules["settings_of_test"] = types.ModuleType("settings_of_test")
+vars(SETTINGS).update(dict.fromkeys(["a", "b", "c", "d", "e"], 1.0))
+EVALUATED = OF_GLOBALS = OF_PROPERTY = OF_CACHE = 1.0
+
+
+class Properties(type):
+    @property
+    def number(cls):
+        return OF_PROPERTY
+
+
+class WithProperty(metaclass=Properties):
+    pass
+
+
+@functools.cache
+def cached():
+    return OF_CACHE
+
+
+def by_strings():
+    """Reads what its code does not load by its name."""
+    import settings_of_test  # type: ignore[import-not-found]
+
+    product = eval("1 * EVALUATED") * globals()["OF_GLOBALS"] * WithProperty.number * cached()
+    product *= vars(SETTINGS)["a"] * getattr(SETTINGS, "b") * settings_of_test.c  # noqa: B009
+    name = "settings_of_test"
+    return product * sys.modules[name].d * importlib.import_module("settings_of_test").e
+
+
+def forget(value):
+    globals().update(OF_CACHE=value)
+    cached.cache_clear()
 
 
 linear = None  # a variable with the name of an attribute
@@ -474,6 +511,15 @@ ELSEWHERE: dict[str, Callable[[Any, float], Any]] = {
     "'mish' of functional": functools.partial(exchange, functional, "mish", functional.mish),
     "'cos' of math": functools.partial(exchange, math, "cos", math.cos),
     "'forward' of class Tanh": functools.partial(exchange, nn.Tanh, "forward", nn.Tanh.forward),
+    "'EVALUATED' among globals": lambda _, value: globals().update(EVALUATED=value),
+    "'OF_GLOBALS' among globals": lambda _, value: globals().update(OF_GLOBALS=value),
+    "'OF_PROPERTY' among globals": lambda _, value: globals().update(OF_PROPERTY=value),
+    "'OF_CACHE' among globals": lambda _, value: forget(value),
+    "'a' of": lambda _, value: setattr(SETTINGS, "a", value),
+    "'b' of": lambda _, value: setattr(SETTINGS, "b", value),
+    "'c' of": lambda _, value: setattr(SETTINGS, "c", value),
+    "'d' of": lambda _, value: setattr(SETTINGS, "d", value),
+    "'e' of": lambda _, value: setattr(SETTINGS, "e", value),
     "'linear' of F": functools.partial(exchange, functional, "linear", functional.linear),
 }
 

@@ -139,6 +139,6 @@ def more_time(blocks: Sequence[Options], choice: Sequence[int]) -> float:
 def describe(names: Sequence[str], choice: Sequence[int]) -> str:
     """The number of blocks per option in words: "28 blocks nothing, 12 norms and activations"."""
     counts = [(choice.count(number), name) for number, name in enumerate(names) if number in choice]
-    first, *others = [f"{count} {name}" for count, name in counts]
-    number, _, name = first.partition(" ")
-    return ", ".join([f"{number} block{'' if number == '1' else 's'} {name}", *others])
+    (count, name), *others = counts
+    first = f"{count} block{'' if count == 1 else 's'} {name}"
+    return ", ".join([first, *[f"{count} {name}" for count, name in others]])

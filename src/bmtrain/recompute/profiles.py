@@ -71,15 +71,11 @@ class Profile:
 
     def figures(self, levels: Sequence[Level], unknown: Option) -> list[float]:
         """All measurements as one flat list, in a fixed order, for a reduction over ranks."""
-        dims = [float(dim) for shape in self.shapes for dim in shape]
+        dims = [dim for shape in self.shapes for dim in shape]
         options = [calls.get(level, unknown) for calls in self.options for level in levels]
-        prices = [
-            figure
-            for option in options
-            for figure in (float(option.kept), float(option.peak), option.seconds)
-        ]
+        prices = [x for each in options for x in (each.kept, each.peak, each.seconds)]
         peaks = [*self.forward, self.loss, *self.backward.values()]
-        return [*dims, *prices, *map(float, peaks)]
+        return [*map(float, [*dims, *prices, *peaks])]
 
 
 class Profiles:
@@ -100,14 +96,9 @@ class Profiles:
             if p.key.kind == key.kind and _is_within(key.shape, p.key.shape)
         ]
         if serving:
-            best = min(
-                serving, key=lambda profile: math.prod(dim for dim in profile.key.shape if dim)
-            )
-            if (
-                best.key == key
-                or len(self._profiles) == _MAX_PROFILES
-                or not self._is_frequent(key)
-            ):
+            best = min(serving, key=lambda p: math.prod(filter(None, p.key.shape)))
+            is_full = len(self._profiles) == _MAX_PROFILES
+            if best.key == key or is_full or not self._is_frequent(key):
                 return best
         self._profiles = [*self._profiles, Profile(key)][-_MAX_PROFILES:]
         return self._profiles[-1]

@@ -25,6 +25,7 @@ import enum
 import functools
 import itertools
 import operator
+import re
 import sys
 import threading
 import types
@@ -95,15 +96,19 @@ _HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
 )
+# By these, code may read any global, and any module.
+_READERS = {"eval", "exec", "globals", "sys", "importlib", "import_module"}
+_CACHE = type(functools.cache(len))
 _MISSING = object()
 _NUM_WARM = 4  # calls after which the executor keeps the same graph
+_SDP = torch.backends.cuda
 # Getter and setter of each. They select kernels, and so which tensors are saved for backward.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (_SDP.flash_sdp_enabled, _SDP.enable_flash_sdp),
+    (_SDP.mem_efficient_sdp_enabled, _SDP.enable_mem_efficient_sdp),
+    (_SDP.math_sdp_enabled, _SDP.enable_math_sdp),
+    (_SDP.cudnn_sdp_enabled, _SDP.enable_cudnn_sdp),
 )
 
 
@@ -186,9 +191,8 @@ class Snapshot:
             if len(now) != len(found):
                 return each.where
             if not all(map(operator.is_, now, found)):
-                are_same = [*map(_is_same, now, found)]
-                if not all(are_same):
-                    are_changed = map(operator.not_, are_same)
+                are_changed = [not is_same for is_same in map(_is_same, now, found)]
+                if any(are_changed):
                     return next(itertools.compress(each.names, are_changed), each.where)
         return None
 
@@ -313,7 +317,7 @@ class Snapshot:
         if id(kind) in self._known:
             return
         self._known[id(kind)] = kind
-        overridden: set[str] = set()
+        overridden = set[str]()
         for base in kind.__mro__:
             is_plain, own = _is_plain(base), vars(base)
             if is_plain:
@@ -334,9 +338,11 @@ class Snapshot:
         """What a function reads of globals and closures, and the functions that it calls."""
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
-        if code is None or id(code) in self._known:
-            return
-        if not (_is_plain(function) or function.__module__.startswith("torch.nn.")):
+        if (
+            code is None
+            or id(code) in self._known
+            or not (_is_plain(function) or function.__module__.startswith("torch.nn."))
+        ):
             return
         self._known[id(code)] = code
         self.add(getattr(function, "__wrapped__", None), "a function")
@@ -347,21 +353,22 @@ class Snapshot:
             self.add(_contents(cell)[0], f"{name!r} of a closure")
         for value in function.__defaults__ or ():
             self.add(value, f"a default of {function.__name__}")
-        spaces: list[tuple[Any, str, bool]] = [(function.__globals__, "among globals", True)]
-        seen: set[int] = set()
+        spaces = [(function.__globals__, "among globals", True)]
+        seen = set[int]()
         for space, of, is_plain in spaces:  # which grow by modules and classes found in them
             # A variable of a script may bear the name of an attribute.
             names = names_in(code) if seen else _globals_in(code)
             self._add_names(space, names, of, is_plain)
             for name in names:
-                value = space.get(name)
+                value = space.get(name, sys.modules.get(name))  # imported by the function itself
                 if isinstance(value, types.ModuleType | type):
                     if id(value) not in seen:
                         seen.add(id(value))
-                        spaces.append((vars(value), f"of {name}", _is_plain(value)))
+                        owners: Any = (value, type(value))  # it has the properties of a class
+                        spaces += [(vars(x), f"of {name}", _is_plain(x)) for x in owners]
                 elif not _is_data(value):
-                    is_function = isinstance(value, _FUNCTIONS)
-                    self.add(value if is_function else _function_of(value), f"{name!r} {of}")
+                    found = value if isinstance(value, _FUNCTIONS) else _function_of(value)
+                    self.add(found, f"{name!r} {of}")
 
     def _add_names(
         self, space: Mapping[str, Any], names: Sequence[str], of: str, is_plain: bool
@@ -579,10 +586,7 @@ class CallState:
                 stack.enter_context(self._default_device or torch.device("cpu"))
             for kind, state in self._autocast.items():
                 if state != autocast[kind]:
-                    enabled, dtype, caches = state
-                    stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches)
-                    )
+                    stack.enter_context(torch.autocast(kind, *state))
             try:
                 self._draws.are_own = self._are_own
                 _set(self._switches, switches)
@@ -612,15 +616,15 @@ def _set(wanted: Iterable[Any], present: Iterable[Any]) -> None:
 
 def _settings(
     device: torch.device,
-) -> tuple[list[Any], DeviceContext | None, dict[str, tuple[bool, torch.dtype, bool]]]:
-    """What is set now: switches, default device, and by kind of device autocast, its dtype and
-    whether it caches casts.
+) -> tuple[list[Any], DeviceContext | None, dict[str, tuple[torch.dtype, bool, bool]]]:
+    """What is set now: switches, default device, and by kind of device autocast's dtype, whether it
+    is enabled and whether it caches casts.
     """
     default, autocast = None, {}
     for mode in function_modes():  # the innermost is the last
         default = mode if isinstance(mode, DeviceContext) else default
     for kind in (device.type, "cpu"):
-        state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        state = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         autocast[kind] = (*state, torch.is_autocast_cache_enabled())
     return [read() for read, _ in _SWITCHES], default, autocast
 
@@ -675,8 +679,7 @@ def _without_graph(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     if isinstance(value, tuple) and any(isinstance(entry, torch.Tensor | tuple) for entry in value):
-        entries = [_without_graph(entry) for entry in value]
-        return tuple(entries) if type(value) is tuple else tuple.__new__(type(value), entries)
+        return tuple.__new__(type(value), map(_without_graph, value))
     return value
 
 
@@ -687,29 +690,37 @@ def _contents(cell: types.CellType) -> tuple[Any]:
         return (_MISSING,)
 
 
-def names_in(code: types.CodeType) -> list[str]:
-    """The names of globals and attributes in a function's code, inner functions included."""
+def names_in(code: types.CodeType) -> list[Any]:
+    """The names of globals and attributes in a function's code, inner functions included, and
+    constants: a string may be a name.
+    """
     inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(name for x in inner for name in names_in(x))]))
+    names = [*code.co_names, *code.co_consts]
+    return list(dict.fromkeys([*names, *(name for x in inner for name in names_in(x))]))
 
 
 @functools.cache
-def _globals_in(code: types.CodeType) -> list[str]:
-    """The names of globals in a function's code, inner functions included."""
+def _globals_in(code: types.CodeType) -> list[Any]:
+    """The names of globals and imports in a function's code, inner functions included."""
     inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    found = [x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")]
+    kinds = ("_GLOBAL", "IMPORT_NAME")
+    found = [x.argval for x in dis.get_instructions(code) if x.opname.endswith(kinds)]
+    if not _READERS.isdisjoint(found):
+        words = re.findall(r"\w+", str(code.co_consts[1:]))  # the first is no value
+        return [*names_in(code), *words]
     return list(dict.fromkeys([*found, *(name for x in inner for name in _globals_in(x))]))
 
 
 def _function_of(value: Any) -> Any:
     """The function behind a method, property or decorated function; None for anything else."""
-    for name in ("__func__", "fget"):
-        value = getattr(value, name, value)
+    for name in ("__func__", "fget", "func", "__wrapped__"):
+        if not isinstance(value, types.FunctionType):
+            value = getattr(value, name, value)
     return value if isinstance(value, types.FunctionType) else None
 
 
 def _is_data(value: Any) -> bool:
-    code = (*_FUNCTIONS, type, types.ModuleType, property, staticmethod, classmethod)
+    code = (*_FUNCTIONS, type, types.ModuleType, property, staticmethod, classmethod, _CACHE)
     return value is not _MISSING and not isinstance(value, code)
 
 
