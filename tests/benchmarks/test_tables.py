@@ -209,7 +209,6 @@ def test_this_library_beside_others(bench, tmp_path, monkeypatch):
     ]
     bars = bench.tables.text_picture(rows).splitlines()
     assert [bar[41:].strip() for bar in bars[2:-1]] == [
-        f"{'█' * 20}|{'█' * 40} 3.00 x PyTorch compile",
         f"{'█' * 15}     | 0.75 x PyTorch reduce-overhead",
         f"{'█' * 20}|{'█' * 10} 1.50 x DDP compile",
         f"{'█' * 20}|{'█' * 10} 1.50 x FSDP2 symmetric recomputed",

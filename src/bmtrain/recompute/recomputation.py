@@ -96,8 +96,8 @@ _HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
 )
-# By these, code may read any global, and any module.
-_READERS = {"eval", "exec", "globals", "sys", "importlib", "import_module"}
+# By these, code may read globals and modules that its strings name.
+_READERS = {"globals", "sys", "importlib", "import_module"}
 _CACHE = type(functools.cache(len))
 _MISSING = object()
 _NUM_WARM = 4  # calls after which the executor keeps the same graph
@@ -706,8 +706,9 @@ def _globals_in(code: types.CodeType) -> list[Any]:
     kinds = ("_GLOBAL", "IMPORT_NAME")
     found = [x.argval for x in dis.get_instructions(code) if x.opname.endswith(kinds)]
     if not _READERS.isdisjoint(found):
-        words = re.findall(r"\w+", str(code.co_consts[1:]))  # the first is no value
-        return [*names_in(code), *words]
+        found += code.co_consts
+    if not {"eval", "exec"}.isdisjoint(found):
+        found += re.findall(r"\w+", str(code.co_consts[1:]))  # the first is no value
     return list(dict.fromkeys([*found, *(name for x in inner for name in _globals_in(x))]))
 
 
