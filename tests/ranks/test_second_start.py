@@ -187,6 +187,7 @@ def with_sources(folder):
         assert counts() == expected
 
 
+@pytest.mark.long
 def test_other_sources_are_compiled_again(tmp_path):
     """What another version of this library has compiled is not used, even of the same graph."""
     run_ranks(with_sources, 1, str(tmp_path), init=BY_DEFAULT, timeout=120)

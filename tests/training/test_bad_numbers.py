@@ -225,6 +225,7 @@ def test_the_rule_of_spikes():
     assert quiet.limit() == pytest.approx(3.0 * 1.05), "no deviation: a share of the median counts"
 
 
+@pytest.mark.long
 def test_spikes(tmp_path):
     """Told of; skipped; or taken back with the batches since the last checkpoint. A run that
     stopped on the way and went on is bitwise the one that did not.

@@ -115,6 +115,7 @@ def test_models(writers, readers, tmp_path):
 
 # peft calls transformers so
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
+@pytest.mark.long
 def test_a_run_goes_on(tmp_path):
     """LoRA on LLaMA: checkpoints are small, the run that was stopped ends with the same bits, and
     does not go on with another base.

@@ -274,6 +274,7 @@ def certified_pairs(folder, cases):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_faults_in_losses_of_pairs(tmp_path):
     """At two ranks, whose micro-batches are of 3 and of 1 pair."""

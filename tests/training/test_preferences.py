@@ -298,13 +298,10 @@ def test_losses_and_gradients(ranks, cases, tmp_path):
     run_ranks(all_cases, ranks, str(tmp_path), str(data), cases, timeout=180)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how",
-    [
-        "--objective dpo",
-        pytest.param("--objective dpo --lora-rank 4 --lora-dropout 0.1", marks=pytest.mark.long),
-        pytest.param("--objective reward", marks=pytest.mark.long),
-    ],
+    ["--objective dpo", "--objective dpo --lora-rank 4 --lora-dropout 0.1", "--objective reward"],
 )
 def test_a_run_goes_on_bit_by_bit(how, tmp_path):
     """Also where the reference's log-probabilities are computed anew; it learns which is better."""
