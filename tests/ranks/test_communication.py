@@ -93,6 +93,20 @@ def run_cases():
             )
 
 
+def of_one_number():
+    """What is given, and its gradient, may be one number in many places."""
+    rank = bmt.rank()
+    for name, op in CASES:
+        numbers = values(zeros=False)[:, 1, 0].requires_grad_()
+        own = numbers.detach()[rank].clone().requires_grad_()
+        out = run_op(name, op, own.expand(12, 3))
+        (out.sum() * (rank + 1)).backward()
+        outs = in_one_process(name, op, numbers[:, None, None].expand(-1, 12, 3))
+        torch.stack([each.sum() * (n + 1) for n, each in enumerate(outs)]).sum().backward()
+        want = [outs[rank].detach(), grad(numbers)[rank]]
+        torch.testing.assert_close([out.detach(), own.grad], want, msg=f"{name} {op}: {{}}".format)
+
+
 def second_gradients():
     stacked = torch.stack([torch.tensor([1.0, 2.0, 3.0]) + rank for rank in range(3)])
     found = []
@@ -158,7 +172,9 @@ def benchmarks():
     )
 
 
-@pytest.mark.parametrize("program", [run_cases, second_gradients, of_the_root, activations])
+@pytest.mark.parametrize(
+    "program", [run_cases, of_one_number, second_gradients, of_the_root, activations]
+)
 def test_values_and_gradients_are_those_of_one_process(program):
     run_ranks(program, 3)
 

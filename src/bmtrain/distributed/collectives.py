@@ -76,8 +76,9 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     ledger = world.current().service(Ledger)
     if axis.size > 1 and _goes_along(ledger):
         ledger.enter(axis, f"reduce_scatter of {tuple(x.shape)} {x.dtype}", compares=False)
-        rows = x.detach().reshape(axis.size, x.shape[0] // axis.size, *x.shape[1:])
-        arrived = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        # A gradient may be one number in many places, which cannot be sent as it is.
+        rows = x.detach().contiguous().view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
+        arrived = torch.empty_like(rows)
         ledger.swap(axis, rows.flatten(1), arrived.flatten(1))
         return arrived.sum(0, dtype=x.dtype)
     _enter(axis, "reduce_scatter", x)

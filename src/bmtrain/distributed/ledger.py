@@ -216,7 +216,7 @@ class Ledger:
         """
         self.enter(axis, what, compares=False)
         rows = x.new_empty((axis.size, x.numel()))
-        self.swap(axis, x.detach().reshape(1, x.numel()).expand_as(rows), rows)
+        self.swap(axis, x.detach().contiguous().view(1, -1).expand_as(rows), rows)
         return rows.view(axis.size, *x.shape)
 
     def compare(self, axis: Axis) -> None:
