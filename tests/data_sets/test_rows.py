@@ -246,6 +246,10 @@ def test_a_cell_may_be_a_document(tmp_path):
     (tmp_path / "a.csv").write_text(f"prompt,response\na,{row['response']}\n")
     whole = write_rows(tmp_path / "a.jsonl", row)
     assert read(tmp_path / "a.csv", 200_000) == read(whole, 200_000)
+    (tmp_path / "b.csv").write_text((tmp_path / "a.csv").read_text() + f"a,{row['response']}\n")
+    first, second = (source(tmp_path / name).rows() for name in ("a.csv", "b.csv"))
+    found = [next(first), next(second), *first, *second]  # the second goes on after the first
+    assert [each.content for each in found] == [row] * 3
 
 
 def test_structs_of_tables_have_nulls(tmp_path):

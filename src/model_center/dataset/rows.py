@@ -271,7 +271,9 @@ def _parquet(path: pathlib.Path) -> Iterator[Row]:
 
 def _table(path: pathlib.Path) -> Iterator[Row]:
     """CSV, with names in the first line; what is empty is not given."""
-    largest = csv.field_size_limit(2**31 - 1)  # of this module: a cell may be a document
+    # A cell may be a document. The limit is one for all readers of a process: put back at the end
+    # of one file, it would refuse the cells of another that is read meanwhile.
+    csv.field_size_limit(2**31 - 1)
     with opened(path) as file:
         lines = csv.DictReader(
             io.TextIOWrapper(file, encoding="utf-8", newline=""),
@@ -292,8 +294,6 @@ def _table(path: pathlib.Path) -> Iterator[Row]:
             raise DataError(f"{path}, line {lines.line_num + 1}: {error}") from error
         except UnicodeDecodeError as error:
             raise DataError(f"{path}, line {lines.line_num + 1}: {not_utf8(error)}") from error
-        finally:
-            csv.field_size_limit(largest)
 
 
 def _text(path: pathlib.Path) -> Iterator[Row]:
