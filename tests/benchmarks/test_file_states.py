@@ -2,6 +2,7 @@
 
 import importlib
 
+import pytest
 import torch
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.modules import importable
@@ -24,6 +25,7 @@ def file_states(folder):
     return [*files.disk_records(folder), *updates]
 
 
+@pytest.mark.long
 def test_files_and_updates_are_measured(tmp_path):
     (found,) = run_ranks(file_states, 1, str(tmp_path), join=False, timeout=120)
     *disk, host, files = found

@@ -260,13 +260,13 @@ def loop():
 @pytest.mark.parametrize(
     ("fault", "culprit", "step"),
     [
-        ("sigstop", 1, 1),
         ("work", 1, 0),
-        ("work", ALL, 0),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
+                ("sigstop", 1, 1),
                 ("sigstop", 0, 0),
+                ("work", ALL, 0),
                 ("lock", 1, 0),
                 ("lock", 0, 1),
                 ("loop", 0, 1),

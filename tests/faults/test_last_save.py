@@ -77,9 +77,16 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("faults", "slow", "is_with", "step"),
+    ("faults", "slow", "is_with", "step", "hosted"),
     [
-        pytest.param(*case, marks=[] if number in {0, 4, 6} else pytest.mark.long)
+        pytest.param(
+            *case,
+            hosted,
+            marks=()
+            if (number, hosted) in {(0, True), (4, False), (6, True)}
+            else pytest.mark.long,
+        )
+        for hosted in (True, False)
         for number, case in enumerate(
             [
                 (("none", "exception"), 1, False, LAST),
@@ -98,7 +105,6 @@ def whole(tmp_path_factory):
         )
     ],
 )
-@pytest.mark.parametrize("hosted", [True, False])
 def test_the_last_save_counts(faults, slow, is_with, step, hosted, whole, tmp_path):
     """Unless a rank is killed or stopped before its part is written: then the one before does. All
     ranks end, and the next run goes on bitwise from there.

@@ -65,7 +65,10 @@ def test_kernel_equals_twin(size):
             check(size[0], size[1][:1] if is_one else size[1], dtype, residual=is_one, **options)
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize(
+    "act",
+    [pytest.param(act, marks=() if act == "silu" else pytest.mark.long) for act in ACTIVATIONS],
+)
 def test_activations_follow(act):
     """Of one product, or as a gate of the second."""
     for options in CASES:

@@ -5,10 +5,16 @@ from tests.programs.__main__ import shrunk
 from tests.programs.features import BETWEEN, KINDS, OPTIONS, draw
 from tests.programs.pool import judge
 
-PER_TEST, NUM_TESTS = 15, 10
+PER_TEST, NUM_TESTS, NUM_SHORT = 15, 10, 4
 
 
-@pytest.mark.parametrize("first", range(0, PER_TEST * NUM_TESTS, PER_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(number * PER_TEST, marks=() if number < NUM_SHORT else pytest.mark.long)
+        for number in range(NUM_TESTS)
+    ],
+)
 def test_programs_are_right_or_refused(first):
     """Each failing seed is named with its program, and with the command that runs it again."""
     failed = []

@@ -392,7 +392,6 @@ def _perform_alone(job, pipe):
 def _serve(pipe):
     """The life of a process of many jobs."""
     _settle()
-    gc.freeze()  # each collection would else walk the heap of torch and transformers: 0.4 s
     sizes = set()
     while True:
         try:
@@ -415,6 +414,7 @@ def _serve(pipe):
 def _settle():
     """What all rank processes have in common."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest, which gets it too, ends the ranks
+    gc.freeze()  # each collection would else walk the heap of torch and transformers: 0.4 s
     torch.set_num_threads(1)
 
 

@@ -217,6 +217,7 @@ def fails():
     raise KeyError("at the end")
 
 
+@pytest.mark.long
 def test_errors_are_the_owners(tmp_path):
     left = run(fails, folder=tmp_path)
     for printed in left.printed:

@@ -499,7 +499,13 @@ DAMAGES: list[tuple[str, Callable[[pathlib.Path], object]]] = [
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("pattern", "damage"), DAMAGES)
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        pytest.param(*case, marks=() if number % 3 == 2 or number in {0, 4} else pytest.mark.long)
+        for number, case in enumerate(DAMAGES)
+    ],
+)
 def test_a_damaged_one_is_named_and_left_out(pattern, damage, tmp_path):
     """The one before is used, and only then does it no longer count; where there is none, nothing
     begins anew. No way of loading takes it. The step can be saved again.

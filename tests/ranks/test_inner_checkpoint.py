@@ -110,7 +110,7 @@ def checkpoints_inside(reentrant):
             compare(plain, blocks, f"a block inside, ZeRO-{level}, recompute={recompute}", x)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_a_checkpoint_inside_of_a_block(reentrant):
     """Recomputation that the block knows nothing of finds full parameters, and every gradient

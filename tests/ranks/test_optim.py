@@ -72,7 +72,7 @@ adam     bfloat16 nnn       0        nan      2        late     chain    kept   
 sgd      float32  non       64       alone    1        now      cycle    kept     replaced 2
 adam     float32  non       0        nan      3        late     chain    one      dropped  3
 """.strip().splitlines()
-NUM_SHORT = 22
+NUM_SHORT = 14
 
 
 def change_gradients(what, params):

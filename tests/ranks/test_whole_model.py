@@ -156,6 +156,17 @@ def test_a_small_model_is_one_graph_and_exact():
     again, twin = copy.deepcopy((model, plain))
     check(again, twin, 8)
     assert stage_of(again) is Stage.WHOLE
+    with mock.patch.object(Layer, "forward", half(Layer.forward)):
+        check(model, plain, 9)
+    check(model, plain, 10)
+    assert stage_of(model) is Stage.WHOLE
+
+
+@pytest.mark.long
+@on_ranks(2, init=COMPILED)
+def test_methods_of_classes_may_be_exchanged():
+    plain, model = pair()
+    check(model, plain, 0)
     methods = ((Net, "forward"), (Layer, "forward"), (nn.Linear, "forward"), (Net, "logits"))
     for kind, name in methods:  # before and after it is exchanged
         with mock.patch.object(kind, name, half(getattr(kind, name))):
@@ -164,7 +175,9 @@ def test_a_small_model_is_one_graph_and_exact():
     assert stage_of(model) is Stage.WHOLE
 
 
-@pytest.mark.parametrize("what", ["fails", "hook", "memory", "written"])
+@pytest.mark.parametrize(
+    "what", ["fails", "hook", "memory", pytest.param("written", marks=pytest.mark.long)]
+)
 @on_ranks(2, init=COMPILED)
 def test_all_ranks_run_whole_or_none(what):
     """What one rank cannot do none does; buffers and random numbers are as if it was not tried."""
@@ -217,7 +230,7 @@ def train_without_compiled_code():
     assert stage_of(model) is Stage.APART
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_training_goes_on_without_compiled_code(num_ranks):
     """A later call does not compile: it and all further steps are those of plain PyTorch."""
     run_ranks(train_without_compiled_code, num_ranks, init=COMPILED)
@@ -257,7 +270,9 @@ class Bounded(Net):
         return super().forward(ids, labels) * self.mean.mean()
 
 
-@pytest.mark.parametrize("how", ["written", "in a view", "set"])
+@pytest.mark.parametrize(
+    "how", ["written", *(pytest.param(how, marks=pytest.mark.long) for how in ("in a view", "set"))]
+)
 @on_ranks(2, init=COMPILED)
 def test_what_writes_its_parameters_runs_apart(how):
     """Where the writes count, and once per pass."""
@@ -301,28 +316,35 @@ class Twofold(Net):
         return self.view(loss), loss
 
 
+@pytest.mark.parametrize(
+    ("in_containers", "since"),
+    [pytest.param(False, 0, marks=pytest.mark.long), (True, 0), (True, 1)],
+)
 @on_ranks(2, init=COMPILED)
-def test_what_the_program_shares_with_the_graph_runs_apart():
+def test_parameters_that_the_program_keeps_run_apart(in_containers, since):
     """A parameter that is kept in the first call follows the optimizer; one that is kept later is
-    refused. A call that is undone counts once. Writes into a result are seen in its views.
+    refused. A call that is undone counts once.
     """
-    for in_containers, since in ((False, 0), (True, 0), (True, 1)):
-        plain, model = pair(functools.partial(Keeping, in_containers, since))
-        with pytest.warns(UserWarning, match="keeps a parameter"):
-            for number in range(since + 1):
-                check(model, plain, number)
-            for each in (model, plain):
-                torch.optim.SGD(each.parameters(), lr=0.1).step()
-                each.zero_grad()
-            found: list[Any] = [x.kept for x in (model, plain)]
-            kept, known = (x["own"][0] for x in found) if in_containers else found
-            if since:
-                with pytest.raises(StaleParameterError, match="that a forward pass has kept"):
-                    kept.clone()
-            else:
-                torch.testing.assert_close(kept.full_tensor(), known.detach())
-            check(model, plain, since + 1)
-        assert stage_of(model) is Stage.APART and model.calls == plain.calls
+    plain, model = pair(functools.partial(Keeping, in_containers, since))
+    with pytest.warns(UserWarning, match="keeps a parameter"):
+        for number in range(since + 1):
+            check(model, plain, number)
+        for each in (model, plain):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+        found: list[Any] = [x.kept for x in (model, plain)]
+        kept, known = (x["own"][0] for x in found) if in_containers else found
+        if since:
+            with pytest.raises(StaleParameterError, match="that a forward pass has kept"):
+                kept.clone()
+        else:
+            torch.testing.assert_close(kept.full_tensor(), known.detach())
+        check(model, plain, since + 1)
+    assert stage_of(model) is Stage.APART and model.calls == plain.calls
+
+
+@on_ranks(2, init=COMPILED)
+def test_writes_into_a_result_are_seen_in_its_views():
     for view, stage in ((torch.Tensor.detach, Stage.WHOLE), (nn.Flatten(0), Stage.APART)):
         plain, model = pair(functools.partial(Twofold, view))
         apart = pytest.warns(UserWarning, match="lies in the memory of another")

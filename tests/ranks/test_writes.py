@@ -131,7 +131,8 @@ def write_all(level, folder):
 
 
 @pytest.mark.parametrize(
-    ("level", "transport"), [(2, "copy_engine"), (3, "copy_engine"), (3, "collective")]
+    ("level", "transport"),
+    [pytest.param(2, "copy_engine", marks=pytest.mark.long), (3, "copy_engine"), (3, "collective")],
 )
 def test_the_next_gather_has_what_was_written(level, transport, tmp_path):
     run_ranks(write_all, 2, level, tmp_path, init={"transport": transport})

@@ -38,6 +38,7 @@ def test_gpt2_learns_boolq(folder, tmp_path):
     assert results(tmp_path, "accuracy")[-1] > 0.85
 
 
+@pytest.mark.long
 def test_bert_learns_boolq(folder, tmp_path):
     """From chance to nearly all right, on data that tell the answer; the model is written as
     transformers reads it. Of an unknown task the nearest one is named.

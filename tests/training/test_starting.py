@@ -44,7 +44,12 @@ if "done" not in sys.argv:
 
 @pytest.mark.parametrize(
     ("word", "status", "asked"),
-    [("done", 0, 0), ("fail", 75, 1), ("SIGTERM", 5, 2), ("SIGINT", 5, 2)],
+    [
+        ("done", 0, 0),
+        ("fail", 75, 1),
+        ("SIGTERM", 5, 2),
+        pytest.param("SIGINT", 5, 2, marks=pytest.mark.long),
+    ],
 )
 def test_ranks_without_a_launcher(word, status, asked, tmp_path):
     """Each knows its place. The code of the first that fails is passed on, and so are signals.
