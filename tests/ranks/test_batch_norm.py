@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.garbage import without_collector
 from tests.ranks import models
 from tests.ranks.runner import on_ranks
@@ -48,13 +49,15 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("kind", ["torch's", "derived"])
 @on_ranks(3)
-def test_statistics_are_of_all_rows(use_checkpoint):
+def test_statistics_are_of_all_rows(kind, use_checkpoint):
     world.current("a test").draws.same_rows = False
     torch.manual_seed(2)
-    plain, rows = Net().train().double(), torch.randn(10, 2, 5, 5, dtype=torch.float64)
+    plain = (Net if kind == "torch's" else Derived)().train().double()
+    rows = torch.randn(10, 2, 5, 5, dtype=torch.float64)
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain), use_checkpoint=use_checkpoint)
-    assert isinstance(model.last, nn.BatchNorm1d)
+    assert isinstance(model.last, type(plain.last))
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
     sizes = [5, 2, 3]
     own = rows.split(sizes)[bmt.rank()]
@@ -106,16 +109,76 @@ def test_when_a_rank_collects_a_part_of_the_graph_changes_nothing():
     models.assert_same_gradients(model, plain, "gradients")
 
 
-class Own(nn.BatchNorm1d):
+class Activated(nn.BatchNorm2d):
+    """As timm's: torch's own lines, and what comes after a norm."""
+
+    num_batches_tracked: torch.Tensor
+
     def forward(self, x):
-        return super().forward(x)
+        factor = self.momentum or 0.0
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        return F.relu(
+            F.batch_norm(
+                x,
+                self.running_mean if not self.training or self.track_running_stats else None,
+                self.running_var if not self.training or self.track_running_stats else None,
+                self.weight,
+                self.bias,
+                self.training or self.running_mean is None,
+                factor,
+                self.eps,
+            )
+        )
+
+
+class Residual(nn.BatchNorm2d):
+    def forward(self, x, *, scale=1.0):
+        return x + scale * super().forward(x)
+
+
+class Derived(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), Activated(4)),
+                nn.Sequential(
+                    nn.Conv2d(4, 4, 1, bias=False), Activated(4, momentum=None), Residual(4)
+                ),
+                nn.Sequential(Activated(4, affine=False), Residual(4, track_running_stats=False)),
+            ]
+        )
+        self.last = Residual(4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x, scale=0.5).mean((2, 3))
+
+
+class InParts(nn.BatchNorm1d):
+    def forward(self, x):
+        return torch.cat([super(InParts, self).forward(part) for part in x.chunk(2)])
+
+
+class ByHand(nn.BatchNorm1d):
+    def forward(self, x):
+        return (x - x.mean(0)) / (x.var(0) + self.eps).sqrt()
 
 
 @on_ranks(2)
-def test_another_forward_pass_is_refused_in_training():
+def test_other_forward_passes_are_refused_in_training():
     world.current("a test").draws.same_rows = False
-    plain = nn.Sequential(Own(3))
-    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
-    with pytest.raises(ParameterError, match=r"Own has a forward pass of its own.*BatchNorm"):
-        model(torch.ones(2, 3))
-    models.assert_same(model.eval()(torch.ones(2, 3)), plain.eval()(torch.ones(2, 3)), "evaluation")
+    for kind in (InParts, ByHand):
+        plain = nn.Sequential(kind(3))
+        model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+        before = models.cloned_state(model)
+        with pytest.raises(ParameterError, match=rf"{kind.__name__} has a forward pass of its own"):
+            model(torch.ones(4, 3))
+        models.assert_same_dicts(models.cloned_state(model), before, "after a refusal", 0.0)
+        models.assert_same(
+            model.eval()(torch.ones(4, 3)), plain.eval()(torch.ones(4, 3)), "evaluation"
+        )

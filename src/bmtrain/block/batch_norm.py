@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bmtrain.block.kinds import once_per_kind
 from bmtrain.distributed import autograd
 from bmtrain.errors import ParameterError
+from bmtrain.recompute.recomputation import names_in
 from bmtrain.runtime import world
 from bmtrain.torch_internals import BatchNorm
 
@@ -29,7 +31,7 @@ def share_statistics(module: torch.nn.Module) -> None:
 @once_per_kind
 def _of_all_ranks(kind: Any) -> Any:
     own = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-    base = _OfAllRanks if kind.forward is BatchNorm.forward else _Unknown
+    base = _OfAllRanks if kind.forward is BatchNorm.forward else _Derived
     return type(kind.__name__, (base, kind), own)
 
 
@@ -44,46 +46,114 @@ class _OfAllRanks(BatchNorm):
         if not uses_batch or current.draws.same_rows or current.pipe_enabled:
             return super().forward(x)
         self._check_input_dim(x)
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-        wide = x if x.dtype == torch.float64 else x.float()
-        own = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() // x.shape[1])])
-        total = autograd.all_reduce(own, "sum", current.mesh.world)
-        count = total[-1].detach()
-        mean = total[:-1] / count
-        centred = wide - mean.view(shape)
-        squares = autograd.all_reduce(centred.square().sum(dims), "sum", current.mesh.world)
-        var = squares / count
+        out, mean, var = _normalised(x, self.weight, self.bias, self.eps)
         if self.training and self.track_running_stats:
-            self._track(mean.detach(), squares.detach() / (count - 1))
-        out = centred * (var + self.eps).rsqrt().view(shape)
-        if self.affine:
-            out = out * self.weight.view(shape) + self.bias.view(shape)
-        return out.to(x.dtype)
-
-    @torch.no_grad()
-    def _track(self, mean: torch.Tensor, var: torch.Tensor) -> None:
-        """Move the running statistics, unless these are not finite: the step will be skipped."""
-        is_good = (mean + var).isfinite().all()
-        factor: Any = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(is_good)
-            if factor is None:
-                factor = 1.0 / self.num_batches_tracked.to(mean.dtype)
-        for running, new in ((self.running_mean, mean), (self.running_var, var)):
-            if running is not None:
-                moved = running.lerp(new.to(running.dtype), factor)
-                running.copy_(torch.where(is_good, moved, running))
-
-
-class _Unknown(_OfAllRanks):
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """ParameterError in training."""
-        if self.training:
-            raise ParameterError(
-                f"{type(self).__name__} has a forward pass of its own and would normalise each "
-                "rank's rows separately, unlike one process: use torch.nn.BatchNorm or "
-                "torch.nn.SyncBatchNorm, or freeze it, module.eval()."
-            )
-        out: torch.Tensor = super(_OfAllRanks, self).forward(*args, **kwargs)
+            with torch.no_grad():
+                is_good = (mean + var).isfinite().all()
+                factor: Any = self.momentum
+                if self.num_batches_tracked is not None:
+                    self.num_batches_tracked.add_(is_good)
+                    if factor is None:
+                        factor = 1.0 / self.num_batches_tracked.to(mean.dtype)
+                _move(self.running_mean, mean, factor, is_good)
+                _move(self.running_var, var, factor, is_good)
         return out
+
+
+class _Derived(_OfAllRanks):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The forward pass of the class, whose `batch_norm` takes the statistics of all ranks.
+
+        ParameterError where these are used, if it has none or gives it only a part of its input.
+        """
+        own: Any = super(_OfAllRanks, self)
+        current = world.current("BatchNorm")
+        uses_batch = self.training or self.running_mean is None
+        if not uses_batch or current.draws.same_rows or current.pipe_enabled:
+            out: torch.Tensor = own.forward(*args, **kwargs)
+            return out
+        sharing = _Sharing(type(self).__name__, [*args, *kwargs.values()][0].shape)
+        names = {*names_in(own.forward.__code__)}
+        if "batch_norm" not in names and not names >= {"super", "forward"}:
+            raise sharing.refused
+        count = self.num_batches_tracked
+        before = None if count is None else count.clone()
+        try:
+            with sharing:
+                out = own.forward(*args, **kwargs)
+            if sharing.is_good is None:
+                raise sharing.refused
+        finally:  # neither an error nor a step that will be skipped counts
+            if count is not None and before is not None:
+                is_good = sharing.is_good
+                count.copy_(before if is_good is None else torch.where(is_good, count, before))
+        return out
+
+
+class _Sharing(TorchFunctionMode):
+    """Gives `batch_norm` the statistics of all ranks' rows.
+
+    Attributes:
+        is_good: whether they are finite; None before.
+        refused: what is raised where that is not what one process computes.
+
+    Args:
+        name: of the module's class.
+        shape: of the module's input.
+    """
+
+    def __init__(self, name: str, shape: torch.Size) -> None:
+        super().__init__()
+        self._shape = shape
+        self.is_good: torch.Tensor | None = None
+        self.refused = ParameterError(
+            f"{name} has a forward pass of its own and would normalise each rank's rows "
+            "separately, unlike one process: use torch.nn.BatchNorm or torch.nn.SyncBatchNorm, or "
+            "freeze it, module.eval()."
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is not torch.nn.functional.batch_norm or not given["training"]:
+            return func(*args, **given)
+        x, running_mean, running_var = args
+        if x.shape != self._shape or self.is_good is not None:
+            raise self.refused  # parts of the rows are other ones on ranks than in one process
+        out, mean, var = _normalised(x, given["weight"], given["bias"], given["eps"])
+        with torch.no_grad():
+            self.is_good = (mean + var).isfinite().all()
+            _move(running_mean, mean, given["momentum"], self.is_good)
+            _move(running_var, var, given["momentum"], self.is_good)
+        return out
+
+
+def _normalised(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`x` normalised, and the mean and unbiased variance of all ranks' rows, each (channels,)."""
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+    wide = x if x.dtype == torch.float64 else x.float()
+    own = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() // x.shape[1])])
+    ranks = world.current("BatchNorm").mesh.world
+    total = autograd.all_reduce(own, "sum", ranks)
+    count = total[-1].detach()
+    mean = total[:-1] / count
+    centred = wide - mean.view(shape)
+    squares = autograd.all_reduce(centred.square().sum(dims), "sum", ranks)
+    out = centred * (squares / count + eps).rsqrt().view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    return out.to(x.dtype), mean.detach(), squares.detach() / (count - 1)
+
+
+def _move(
+    running: torch.Tensor | None, new: torch.Tensor, factor: Any, is_good: torch.Tensor
+) -> None:
+    """Move a running statistic, unless the new ones are not finite: the step will be skipped."""
+    if running is None:
+        return
+    moved = running.lerp(new.to(running.dtype), factor)
+    running.copy_(torch.where(is_good, moved, running))
