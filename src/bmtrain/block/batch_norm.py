@@ -16,16 +16,18 @@ from bmtrain.torch_internals import BatchNorm
 
 
 def share_statistics(module: torch.nn.Module) -> None:
-    """Let `module`, if it is torch's BatchNorm, take the mean and variance of all ranks' rows.
+    """Let a module that normalises batches take the mean and variance of all ranks' rows.
 
     Its class becomes a subclass. torch's SyncBatchNorm does the same already.
     """
+    kind = type(module)
+    code = getattr(kind.forward, "__code__", None)
     if (
         world.world_size() > 1
-        and isinstance(module, BatchNorm)
-        and not isinstance(module, torch.nn.SyncBatchNorm | _OfAllRanks)
+        and not isinstance(module, torch.nn.SyncBatchNorm | _OfAllRanks | _Derived)
+        and (isinstance(module, BatchNorm) or (code and "batch_norm" in names_in(code)))
     ):
-        module.__class__ = _of_all_ranks(type(module))
+        module.__class__ = _of_all_ranks(kind)
 
 
 @once_per_kind
@@ -60,28 +62,30 @@ class _OfAllRanks(BatchNorm):
         return out
 
 
-class _Derived(_OfAllRanks):
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+class _Derived(torch.nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the class, whose `batch_norm` takes the statistics of all ranks.
 
-        ParameterError where these are used, if it has none or gives it only a part of its input.
+        ParameterError in training, if it gives `batch_norm` only some of the rows, or if the class
+        is a BatchNorm and does not call `batch_norm`.
         """
-        own: Any = super(_OfAllRanks, self)
         current = world.current("BatchNorm")
-        uses_batch = self.training or self.running_mean is None
+        is_norm = isinstance(self, BatchNorm)
+        uses_batch = self.training or (is_norm and self.running_mean is None)
         if not uses_batch or current.draws.same_rows or current.pipe_enabled:
-            out: torch.Tensor = own.forward(*args, **kwargs)
-            return out
-        sharing = _Sharing(type(self).__name__, [*args, *kwargs.values()][0].shape)
-        names = {*names_in(own.forward.__code__)}
+            return super().forward(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        sizes = [x.shape[0] for x in given if isinstance(x, torch.Tensor) and x.dim()]
+        sharing = _Sharing(type(self).__name__, sizes)
+        names = {*names_in(super().forward.__code__)}
         if "batch_norm" not in names and not names >= {"super", "forward"}:
             raise sharing.refused
-        count = self.num_batches_tracked
+        count: torch.Tensor | None = getattr(self, "num_batches_tracked", None)
         before = None if count is None else count.clone()
         try:
             with sharing:
-                out = own.forward(*args, **kwargs)
-            if sharing.is_good is None:
+                out = super().forward(*args, **kwargs)
+            if is_norm and sharing.is_good is None:
                 raise sharing.refused
         finally:  # neither an error nor a step that will be skipped counts
             if count is not None and before is not None:
@@ -99,12 +103,12 @@ class _Sharing(TorchFunctionMode):
 
     Args:
         name: of the module's class.
-        shape: of the module's input.
+        sizes: numbers of rows of the module's tensors.
     """
 
-    def __init__(self, name: str, shape: torch.Size) -> None:
+    def __init__(self, name: str, sizes: list[int]) -> None:
         super().__init__()
-        self._shape = shape
+        self._sizes = sizes
         self.is_good: torch.Tensor | None = None
         self.refused = ParameterError(
             f"{name} has a forward pass of its own and would normalise each rank's rows "
@@ -117,7 +121,7 @@ class _Sharing(TorchFunctionMode):
         if func is not torch.nn.functional.batch_norm or not given["training"]:
             return func(*args, **given)
         x, running_mean, running_var = args
-        if x.shape != self._shape or self.is_good is not None:
+        if all(x.shape[0] % max(size, 1) for size in self._sizes):
             raise self.refused  # parts of the rows are other ones on ranks than in one process
         out, mean, var = _normalised(x, given["weight"], given["bias"], given["eps"])
         with torch.no_grad():
