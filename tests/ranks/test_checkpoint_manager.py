@@ -3,6 +3,7 @@ whatever is refused or fails, the run goes on as if nothing had been asked.
 """
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from tests.ranks.runner import on_ranks, run_ranks
 from tests.ranks.saves import NO_SPACE, Twin, failing
 
 import bmtrain as bmt
+from bmtrain.__main__ import main
 from bmtrain.checkpoint import image, shards, writing
 from bmtrain.checkpoint.folder import complete, usable
 from bmtrain.errors import CheckpointError, ConfigurationError, DamagedError
@@ -312,15 +314,119 @@ def test_restoring_into_other_optimizers(tmp_path):
         refused(
             "parameters in another order: number 0 was '0.weight' and is '1.weight'", [2, 1, 0, 3]
         )
+        manager = OptimManager()
+        for params in (twin.params[:2], twin.params[2:]):
+            manager.add_optimizer(AdamOptimizer(params))
+        checkpoints.save(9, twin.model, manager).wait()
+        refused("other parameters.* 0 was '0.weight' and is '1.weight'", [2, 3], [0, 1])
         saved(10, theirs, amsgrad=True)
         refused("saved with another optimizer")
         saved(11, torch.optim.SGD, momentum=0.9)
         refused("saved with another optimizer")
+        sgd = saved(11, torch.optim.SGD)
+        refused("another optimizer for optimizer 0, without betas, eps of AdamOptimizer")
+        with pytest.raises(CheckpointError, match="without betas, eps"):
+            Twin().manager.optimizers[0].load_state_dict(sgd.manager.optimizers[0].state_dict())
         other = Twin(torch.optim.SGD, momentum=0.9)
         other.step()
         twin = saved(12, torch.optim.SGD, momentum=0.9)
         assert checkpoints.restore(other.model, other.manager) is not None
         other.follow(twin.reference(), "SGD with momentum")
+        then = models.cloned_state(twin.model)
+        checkpoints.save(13, twin.model, twin.manager, only=["0.weight"]).wait()
+        twin.step()
+        want = {**models.cloned_state(twin.model), "0.weight": then["0.weight"]}
+        assert checkpoints.restore(twin.model, twin.manager, only=["0.weight"]) is not None
+        models.assert_same_dicts(twin.model.state_dict(), want, "some weights", 0.0)
+
+
+class Counting(torch.nn.Module):
+    """Has state beside its parameters, and a buffer of each rank's own rows."""
+
+    largest: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.counts = torch.nn.Linear(WIDTH, WIDTH), {"calls": 0, "rank": bmt.rank()}
+        self.register_buffer("largest", torch.zeros(1, 1, dtype=torch.uint16))
+
+    def forward(self, x):
+        self.counts["calls"] += 1
+        self.largest.copy_(torch.maximum(self.largest.int(), (99 * x.detach()).abs().max().int()))
+        return self.linear(x) * (self.largest.int() + self.counts["calls"]) / 99
+
+    def get_extra_state(self):
+        return self.counts
+
+    def set_extra_state(self, state):
+        self.counts = state
+
+
+def counting():
+    twin = Twin(wrap=lambda net: torch.nn.Sequential(bmt.Block(Counting())))
+
+    def losses(first, last):
+        found = []
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(2 * step + bmt.rank())
+            loss = twin.model(torch.randn(4, WIDTH, generator=generator)).square().mean()
+            twin.manager.zero_grad()
+            twin.manager.backward(loss)
+            twin.manager.step()
+            found.append(loss.item())
+        return found
+
+    return twin.model, twin.manager, losses
+
+
+def values_of(state):
+    """A copy that can be pickled."""
+    found = copy.deepcopy(dict(state))
+    assert found["0.largest"].dtype == torch.uint16
+    return {**found, "0.largest": found["0.largest"].int()}
+
+
+def leave_counts(folder):
+    model, manager, losses = counting()
+    with bmt.CheckpointManager(f"{folder}/run") as checkpoints:
+        losses(0, 3)
+        checkpoints.save(3, model, manager)
+        bmt.save(model, f"{folder}/model.pt")
+        with pytest.raises(CheckpointError, match=r"'0\._extra_state' is a dict.*\.pt for example"):
+            bmt.save(model, f"{folder}/model.safetensors")
+        return values_of(model.state_dict()), losses(3, 5)
+
+
+def find_counts(folder, left):
+    model, manager, losses = counting()
+    with bmt.CheckpointManager(f"{folder}/run") as checkpoints:
+        losses(0, 1)
+        assert checkpoints.restore(model, manager) is not None
+    rank = bmt.rank() if bmt.world_size() == 2 else 0
+    models.assert_equal(values_of(model.state_dict()), left[rank][0], "restored")
+    if bmt.world_size() == 2:
+        assert losses(3, 5) == left[rank][1]
+    for file in ("run/step-00000003", "model.pt", "consolidated.pt"):
+        model = bmt.BMTrainModelWrapper(torch.nn.Sequential(Counting()))
+        bmt.load(model, f"{folder}/{file}")
+        models.assert_equal(values_of(model.state_dict()), left[0][0], file)
+    with pytest.raises(CheckpointError, match=r"missing from the file: '0\._extra_state'"):
+        bmt.load(model, f"{folder}/without.pt")
+
+
+def test_state_beside_tensors_comes_back(tmp_path):
+    """What `get_extra_state` returns, in every file; with the same ranks that of each, and buffers
+    that differ.
+    """
+    left = run_ranks(leave_counts, 2, str(tmp_path))
+    consolidate = [str(tmp_path / name) for name in ("run", "consolidated.pt")]
+    assert main(["consolidate", *consolidate]) == 0
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    models.assert_equal(values_of(state), left[0][0], "a file of torch")
+    del state["0._extra_state"]
+    torch.save(state, tmp_path / "without.pt")
+    for size in (2, 3):
+        run_ranks(find_counts, size, str(tmp_path), left)
 
 
 def not_finite(folder):

@@ -97,6 +97,11 @@ def test_states_of_other_optimizers():
             with pytest.raises(CheckpointError, match="state of another optimizer"):
                 new.manager.load_state_dict(other.manager.state_dict(gather_opt=gather))
         new.train(2)
+    for gather in (False, True):  # torch's take any state, and fail in the next step
+        new, state = Pair((KINDS[0],)), Pair("adamw").run(2).manager.state_dict(gather_opt=gather)
+        with pytest.raises(CheckpointError, match="for optimizer 0, without dampening, momentum"):
+            new.manager.load_state_dict(state)
+        new.train(2)
     pair, new = Pair("adamw").run(2), Pair()
     new.model.load_state_dict(models.cloned_state(pair.model))
     new.manager.load_state_dict(pair.manager.state_dict(gather_opt=True))

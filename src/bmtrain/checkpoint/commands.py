@@ -72,7 +72,7 @@ def _add_consolidate(parser: argparse.ArgumentParser) -> None:
 def _consolidate(args: argparse.Namespace) -> int:
     try:
         source = ShardedCheckpoint(_checkpoints(args.checkpoint)[-1])  # compares checksums
-        write_file(args.file, source.all())
+        write_file(args.file, {**source.all(), **source.others})
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return DAMAGED

@@ -76,6 +76,16 @@ def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield prefix + name, buffer
 
 
+def extra_states(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that have a state beside tensors, `get_extra_state`, by torch's name of that."""
+    none = torch.nn.Module.get_extra_state
+    return {  # by __class__: that of a Block is its module's
+        f"{path}._extra_state".removeprefix("."): module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if module.__class__.get_extra_state is not none
+    }
+
+
 def check_finite(
     model: torch.nn.Module,
     optimizers: Iterable[torch.optim.Optimizer],

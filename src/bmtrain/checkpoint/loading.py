@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from bmtrain.checkpoint.entries import Entry, entries, selected
+from bmtrain.checkpoint.entries import Entry, entries, extra_states, selected
 from bmtrain.checkpoint.reading import Read, read_all
 from bmtrain.checkpoint.source import Source
 from bmtrain.checkpoint.sources import Collected, open_source, without_prefix
@@ -37,9 +37,12 @@ class LoadResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a load will copy, by its name in the file, and the names that do not match."""
+    """What a load will copy, and the modules whose state beside tensors it sets, by the name in the
+    file; and the names that do not match.
+    """
 
     copies: Mapping[str, Entry]
+    extra: Mapping[str, torch.nn.Module]
     missing: list[str]
     unexpected: list[str]
 
@@ -51,7 +54,8 @@ def load(
     *,
     only: Collection[str] | None = None,
 ) -> LoadResult:
-    """Load all parameters and persistent buffers of `model` from `file_name`. Collective.
+    """Load all parameters, persistent buffers and extra states of `model` from `file_name`.
+    Collective.
 
     Reads files written by `save`, by BMTrain and ModelCenter, any state dict of `torch.save`,
     .safetensors files, and folders of either, with or without an index. Each rank reads only its
@@ -90,7 +94,8 @@ def load_from(
     targets = attempt(lambda: selected(entries(model), only), axis)
     shapes = {name: entry.shape for entry in targets for name in entry.names}
     source = attempt(lambda: without_prefix(open_file(shapes), shapes), axis)
-    plan = attempt(lambda: make_plan(targets, source, strict=strict), axis)
+    extra = extra_states(model) if only is None else {}
+    plan = attempt(lambda: make_plan(targets, source, strict=strict, extra=extra), axis)
     _check_same_everywhere(plan, source, axis)
     attempt(lambda: fill(plan, source), axis)
     if current.rank == 0:
@@ -110,7 +115,8 @@ def _check_same_everywhere(plan: Plan, source: Source, axis: Axis) -> None:
     where = os.path.abspath(source.path)
     is_elsewhere = told_apart(where, axis, "the place of a file") is not None
     values = attempt(lambda: _sampled(plan, source) if is_elsewhere else 0, axis)
-    content, shown = f"{names} {headers} {values}", f"{len(names)} tensors of {where}"
+    others = [source.others.get(name) for name in plan.extra]
+    content, shown = f"{names} {headers} {values} {others}", f"{len(names)} tensors of {where}"
     told = told_apart(content, axis, "what a file holds", shown)
     if told is not None:
         raise CheckpointError(
@@ -132,8 +138,10 @@ def _sampled(plan: Plan, source: Source) -> int:
     return checksum
 
 
-def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan:
-    """Match the model's tensors to those of the file.
+def make_plan(
+    targets: Sequence[Entry], source: Source, *, strict: bool, extra: Mapping[str, torch.nn.Module]
+) -> Plan:
+    """Match the model's tensors, and its `extra_states`, to those of the file.
 
     Raises:
         CheckpointError: listing every mismatch.
@@ -147,12 +155,15 @@ def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan
             copies[found[-1]] = entry  # the last tied name wins, as in torch
         else:
             missing += entry.names
-    wanted = {name for entry in targets for name in entry.names}
+    held = {name: extra[name] for name in extra if name in available or name in source.others}
+    missing += extra.keys() - held.keys()
+    wanted = {*extra, *(name for entry in targets for name in entry.names)}
     unexpected = [name for name in (*available, *source.others) if name not in wanted]
     problems = [text for copy in copies.items() if (text := _mismatch(*copy, source))]
     for name in missing:
         if name in source.others:
-            problems.append(f"{name!r} is a {source.others[name]} in the file, expected a tensor")
+            kind = type(source.others[name]).__name__
+            problems.append(f"{name!r} is a {kind} in the file, expected a tensor")
     if strict:
         problems += _report("missing from the file", missing, unexpected, available)
         problems += _report("unexpected in the file", unexpected, missing, wanted)
@@ -161,13 +172,13 @@ def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan
             " Use strict=False to load what fits; for a model of transformers, some of which have "
             "other names in files, model_center.weights.load_transformers."
             if strict and (missing or unexpected)
-            else ""
+            else " Use strict=False and only=[...] to load the others."
         )
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise CheckpointError(
             f"{source.path} does not fit the model; nothing was loaded.{remedy}{lines}"
         )
-    return Plan(copies, missing, unexpected)
+    return Plan(copies, held, missing, unexpected)
 
 
 def _mismatch(name: str, entry: Entry, source: Source) -> str:
@@ -223,6 +234,9 @@ def fill(plan: Plan, source: Source) -> None:
     for entry in plan.copies.values():
         if isinstance(entry.tensor, DistributedParameter):
             entry.tensor.mark_written()
+    for name, module in plan.extra.items():
+        is_tensor = name in source.headers
+        module.set_extra_state(source.whole(name) if is_tensor else source.others[name])
 
 
 def read_of(values: torch.Tensor, cut: Cut, source: Source, name: str) -> Read | None:

@@ -14,7 +14,7 @@ import torch
 
 from bmtrain.checkpoint import folder as folders
 from bmtrain.checkpoint.entries import check_finite
-from bmtrain.checkpoint.files import read_torch, reason_of
+from bmtrain.checkpoint.files import reason_of
 from bmtrain.checkpoint.image import HostMemory, Image, Live, Snapshot
 from bmtrain.checkpoint.loading import load
 from bmtrain.checkpoint.shards import (
@@ -24,8 +24,8 @@ from bmtrain.checkpoint.shards import (
     SIZES,
     Manifest,
     ShardedCheckpoint,
-    check_block,
     read_manifest,
+    read_rest,
     verify,
 )
 from bmtrain.checkpoint.state import (
@@ -36,6 +36,8 @@ from bmtrain.checkpoint.state import (
     model_parts,
     names_of,
     optimizer_parts,
+    own_part,
+    put_back_own,
 )
 from bmtrain.checkpoint.writer import Writer, Writing
 from bmtrain.checkpoint.writing import ShardWriter, as_bytes
@@ -236,9 +238,12 @@ class CheckpointManager:
             secrets.token_hex(4), 0, axis, "CheckpointManager.save"
         )
 
-        def collect() -> tuple[Image, dict[str, str], bytes]:
-            parts, ties = model_parts(model, only)
+        parts, ties = attempt(lambda: model_parts(model, only), axis)
+        own = own_part(model, only, axis)
+
+        def collect() -> tuple[Image, bytes]:
             rest: dict[str, Any] = {
+                "own": own,
                 "random": random_states(self._world.device),
                 "state": state and dict(state),
                 "optim_manager": None,
@@ -246,10 +251,10 @@ class CheckpointManager:
             if optim_manager is not None:
                 more, kept = optimizer_parts(optim_manager)
                 rest["optim_manager"] = {**kept, "names": names_of(model, optim_manager)}
-                parts += more
-            return Image(parts), ties, as_bytes(rest)
+                parts.extend(more)
+            return Image(parts), as_bytes(rest)
 
-        image, ties, rest = attempt(collect, axis)
+        image, rest = attempt(collect, axis)
         manifest = Manifest(step, _sizes(self._world), dict(facts or {}), {}, {}, {MODEL: ties})
 
         def begin() -> ShardWriter:
@@ -389,6 +394,7 @@ class CheckpointManager:
         optim_manager: OptimManager | None = None,
         *,
         path: str | pathlib.Path | None = None,
+        only: Collection[str] | None = None,
     ) -> Restored | None:
         """Load the newest whole checkpoint; None if there is no checkpoint. Collective.
 
@@ -400,6 +406,7 @@ class CheckpointManager:
             optim_manager: with optimizers and schedules of the saved kinds; None loads the model
                 alone.
             path: another checkpoint than the newest.
+            only: as `save` got it; all else in the model stays as it is.
 
         Raises:
             CheckpointError: on every rank, if it does not fit the model or the optimizers, or for
@@ -411,13 +418,16 @@ class CheckpointManager:
             return None
         if path is not None and (damage := self._damage(found)):
             raise DamagedError(f"{damage} Nothing was changed.")
-        restored = restore_from(found, model, optim_manager)
+        restored = restore_from(found, model, optim_manager, only)
         self._set_aside()
         return restored
 
 
 def restore_from(
-    path: pathlib.Path, model: torch.nn.Module | None, manager: OptimManager | None
+    path: pathlib.Path,
+    model: torch.nn.Module | None,
+    manager: OptimManager | None,
+    only: Collection[str] | None = None,
 ) -> Restored:
     """Put back what a whole checkpoint holds, or all but the model. Collective.
 
@@ -430,7 +440,7 @@ def restore_from(
     names = sorted(name for name in manifest.files if name.endswith(".pt"))
     is_alike = manifest.world == _sizes(current) and len(names) == axis.size
     if is_alike:
-        rest = attempt(lambda: _read(path / names[axis.index], manifest), axis)
+        rest = attempt(lambda: read_rest(path / names[axis.index], manifest), axis)
     else:
         rest = attempt(lambda: _merged(path, names, manifest) if axis.index == 0 else {}, axis)
         rest = collectives.broadcast_object(rest, 0, axis, "CheckpointManager.restore")
@@ -445,14 +455,16 @@ def restore_from(
             )
         found = fitting(manager, ShardedCheckpoint(path, OPTIMIZER), state)
         if model is not None:  # older checkpoints have no names
-            check_names(state.get("names", []), names_of(model, manager))
+            check_names(state.get("names", []), names_of(model, manager), model)
         return found
 
     saved = attempt(fits, axis)
     if model is not None:
-        load(model, path)
+        load(model, path, only=only)
 
     def put_back() -> None:
+        if is_alike and model is not None and "own" in rest:
+            put_back_own(model, rest["own"])
         for one in saved:
             one.load()
         if manager is not None:
@@ -474,22 +486,11 @@ def _sizes(current: World) -> dict[str, int]:
     return {name: vars(current.mesh.topology)[name] for name in SIZES}
 
 
-def _read(path: pathlib.Path, manifest: Manifest) -> dict[str, Any]:
-    """What one rank has kept beside tensors."""
-    facts = manifest.files[path.name]
-    for number in range(len(facts.checksums)):
-        check_block(path, number, facts)
-    found: dict[str, Any] = read_torch(path, mmap=False)
-    if not isinstance(found, dict) or not {"random", "state", "optim_manager"} <= set(found):
-        raise CheckpointError(f"cannot load {path}: it holds no state of a rank.")
-    return found
-
-
 def _merged(path: pathlib.Path, names: list[str], manifest: Manifest) -> dict[str, Any]:
     """What all ranks together have kept of optimizers."""
     if not names:
         raise CheckpointError(f"{path} holds no rank's state.")
-    managers = [_read(path / name, manifest)["optim_manager"] for name in names]
+    managers = [read_rest(path / name, manifest)["optim_manager"] for name in names]
     return {"optim_manager": None if None in managers else merged(managers)}
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import pathlib
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
-from bmtrain.checkpoint.entries import Entry, entries, named_tensors, selected
+from bmtrain.checkpoint.entries import Entry, entries, extra_states, named_tensors, selected
 from bmtrain.checkpoint.writer import Writer, Writing, write_file
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
@@ -29,7 +31,8 @@ def save(
     *,
     only: Collection[str] | None = None,
 ) -> Writing:
-    """Save all parameters and persistent buffers of `model` as full CPU tensors. Collective.
+    """Save all parameters and persistent buffers of `model` as full CPU tensors, and the values of
+    `get_extra_state`. Collective.
 
     Rank 0 writes `<file_name>.tmp`, flushes it to disk and renames it: after a crash at any point,
     `file_name` is either the old checkpoint or the new one, both complete. The values are those of
@@ -43,8 +46,8 @@ def save(
             The folder must exist.
         non_blocking: return as soon as the values are in host memory. Rank 0 writes them in a
             background thread, which the interpreter joins at exit.
-        only: names of the tensors to save; None for all. Of a tied tensor the first name counts,
-            and all are written.
+        only: names of the tensors to save; None for all, and for what `get_extra_state` returns. Of
+            a tied tensor the first name counts, and all are written.
 
     Returns a handle whose `wait()` returns once the file is complete. A failure in the background
     is printed at once, and raised by `wait()` or by the next save or load.
@@ -59,7 +62,11 @@ def save(
     writer.settle()
     path = pathlib.Path(os.path.realpath(file_name))
     attempt(lambda: _check_target(path) if axis.index == 0 else None, axis)
-    tensors = collect(model, keep=axis.index == 0, only=only)
+    modules = extra_states(model) if only is None else {}
+    extra: dict[str, Any] = attempt(
+        lambda: {name: copy.deepcopy(one.get_extra_state()) for name, one in modules.items()}, axis
+    )
+    tensors = {**collect(model, keep=axis.index == 0, only=only), **extra}
     step = (lambda: write_file(path, tensors)) if axis.index == 0 else None
     return writer.begin(Writing(path, step, axis), background=non_blocking)
 

@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 
-from bmtrain.checkpoint.files import check_file, read_into, read_text, reading, unreadable
+from bmtrain.checkpoint.files import (
+    check_file,
+    read_into,
+    read_text,
+    read_torch,
+    reading,
+    unreadable,
+)
 from bmtrain.checkpoint.source import Header, Source
 from bmtrain.errors import CheckpointError, DamagedError
 
@@ -29,8 +36,9 @@ NUM_THREADS = 4  # that compute checksums: each does 3 to 4 GB/s, a disk fewer
 _LARGEST = 2**31  # bytes of a manifest: more is no manifest
 SIZES = ("world_size", "tp_size", "pipe_size")  # of the run that wrote a checkpoint
 MODEL, OPTIMIZER = "model", "optimizer"
-_NAMES = """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex128 complex64
-int64 int32 int16 int8 uint8 bool"""
+_NAMES = """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu
+float8_e4m3fnuz float8_e5m2fnuz complex128 complex64 complex32 int64 int32 int16 int8 uint64 uint32
+uint16 uint8 bool"""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 
 
@@ -277,6 +285,21 @@ def check_block(path: pathlib.Path, number: int, facts: FileFacts) -> None:
     )
 
 
+def read_rest(path: pathlib.Path, manifest: Manifest) -> dict[str, Any]:
+    """What one rank has kept beside tensors.
+
+    Raises:
+        CheckpointError: for a file that cannot be read, is damaged, or is another's.
+    """
+    facts = manifest.files[path.name]
+    for number in range(len(facts.checksums)):
+        check_block(path, number, facts)
+    found: dict[str, Any] = read_torch(path, mmap=False)
+    if not isinstance(found, dict) or not {"random", "state", "optim_manager"} <= set(found):
+        raise CheckpointError(f"cannot load {path}: it holds no state of a rank.")
+    return found
+
+
 class ShardedCheckpoint(Source):
     """The tensors of one section of a checkpoint, whole or in part.
 
@@ -293,7 +316,11 @@ class ShardedCheckpoint(Source):
         self._tensors = {**self._own, **{name: self._own[k] for name, k in self._ties.items()}}
         headers = {name: Header(one.shape, one.dtype) for name, one in self._tensors.items()}
         self._checked: set[tuple[str, int]] = set()
-        super().__init__(folder, headers, {})
+        beside = min((name for name in self.manifest.files if name.endswith(".pt")), default=None)
+        others = {}
+        if section == MODEL and beside is not None:
+            others = read_rest(folder / beside, self.manifest).get("own", {}).get("extra", {})
+        super().__init__(folder, headers, others)
 
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         facts = self._tensors[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -23,11 +24,11 @@ class Source:
     Attributes:
         path: the file or folder.
         headers: the tensors' headers by name.
-        others: the type names of the values that are not tensors, by name.
+        others: the values that are not tensors, by name.
     """
 
     def __init__(
-        self, path: pathlib.Path, headers: Mapping[str, Header], others: Mapping[str, str]
+        self, path: pathlib.Path, headers: Mapping[str, Header], others: Mapping[str, Any]
     ) -> None:
         self.path = path
         self.headers = headers

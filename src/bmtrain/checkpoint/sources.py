@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import safetensors
 import torch
@@ -55,9 +56,7 @@ class TorchFile(Source):
         headers = {
             name: Header(tuple(value.shape), value.dtype) for name, value in self._tensors.items()
         }
-        others = {
-            name: type(value).__name__ for name, value in content.items() if name not in headers
-        }
+        others = {name: value for name, value in content.items() if name not in headers}
         if others and not headers:
             held = ", ".join(list(others)[:5])
             raise CheckpointError(
@@ -133,7 +132,7 @@ class Collected(Source):
         self,
         path: pathlib.Path,
         places: Mapping[str, tuple[Source, str]],
-        others: Mapping[str, str],
+        others: Mapping[str, Any],
         prefix: str = "",
     ) -> None:
         headers = {name: source.headers[theirs] for name, (source, theirs) in places.items()}
@@ -166,7 +165,7 @@ def without_prefix(source: Source, wanted: Collection[str]) -> Source:
         prefix = names[0][:place]
         is_common = all(name.startswith(prefix) for name in names)
         if is_common and not {name[place:] for name in names}.isdisjoint(wanted):
-            others = {name[place:]: kind for name, kind in source.others.items()}
+            others = {name[place:]: value for name, value in source.others.items()}
             places = {name[place:]: (source, name) for name in source.headers}
             return Collected(source.path, places, others, prefix)
     return source

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bmtrain.checkpoint.entries import entries, selected
+from bmtrain.checkpoint.entries import entries, extra_states, selected
 from bmtrain.checkpoint.image import Part
 from bmtrain.checkpoint.loading import read_of
 from bmtrain.checkpoint.reading import Read, read_all
 from bmtrain.checkpoint.shards import MODEL, OPTIMIZER, ShardedCheckpoint
+from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import attempt
 from bmtrain.errors import CheckpointError
 from bmtrain.kernels.blockwise import num_blocks
 from bmtrain.optim.adam import AdamBase
 from bmtrain.optim.flat import parameters_of
 from bmtrain.optim.form import NAMES, SCALES, cut_of
 from bmtrain.optim.manager import OptimManager
-from bmtrain.optim.saved import problem_of_schedules
+from bmtrain.optim.saved import problem_of_schedules, problem_of_settings
 from bmtrain.runtime import world
+from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import Sharded
@@ -46,6 +50,39 @@ def model_parts(
         elif world.rank() == 0:
             parts.append(_whole(MODEL, entry.name, entry.tensor))
     return parts, ties
+
+
+def own_part(
+    model: torch.nn.Module, only: Collection[str] | None, axis: Axis
+) -> dict[str, dict[str, Any]]:
+    """What a rank has for itself: extra states, and buffers that are not equal to those of rank 0,
+    such as a maximum over its own rows. Collective.
+    """
+
+    def look() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        held = {
+            entry.name: _whole(MODEL, entry.name, entry.tensor).values
+            for entry in selected(entries(model), only)
+            if not isinstance(entry.tensor, torch.nn.Parameter)
+        }
+        modules = extra_states(model) if only is None else {}
+        return held, {name: module.get_extra_state() for name, module in modules.items()}
+
+    held, extra = attempt(look, axis)
+    sums = {name: zlib.crc32(x.view(torch.uint8).numpy().data) for name, x in held.items()}
+    first = collectives.broadcast_object(sums, 0, axis, "checksums of buffers")
+    own = {name: held[name] for name in held if first.get(name) != sums[name]}
+    return {"extra": extra, "buffers": own}
+
+
+def put_back_own(model: torch.nn.Module, own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put back an `own_part` into a model that is loaded."""
+    modules = extra_states(model)
+    for name, value in own["extra"].items():
+        modules[name].set_extra_state(value)
+    for entry in entries(model):
+        if entry.name in own["buffers"]:
+            entry.tensor.detach().copy_(own["buffers"][entry.name].view(entry.shape))
 
 
 def optimizer_parts(manager: OptimManager) -> tuple[list[Part], dict[str, Any]]:
@@ -111,18 +148,22 @@ def names_of(model: torch.nn.Module, optim_manager: OptimManager | None) -> list
     return [[names.get(id(param), "another") for param in one] for one in params]
 
 
-def check_names(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> None:
-    """CheckpointError for optimizers that have the saved ones' parameters in another order.
+def check_names(
+    saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]], model: torch.nn.Module
+) -> None:
+    """CheckpointError for optimizers that have parameters of the model in other places than saved.
 
     States are kept by number: each parameter would go on with the state of another.
     """
+    known = dict(model.named_parameters())  # a model whose parameters have new names may go on
     for number, (before, now) in enumerate(zip(saved, own, strict=False)):
-        if list(before) != list(now) and sorted(before) == sorted(now):
-            at = next(n for n, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
-            raise CheckpointError(
-                f"optimizer {number} was saved with its parameters in another order: number {at} "
-                f"was {before[at]!r} and is {now[at]!r}. Give them to it in the same order."
-            )
+        for at, (one, other) in enumerate(zip(before, now, strict=False)):
+            if one != other and one in known:
+                raise CheckpointError(
+                    f"optimizer {number} was saved with other parameters, or its parameters in "
+                    f"another order: number {at} was {one!r} and is {other!r}. Give each optimizer "
+                    "the same ones in the same order."
+                )
 
 
 def fitting(
@@ -138,15 +179,17 @@ def fitting(
             f"{source.path} holds the state of {len(rest['optimizers'])} optimizers, this manager "
             f"has {len(manager.optimizers)}: add the same ones first."
         )
-    problem = problem_of_schedules(rest["lr_schedulers"], manager.lr_schedulers)
-    if problem is not None:
-        raise CheckpointError(f"{source.path} holds {problem}.")
-    return [
+    found = [
         SavedOptimizer(source, number, state, optimizer)
         for number, (state, optimizer) in enumerate(
             zip(rest["optimizers"], manager.optimizers, strict=True)
         )
     ]
+    problem = problem_of_schedules(rest["lr_schedulers"], manager.lr_schedulers)
+    problem = problem or problem_of_settings(rest["optimizers"], manager.optimizers)
+    if problem is not None:
+        raise CheckpointError(f"{source.path} holds {problem}.")
+    return found
 
 
 class SavedOptimizer:

@@ -119,7 +119,7 @@ class Writer:
         return writing
 
 
-def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_file(path: pathlib.Path, tensors: Mapping[str, Any]) -> None:
     """Write a checkpoint to `<path>.tmp`, flush it to disk and rename it to `path`.
 
     An error before the rename leaves `path` as it was and no temporary file behind.
@@ -174,7 +174,7 @@ class _File(io.FileIO):
         return len(view)
 
 
-def _write_torch(temporary: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_torch(temporary: pathlib.Path, tensors: Mapping[str, Any]) -> None:
     with _File(temporary) as out:
         torch.save(dict(tensors), out)
         if out.error is not None:
@@ -183,7 +183,7 @@ def _write_torch(temporary: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -
         os.fsync(out.fileno())
 
 
-def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, Any]) -> None:
     first: dict[int, str] = {}
     metadata = {"format": "pt"}
     for name, tensor in tensors.items():
@@ -191,6 +191,13 @@ def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, torch.Tens
         if kept != name:
             metadata[name] = kept  # the form in which safetensors.torch.save_model records ties
     content = {name: tensors[name] for name in first.values()}
+    for name, value in content.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"cannot save to {temporary.with_suffix('')}: {name!r} is a "
+                f"{type(value).__name__}, and safetensors hold tensors alone. Give the file "
+                "another ending, .pt for example."
+            )
     safetensors.torch.save_file(content, temporary, metadata)
     flush_to_disk(temporary)  # for the reason given in _write_torch
 

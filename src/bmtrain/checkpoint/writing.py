@@ -159,7 +159,8 @@ def as_bytes(state: Mapping[str, Any]) -> bytes:
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            "the state of optimizers, schedules and the program cannot be kept: expected numbers, "
-            f"strings, tensors, and lists, tuples and dicts of these ({first_line(error)})."
+            "the state of optimizers, schedules, modules and the program cannot be kept: expected "
+            "numbers, strings, tensors, and lists, tuples and dicts of these "
+            f"({first_line(error)})."
         ) from error
     return buffer.getvalue()

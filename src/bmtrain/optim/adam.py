@@ -336,7 +336,7 @@ class AdamBase(torch.optim.Optimizer):
             CheckpointError: as `load_state_dict`.
         """
         self.dynamic_scale.wait()
-        check_adam_state(state_dict, {*NAMES, *THEIR_NAMES})
+        check_adam_state(state_dict, {*NAMES, *THEIR_NAMES}, self)
         states = local_states(self.param_groups, state_dict)
         if self.form.master_weights == "split":
             check_masters(parameters_of(self.param_groups), states)

@@ -427,7 +427,7 @@ class OptimManager:
                 differ in number or kind, or if ranks got different states; all is as it was.
         """
         self._scale.wait()
-        check_manager_state(state_dict, self.lr_schedulers)
+        check_manager_state(state_dict, self.lr_schedulers, self.optimizers)
         owns = []  # all of them are looked at before one is changed
         for optimizer, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
             if isinstance(optimizer, AdamBase):

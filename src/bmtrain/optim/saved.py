@@ -48,17 +48,20 @@ NUMBERS = ("step", "mu_product", "eta", "mu")
 _WHAT = "a state of an optimizer"
 
 
-def check_manager_state(state: Any, schedules: Sequence[Any]) -> None:
+def check_manager_state(
+    state: Any, schedules: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
     """Refuse what is no state of an OptimManager, before anything is changed. Collective.
 
     Args:
         schedules: of the manager, one for each optimizer; None where that has none.
+        optimizers: of the manager.
 
     Raises:
         CheckpointError: on every rank, if any has been given such a state, or another one than the
             others; states of optimizers are not compared here.
     """
-    _agree(_problem_of_manager(state, schedules))
+    _agree(_problem_of_manager(state, schedules, optimizers))
     text = "; ".join(f"{name} {described(state.get(name))}" for name in OF_ALL_RANKS)
     axis = world.current("load_state_dict").mesh.world
     told = told_apart(text, axis, "OptimManager.load_state_dict")
@@ -69,12 +72,13 @@ def check_manager_state(state: Any, schedules: Sequence[Any]) -> None:
         )
 
 
-def check_adam_state(state: Any, known: Collection[str]) -> None:
+def check_adam_state(state: Any, known: Collection[str], optimizer: torch.optim.Optimizer) -> None:
     """Refuse what is no state of an optimizer, and the state of another one, of which Adam would
     take what it knows, before anything is changed. Collective.
 
     Args:
         known: names of a parameter's states that Adam can take over.
+        optimizer: this Adam.
 
     Raises:
         CheckpointError: on every rank, if any has been given such a state.
@@ -88,7 +92,7 @@ def check_adam_state(state: Any, known: Collection[str]) -> None:
                 f"{index}; Adam's are {', '.join(sorted(MOMENTS))}"
             )
             break
-    _agree(problem)
+    _agree(problem or problem_of_settings([state], [optimizer]))
 
 
 def check_masters(params: Sequence[torch.Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -165,7 +169,32 @@ def problem_of_schedules(saved: Sequence[Any], schedules: Sequence[Any]) -> str 
     return None
 
 
-def _problem_of_manager(state: Any, schedules: Sequence[Any]) -> str | None:
+def problem_of_settings(
+    saved: Sequence[Mapping[str, Any]], optimizers: Sequence[torch.optim.Optimizer]
+) -> str | None:
+    """Why these optimizers cannot go on with the saved settings of groups, or None.
+
+    Torch's would take them, and miss their own in the next step. What is None or a flag torch adds
+    to the settings of its earlier versions, and Adam of ours has `hold_steps` alone.
+    """
+    for number, (state, own) in enumerate(zip(saved, optimizers, strict=True)):
+        needed = {
+            name for name, value in own.defaults.items() if type(value) in (int, float, tuple)
+        }
+        for group in state["param_groups"]:
+            missing = needed - {*group, "hold_steps"}
+            if missing and group.keys() - {*own.defaults, "params"}:
+                return (
+                    f"the state of another optimizer for optimizer {number}, without "
+                    f"{', '.join(sorted(missing))} of {type(own).__name__}; make the one that was "
+                    "saved, or load the weights alone"
+                )
+    return None
+
+
+def _problem_of_manager(
+    state: Any, schedules: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]
+) -> str | None:
     if not isinstance(state, Mapping):
         return f"a {type(state).__name__}"
     for name in ("optimizers", "lr_schedulers"):
@@ -178,7 +207,8 @@ def _problem_of_manager(state: Any, schedules: Sequence[Any]) -> str | None:
             )
     problems = [_problem_of_numbers(state), *map(_problem_of_optimizer, state["optimizers"])]
     problems.append(problem_of_schedules(state["lr_schedulers"], schedules))
-    return next(filter(None, problems), None)
+    problem = next(filter(None, problems), None)
+    return problem or problem_of_settings(state["optimizers"], optimizers)
 
 
 def _problem_of_numbers(state: Mapping[str, Any]) -> str | None:

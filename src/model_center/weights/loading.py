@@ -84,7 +84,9 @@ def load_weights(
         axis,
         WeightsError,
     )
-    plan = attempt(lambda: make_plan(targets, opened.source, strict=False), axis, WeightsError)
+    plan = attempt(
+        lambda: make_plan(targets, opened.source, strict=False, extra={}), axis, WeightsError
+    )
     _initialise(model, missing)
     attempt(lambda: fill(plan, opened.source), axis, WeightsError)
     report = LoadReport(missing, opened.unexpected, missing)
