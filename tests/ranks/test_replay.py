@@ -9,6 +9,7 @@ import array
 import collections
 import contextlib
 import contextvars
+import ctypes
 import dataclasses
 import functools
 import importlib
@@ -21,8 +22,10 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from multiprocessing import sharedctypes
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -181,6 +184,9 @@ class Noticed(Base):
         self.tally, self.last_seen, self.known = Tally(), collections.deque([0]), set[int]()
         self.texts, self.bytes, self.small = Texts(), bytearray(1), array.array("l", [0])
         self.array, self.tensor = np.zeros(2), torch.zeros(())
+        self.raw = ctypes.c_long(0)
+        lock: Any = threading.Lock()
+        self.shared: Any = sharedctypes.synchronized(ctypes.c_long(0), lock)
         self.steps = itertools.count(1) if self.what == "iterator" else None
 
     def count(self):
@@ -199,6 +205,9 @@ class Noticed(Base):
             case "tally":
                 held.number += 1  # type: ignore[union-attr]
                 return float(held.number)  # type: ignore[union-attr]
+            case "raw" | "shared":
+                held.value += 1  # type: ignore[union-attr]
+                return float(held.value)  # type: ignore[union-attr]
             case "tensor":
                 self.tensor += 1
                 return float(self.tensor)
@@ -209,7 +218,18 @@ class Noticed(Base):
         return self.map(x * (1 + math.sin(self.count()) / 2))
 
 
+class Unseen(Noticed):
+    """Counts where no version does."""
+
+    def count(self):
+        self.tensor.data.add_(1)
+        return float(self.tensor)
+
+
 COUNTED = [
+    "unseen",
+    "raw",
+    "shared",
     "iterator",
     "tally",
     "texts",
@@ -221,6 +241,82 @@ COUNTED = [
     "tensor",
     "class",
 ]
+
+
+class Pair(NamedTuple):
+    numbers: list[int]
+    tensor: Tensor
+
+
+class Helper(nn.Module):
+    """Not below the module that calls it."""
+
+    moving: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.number = nn.BatchNorm1d(DIM), 0
+        self.register_buffer("moving", torch.zeros(()))
+
+    def forward(self, x):
+        self.number += 1
+        self.moving.add_(1)
+        return self.norm(x) * (1 + self.number / 9) + self.moving.clone()
+
+
+def counting():
+    """Functions made here share their code, not what they count."""
+    numbers = [0]
+
+    def count(*given):
+        numbers[0] += 1
+        return given[-1] * (1 + numbers[0] / 9) if given else numbers[0]
+
+    return count
+
+
+OF_DEFAULT = {"number": 0}
+
+
+def tallied(*, held=OF_DEFAULT):
+    held["number"] += 1
+    vars(tallied)["number"] += 1
+    return held["number"] + vars(tallied)["number"]
+
+
+vars(tallied)["number"] = 0
+
+
+class Reached(Base):
+    """Counts in what no attribute or argument holds by itself."""
+
+    parents: tuple[Any, ...] = ()
+    added: Tensor
+    assigned: Tensor
+    exchanged: Tensor
+
+    def setup(self):
+        self.helpers, self.pair = [Helper()], Pair([0], torch.zeros(()))
+        self.first, self.second = counting(), counting()
+        self.table, self.chain = weakref.WeakKeyDictionary({self.act: 0}), collections.ChainMap({})
+        self.linear.register_forward_hook(counting())
+        self.linear.register_forward_hook(counting())
+        for name in ("added", "assigned", "exchanged"):
+            self.register_buffer(name, torch.ones(()))
+
+    def forward(self, x, helper):  # type: ignore[override]
+        before = self.added.item() + 2 * self.assigned.item() + 3 * self.exchanged.item()
+        self.added.data.add_(1)
+        self.assigned.data = self.assigned.data + 1
+        self.exchanged.numpy()[...] += 1
+        self.pair.numbers[0] += 1
+        self.table[self.act] += 1
+        self.chain["number"] = self.chain.get("number", 0) + 1
+        total = before + self.pair.numbers[0] + 2 * self.table[self.act] + self.chain["number"]
+        total += self.first() + 2 * self.second() + self.second() + tallied()
+        total += self.parents[0]().number
+        y = helper(self.helpers[0](x)) * (1 + math.sin(total) / 2)
+        return self.map(y)
 
 
 @contextlib.contextmanager
@@ -326,6 +422,14 @@ class Nested(Base):
         return self.map(self.part(x)) + x
 
 
+class Uncounted(Base):
+    """Changes parts of a product in place that count writes for themselves, as GRUs on CPUs do."""
+
+    def forward(self, x):
+        left, right = self.linear(x).unsafe_chunk(2, -1)
+        return x * torch.cat([left.sigmoid_(), right.tanh_()], -1)
+
+
 def under_autocast(module, x):
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         y = module(x)
@@ -342,6 +446,7 @@ PROGRAMS = [
     (Compiled, ask, False),
     (CheckpointInside, ask, False),
     (ReentrantInside, ask, True),
+    (Uncounted, ask, False),
     (Nested, ask, False),
     (Nested, ask, True),
 ]
@@ -367,6 +472,7 @@ def sharded(plain, **options):
 
 def reset():
     CALLS[0], Noticed.number = 0, 0
+    OF_DEFAULT["number"] = vars(tallied)["number"] = 0
     GENERATOR.seed(7)
 
 
@@ -418,16 +524,62 @@ def test_a_recomputation_finds_what_its_forward_pass_found(
     assert len(messages) == runs_script, messages
 
 
+@contextlib.contextmanager
+def renumbered(layers):
+    layers.number = 5
+    yield
+    assert layers.number == 5
+    layers.number = 1
+
+
+@on_ranks(2)
+def test_what_is_reached_by_other_ways_is_put_back():
+    """Modules that are arguments, in lists or around the block, closures of one code, defaults and
+    attributes of functions, hooks, named tuples; buffers that are written without a version.
+    """
+    x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(1))
+    helpers: dict[int, Any] = {}
+    with told_of_keeping(Reached) as messages:
+        for level, zero_level in MODES:
+            plain = make(Reached)
+            blocks = sharded(plain, use_checkpoint=level, zero_level=zero_level)
+            for layers in (plain, blocks):
+                layers.number = 1
+                for layer in layers:
+                    layer.parents = (weakref.ref(layers),)
+                    helpers[id(layer)] = Helper()
+            for number in range(2):
+                compare(
+                    plain,
+                    blocks,
+                    f"{level}, {number}",
+                    x,
+                    lambda layer, x: layer(x, helpers[id(layer)]),
+                    times=2,
+                    around=renumbered,
+                    before=reset,
+                )
+            for mine, theirs in zip(blocks, plain, strict=True):
+                for one, other in (
+                    (helpers[id(mine)], helpers[id(theirs)]),
+                    (mine.helpers[0], theirs.helpers[0]),
+                ):
+                    assert one.number == other.number
+                    torch.testing.assert_close(one.state_dict(), other.state_dict())
+    assert not messages
+
+
 @pytest.mark.parametrize("what", COUNTED)
 @on_ranks(2)
 def test_what_is_not_put_back_is_kept(what):
     """A pass that changes it itself is not recomputed: the values of plain PyTorch, and one warning
     that names it.
     """
-    names = {"iterator": "steps", "class": "number"}
-    with told_of_keeping(Noticed) as messages:
+    names = {"iterator": "steps", "class": "number", "unseen": "tensor"}
+    kind = Unseen if what == "unseen" else Noticed
+    with told_of_keeping(kind) as messages:
         Noticed.what = what
-        plain = make(Noticed)
+        plain = make(kind)
         blocks = sharded(plain, use_checkpoint=True)
         for number in range(2):
             compare(plain, blocks, f"{what}, {number}", torch.ones(2, DIM), before=reset)
@@ -448,8 +600,19 @@ class Elsewhere(Base):
             return sigma
 
         self.scale_of = scale
+        self.shown = [nn.Linear(DIM, DIM).requires_grad_(False)]
+        self.shown[0].weight.fill_(1.0)
+
+    @torch.no_grad()
+    def first(self, x):
+        return x.sin()
+
+    @torch.no_grad()
+    def second(self, x):
+        return x * OF_DECORATED
 
     def forward(self, x):
+        x = x + self.first(x) + self.second(x) + self.shown[0](x)
         y = self.map(
             looked_at(x) * TEMPERATURE * self.tau * self.scale_of() * LONG[0] * by_strings()
         )
@@ -458,7 +621,7 @@ class Elsewhere(Base):
 
 SETTINGS = sys.modules["settings_of_test"] = types.ModuleType("settings_of_test")
 vars(SETTINGS).update(dict.fromkeys(["a", "b", "c", "d", "e"], 1.0))
-EVALUATED = OF_GLOBALS = OF_PROPERTY = OF_CACHE = 1.0
+OF_DECORATED = EVALUATED = OF_GLOBALS = OF_PROPERTY = OF_CACHE = 1.0
 
 
 class Properties(type):
@@ -520,6 +683,8 @@ ELSEWHERE: dict[str, Callable[[Any, float], Any]] = {
     "'mish' of functional": functools.partial(exchange, functional, "mish", functional.mish),
     "'cos' of math": functools.partial(exchange, math, "cos", math.cos),
     "'forward' of class Tanh": functools.partial(exchange, nn.Tanh, "forward", nn.Tanh.forward),
+    "'OF_DECORATED' among globals": lambda _, value: globals().update(OF_DECORATED=value),
+    "a parameter of Linear": lambda block, value: block.shown[0].weight.fill_(value),
     "'EVALUATED' among globals": lambda _, value: globals().update(EVALUATED=value),
     "'OF_GLOBALS' among globals": lambda _, value: globals().update(OF_GLOBALS=value),
     "'OF_PROPERTY' among globals": lambda _, value: globals().update(OF_PROPERTY=value),
@@ -739,9 +904,10 @@ class Reading(Base):
     def setup(self):
         self.register_buffer("shift", torch.ones(()))
         self.held, self.large = [torch.ones(())], torch.ones(300, DIM)
+        self.pair = Pair([], torch.ones(()))
 
     def forward(self, x, plus, writes=False):  # type: ignore[override]
-        y = self.map(x + plus + self.shift + self.held[0] + self.large[0])
+        y = self.map(x + plus + self.shift + self.held[0] + self.large[0] + self.pair[1])
         if writes:
             plus.add_(1)
         return y
@@ -758,6 +924,7 @@ WRITTEN = {
     "buffer 'shift' of Reading": lambda block, plus: block.shift,
     "attribute 'large' of Reading": lambda block, plus: block.large,
     "attribute 'held' of Reading": lambda block, plus: block.held[0],
+    "attribute 'pair' of Reading": lambda block, plus: block.pair.tensor,
 }
 
 

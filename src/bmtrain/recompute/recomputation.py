@@ -5,10 +5,10 @@ happened that a second run could not repeat, they are dropped, and backward runs
 them.
 
 The second run must find what the first one has found. Lists, dicts and attributes of plain
-objects, reached through modules and arguments, are put back for as long as it runs; so are buffers
-and generators. All else that Python code of the modules reads is compared: globals, closures,
-attributes of classes, sets, arrays and tensors. A pass that changes some of that itself keeps its
-activations. If the program changes it between forward and backward, backward is refused.
+objects, reached through modules, their hooks and arguments, are put back for as long as it runs; so
+are buffers and generators. All else that Python code of the modules reads is compared: globals,
+closures, attributes of classes, sets, arrays and tensors. A pass that changes some of that itself
+keeps its activations. If the program changes it between forward and backward, backward is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import collections
 import contextlib
 import contextvars
 import copy
+import ctypes
 import dataclasses
 import dis
 import enum
@@ -32,6 +33,7 @@ import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing import sharedctypes
 from typing import Any
 
 import numpy as np
@@ -79,17 +81,30 @@ _SCALARS = frozenset(
 _CONSTANT = _SCALARS | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 # Objects of these packages hold no state of a forward pass: locks, loggers, process groups.
-_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "triton", "bmtrain"}
+_FOREIGN = sys.stdlib_module_names | {
+    "torch",
+    "numpy",
+    "triton",
+    "bmtrain",
+    "huggingface_hub",
+    "transformers.utils.hub",
+}
 _FOLLOWED: frozenset[type] = frozenset(
     {
         types.SimpleNamespace,
         argparse.Namespace,
         collections.UserDict,
         collections.UserList,
+        collections.ChainMap,
+        weakref.WeakKeyDictionary,
+        weakref.WeakValueDictionary,
+        sharedctypes.Synchronized,
+        sharedctypes.SynchronizedArray,
         type(world.ENVIRONMENT),
     }
 )
-_STANDARD = frozenset(torch.nn.Module().__dict__) - {"training", "_modules", "_buffers"}
+_C_DATA: Any = ctypes.Structure.__base__
+_STANDARD = frozenset(torch.nn.Module().__dict__)
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -98,6 +113,8 @@ _HOOKS = (
 )
 # By these, code may read globals and modules that its strings name.
 _READERS = {"globals", "sys", "importlib", "import_module"}
+# By these, code may write tensors without a version that counts it.
+_WRITERS = {"data", "numpy"}
 _CACHE = type(functools.cache(len))
 _MISSING = object()
 _NUM_WARM = 4  # calls after which the executor keeps the same graph
@@ -161,13 +178,16 @@ class Snapshot:
         tensors: with their names, compared by version; those of `buffers` may be copied.
         generators: the program's own, restored.
         classes: of the program, whose methods may run.
+        hides_writes: whether versions may miss what the code writes.
         obstacle: what makes any recomputation impossible, or None.
+        root: the first module that was added; with it came all below.
 
     Args:
         is_brief: whether what is kept may keep the graphs that it is in.
     """
 
-    def __init__(self, *, is_brief: bool = False) -> None:
+    def __init__(self, *, is_brief: bool = False, root: torch.nn.Module | None = None) -> None:
+        self.root = root
         self._kept: Callable[[Any], Any] = (lambda value: value) if is_brief else _without_graph
         self.classes: list[type] = []
         self.held: list[_Held] = []
@@ -175,6 +195,7 @@ class Snapshot:
         self.names: list[str] = []
         self.buffers: dict[int, str] = {}  # positions among `tensors`
         self.generators: list[Any] = []
+        self.hides_writes = False
         self.obstacle: str | None = None
         self._known: dict[int, Any] = {}  # alive: ids are used again
         # What names stand for in namespaces: how to read it, what was read, and its label.
@@ -216,7 +237,13 @@ class Snapshot:
     def add_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         """Attributes, buffers, children and hooks of modules, and what their code reads."""
         parts = list(modules)
-        self.held += [_Held(hooks, hooks.copy()) for hooks in global_module_hooks]
+        if self.root is None:
+            self.root = parts[0]
+        self._known.update((id(module), module) for module in parts)
+        for hooks in global_module_hooks:
+            self.held.append(_Held(hooks, hooks.copy()))
+            for hook in hooks.values():
+                self.add(hook, "a hook of all modules")
         params = [module._parameters for module in parts]
         self._add_noticed(functools.partial(map, len, params), "the number of parameters")
         for module in parts:
@@ -226,15 +253,31 @@ class Snapshot:
                     self._known[id(buffer)] = buffer
                     self.buffers[len(self.tensors)] = key
                     self._add_tensor(buffer, f"buffer {key!r} of {name}")
-            hooks = [own[key] for key in _HOOKS]
-            for found in (module._modules, module._buffers, *hooks):
+            registered = [own[key] for key in _HOOKS]
+            for found in (module._modules, module._buffers, *registered):
                 self.held.append(_Held(found, found.copy()))
-            attributes = {key: self._kept(value) for key, value in own.items()}
-            self.held.append(_Held(own, attributes))
-            for key, value in attributes.items():
-                if key not in _STANDARD:
-                    self.add(value, f"attribute {key!r} of {name}")
+            for found in () if module is self.root else registered:  # those of a block run once
+                for hook in found.values():
+                    self.add(hook, f"a hook of {name}")
+            self._add_attributes(module)
             self._add_class(type(module))
+
+    def _add_module(self, module: torch.nn.Module) -> None:
+        """One that is not below the block: all of it, or of one around the block its attributes."""
+        parts = [part for _, part in parts_with_blocks(module)]
+        if self.root in parts:
+            self._known[id(module)] = module
+            self._add_attributes(parts[0])
+            return
+        self.add_modules([part for part in parts if id(part) not in self._known])
+        for param in module.parameters():
+            self.add(param, f"a parameter of {type(module).__name__}")
+
+    def _add_attributes(self, module: torch.nn.Module) -> None:
+        own = {key: self._kept(value) for key, value in module.__dict__.items()}
+        self.held.append(_Held(module.__dict__, own))
+        for key in own.keys() - _STANDARD:
+            self.add(own[key], f"attribute {key!r} of {type(module).__name__}")
 
     def add(self, value: Any, where: str) -> None:
         """A value and everything it holds."""
@@ -242,15 +285,19 @@ class Snapshot:
         kind = type(value)
         if kind in _CONSTANT or id(value) in self._known:
             return
-        if isinstance(value, torch.nn.Module | type | enum.Enum | BaseException | types.ModuleType):
+        if isinstance(value, type | enum.Enum | BaseException | types.ModuleType):
+            return
+        if isinstance(value, _FUNCTIONS):
+            self._add_function(value)
+            self.add(getattr(value, "__self__", None), where)
+            return
+        if isinstance(value, torch.nn.Module):  # not below the block
+            self._add_module(value)
             return
         self._known[id(value)] = value
         if isinstance(value, torch.Tensor):
             if not isinstance(value, Slices):  # of those the call's own check knows
                 self._add_tensor(value, where)
-        elif isinstance(value, _FUNCTIONS):
-            self._add_function(value)
-            self.add(getattr(value, "__self__", None), where)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self.add(part, where)
@@ -258,16 +305,18 @@ class Snapshot:
             self.generators.append(value)
         elif kind in (list, dict, collections.OrderedDict):
             self._add_container(value, where)
-        elif kind is tuple or isinstance(value, frozenset):
+        elif isinstance(value, tuple | frozenset):
             for entry in value:
                 self.add(entry, where)
+        elif isinstance(value, weakref.ReferenceType):
+            self.add(value(), where)
         elif isinstance(value, set | collections.deque | list | dict):
             parts = value.values() if isinstance(value, dict) else value
             self._add_noticed(lambda: parts, where)
             for entry in list(parts):
                 self.add(entry, where)
             self._add_object(value, kind, where)
-        elif isinstance(value, bytearray | array.array):
+        elif isinstance(value, bytearray | array.array | _C_DATA):
             self._add_noticed(lambda: (bytes(value),), where)
         elif isinstance(value, np.ndarray):
             self._add_noticed(lambda: (value.tobytes(),), where)
@@ -276,7 +325,7 @@ class Snapshot:
             self.obstacle = f"{where} has other values in other threads"
         elif isinstance(value, Iterator):
             self.obstacle = f"{where} is an iterator, which a pass uses up"
-        elif _is_plain(kind):
+        elif _is_plain(kind) or isinstance(value, torch.distributions.Distribution):
             self._add_object(value, kind, where)
 
     def _add_tensor(self, tensor: torch.Tensor, where: str) -> None:
@@ -340,18 +389,20 @@ class Snapshot:
         code = getattr(function, "__code__", None)
         if (
             code is None
-            or id(code) in self._known
+            or id(function) in self._known
             or not (_is_plain(function) or function.__module__.startswith("torch.nn."))
         ):
             return
-        self._known[id(code)] = code
-        self.add(getattr(function, "__wrapped__", None), "a function")
+        self._known[id(function)] = function
+        self.hides_writes |= _is_plain(function) and not _WRITERS.isdisjoint(names_in(code))
+        if vars(function):
+            self._add_container(vars(function), f"an attribute of {function.__name__}")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if name == "__class__":  # of `super()`, which does not change
                 continue
             self._add_noticed(functools.partial(_contents, cell), f"{name!r} of a closure")
             self.add(_contents(cell)[0], f"{name!r} of a closure")
-        for value in function.__defaults__ or ():
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.add(value, f"a default of {function.__name__}")
         spaces = [(function.__globals__, "among globals", True)]
         seen = set[int]()
@@ -495,7 +546,7 @@ class HostState:
         if last is None or not last.is_intact() or last.changed() is not None:
             last = self._snapshot = Snapshot()
             last.add_modules(module for _, module in self._modules())
-        given = Snapshot()
+        given = Snapshot(root=last.root)
         for name, value in (*enumerate(args), *kwargs.items()):
             if not isinstance(value, torch.Tensor):
                 given.add(value, f"argument {name}")
@@ -509,9 +560,11 @@ class CallState:
         self.owner, self._parts = owner, (snapshot, given)
         self._num_scripts = owner.scripts.count()
         self._versions = [versions_of(snapshot.tensors), versions_of(given.tensors)]
-        self._copies: dict[int, torch.Tensor] = {}  # of buffers, by position
-        if owner.writes_buffers:
-            self._copies = {n: snapshot.tensors[n].detach().clone() for n in snapshot.buffers}
+        self._copies: list[dict[int, torch.Tensor]] = [{}, {}]  # of buffers, by position
+        for part, copies in zip(self._parts, self._copies, strict=True):
+            copied: Iterable[int] = part.buffers if owner.writes_buffers else ()
+            for number in range(len(part.tensors)) if part.hides_writes else copied:
+                copies[number] = part.tensors[number].detach().clone()
         self._draws, self._are_own = draws, draws.are_own
         generators = [*draws.generators, *snapshot.generators, *given.generators]
         self._generators = list(zip(generators, map(draws.state, generators), strict=True))
@@ -531,16 +584,20 @@ class CallState:
                 return part.obstacle
             if changed := part.changed():
                 return f"its forward pass changes {changed}"
-        snapshot, versions = self._parts[0], versions_of(self._parts[0].tensors)
-        for number, version in enumerate(versions):
-            if version == self._versions[0][number]:
-                self._copies.pop(number, None)
-            elif number in self._copies:
-                self._versions[0][number] = -1  # the copy is read: later changes are harmless
-            else:
-                self.owner.writes_buffers |= number in snapshot.buffers
-                return f"its forward pass changes {snapshot.names[number]}"
-        self.owner.writes_buffers = bool(self._copies)
+        for part, before, copies in zip(self._parts, self._versions, self._copies, strict=True):
+            for number, version in enumerate(versions_of(part.tensors)):
+                is_buffer, is_same = number in part.buffers, version == before[number]
+                if is_same and part.hides_writes:
+                    # Buffers are read from copies anyway, without a wait for the device.
+                    is_same = not is_buffer and torch.equal(part.tensors[number], copies[number])
+                if is_same:
+                    copies.pop(number, None)
+                elif is_buffer and number in copies:
+                    before[number] = -1  # the copy is read: later changes are harmless
+                else:
+                    self.owner.writes_buffers |= is_buffer
+                    return f"its forward pass changes {part.names[number]}"
+        self.owner.writes_buffers = any(self._copies)
         return None
 
     def check(self) -> None:
@@ -566,13 +623,13 @@ class CallState:
         everything = [each for part in self._parts for each in part.held]
         changed = [] if is_intact else [x for x in everything if not x.is_unchanged()]
         now = [each.contents if is_intact else copy.copy(each.owner) for each in everything]
-        snapshot = self._parts[0]
         # Copies of all buffers: batch norms write running statistics without counting it.
         own: dict[int, torch.Tensor] = {}
-        for number in snapshot.buffers:
-            buffer = snapshot.tensors[number]
-            own[id(buffer)] = self._copies.get(number, buffer).detach().clone()
-        for held in snapshot.held if own else ():
+        for part, copies in zip(self._parts, self._copies, strict=True):
+            for number in part.buffers:
+                buffer = part.tensors[number]
+                own[id(buffer)] = copies.get(number, buffer).detach().clone()
+        for held in everything if own else ():
             if isinstance(held.contents, dict) and not own.keys().isdisjoint(
                 map(id, held.contents.values())
             ):
@@ -690,6 +747,7 @@ def _contents(cell: types.CellType) -> tuple[Any]:
         return (_MISSING,)
 
 
+@functools.cache
 def names_in(code: types.CodeType) -> list[Any]:
     """The names of globals and attributes in a function's code, inner functions included, and
     constants: a string may be a name.
@@ -727,8 +785,8 @@ def _is_data(value: Any) -> bool:
 
 def _is_plain(thing: Any) -> bool:
     """Whether a class, function or module is the program's."""
-    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
-    return (name or "").partition(".")[0] not in _FOREIGN or thing in _FOLLOWED
+    name = (thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__) or ""
+    return _FOREIGN.isdisjoint({name, name.partition(".")[0]}) or thing in _FOLLOWED
 
 
 ModuleCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -807,6 +865,10 @@ def policy(
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# Their results are views that count writes for themselves.
+_UNCOUNTED = {torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default}
+
+
 class Selective:
     """One call at CHEAP: the first run keeps expensive results, runs in backward reuse them.
 
@@ -856,6 +918,12 @@ class _Result:
         self._tensors = [x for x in parts if isinstance(x, torch.Tensor)]
         self._versions = [x._version for x in self._tensors]
 
+    def forget_shared(self, tensor: torch.Tensor) -> None:
+        """Parts of a tensor may be changed without its version: count it as changed."""
+        memory = tensor.untyped_storage().data_ptr()
+        if any(x.untyped_storage().data_ptr() == memory for x in self._tensors):
+            self._versions = []
+
     def is_unchanged(self) -> bool:
         return [x._version for x in self._tensors] == self._versions
 
@@ -881,6 +949,9 @@ class _Keeping(TorchDispatchMode):
             if result.is_unchanged():
                 return result.value
         out = func(*args, **(kwargs or {}))
+        if func in _UNCOUNTED:
+            for result in itertools.chain.from_iterable(self._kept.values()):
+                result.forget_shared(args[0])
         if is_kept and not self._recalls:
             self._kept[func].append(_Result(out))
         return out
