@@ -54,6 +54,7 @@ from bmtrain.runtime.seeding import (
     write_generator,
 )
 from bmtrain.runtime.world import World
+from bmtrain.shard.engine import Stale
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.unshard import Unpack
@@ -564,7 +565,8 @@ class CallState:
         for part, copies in zip(self._parts, self._copies, strict=True):
             copied: Iterable[int] = part.buffers if owner.writes_buffers else ()
             for number in range(len(part.tensors)) if part.hides_writes else copied:
-                copies[number] = part.tensors[number].detach().clone()
+                if not isinstance(part.tensors[number], Stale):
+                    copies[number] = part.tensors[number].detach().clone()
         self._draws, self._are_own = draws, draws.are_own
         generators = [*draws.generators, *snapshot.generators, *given.generators]
         self._generators = list(zip(generators, map(draws.state, generators), strict=True))
@@ -587,9 +589,10 @@ class CallState:
         for part, before, copies in zip(self._parts, self._versions, self._copies, strict=True):
             for number, version in enumerate(versions_of(part.tensors)):
                 is_buffer, is_same = number in part.buffers, version == before[number]
-                if is_same and part.hides_writes:
+                tensor = part.tensors[number]
+                if is_same and part.hides_writes and not isinstance(tensor, Stale):
                     # Buffers are read from copies anyway, without a wait for the device.
-                    is_same = not is_buffer and torch.equal(part.tensors[number], copies[number])
+                    is_same = not is_buffer and torch.equal(tensor, copies[number])
                 if is_same:
                     copies.pop(number, None)
                 elif is_buffer and number in copies:
