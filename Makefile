@@ -1,8 +1,8 @@
 # Every target sets up what it needs: see scripts/with-python. PYTHON=path names another interpreter to try first.
 #
 #   make train [NPROC=n] [ARGS="..."]   train a GPT-2 (ARGS="--help" lists the arguments)
-#   make test  [ARGS="..."]             lint, types and the CPU tests: 12 to 13 minutes on two cores (ARGS go to pytest)
-#   make test-short / make test-long    the same without lint and types / the CPU tests that take longer: an hour
+#   make test  [ARGS="..."]             lint, types and the CPU tests: 12 minutes on two cores (ARGS go to pytest)
+#   make test-short / make test-long    the same without lint and types / the CPU tests that take longer: 20 minutes
 #   make test-torch [TORCH=2.8.0]     all CPU tests with another version of torch, in an environment of its own
 #   make test-transformers [TRANSFORMERS=4.57.6]  the tests of models and tokenizers with another version of transformers, likewise
 #   make test-ray [RAY=2.60.0]          the tests with Ray Train, likewise
