@@ -200,3 +200,12 @@ def test_other_forward_passes_are_refused_in_training():
         models.assert_same(
             model.eval()(torch.ones(4, 3)), plain.eval()(torch.ones(4, 3)), "evaluation"
         )
+
+
+@on_ranks(2, init={"tp_size": 2})
+def test_rows_of_tensor_parallel_ranks_count_once():
+    world.current("a test").draws.same_rows = False
+    plain, rows = nn.Sequential(nn.BatchNorm1d(3)), torch.arange(12.0).view(4, 3)
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    models.assert_same(model(rows), plain(rows), "training")
+    models.assert_same_state(model, plain, "state")

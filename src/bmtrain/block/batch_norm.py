@@ -141,7 +141,7 @@ def _normalised(
     shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
     wide = x if x.dtype == torch.float64 else x.float()
     own = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() // x.shape[1])])
-    ranks = world.current("BatchNorm").mesh.world
+    ranks = world.current("BatchNorm").mesh.tp_zero  # tensor ranks have the same rows
     total = autograd.all_reduce(own, "sum", ranks)
     count = total[-1].detach()
     mean = total[:-1] / count
