@@ -12,6 +12,7 @@ import contextvars
 import ctypes
 import dataclasses
 import functools
+import gc
 import importlib
 import itertools
 import math
@@ -303,6 +304,10 @@ class Reached(Base):
         self.linear.register_forward_hook(counting())
         for name in ("added", "assigned", "exchanged"):
             self.register_buffer(name, torch.ones(()))
+        # What torch.equal does not compare, or not with itself.
+        self.unlike = [torch.full((2,), math.nan), torch.ones(2, device="meta"), torch.eye(2)]
+        self.unlike[2] = self.unlike[2].to_sparse()
+        self.owner = weakref.proxy(self.linear)
 
     def forward(self, x, helper):  # type: ignore[override]
         before = self.added.item() + 2 * self.assigned.item() + 3 * self.exchanged.item()
@@ -567,6 +572,32 @@ def test_what_is_reached_by_other_ways_is_put_back():
                     assert one.number == other.number
                     torch.testing.assert_close(one.state_dict(), other.state_dict())
     assert not messages
+
+
+@on_ranks(2)
+def test_what_hooks_collect_is_not_held():
+    """The program clears it after each step, and the state of a block need not be read again."""
+    plain = make(Base)
+    blocks = sharded(plain, use_checkpoint=True)
+    found: dict[Any, Any] = {}
+    references = []
+    for layers in (plain, blocks):
+        for module in layers.modules():
+            module.register_forward_hook(lambda module, _, out: found.update({module: out}))
+
+    @contextlib.contextmanager
+    def cleared(layers):
+        references.extend(weakref.ref(out) for out in found.values())
+        found.clear()
+        yield
+
+    x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(1))
+    compare(plain, blocks, "hooks", x, around=cleared)
+    states = [block._host_state._snapshot for block in blocks]
+    compare(plain, blocks, "again", x, around=cleared)
+    assert states == [block._host_state._snapshot for block in blocks]
+    gc.collect()
+    assert references and not any(reference() is not None for reference in references)
 
 
 @pytest.mark.parametrize("what", COUNTED)

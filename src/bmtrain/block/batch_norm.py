@@ -22,8 +22,8 @@ def share_statistics(module: torch.nn.Module) -> None:
     Its class becomes a subclass. torch's SyncBatchNorm does the same already.
     """
     kind = type(module)
-    # Static: the class of a scripted module has none, and raises.
-    code = getattr(inspect.getattr_static(kind, "forward"), "__code__", None)
+    # Static: the class of a scripted module has none, and raises; nor has a weak proxy's.
+    code = getattr(inspect.getattr_static(kind, "forward", None), "__code__", None)
     if (
         world.world_size() > 1
         and not isinstance(module, torch.nn.SyncBatchNorm | _OfAllRanks | _Derived)

@@ -181,14 +181,17 @@ class Snapshot:
         classes: of the program, whose methods may run.
         hides_writes: whether versions may miss what the code writes.
         obstacle: what makes any recomputation impossible, or None.
-        root: the first module that was added; with it came all below.
+        root: the module whose own hooks run once, as those of a block.
+        known: everything that was added, by its id.
+        hooks: of the modules that were added and of all modules.
 
     Args:
         is_brief: whether what is kept may keep the graphs that it is in.
+        beside: another, which is used with this one: what it holds is left out.
     """
 
-    def __init__(self, *, is_brief: bool = False, root: torch.nn.Module | None = None) -> None:
-        self.root = root
+    def __init__(self, *, is_brief: bool = False, beside: Snapshot | None = None) -> None:
+        self.root: torch.nn.Module | None = beside.root if beside else None
         self._kept: Callable[[Any], Any] = (lambda value: value) if is_brief else _without_graph
         self.classes: list[type] = []
         self.held: list[_Held] = []
@@ -196,9 +199,11 @@ class Snapshot:
         self.names: list[str] = []
         self.buffers: dict[int, str] = {}  # positions among `tensors`
         self.generators: list[Any] = []
+        self.hooks: list[Any] = [*(beside.hooks if beside else global_module_hooks)]
         self.hides_writes = False
         self.obstacle: str | None = None
-        self._known: dict[int, Any] = {}  # alive: ids are used again
+        # Alive: ids are used again.
+        self.known: dict[int, Any] = beside.known.copy() if beside else {}
         # What names stand for in namespaces: how to read it, what was read, and its label.
         self._names: tuple[list[Any], list[Any], dict[tuple[int, str], str]] = [], [], {}
         reads, values, labels = self._names  # no cycle with this object, which holds tensors
@@ -236,41 +241,45 @@ class Snapshot:
         return list(map(len, owners)) == lengths and all(map(operator.is_, now, found))
 
     def add_modules(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Attributes, buffers, children and hooks of modules, and what their code reads."""
+        """Attributes, buffers, children and hooks of modules, and what their code reads; what hooks
+        reach is for `add_hooks`.
+        """
         parts = list(modules)
         if self.root is None:
             self.root = parts[0]
-        self._known.update((id(module), module) for module in parts)
-        for hooks in global_module_hooks:
-            self.held.append(_Held(hooks, hooks.copy()))
-            for hook in hooks.values():
-                self.add(hook, "a hook of all modules")
+        self.known.update((id(module), module) for module in parts)
+        self.held += [_Held(hooks, hooks.copy()) for hooks in global_module_hooks]
         params = [module._parameters for module in parts]
         self._add_noticed(functools.partial(map, len, params), "the number of parameters")
         for module in parts:
             name, own = type(module).__name__, module.__dict__
             for key, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in self._known:
-                    self._known[id(buffer)] = buffer
+                if buffer is not None and id(buffer) not in self.known:
+                    self.known[id(buffer)] = buffer
                     self.buffers[len(self.tensors)] = key
                     self._add_tensor(buffer, f"buffer {key!r} of {name}")
             registered = [own[key] for key in _HOOKS]
             for found in (module._modules, module._buffers, *registered):
                 self.held.append(_Held(found, found.copy()))
-            for found in () if module is self.root else registered:  # those of a block run once
-                for hook in found.values():
-                    self.add(hook, f"a hook of {name}")
+            if module is not self.root:
+                self.hooks += registered
             self._add_attributes(module)
             self._add_class(type(module))
+
+    def add_hooks(self) -> None:
+        """What hooks reach. Many collect results: no two calls find the same there."""
+        for hooks in self.hooks:  # which grow by modules found here
+            for hook in hooks.values():
+                self.add(hook, "what a hook of a module reads")
 
     def _add_module(self, module: torch.nn.Module) -> None:
         """One that is not below the block: all of it, or of one around the block its attributes."""
         parts = [part for _, part in parts_with_blocks(module)]
         if self.root in parts:
-            self._known[id(module)] = module
+            self.known[id(module)] = module
             self._add_attributes(parts[0])
             return
-        self.add_modules([part for part in parts if id(part) not in self._known])
+        self.add_modules([part for part in parts if id(part) not in self.known])
         for param in module.parameters():
             self.add(param, f"a parameter of {type(module).__name__}")
 
@@ -284,7 +293,7 @@ class Snapshot:
         """A value and everything it holds."""
         value = world.ENVIRONMENT if value is world.READ_ENVIRONMENT else value
         kind = type(value)
-        if kind in _CONSTANT or id(value) in self._known:
+        if kind in _CONSTANT or id(value) in self.known:
             return
         if isinstance(value, type | enum.Enum | BaseException | types.ModuleType):
             return
@@ -295,7 +304,7 @@ class Snapshot:
         if isinstance(value, torch.nn.Module):  # not below the block
             self._add_module(value)
             return
-        self._known[id(value)] = value
+        self.known[id(value)] = value
         if isinstance(value, torch.Tensor):
             if not isinstance(value, Slices):  # of those the call's own check knows
                 self._add_tensor(value, where)
@@ -320,7 +329,7 @@ class Snapshot:
         elif isinstance(value, bytearray | array.array | _C_DATA):
             self._add_noticed(lambda: (bytes(value),), where)
         elif isinstance(value, np.ndarray):
-            self._add_noticed(lambda: (value.tobytes(),), where)
+            self._add_noticed(lambda: (hash(value.tobytes()),), where)
         elif isinstance(value, threading.local):
             # On GPUs backward runs in a thread of autograd.
             self.obstacle = f"{where} has other values in other threads"
@@ -364,9 +373,9 @@ class Snapshot:
 
     def _add_class(self, kind: type) -> None:
         """What methods of a class read beside their arguments, and its own data."""
-        if id(kind) in self._known:
+        if id(kind) in self.known:
             return
-        self._known[id(kind)] = kind
+        self.known[id(kind)] = kind
         overridden = set[str]()
         for base in kind.__mro__:
             is_plain, own = _is_plain(base), vars(base)
@@ -390,11 +399,11 @@ class Snapshot:
         code = getattr(function, "__code__", None)
         if (
             code is None
-            or id(function) in self._known
+            or id(function) in self.known
             or not (_is_plain(function) or function.__module__.startswith("torch.nn."))
         ):
             return
-        self._known[id(function)] = function
+        self.known[id(function)] = function
         self.hides_writes |= _is_plain(function) and not _WRITERS.isdisjoint(names_in(code))
         if vars(function):
             self._add_container(vars(function), f"an attribute of {function.__name__}")
@@ -461,6 +470,7 @@ class Trial:
         found = Snapshot(is_brief=True)
         found.add_modules(self._modules)
         found.add(tuple(self._arguments), "an argument")
+        found.add_hooks()
         return found
 
     def keeps(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -547,10 +557,12 @@ class HostState:
         if last is None or not last.is_intact() or last.changed() is not None:
             last = self._snapshot = Snapshot()
             last.add_modules(module for _, module in self._modules())
-        given = Snapshot(root=last.root)
+        given = Snapshot(beside=last)
         for name, value in (*enumerate(args), *kwargs.items()):
             if not isinstance(value, torch.Tensor):
                 given.add(value, f"argument {name}")
+        if any(given.hooks):
+            given.add_hooks()
         return CallState(self, last, given, draws)
 
 
@@ -562,9 +574,10 @@ class CallState:
         self._num_scripts = owner.scripts.count()
         self._versions = [versions_of(snapshot.tensors), versions_of(given.tensors)]
         self._copies: list[dict[int, torch.Tensor]] = [{}, {}]  # of buffers, by position
+        self._hides_writes = snapshot.hides_writes or given.hides_writes
         for part, copies in zip(self._parts, self._copies, strict=True):
             copied: Iterable[int] = part.buffers if owner.writes_buffers else ()
-            for number in range(len(part.tensors)) if part.hides_writes else copied:
+            for number in range(len(part.tensors)) if self._hides_writes else copied:
                 if not isinstance(part.tensors[number], Stale):
                     copies[number] = part.tensors[number].detach().clone()
         self._draws, self._are_own = draws, draws.are_own
@@ -590,9 +603,9 @@ class CallState:
             for number, version in enumerate(versions_of(part.tensors)):
                 is_buffer, is_same = number in part.buffers, version == before[number]
                 tensor = part.tensors[number]
-                if is_same and part.hides_writes and not isinstance(tensor, Stale):
+                if is_same and self._hides_writes and not isinstance(tensor, Stale):
                     # Buffers are read from copies anyway, without a wait for the device.
-                    is_same = not is_buffer and torch.equal(tensor, copies[number])
+                    is_same = not is_buffer and _is_equal(tensor, copies[number])
                 if is_same:
                     copies.pop(number, None)
                 elif is_buffer and number in copies:
@@ -741,6 +754,15 @@ def _without_graph(value: Any) -> Any:
     if isinstance(value, tuple) and any(isinstance(entry, torch.Tensor | tuple) for entry in value):
         return tuple.__new__(type(value), map(_without_graph, value))
     return value
+
+
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaN equals NaN. So do sparse and nested tensors, which torch does not compare, and meta."""
+    with contextlib.suppress(NotImplementedError):
+        if torch.equal(a, b) or not a.is_floating_point() or a.shape != b.shape:
+            return torch.equal(a, b)
+        return bool(((a == b) | a.isnan() & b.isnan()).all())
+    return True
 
 
 def _contents(cell: types.CellType) -> tuple[Any]:
