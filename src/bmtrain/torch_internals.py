@@ -126,6 +126,15 @@ def tensors_of(out: Any) -> list[torch.Tensor]:
     return found
 
 
+def has_extra_state(module: torch.nn.Module) -> bool:
+    """Whether a module gives a state beside tensors, and takes it back."""
+    none, kind = torch.nn.Module, module.__class__  # that of a Block is its module's
+    return (
+        kind.get_extra_state is not none.get_extra_state
+        and kind.set_extra_state is not none.set_extra_state
+    )
+
+
 def map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
     """`out` with `fn` applied to its tensors; the same object if none changes."""
     kind = type(out)

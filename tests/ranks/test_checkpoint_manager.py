@@ -330,6 +330,12 @@ def test_restoring_into_other_optimizers(tmp_path):
         other = Twin(torch.optim.SGD, momentum=0.9)
         other.step()
         twin = saved(12, torch.optim.SGD, momentum=0.9)
+        # names that a program or a schedule has put there, and a default that the class has since
+        for one in (twin, other):
+            one.manager.optimizers[0].param_groups[0].update(lr_scale=1.0)
+        twin.manager.optimizers[0].param_groups[0].update(initial_lr=0.05)
+        checkpoints.save(12, twin.model, twin.manager).wait()
+        other.manager.optimizers[0].defaults["since"] = 0.5
         assert checkpoints.restore(other.model, other.manager) is not None
         other.follow(twin.reference(), "SGD with momentum")
         then = models.cloned_state(twin.model)
@@ -360,6 +366,18 @@ class Counting(torch.nn.Module):
 
     def set_extra_state(self, state):
         self.counts = state
+
+
+class Held(torch.nn.Linear):
+    def __init__(self, state):
+        super().__init__(1, 1)
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
 
 
 def counting():
@@ -394,6 +412,22 @@ def leave_counts(folder):
         bmt.save(model, f"{folder}/model.pt")
         with pytest.raises(CheckpointError, match=r"'0\._extra_state' is a dict.*\.pt for example"):
             bmt.save(model, f"{folder}/model.safetensors")
+        with pytest.MonkeyPatch.context() as patch:  # as an earlier version did
+            write = writing.as_bytes
+            patch.setattr(
+                "bmtrain.checkpoint.manager.as_bytes",
+                lambda rest: write({name: rest[name] for name in rest if name != "own"}),
+            )
+            with bmt.CheckpointManager(f"{folder}/older") as older:
+                older.save(3, model, manager)
+        view = (2 * torch.ones(2, 3, requires_grad=True)).t()
+        for name in ("held.pt", "held.safetensors"):
+            other = Held(None)
+            bmt.save(Held(view), f"{folder}/{name}")
+            bmt.load(other, f"{folder}/{name}")
+            assert torch.equal(other.state, view)
+        with pytest.raises(CheckpointError, match="modules and the program cannot be kept"):
+            bmt.save(Held(pathlib.Path(folder)), f"{folder}/held.pt")
         return values_of(model.state_dict()), losses(3, 5)
 
 
@@ -410,6 +444,13 @@ def find_counts(folder, left):
         model = bmt.BMTrainModelWrapper(torch.nn.Sequential(Counting()))
         bmt.load(model, f"{folder}/{file}")
         models.assert_equal(values_of(model.state_dict()), left[0][0], file)
+    model, manager, _ = counting()
+    told = pytest.warns(UserWarning, match="earlier version.*'0._extra_state'")
+    older = bmt.CheckpointManager(f"{folder}/older")
+    with older, contextlib.nullcontext() if bmt.rank() else told:
+        assert older.restore(model, manager) is not None
+    state = {**values_of(model.state_dict()), "0._extra_state": left[0][0]["0._extra_state"]}
+    models.assert_equal(state, left[0][0], "an older checkpoint")
     with pytest.raises(CheckpointError, match=r"missing from the file: '0\._extra_state'"):
         bmt.load(model, f"{folder}/without.pt")
 

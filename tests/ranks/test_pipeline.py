@@ -450,7 +450,9 @@ def test_an_argument_that_some_stages_ignore():
 
 
 class Counting(nn.Module):
-    """A layer with running statistics, in a block of its own."""
+    """A layer with running statistics, in a block of its own, and an extra state."""
+
+    seen = None
 
     def __init__(self, wrap=lambda module: module):
         super().__init__()
@@ -458,8 +460,14 @@ class Counting(nn.Module):
         self.register_buffer("last", None)
 
     def forward(self, x):
-        self.last = x.detach().mean()
+        self.last = self.seen = x.detach().mean()
         return x + self.inside(self.norm(x))
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
 
 
 @on_ranks(2, init={"pipe_size": 2, "num_micro_batches": 2})

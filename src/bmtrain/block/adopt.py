@@ -11,6 +11,7 @@ import torch
 
 from bmtrain.block.batch_norm import share_statistics
 from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import attempt
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
@@ -19,7 +20,7 @@ from bmtrain.shard.gradient import ShardPolicy
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.placement import EVERYWHERE, Placement
 from bmtrain.shard.storage import Storage
-from bmtrain.torch_internals import compiled_script
+from bmtrain.torch_internals import compiled_script, has_extra_state, map_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,6 +267,20 @@ def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -
                 )
             else:  # in place: modules may share the buffer
                 buffer.copy_(value)
+
+
+def share_extra_states(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -> None:
+    """Give `modules` what `get_extra_state` returns on the rank at index `source`. Collective."""
+    having = [module for module in modules if has_extra_state(module)]
+    if not having:
+        return
+    own = attempt(lambda: [module.get_extra_state() for module in having], axis)
+    found = collectives.broadcast_object(
+        map_tensors(lambda x: x.detach().cpu(), own), source, axis, "extra states"
+    )
+    if axis.index != source:
+        for module, state in zip(having, found, strict=True):
+            module.set_extra_state(state)
 
 
 class Slots(dict[str, Any]):

@@ -26,6 +26,7 @@ from bmtrain.block.adopt import (
     open_slots,
     places_of,
     share_buffers,
+    share_extra_states,
 )
 from bmtrain.block.context import Context
 from bmtrain.block.shardable import check_shardable
@@ -861,10 +862,13 @@ class Block(_WithMethods):
         move_to_stage(places, stage, dataclasses.replace(self._policy, zero_level=2))
 
     def settle_buffers(self) -> None:
-        """Copy buffers from the stage that runs the block to the other stages. Collective."""
+        """Copy buffers and extra states from the stage that runs the block to the other stages.
+        Collective.
+        """
         if self._stage is not None:
             parts = [part for _, part in parts_of(self._inner)]
             share_buffers(parts, self._stage, self._context.mesh.pipe)
+            share_extra_states(parts, self._stage, self._context.mesh.pipe)
 
     def _compute(
         self,

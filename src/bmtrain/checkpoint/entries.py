@@ -17,6 +17,7 @@ from bmtrain.kernels.squares import sum_of_squares
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import NUMBER
 from bmtrain.shard.slices import local_of
+from bmtrain.torch_internals import has_extra_state
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -78,11 +79,11 @@ def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def extra_states(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The modules that have a state beside tensors, `get_extra_state`, by torch's name of that."""
-    none = torch.nn.Module.get_extra_state
-    return {  # by __class__: that of a Block is its module's
+    modules = model.named_modules(remove_duplicate=False)
+    return {
         f"{path}._extra_state".removeprefix("."): module
-        for path, module in model.named_modules(remove_duplicate=False)
-        if module.__class__.get_extra_state is not none
+        for path, module in modules
+        if has_extra_state(module)
     }
 
 

@@ -18,6 +18,7 @@ from bmtrain.checkpoint.sources import Collected, open_source, without_prefix
 from bmtrain.checkpoint.writer import Writer
 from bmtrain.distributed.agreement import attempt, told_apart
 from bmtrain.errors import CheckpointError
+from bmtrain.optim.saved import described
 from bmtrain.runtime import log, world
 from bmtrain.runtime.arguments import with_nearest
 from bmtrain.runtime.mesh import Axis
@@ -95,6 +96,13 @@ def load_from(
     shapes = {name: entry.shape for entry in targets for name in entry.names}
     source = attempt(lambda: without_prefix(open_file(shapes), shapes), axis)
     extra = extra_states(model) if only is None else {}
+    if extra and not source.has_extra:
+        if current.rank == 0:
+            log.warn(
+                f"{source.path} is of an earlier version, which kept no extra states of modules: "
+                f"{next(iter(extra))!r} for example stays as it is."
+            )
+        extra = {}
     plan = attempt(lambda: make_plan(targets, source, strict=strict, extra=extra), axis)
     _check_same_everywhere(plan, source, axis)
     attempt(lambda: fill(plan, source), axis)
@@ -115,7 +123,7 @@ def _check_same_everywhere(plan: Plan, source: Source, axis: Axis) -> None:
     where = os.path.abspath(source.path)
     is_elsewhere = told_apart(where, axis, "the place of a file") is not None
     values = attempt(lambda: _sampled(plan, source) if is_elsewhere else 0, axis)
-    others = [source.others.get(name) for name in plan.extra]
+    others = described([source.others.get(name) for name in plan.extra])
     content, shown = f"{names} {headers} {values} {others}", f"{len(names)} tensors of {where}"
     told = told_apart(content, axis, "what a file holds", shown)
     if told is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import io
 import os
 import pathlib
 from collections.abc import Callable, Collection, Sequence
@@ -13,6 +13,7 @@ import torch
 
 from bmtrain.checkpoint.entries import Entry, entries, extra_states, named_tensors, selected
 from bmtrain.checkpoint.writer import Writer, Writing, write_file
+from bmtrain.checkpoint.writing import as_bytes
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import world
@@ -53,8 +54,8 @@ def save(
     is printed at once, and raised by `wait()` or by the next save or load.
 
     Raises:
-        CheckpointError: on every rank, if the file cannot be written, or for a name in `only` that
-            no tensor has; the previous file is intact.
+        CheckpointError: on every rank, if the file cannot be written, for a name in `only` that no
+            tensor has, or for extra states that no load would read; the previous file is intact.
     """
     current = world.current("save")
     axis = current.mesh.world
@@ -62,11 +63,16 @@ def save(
     writer.settle()
     path = pathlib.Path(os.path.realpath(file_name))
     attempt(lambda: _check_target(path) if axis.index == 0 else None, axis)
-    modules = extra_states(model) if only is None else {}
-    extra: dict[str, Any] = attempt(
-        lambda: {name: copy.deepcopy(one.get_extra_state()) for name, one in modules.items()}, axis
-    )
-    tensors = {**collect(model, keep=axis.index == 0, only=only), **extra}
+    tensors: dict[str, Any] = collect(model, keep=axis.index == 0, only=only)
+
+    def take_extra() -> None:
+        modules = extra_states(model) if only is None else {}
+        states = {name: module.get_extra_state() for name, module in modules.items()}
+        if states and axis.index == 0:  # copies, of what `load` takes
+            file = io.BytesIO(as_bytes(states))
+            tensors.update(torch.load(file, map_location="cpu", weights_only=True))
+
+    attempt(take_extra, axis)
     step = (lambda: write_file(path, tensors)) if axis.index == 0 else None
     return writer.begin(Writing(path, step, axis), background=non_blocking)
 

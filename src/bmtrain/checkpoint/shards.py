@@ -317,9 +317,11 @@ class ShardedCheckpoint(Source):
         headers = {name: Header(one.shape, one.dtype) for name, one in self._tensors.items()}
         self._checked: set[tuple[str, int]] = set()
         beside = min((name for name in self.manifest.files if name.endswith(".pt")), default=None)
-        others = {}
+        others: dict[str, Any] = {}
         if section == MODEL and beside is not None:
-            others = read_rest(folder / beside, self.manifest).get("own", {}).get("extra", {})
+            rest = read_rest(folder / beside, self.manifest)
+            self.has_extra = "own" in rest  # not in those of earlier versions
+            others = rest["own"]["extra"] if self.has_extra else {}
         super().__init__(folder, headers, others)
 
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,10 @@ class Source:
         path: the file or folder.
         headers: the tensors' headers by name.
         others: the values that are not tensors, by name.
+        has_extra: whether it would hold extra states of modules, if these have any.
     """
+
+    has_extra = True
 
     def __init__(
         self, path: pathlib.Path, headers: Mapping[str, Header], others: Mapping[str, Any]

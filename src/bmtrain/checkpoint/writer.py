@@ -190,14 +190,16 @@ def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, Any]) -> N
         kept = first.setdefault(id(tensor), name)
         if kept != name:
             metadata[name] = kept  # the form in which safetensors.torch.save_model records ties
-    content = {name: tensors[name] for name in first.values()}
-    for name, value in content.items():
+    content = {}
+    for name in first.values():
+        value = tensors[name]
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"cannot save to {temporary.with_suffix('')}: {name!r} is a "
                 f"{type(value).__name__}, and safetensors hold tensors alone. Give the file "
                 "another ending, .pt for example."
             )
+        content[name] = value.contiguous()
     safetensors.torch.save_file(content, temporary, metadata)
     flush_to_disk(temporary)  # for the reason given in _write_torch
 

@@ -175,15 +175,17 @@ def problem_of_settings(
     """Why these optimizers cannot go on with the saved settings of groups, or None.
 
     Torch's would take them, and miss their own in the next step. What is None or a flag torch adds
-    to the settings of its earlier versions, and Adam of ours has `hold_steps` alone.
+    to the settings of its earlier versions, and Adam of ours has `hold_steps` alone. Programs and
+    schedules add names of their own to groups: they tell of no other optimizer.
     """
     for number, (state, own) in enumerate(zip(saved, optimizers, strict=True)):
         needed = {
             name for name, value in own.defaults.items() if type(value) in (int, float, tuple)
         }
+        known = {*own.defaults, "initial_lr"}.union(*own.param_groups)
         for group in state["param_groups"]:
             missing = needed - {*group, "hold_steps"}
-            if missing and group.keys() - {*own.defaults, "params"}:
+            if missing and group.keys() - known:
                 return (
                     f"the state of another optimizer for optimizer {number}, without "
                     f"{', '.join(sorted(missing))} of {type(own).__name__}; make the one that was "
