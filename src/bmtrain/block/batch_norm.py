@@ -13,7 +13,7 @@ from bmtrain.distributed import autograd
 from bmtrain.errors import ParameterError
 from bmtrain.recompute.recomputation import names_in
 from bmtrain.runtime import world
-from bmtrain.torch_internals import BatchNorm
+from bmtrain.torch_internals import BatchNorm, tensors_of
 
 
 def share_statistics(module: torch.nn.Module) -> None:
@@ -76,8 +76,7 @@ class _Derived(torch.nn.Module):
         uses_batch = self.training or (is_norm and self.running_mean is None)
         if not uses_batch or current.draws.same_rows or current.pipe_enabled:
             return super().forward(*args, **kwargs)
-        given = (*args, *kwargs.values())
-        sizes = [x.shape[0] for x in given if isinstance(x, torch.Tensor) and x.dim()]
+        sizes = [x.shape[0] for x in tensors_of((args, kwargs)) if x.dim()]
         sharing = _Sharing(type(self).__name__, sizes)
         names = {*names_in(super().forward.__code__)}
         if "batch_norm" not in names and not names >= {"super", "forward"}:
