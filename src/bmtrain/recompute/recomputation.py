@@ -759,8 +759,9 @@ def _without_graph(value: Any) -> Any:
 def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """NaN equals NaN. So do sparse and nested tensors, which torch does not compare, and meta."""
     with contextlib.suppress(NotImplementedError):
-        if torch.equal(a, b) or not a.is_floating_point() or a.shape != b.shape:
-            return torch.equal(a, b)
+        is_equal = torch.equal(a, b)
+        if is_equal or not a.is_floating_point() or a.shape != b.shape:
+            return is_equal
         return bool(((a == b) | a.isnan() & b.isnan()).all())
     return True
 
