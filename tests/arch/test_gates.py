@@ -11,7 +11,7 @@ from tests.arch.source import ROOT
 
 ENGINE = ROOT / "src" / "bmtrain"
 SPINE = ("shard", "block", "recompute")
-MOST_TOKENS, MOST_SPINE_TOKENS = 206_910, 65_859
+MOST_TOKENS, MOST_SPINE_TOKENS = 206_909, 65_858
 MOST_OF_ONE_STATEMENT, MOST_SMALL_FILES = 350, 22
 _COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 

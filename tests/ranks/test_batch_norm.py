@@ -177,9 +177,24 @@ class Derived(nn.Module):
         return torch.tanh(self.by_function(torch.tanh(self.last(x, scale=0.5))))
 
 
+SCALE = torch.ones(1)
+
+
 class InParts(nn.BatchNorm1d):
+    def forward(self, x, scale=SCALE):
+        parts = [super(InParts, self).forward(part) for part in x.chunk(2)]
+        return torch.cat(parts) * scale
+
+
+class Scaled(nn.Module):
+    """Gives a tensor of one row beside the rows."""
+
+    def __init__(self, num_columns):
+        super().__init__()
+        self.norm = InParts(num_columns)
+
     def forward(self, x):
-        return torch.cat([super(InParts, self).forward(part) for part in x.chunk(2)])
+        return self.norm(x, SCALE)
 
 
 class ByHand(nn.BatchNorm1d):
@@ -190,11 +205,11 @@ class ByHand(nn.BatchNorm1d):
 @on_ranks(2)
 def test_other_forward_passes_are_refused_in_training():
     world.current("a test").draws.same_rows = False
-    for kind in (InParts, ByHand):
+    for kind, name in ((InParts, "InParts"), (Scaled, "InParts"), (ByHand, "ByHand")):
         plain = nn.Sequential(kind(3))
         model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
         before = models.cloned_state(model)
-        with pytest.raises(ParameterError, match=rf"{kind.__name__} has a forward pass of its own"):
+        with pytest.raises(ParameterError, match=rf"{name} has a forward pass of its own"):
             model(torch.ones(4, 3))
         models.assert_same_dicts(models.cloned_state(model), before, "after a refusal", 0.0)
         models.assert_same(

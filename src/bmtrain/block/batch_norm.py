@@ -21,14 +21,13 @@ def share_statistics(module: torch.nn.Module) -> None:
 
     Its class becomes a subclass. torch's SyncBatchNorm does the same already.
     """
+    done = torch.nn.SyncBatchNorm | _OfAllRanks | _Derived
+    if world.world_size() == 1 or isinstance(module, done):
+        return
     kind = type(module)
     # Static: the class of a scripted module has none, and raises; nor has a weak proxy's.
     code = getattr(inspect.getattr_static(kind, "forward", None), "__code__", None)
-    if (
-        world.world_size() > 1
-        and not isinstance(module, torch.nn.SyncBatchNorm | _OfAllRanks | _Derived)
-        and (isinstance(module, BatchNorm) or (code and "batch_norm" in names_in(code)))
-    ):
+    if isinstance(module, BatchNorm) or (code and "batch_norm" in names_in(code)):
         module.__class__ = _of_all_ranks(kind)
 
 
@@ -76,8 +75,8 @@ class _Derived(torch.nn.Module):
         uses_batch = self.training or (is_norm and self.running_mean is None)
         if not uses_batch or current.draws.same_rows or current.pipe_enabled:
             return super().forward(*args, **kwargs)
-        sizes = [x.shape[0] for x in tensors_of((args, kwargs)) if x.dim()]
-        sharing = _Sharing(type(self).__name__, sizes)
+        num_rows = next((x.shape[0] for x in tensors_of((args, kwargs)) if x.dim()), None)
+        sharing = _Sharing(type(self).__name__, num_rows)
         names = {*names_in(super().forward.__code__)}
         if "batch_norm" not in names and not names >= {"super", "forward"}:
             raise sharing.refused
@@ -104,12 +103,12 @@ class _Sharing(TorchFunctionMode):
 
     Args:
         name: of the module's class.
-        sizes: numbers of rows of the module's tensors.
+        num_rows: of the module's first tensor; None without one.
     """
 
-    def __init__(self, name: str, sizes: list[int]) -> None:
+    def __init__(self, name: str, num_rows: int | None) -> None:
         super().__init__()
-        self._sizes = sizes
+        self._num_rows = num_rows
         self.is_good: torch.Tensor | None = None
         self.refused = ParameterError(
             f"{name} has a forward pass of its own and would normalise each rank's rows "
@@ -122,7 +121,7 @@ class _Sharing(TorchFunctionMode):
         if func is not torch.nn.functional.batch_norm or not given["training"]:
             return func(*args, **given)
         x, running_mean, running_var = args
-        if all(x.shape[0] % max(size, 1) for size in self._sizes):
+        if self._num_rows is None or x.shape[0] % max(self._num_rows, 1):
             raise self.refused  # parts of the rows are other ones on ranks than in one process
         out, mean, var = _normalised(x, given["weight"], given["bias"], given["eps"])
         with torch.no_grad():
