@@ -46,6 +46,17 @@ def reduce_scatter_flat(out, x, op=dist.ReduceOp.SUM, group=None):
     to_the_device(out, total.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
 
+def gather_shards(fulls, shards, axis):
+    """One after another: torch crashes where Gloo gathers several tensors of a GPU at once."""
+    for full, shard in zip(fulls, shards, strict=True):
+        all_gather_flat(full, shard, group=axis.communicators.gather)
+
+
+def reduce_shards(shards, fulls, axis):
+    for shard, full in zip(shards, fulls, strict=True):
+        reduce_scatter_flat(shard, full, group=axis.communicators.reduce)
+
+
 def sharing(program, *args):
     """The program on the one GPU."""
     start = dist.init_process_group
@@ -60,8 +71,12 @@ def sharing(program, *args):
             ),
             *(
                 (module, function.__name__, function)
-                for module in (collectives, transport)
-                for function in (all_gather_flat, reduce_scatter_flat)
+                for module, function in [
+                    (collectives, all_gather_flat),
+                    (collectives, reduce_scatter_flat),
+                    (transport, gather_shards),
+                    (transport, reduce_shards),
+                ]
             ),
         ]:
             patches.enter_context(mock.patch.object(target, name, new))
