@@ -248,7 +248,7 @@ def hooks(level, recompute):
     """All kinds, on a module inside and on the block's own, registered before and after: full
     weights, values, counts.
     """
-    for early in (True, False):
+    for early, is_copied in ((True, True), (False, False), (False, True)):
         torch.manual_seed(1)
         inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         plain = nn.ModuleDict({"whole": nn.Linear(6, 6), "part": inner})
@@ -262,11 +262,13 @@ def hooks(level, recompute):
                 net[name] = bmt.Block(net[name], zero_level=level, use_checkpoint=recompute)
             if not early:
                 watch(net, notes)
+            part = bmt.world_size() if net is sharded else 1
             # hooks look up the module that they are called with
             assert all({net[name]: name}[module] == name for name, module in made.items())
+            used = copy.deepcopy(net) if is_copied else net
             x = torch.linspace(-1, 1, 12).view(2, 6).requires_grad_()
-            loss = net["part"](net["whole"](x)).square().sum()
-            (loss if net is plain else share(loss)).backward()
+            loss = used["part"](used["whole"](x)).square().sum()
+            (loss / part).backward()
         assert sorted(seen[0]) == sorted(seen[1])
         for key, (value,) in seen[0].items():
             got = seen[1][key]
@@ -276,7 +278,7 @@ def hooks(level, recompute):
             assert len(got) in ((1, 2) if again else (1,)), (key, len(got))
             scale = bmt.world_size() if "backward" in key and "weight" not in key else 1
             for each in got:
-                models.assert_same(each * scale, value, f"{key}, {early=}")
+                models.assert_same(each * scale, value, f"{key}, {early=}, {is_copied=}")
 
 
 def watch(net, seen):

@@ -1,5 +1,6 @@
 """Wrapped small models run as one compiled graph: values of plain PyTorch, on all ranks or none."""
 
+import collections
 import contextlib
 import copy
 import functools
@@ -420,7 +421,7 @@ def _passes(model):
             param.grad = None
 
     x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
-    out = model(x)
+    out = model(x + 0)
     out["one"].backward(inputs=some, retain_graph=True)
     note("two parameters")
     out["two"].backward(inputs=[x, *some[:1]], retain_graph=True)
@@ -476,7 +477,7 @@ def kept_results():
     for module in (model, plain):
         kept.append([])
         for step in range(5):
-            out = module(torch.linspace(-1 - step, 1, 24).view(3, 8).requires_grad_())
+            out = module(torch.linspace(-1 - step, 1, 24).view(3, 8).requires_grad_() + 0)
             out["one"] /= 2  # in place, as programs do when they accumulate
             out["one"].backward()
             kept[-1] += [module.seen, *out.values()]
@@ -500,8 +501,61 @@ def test_what_is_compiled_is_not_differentiated_twice():
             model.layers[0].register_forward_hook(lambda *_: None)
         for _ in range(2):
             with pytest.raises(bmt.errors.ParameterError, match="compile=False"):
-                torch.autograd.grad(model(x)["one"], x, create_graph=True)
+                torch.autograd.grad(model(x + 0)["one"], x, create_graph=True)
         _compare_passes(model, plain)
+
+
+@on_ranks(2, init=COMPILED)
+def test_gradients_of_arguments_may_be_differentiated():
+    """Those of leaves: such calls run uncompiled, also where others run as one graph."""
+    plain, model = pair(TwoHeads)
+    for number in range(2):
+        _compare_passes(model, plain)
+        for module, part in ((model, 1), (plain, bmt.world_size())):
+            x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+            out = module(x)
+            (slope,) = torch.autograd.grad(out["one"], x, create_graph=True)
+            ((slope.square().sum() + out["two"]) * part).backward()
+        models.assert_same_gradients(model, plain, f"pass {number}", 1e-6)
+        model.zero_grad()
+        plain.zero_grad()
+    assert stage_of(model) is Stage.WHOLE
+
+
+class Stepping(TwoHeads):
+    """Its results depend on what each call changes."""
+
+    steps: Tensor
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.last = collections.deque[Tensor]([], 2 if how == "deque" else None)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        if self.how == "counter":
+            self.steps += 1
+        elif self.how == "out":
+            torch.add(self.steps, 1, out=self.steps)
+        else:
+            self.last.append(x.detach().mean())
+        out = super().forward(x)
+        return out["one"] * (1 + self.steps) * (1 + sum(self.last))
+
+
+@pytest.mark.parametrize("how", ["counter", "out", "deque"])
+@on_ranks(2, init=COMPILED)
+def test_what_torch_compiles_wrongly_runs_uncompiled(how):
+    """Backward would read a buffer as it is after the call, a full deque lose the wrong entry."""
+    plain, model = pair(functools.partial(Stepping, how))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Stepping runs block by block")
+        for number in range(4):
+            x = torch.linspace(-1, 1 + number, 24).view(3, 8)
+            model(x).backward()
+            (plain(x) * bmt.world_size()).backward()
+            models.assert_same_gradients(model, plain, f"pass {number}", 1e-6)
 
 
 class Escaping(nn.Module):

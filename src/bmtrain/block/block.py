@@ -125,6 +125,10 @@ class ParameterTable(tuple[Row, ...]):
         ]
         self.are_copies = any(storage.axis.size > 1 for storage in self.storages)
         self.rnns = [module for _, module in modules if isinstance(module, torch.nn.RNNBase)]
+        weights = {id(rnn._parameters) for rnn in self.rnns}
+        #: of each row, whether its module gives it other memory: on GPUs recurrent modules lay
+        #: their weights out for the kernel in each call
+        self.may_move = [id(home) in weights for home, _ in self.homes]
         self._dicts: list[dict[str, Any]] = [
             found for _, m in modules for found in (m._modules, m._parameters)
         ]
@@ -271,7 +275,8 @@ class Binding:
             yield
             held = itertools.starmap(dict.get, table.homes)
             _refuse(table, map(operator.is_not, held, bound))
-            _refuse(table, map(operator.ne, map(_address, bound), addresses))
+            are_moved = map(operator.ne, map(_address, bound), addresses)
+            _refuse(table, map(operator.gt, are_moved, table.may_move))
             if versions_of(bound) != versions:
                 raise _written(table, bound)
             if sums is not None:  # writes that bypass torch, such as numpy's, count no version
@@ -651,6 +656,11 @@ class Block(_WithMethods):
         else:
             self._inner.__setattr__(name, value)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Not torch's: it sets what it misses, such as the kind of backward hooks, which the inner
+        # module has.
+        self.__dict__.update(state)
+
     def __delattr__(self, name: str) -> None:
         if name != "_inner" and name in self.__dict__:
             super().__delattr__(name)
@@ -694,6 +704,7 @@ class Block(_WithMethods):
         runner = self._runner
         if runner is not self._eager and (
             self._context.recorder.listeners
+            or self._context.runs_eagerly
             or not runner.accepts(
                 [part for _, part in parts_of(self._inner)], (*args, *kwargs.values())
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 from bmtrain.block.adopt import Converted
@@ -29,6 +30,10 @@ class Context:
         self.sameness = world.service(Sameness)
         self.scripts = world.service(Scripts)
         self.converted = world.service(Converted)
+        #: inside a call whose gradients may be differentiated, which compiled code cannot
+        self.runs_eagerly = False
+        #: models that have run as one graph
+        self.whole: weakref.WeakSet[Any] = weakref.WeakSet()
         self.kept: set[str] = set()  # classes of which a warning says that they keep activations
         #: host memory for inputs of blocks; created on first use, because it makes streams
         self.pinned = functools.partial(world.service, Host)

@@ -180,19 +180,20 @@ class LeafGradients:
             )
             self._use.end([next(rest) if is_asked else None for is_asked in wanted])
 
-    def _arrive(self, grads: Sequence[Any], _: object) -> Sequence[Any] | None:
+    def _arrive(self, grads: Sequence[Any], _: object) -> Sequence[Any]:
         """The compiled code has computed the gradients of all its inputs."""
-        if not self._takes_all:
-            return None
-        places = {id(leaf): place for place, leaf in enumerate(self._leaves)}
-        own: list[torch.Tensor | None] = [None for _ in self._leaves]
         rest = list(grads)
-        for index, (node, _) in enumerate(self._node.next_functions):
-            place = places.get(id(getattr(node, "variable", None)))
-            if place is not None:
-                own[place], rest[index] = grads[index], None
-        self._use.end(own)
-        return tuple(rest)
+        if self._takes_all:
+            places = {id(leaf): place for place, leaf in enumerate(self._leaves)}
+            own: list[torch.Tensor | None] = [None for _ in self._leaves]
+            for index, (node, _) in enumerate(self._node.next_functions):
+                place = places.get(id(getattr(node, "variable", None)))
+                if place is not None:
+                    own[place], rest[index] = grads[index], None
+            self._use.end(own)
+        # Gradients of the call's arguments are the program's: without a copy, the next replay of a
+        # CUDA graph overwrites them.
+        return tuple([x.clone() if x is not None and x.is_cuda else x for x in rest])
 
 
 def _if_alive(method: weakref.WeakMethod[Callable[..., Any]], *given: Any) -> Any:
@@ -228,6 +229,10 @@ def copying(lower: backend.Lower) -> backend.Lower:
         graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
     ) -> backend.Lowered:
         refuse_shared(graph)
+        # Numbers that vary are tensors of the host. Recorded code that reads them crashes in
+        # backward (torch 2.11).
+        if any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in inputs):
+            options.pop("options", None)
         lowered = lower(graph, inputs, **options)
         return lambda *arguments: copies(lowered(*arguments), arguments)
 
@@ -252,9 +257,8 @@ def as_whole(kind: Any, num_graphs: int | None = None) -> Forward:
             whole = self.__dict__.get(_KEY)
             if whole is None and world.is_initialized():
                 whole = self.__dict__[_KEY] = WholeModel(self, forward, world.current(), num_graphs)
-            found = None if whole is None else whole.call(self, args, kwargs)
-            if found is not None:
-                return found[0]
+            if whole is not None:
+                return whole.run(self, args, kwargs)
         return forward(self, args, kwargs)
 
     return run
@@ -282,7 +286,8 @@ class WholeModel:
             self._root.__dict__[name] = model.__dict__[name]
         self._binding = Binding(functools.partial(parts_with_blocks, self._root))
         self._gate = Gate(copying(backend.AtOnce(backend.inductor)))
-        self._programs: dict[Hashable, Program] = {}  # by training mode and methods
+        #: by whether it is recorded, training mode and methods
+        self._programs: dict[tuple[bool, bool, Hashable], Program] = {}
         self._methods = Methods()
         self._residences: list[Residence] = []  # that hold the full parameters
         self._leaves: list[torch.Tensor] = []  # the full parameters
@@ -321,7 +326,24 @@ class WholeModel:
             return num_bytes <= _MOST_ON_CPU
         return num_bytes <= MOST * torch.cuda.mem_get_info(self._context.device)[1]
 
-    def call(
+    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model computes, as one graph or block by block.
+
+        Where the program asks for the gradient of a tensor that it has made, it may differentiate
+        that, as for a gradient penalty or for forces. Compiled code cannot.
+        """
+        context = self._context
+        outer = context.runs_eagerly
+        if not outer:
+            given = tensors_of((args, kwargs))
+            context.runs_eagerly = any(x.requires_grad and x.is_leaf for x in given)
+        try:
+            found = self._call(model, args, kwargs)
+            return self._forward(model, args, kwargs) if found is None else found[0]
+        finally:
+            context.runs_eagerly = outer
+
+    def _call(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any] | None:
         """What the model computes for these arguments; None if its blocks have to compute it.
@@ -368,6 +390,7 @@ class WholeModel:
             # Hooks of the model itself run around `forward`.
             or any(hooks and {*hooks.values()} != {note_call} for hooks in self._hooks)
             or changing((*args, *kwargs.values())) is not None
+            or self._context.runs_eagerly
             or active_saved_tensors_hooks() is not None
             or not self._has_room()
         )
@@ -453,6 +476,7 @@ class WholeModel:
         """No call runs whole any more."""
         self._stage, self._programs, self._table = Stage.APART, {}, None
         self._residences, self._leaves, self._owner = [], [], None
+        self._context.whole.discard(self)
         warn(f"{self._name} runs block by block, not as one compiled graph: {reason}.")
 
     def _run(
@@ -588,9 +612,17 @@ class WholeModel:
 
     def _program(self, model: torch.nn.Module) -> Program:
         parts = [part for _, part in self._current().modules[1:]]
-        key = model.training, self._methods.of([model, *parts])
+        models = self._context.whole
+        models.add(self)
+        # A call of one recorded model frees what another has saved for a backward pass to come.
+        is_recorded = self._context.device.type != "cpu" and (
+            len(models) == 1 or self._num_graphs is not None
+        )
+        key = is_recorded, model.training, self._methods.of([model, *parts])
         if key not in self._programs:
-            special = {} if self._context.device.type == "cpu" else _ON_GPU
+            # Recordings hold memory of the device.
+            self._programs = {x: y for x, y in self._programs.items() if x[0] == is_recorded}
+            special = _ON_GPU if is_recorded else {}
             self._programs[key] = Program(
                 self._forward, self._gate, self._num_graphs or _NUM_SPECIAL, special
             )

@@ -22,6 +22,7 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.torch_internals import (
     CACHEABLE,
     TORCH_VERSION,
+    HigherOrderOperator,
     find_backend,
     graph_pass_class,
     inductor_config,
@@ -29,6 +30,7 @@ from bmtrain.torch_internals import (
     lower_as_inductor,
     lowering_config,
     overloads,
+    tensors_of,
 )
 
 Lowered = Callable[..., Any]
@@ -271,6 +273,24 @@ def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:
     return config.patch(known)
 
 
+def _is_read(node: torch.fx.Node, recomputes: bool) -> bool:
+    """Whether backward may compute with an input that the graph changes in place, also with what
+    the change has returned, or a view.
+    """
+    own = memories([node])
+    nodes = [x for x in node.graph.nodes if x.op != "output"]
+    reached = {x for x in nodes if own & memories(x.all_input_nodes)}
+    if recomputes:
+        return len(reached) > 1
+    for x in nodes:
+        if not reached.isdisjoint(x.all_input_nodes):
+            reached.add(x)
+    values = [x.meta.get("example_value") for x in reached]
+    return any(x.requires_grad for x in tensors_of(values)) or any(
+        isinstance(x.target, HigherOrderOperator) for x in reached
+    )
+
+
 def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
     """The reasons why recomputation in backward would differ from forward.
 
@@ -286,7 +306,7 @@ def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
         for node in part.graph.nodes:
             value = value_of(node)
             if node.op == "placeholder" and value is not None and value._version > 0:
-                if len(node.users) > 1 or value.requires_grad:
+                if value.requires_grad or _is_read(node, recomputes):
                     yield f"{node.name} is read and changed in place"
                 if _CHANGES_TWICE and recomputes:
                     yield f"{node.name} is changed in place and would be again, before torch 2.11"

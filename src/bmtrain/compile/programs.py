@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -147,6 +148,12 @@ class Structure(Runner):
         if not torch.is_grad_enabled():
             return False
         is_refused = self._is_refused or is_watched(modules)
+        if not is_refused:
+            try:
+                self._present = self._methods.of(modules)
+            except NoProgramError as error:
+                self._is_refused = is_refused = True
+                self._say(f"({error})")
         if not is_refused and (found := changing(arguments)) is not None:
             is_refused = True
             self._say(
@@ -156,8 +163,6 @@ class Structure(Runner):
         if self._split is not None:
             text = f"{self._class.__name__}: {is_refused}"
             is_refused |= told_apart(text, self._split, "tensor-parallel code") is not None
-        if not is_refused:
-            self._present = self._methods.of(modules)
         return not is_refused
 
     def run(
@@ -214,12 +219,19 @@ class Methods:
         self._classes: dict[Hashable, Sequence[type]] = {}  # by those of the modules
 
     def of(self, modules: Sequence[torch.nn.Module]) -> Hashable:
-        """Equal as long as the methods are the same."""
+        """Equal as long as the methods are the same.
+
+        Raises:
+            NoProgramError: if the modules have what the compiler computes wrongly.
+        """
         kinds = tuple(dict.fromkeys(map(type, modules)))
         classes = self._classes.get(kinds)
         if classes is None:
             found = Snapshot()
             found.add_modules(modules)
+            for x in found.known.values():
+                if isinstance(x, collections.deque) and x.maxlen is not None:
+                    raise NoProgramError("torch's compiler drops the wrong entries of a full deque")
             bases = [base for kind in kinds for base in kind.__mro__]
             classes = list({*found.classes, *bases} - {object, torch.nn.Module})
             self._classes[kinds] = classes
