@@ -135,6 +135,12 @@ def has_extra_state(module: torch.nn.Module) -> bool:
     )
 
 
+def changes_state_dict(module: torch.nn.Module) -> bool:
+    """Whether code that is not torch's adds to a module's state dict, or changes it."""
+    own = module.__class__._save_to_state_dict, *module._state_dict_hooks.values()
+    return any(x.__module__.partition(".")[0] not in ("torch", "bmtrain") for x in own)
+
+
 def map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
     """`out` with `fn` applied to its tensors; the same object if none changes."""
     kind = type(out)
@@ -269,6 +275,10 @@ next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # The innermost active saved-tensor hooks, or None.
 active_saved_tensors_hooks: Callable[[], object] = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+# The message of `disable_saved_tensors_hooks` where it is active, or None.
+hooks_are_disabled: Callable[[], str | None] = (
+    torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 )
 # Has autograd call a function at the end of the running backward pass.
 at_end_of_backward: Callable[[Callable[[], None]], None] = (

@@ -1,8 +1,11 @@
 """BatchNorm in training is one process's: its statistics are those of all ranks' rows."""
 
 import copy
+import functools
 import gc
 import math
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -139,8 +142,12 @@ class Residual(nn.BatchNorm2d):
         return x + scale * super().forward(x)
 
 
+def through_a_helper(x, mean, var, weight, is_training):
+    return torch.batch_norm(x, weight, None, mean, var, is_training, 0.1, 1e-5, False)
+
+
 class ByFunction(nn.Module):
-    """Is no BatchNorm, and normalises every position of its rows."""
+    """Is no BatchNorm, and normalises every position of its rows, by one function and another."""
 
     mean: torch.Tensor
     var: torch.Tensor
@@ -151,10 +158,23 @@ class ByFunction(nn.Module):
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("var", torch.ones(3))
 
+    def _norm(self, x):
+        return through_a_helper(x, self.mean, self.var, self.weight, self.training)
+
     def forward(self, x):
         out = self.map(x.permute(0, 2, 3, 1)).flatten(0, 2)
-        out = F.batch_norm(out, self.mean, self.var, self.weight, training=self.training)
+        out = out + torch.tanh(F.batch_norm(out, None, None, training=True))
+        out = self._norm(out)
         return out.view(len(x), -1, 3)
+
+
+class ByAttribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm_of = F.batch_norm
+
+    def forward(self, x):
+        return x + torch.tanh(self.norm_of(x, None, None, training=True))
 
 
 class Derived(nn.Module):
@@ -167,6 +187,11 @@ class Derived(nn.Module):
                     nn.Conv2d(4, 4, 1, bias=False), Activated(4, momentum=None), Residual(4)
                 ),
                 nn.Sequential(Activated(4, affine=False), Residual(4, track_running_stats=False)),
+                nn.Sequential(
+                    nn.Conv2d(4, 4, 1, bias=False),
+                    nn.InstanceNorm2d(4, track_running_stats=True, momentum=0.3),
+                    ByAttribute(),
+                ),
             ]
         )
         self.last, self.by_function = Residual(4), ByFunction()
@@ -202,10 +227,27 @@ class ByHand(nn.BatchNorm1d):
         return (x - x.mean(0)) / (x.var(0) + self.eps).sqrt()
 
 
+class Native(nn.BatchNorm1d):
+    def forward(self, x):
+        running = self.running_mean, self.running_var
+        return torch.native_batch_norm(x, None, None, *running, self.training, 0.1, 1e-5)[0]
+
+
+class InstancesInParts(nn.InstanceNorm1d):
+    def __init__(self, num_columns):
+        super().__init__(num_columns, track_running_stats=True)
+
+    def forward(self, x):
+        parts = [super(InstancesInParts, self).forward(part[:, :, None]) for part in x.chunk(2)]
+        return torch.cat(parts)
+
+
 @on_ranks(2)
 def test_other_forward_passes_are_refused_in_training():
     world.current("a test").draws.same_rows = False
-    for kind, name in ((InParts, "InParts"), (Scaled, "InParts"), (ByHand, "ByHand")):
+    kinds = {InParts: "InParts", Scaled: "InParts", ByHand: "ByHand", Native: "Native"}
+    kinds[InstancesInParts] = "InstancesInParts"
+    for kind, name in kinds.items():
         plain = nn.Sequential(kind(3))
         model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
         before = models.cloned_state(model)
@@ -224,3 +266,48 @@ def test_rows_of_tensor_parallel_ranks_count_once():
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
     models.assert_same(model(rows), plain(rows), "training")
     models.assert_same_state(model, plain, "state")
+
+
+class ByScript(nn.Module):
+    def __init__(self, script):
+        super().__init__()
+        self.script = script
+
+    def forward(self, x):
+        return self.script(x)
+
+
+def by_script(x: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+@on_ranks(2)
+def test_scripts_change_their_mode_and_are_refused_statistics():
+    """Outside of blocks, in a list, as a model: what takes statistics of batches may only be evaluated."""
+    world.current("a test").draws.same_rows = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would have programs compile instead
+        kind = nn.LayerNorm
+        one, *layers = [torch.jit.script(nn.Sequential(kind(4), nn.Linear(4, 4))) for _ in "abc"]
+        norm = torch.jit.script(nn.Sequential(nn.BatchNorm1d(4)).eval())
+        traced = torch.jit.trace(nn.Sequential(nn.BatchNorm1d(4)).eval(), torch.ones(2, 4))
+        function = torch.jit.script(by_script)
+    plain: Any = nn.ModuleDict(
+        {"one": one, "layers": nn.ModuleList(layers), "n": norm, "t": traced}
+    )
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    rows = torch.arange(16.0).sin().view(4, 4)
+    for mode in (False, True):
+        outs = []
+        for each, x in ((plain, rows), (model, rows.chunk(2)[bmt.rank()])):
+            each.train(mode)
+            each["n"].eval()
+            parts = (each["one"], *each["layers"], each["n"], each["t"])
+            outs.append(functools.reduce(lambda out, part: part(out), parts, x))
+            outs[-1].square().sum().backward()
+        models.assert_same(outs[1], outs[0].chunk(2)[bmt.rank()], "results")
+        models.assert_same_gradients(model, plain, "gradients")
+    models.assert_same(bmt.BMTrainModelWrapper(copy.deepcopy(one))(rows), one(rows), "whole")
+    for refused in (model.train()["n"], bmt.BMTrainModelWrapper(ByScript(function))):
+        with pytest.raises(ParameterError, match="has a forward pass of its own"):
+            refused(rows)

@@ -380,6 +380,12 @@ class Held(torch.nn.Linear):
         self.state = state
 
 
+class Adding(Held):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}count"] = torch.ones(1)
+
+
 def counting():
     twin = Twin(wrap=lambda net: torch.nn.Sequential(bmt.Block(Counting())))
 
@@ -426,6 +432,8 @@ def leave_counts(folder):
             bmt.save(Held(view), f"{folder}/{name}")
             bmt.load(other, f"{folder}/{name}")
             assert torch.equal(other.state, view)
+        with pytest.warns(UserWarning, match="Adding changes its state dict: checkpoints hold"):
+            bmt.save(Adding(None), f"{folder}/held.pt")
         with pytest.raises(CheckpointError, match="modules and the program cannot be kept"):
             bmt.save(Held(pathlib.Path(folder)), f"{folder}/held.pt")
         return values_of(model.state_dict()), losses(3, 5)

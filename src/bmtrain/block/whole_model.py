@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from bmtrain.block.batch_norm import OfAllRanks
 from bmtrain.block.block import Binding, Block, ParameterTable
 from bmtrain.block.context import Context
 from bmtrain.compile import backend
@@ -316,7 +317,10 @@ class WholeModel:
             or self._world.pipe_enabled
             or mesh.tp.size > 1
             # Its statistics are sums over the ranks, which a graph does not take.
-            or (mesh.world.size > 1 and any(isinstance(x, BatchNorm) for x in self._root.modules()))
+            or (
+                mesh.world.size > 1
+                and any(isinstance(x, OfAllRanks | BatchNorm) for x in self._root.modules())
+            )
             or not all(block.may_run_whole(self._num_graphs is not None) for block in blocks)
             or not self._is_sharded()
         ):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TypeVar, cast
 
 import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
-from bmtrain.block.adopt import Converted, move_buffers, replace, stays_whole
+from bmtrain.block.adopt import Converted, move_buffers, open_slots, replace, stays_whole
 from bmtrain.block.batch_norm import share_statistics
 from bmtrain.block.block import Block
 from bmtrain.block.choices import chosen_lists
@@ -96,7 +97,8 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = "
     with sameness.known():
         out = _Wrapping(current, use_checkpoint).wrap(model)
     if not isinstance(out, DistributedModule) or is_made_distributed(out):
-        become_distributed(out, as_whole)
+        is_compiled = isinstance(out, torch.jit.ScriptModule)
+        become_distributed(out, None if is_compiled else as_whole)
     _name_storages(out)
     if not isinstance(out, Block):  # a Block gathers on every call, whatever its module does
         watch_calls(out)
@@ -163,6 +165,8 @@ class _Wrapping:
                 if isinstance(part, Block):
                     part.shard()
             return module
+        if isinstance(module, torch.jit.ScriptModule):
+            open_slots(module)
         # A recurrent module passes its own list of weights to the kernels: no attribute is read,
         # and reading attributes is what gathers parameters outside of blocks.
         if isinstance(module, torch.nn.RNNBase):
@@ -198,7 +202,9 @@ class _Wrapping:
             if member is None:
                 continue
             if id(member) not in self._done:
-                is_called = type(member).forward is not torch.nn.Module.forward
+                # Static: a scripted module's class has none to read.
+                forward = inspect.getattr_static(type(member), "forward")
+                is_called = forward is not torch.nn.Module.forward
                 part = (
                     Block(member, use_checkpoint=self._use_checkpoint)
                     if is_called and not isinstance(member, Block)

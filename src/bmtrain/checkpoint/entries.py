@@ -16,8 +16,9 @@ from bmtrain.inspect.parameters import whole_shape
 from bmtrain.kernels.squares import sum_of_squares
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import NUMBER
+from bmtrain.runtime.log import warn
 from bmtrain.shard.slices import local_of
-from bmtrain.torch_internals import has_extra_state
+from bmtrain.torch_internals import changes_state_dict, has_extra_state
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -78,8 +79,18 @@ def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def extra_states(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that have a state beside tensors, `get_extra_state`, by torch's name of that."""
-    modules = model.named_modules(remove_duplicate=False)
+    """The modules that have a state beside tensors, `get_extra_state`, by torch's name of that.
+
+    Warns of what `state_dict()` alone holds.
+    """
+    modules = list(model.named_modules(remove_duplicate=False))
+    for _, module in modules:
+        if changes_state_dict(module):
+            warn(
+                f"{type(module).__name__} changes its state dict: checkpoints hold its parameters "
+                "and persistent buffers by their own names, and what get_extra_state returns. Save "
+                "model.state_dict() with torch.save if a file needs the rest."
+            )
     return {
         f"{path}._extra_state".removeprefix("."): module
         for path, module in modules

@@ -47,8 +47,9 @@ _CURE = (
 )
 _CURE_OF_CALLS = (
     "The ranks of this run diverged: every rank must call the same blocks, parameter and optimizer "
-    "operations, in the same order and equally often; compute on all ranks even what only one "
-    "needs. Data gathered since are discarded and the run cannot continue: start it again."
+    "operations, in the same order (threads have none) and equally often; compute on all ranks "
+    "even what only one needs. Data gathered since are discarded and the run cannot continue: "
+    "start it again."
 )
 # Substrings of Gloo's errors when another rank has exited or does not arrive.
 _LOST = (

@@ -195,7 +195,8 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         ):
             raise ParameterError(
                 f"param.data of {tuple(self.shape)} {self.dtype} cannot become "
-                f"{described(value)}: cast or reshape it."
+                f"{described(value)}: cast or reshape it, or put a "
+                "torch.nn.Parameter in and call model = bmtrain.BMTrainModelWrapper(model) again."
             )
         owner = value.owner if isinstance(value, Slices) else None
         if owner is self:

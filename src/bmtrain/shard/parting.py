@@ -87,7 +87,7 @@ def watch_calls(model: torch.nn.Module) -> None:
     A rank whose last call gathered nothing would otherwise not notice that others have gathered.
     """
     if note_call not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(note_call)
+        torch.nn.Module.register_forward_pre_hook(model, note_call)  # a scripted module has none
 
 
 def note_call(model: torch.nn.Module, args: Any) -> None:

@@ -25,6 +25,7 @@ from bmtrain.torch_internals import (
     active_saved_tensors_hooks,
     at_end_of_backward,
     backward_pass,
+    hooks_are_disabled,
     in_backward,
     in_transform,
     map_tensors,
@@ -69,13 +70,20 @@ class Unshard(torch.autograd.Function):
 
 
 def refuse_transforms() -> None:
-    """ParameterError inside a transform of torch.func: gathers do not follow a transform."""
+    """ParameterError inside a transform of torch.func: gathers do not follow a transform. Also
+    where a graph may save nothing by hooks.
+    """
     if in_transform():
         raise ParameterError(
             "a sharded parameter was used inside of a transform of torch.func (grad, "
             "vmap, jvp and the like): take whole = param.gather() of all parameters outside, and "
             "compute with those, torch.func.functional_call(model, wholes, inputs), or use "
             "torch.autograd."
+        )
+    if torch.is_grad_enabled() and hooks_are_disabled():
+        raise ParameterError(
+            "torch.autograd.graph.disable_saved_tensors_hooks is active, and a sharded block keeps "
+            "by such hooks what backward needs: call the model outside of it."
         )
 
 
