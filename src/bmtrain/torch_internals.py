@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropouts
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_map_only as _tree_map_only
 
 __all__ = [
     "BatchNorm",
+    "InstanceNorm",
     "DeviceContext",
     "Dropouts",
     "StorageWeakRef",

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.garbage import without_collector
 from tests.ranks import models
-from tests.ranks.runner import on_ranks
+from tests.ranks.runner import on_ranks, run_ranks
 from torch import nn
 
 import bmtrain as bmt
@@ -91,6 +91,36 @@ class WithMore(nn.Module):
     def forward(self, x):
         y = x + torch.tanh(self.first(x))
         return y, torch.tanh(self.last(self.norm(y)))
+
+
+class Reading(nn.Module):
+    """Reads statistics that a norm has moved."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), norm(4, track_running_stats=True)
+
+    def forward(self, x):
+        y = self.norm(self.first(x).unsqueeze(2).expand(-1, -1, 3) * torch.arange(3))
+        return torch.tanh(y) * self.norm.running_var[:, None] + self.norm.running_mean[:, None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_recomputation_reads_statistics_as_they_were(world_size):
+    run_ranks(read_statistics, world_size)
+
+
+def read_statistics():
+    torch.manual_seed(4)
+    for norm in (nn.BatchNorm1d, nn.InstanceNorm1d):
+        plain, rows = Reading(norm).double(), torch.randn(6, 4, dtype=torch.float64)
+        block = bmt.Block(copy.deepcopy(plain), use_checkpoint=True)
+        for training in (False, True, True):
+            for m in (block, plain):
+                m.train(training)
+                loss = m(rows).square().sum()
+                (loss / bmt.world_size() if m is block else loss).backward()
+            models.assert_same_gradients(block, plain, f"{norm.__name__}, {training}", 1e-9)
 
 
 @on_ranks(2)

@@ -150,7 +150,11 @@ CASES = {
     "buffers only": (BufferOnly, squared),
     "frozen": (lambda: nn.Linear(8, 8).requires_grad_(False), squared),
     "twice": (lambda: nn.Sequential(nn.Linear(8, 13), nn.Tanh(), nn.Linear(13, 8)), twice),
-    "user's reentrant checkpoint": (lambda: nn.Linear(8, 6), in_reentrant),
+    # runs twice, and moves its statistics twice
+    "user's reentrant checkpoint": (
+        lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(5)),
+        in_reentrant,
+    ),
     "user's checkpoint": (lambda: nn.Linear(8, 6), in_checkpoint),
     "dropout twice": (dropping, twice),
     "mixed dtypes": (Mixed, squared),

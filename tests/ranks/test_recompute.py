@@ -4,7 +4,6 @@ the meantime.
 
 import itertools
 import math
-import weakref
 from typing import ClassVar
 
 import pytest
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from tests.ranks import models
 from tests.ranks.passes import blocks_of, compare, gradients
 from tests.ranks.runner import on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import bmtrain as bmt
@@ -21,7 +20,7 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.offload import Host
 from bmtrain.runtime import world
-from bmtrain.torch_internals import in_backward
+from bmtrain.torch_internals import StorageWeakRef, in_backward
 
 DIM, LENGTH, NUM_LAYERS = 16, 6, 4
 ROW = LENGTH * DIM * 4  # bytes of the input of one sample
@@ -154,12 +153,12 @@ def kept_bytes(blocks, rows):
 class Watching(Layer):
     """Notes how many inputs of the layers so far are still in memory."""
 
-    seen: ClassVar[list[weakref.ref[Tensor]]] = []
+    seen: ClassVar[list[StorageWeakRef]] = []
 
     def forward(self, x):
         if not in_backward():
-            self.seen.append(weakref.ref(x))
-        self.num_alive = sum(reference() is not None for reference in self.seen)
+            self.seen.append(StorageWeakRef(x.untyped_storage()))
+        self.num_alive = sum(not memory.expired() for memory in self.seen)
         return super().forward(x)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
-from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.gradient import ShardPolicy
 from bmtrain.shard.parameter import DistributedParameter
@@ -39,36 +37,6 @@ class Place:
         return found
 
 
-class Converted:
-    """Map from replaced parameters to the distributed ones, so that ties survive. One per run.
-
-    Tied parameters can be adopted at different times, by different modules. Both sides are weak
-    references: the map extends no lifetime, and the check of identity in `find` keeps a reused `id`
-    from matching.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.engine = world.service(Engine)
-        self._found: dict[
-            int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[DistributedParameter]]
-        ] = {}
-
-    def remember(self, old: torch.nn.Parameter, new: DistributedParameter) -> None:
-        """Record that `new` replaces `old`."""
-        key = id(old)
-        self._found[key] = (
-            weakref.ref(old, lambda _: self._found.pop(key, None) and None),
-            weakref.ref(new),
-        )
-
-    def find(self, old: torch.nn.Parameter) -> DistributedParameter | None:
-        """The distributed parameter that replaced `old`, or None."""
-        old_reference, new_reference = self._found.get(id(old), (None, None))
-        if old_reference is None or new_reference is None or old_reference() is not old:
-            return None
-        return new_reference()
-
-
 def places_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[Place]:
     """All places in `modules` of parameters to shard; a tied parameter has several places."""
     for path, module in modules:
@@ -84,16 +52,14 @@ def stays_whole(param: torch.nn.Parameter) -> bool:
     return not param.dtype.is_floating_point or type(param.detach()) is not torch.Tensor
 
 
-def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) -> None:
+def adopt(places: Sequence[Place], policy: ShardPolicy, engine: Engine) -> None:
     """Move the parameters at `places` into storages, one per dtype, trainability and placement.
 
     A parameter that another block already owns stays in its storage: both blocks gather it.
     Parameters frozen from the start get a storage of their own, whose gradient is never reduced.
     """
     for place in places:
-        known = (
-            None if isinstance(place.value, DistributedParameter) else converted.find(place.value)
-        )
+        known = engine.replicated.successor(place.value)
         if known is not None:
             place.module._parameters[place.name] = known
     groups: dict[tuple[torch.dtype, bool, Placement], dict[torch.nn.Parameter, str]] = {}
@@ -112,7 +78,7 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
         key = param.dtype, param.requires_grad, placement
         groups.setdefault(key, {}).setdefault(param, place.path)
     for (dtype, _, placement), members in groups.items():
-        _build(members, dtype, placement, policy, converted, places)
+        _build(members, dtype, placement, policy, engine, places)
 
 
 def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> None:
@@ -159,7 +125,7 @@ def _build(
     dtype: torch.dtype,
     placement: Placement,
     policy: ShardPolicy,
-    converted: Converted,
+    engine: Engine,
     places: Sequence[Place],
 ) -> None:
     """Build one storage for `members`.
@@ -169,7 +135,7 @@ def _build(
     """
     shapes = [(path, param.shape) for param, path in members.items()]
     splits = [p.cut.split if isinstance(p, DistributedParameter) else None for p in members]
-    storage = Storage(converted.engine, shapes, dtype, policy, placement=placement, splits=splits)
+    storage = Storage(engine, shapes, dtype, policy, placement=placement, splits=splits)
     replaced: dict[torch.nn.Parameter, DistributedParameter] = {}
     params: list[torch.nn.Parameter] = []
     for index, param in enumerate(members):
@@ -182,9 +148,7 @@ def _build(
             params.append(param)
             continue
         storage.fill(index, param)
-        new = replace(
-            param, DistributedParameter.at(storage, index, param.requires_grad), converted
-        )
+        new = replace(param, DistributedParameter.at(storage, index, param.requires_grad), engine)
         if new is not param:
             replaced[param] = new
         params.append(new)
@@ -195,15 +159,14 @@ def _build(
 
 
 def replace(
-    old: torch.nn.Parameter, new: DistributedParameter, converted: Converted
+    old: torch.nn.Parameter, new: DistributedParameter, engine: Engine
 ) -> DistributedParameter:
     """Replace the ordinary parameter `old`; returns `old` itself where it can become the new."""
     if old.is_meta:
         new.never_set = True
     used = new.take_the_place_of(old)
     if used is not old:
-        converted.remember(old, new)
-        converted.engine.replicated.retire(old)
+        engine.replicated.retire(old, new)
     return used
 
 

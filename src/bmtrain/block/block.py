@@ -45,7 +45,6 @@ from bmtrain.recompute.recomputation import (
     Runner,
     Selective,
     parts_with_blocks,
-    spare_buffers,
 )
 from bmtrain.recompute.recomputation import call as call_module
 from bmtrain.runtime import world
@@ -56,7 +55,7 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
-from bmtrain.shard.unshard import Kept, Use, before_backward_of, refuse_transforms, tied_to
+from bmtrain.shard.unshard import Use, before_backward_of, refuse_transforms, tied_to
 from bmtrain.shard.window import as_copy
 from bmtrain.torch_internals import (
     PLAIN,
@@ -217,7 +216,7 @@ class Binding:
 
     def __init__(self, modules: Callable[[], Sequence[tuple[str, torch.nn.Module]]]) -> None:
         self._modules = modules
-        self._resting: ParameterTable | None = None
+        self._resting_table: ParameterTable | None = None
         self._bound_table: ParameterTable | None = None  # set while full tensors are bound
         # Full tensors that stay bound between calls, during backward. See `lend`.
         self._lent: list[torch.Tensor] | None = None
@@ -226,7 +225,7 @@ class Binding:
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy, which must build its own table: this one is of other modules."""
-        return {**self.__dict__, "_resting": None}
+        return {**self.__dict__, "_resting_table": None}
 
     def table(self) -> ParameterTable:
         """All parameters by place, whatever is bound there now.
@@ -236,9 +235,9 @@ class Binding:
         """
         if self._bound_table is not None:
             return self._bound_table
-        if self._resting is None or not self._resting.are_current():
-            self._resting = ParameterTable(self._modules())
-        return self._resting
+        if self._resting_table is None or not self._resting_table.are_current():
+            self._resting_table = ParameterTable(self._modules())
+        return self._resting_table
 
     @contextlib.contextmanager
     def running(
@@ -557,7 +556,7 @@ class Block(_WithMethods):
         self._options: dict[str, Any] | None = {} if self._compiles else None
         self._eager = Runner(call_in_fp8 if self._fp8 else call_module)
         self._runner: Runner = self._eager
-        self._shown: str | None = None
+        self._printed: str | None = None
         self._stage: int | None = None  # pipeline stage; None outside of a pipeline
         self._shared: Use | None = None  # one use for all calls inside `together`
         #: puts full tensors in the place of the parameters: calls are those of the module then
@@ -605,7 +604,7 @@ class Block(_WithMethods):
         ]
         check_shardable(new, context.engine)
         context.sameness.check(new)
-        adopt(places, self._policy, context.converted)
+        adopt(places, self._policy, context.engine)
         for _, part in parts:
             move_buffers(part, context.device)
         self._holds_blocks = has_blocks(self._inner)
@@ -784,12 +783,12 @@ class Block(_WithMethods):
 
     def _kind(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> object:
         """What determines how much a call keeps, apart from shapes."""
-        if self._shown is None:
-            self._shown = re.sub(r" at 0x[0-9a-f]+", "", repr(self._inner))
+        if self._printed is None:
+            self._printed = re.sub(r" at 0x[0-9a-f]+", "", repr(self._inner))
         arguments = [(x.requires_grad, x.is_leaf, x.dtype) for x in tensors]
         trainable = call.use.trainable
         return (
-            self._shown,
+            self._printed,
             self._inner.training,
             call.runner.is_compiled,
             len(trainable),
@@ -812,23 +811,22 @@ class Block(_WithMethods):
         if level is Level.OFFLOADED:
             moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
         inside = runner.plain if level is Level.NOTHING else runner.recomputing(level)
-        if inside is not None:
-            call.run = inside
-            hooks = use.saving() if torch.is_grad_enabled() else contextlib.nullcontext()
-            if moved:
-                hooks = context.pinned().saving(moved, use.keep)
-            out, views = self._compute(call, hooks, args, kwargs)
-        else:
-            results, call.run = None, runner.plain
-            if level is Level.CHEAP and not runner.is_compiled:
-                call.run = results = Selective(runner.plain)
-            begun = self._host_state.begin(args, kwargs, context.draws)
-            body = functools.partial(self._compute, call, contextlib.nullcontext())
-            keep = functools.partial(self._warn_of_keeping, results)
-            recomputation = Recomputation(body, begun, use.place_of, use.keep, keep)
-            saving = context.pinned().saving(moved, Kept) if moved else contextlib.nullcontext()
-            with recomputation.first_run(args, kwargs, saving):
-                out, views = body(args, kwargs)
+        keeping: Any = contextlib.nullcontext(use.keep)
+        with context.pinned().keeping(moved, use.keep) if moved else keeping as keep:
+            if inside is not None:
+                call.run = inside
+                with use.saving(keep):
+                    out, views = self._compute(call, args, kwargs)
+            else:
+                results, call.run = None, runner.plain
+                if level is Level.CHEAP and not runner.is_compiled:
+                    call.run = results = Selective(runner.plain)
+                begun = self._host_state.begin(args, kwargs, context.draws)
+                body = functools.partial(self._compute, call)
+                on_kept = functools.partial(self._warn_of_keeping, results)
+                recomputation = Recomputation(body, begun, use, on_kept)
+                with recomputation.first_run(args, kwargs, keep):
+                    out, views = body(args, kwargs)
         if not torch.is_grad_enabled():
             return out
         end, tied = next(itertools.compress(views, use.trainable), None), out
@@ -882,12 +880,7 @@ class Block(_WithMethods):
             share_extra_states(parts, self._stage, self._context.mesh.pipe)
 
     def _compute(
-        self,
-        call: BlockCall,
-        hooks: contextlib.AbstractContextManager[object],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        is_again: bool = False,
+        self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any], is_again: bool = False
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run the module on gathered parameters.
 
@@ -898,22 +891,13 @@ class Block(_WithMethods):
             The output and the gathered parameters.
         """
         use = call.use
-        # A checkpoint around the block runs it in backward.
-        buffers = (
-            spare_buffers([part for _, part in parts_of(self._inner)])
-            if in_backward() and not is_again
-            else contextlib.nullcontext()
-        )
-        with use.running(), buffers:
+        with use.running():
             views = use.gather_views() if is_again else use.gather_in_graph()
             # Leaves, so that the second run saves what the first has saved; its graph is dropped.
             if is_again:
                 flags = zip(views, use.trainable, strict=True)
                 views = [view.detach().requires_grad_(flag) for view, flag in flags]
-            with (
-                self.binding.running(call.table, views, is_compiled=call.runner.is_compiled),
-                hooks,
-            ):
+            with self.binding.running(call.table, views, is_compiled=call.runner.is_compiled):
                 return call.run(self._inner, args, kwargs), views
 
     def compile(self, **options: Any) -> None:

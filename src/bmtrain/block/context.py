@@ -6,7 +6,6 @@ import functools
 import weakref
 from typing import Any
 
-from bmtrain.block.adopt import Converted
 from bmtrain.compile.programs import Programs
 from bmtrain.recompute.offload import Host
 from bmtrain.recompute.planner import Planners
@@ -29,7 +28,6 @@ class Context:
         self.programs = world.service(Programs)
         self.sameness = world.service(Sameness)
         self.scripts = world.service(Scripts)
-        self.converted = world.service(Converted)
         #: inside a call whose gradients may be differentiated, which compiled code cannot
         self.runs_eagerly = False
         #: models that have run as one graph

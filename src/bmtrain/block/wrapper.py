@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
-from bmtrain.block.adopt import Converted, move_buffers, open_slots, replace, stays_whole
+from bmtrain.block.adopt import move_buffers, open_slots, replace, stays_whole
 from bmtrain.block.batch_norm import share_statistics
 from bmtrain.block.block import Block
 from bmtrain.block.choices import chosen_lists
@@ -149,7 +149,7 @@ class _Wrapping:
 
     def __init__(self, current: World, use_checkpoint: bool | str | Level = "auto") -> None:
         self._world, self._use_checkpoint = current, use_checkpoint
-        self._converted = current.service(Converted)
+        self._engine = current.service(Engine)
         self._done: dict[int, torch.nn.Module] = {}
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -231,12 +231,12 @@ class _Wrapping:
                 continue
             if stays_whole(param):
                 continue
-            new = self._converted.find(param)
+            new = self._engine.replicated.successor(param)
             if new is None:
                 new = replace(
                     param,
                     DistributedParameter.unattached(param.data, param.requires_grad),
-                    self._converted,
+                    self._engine,
                 )
                 new.storage_of.attach([new])
             module._parameters[name] = new

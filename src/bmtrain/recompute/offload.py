@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from bmtrain.distributed.transport import Streams
 from bmtrain.errors import RecomputationError
@@ -42,16 +41,18 @@ class Host:
         return self.num_bytes + free_host_memory() // (2 * self._local_size)
 
     @contextlib.contextmanager
-    def saving(
+    def keeping(
         self, inputs: Sequence[torch.Tensor], keep: Callable[[torch.Tensor], Unpack]
-    ) -> Iterator[None]:
-        """Inside, autograd saves `inputs` on the host, and of other tensors what `keep` returns."""
+    ) -> Iterator[Callable[[torch.Tensor], Unpack]]:
+        """Gives a function that keeps `inputs` on the host, and others by `keep`. After the body it
+        is `keep`.
+        """
         # The event precedes the block's own kernels: the copies need not wait for those.
         ready = self.streams.mark_compute()
         movable = {x.untyped_storage().data_ptr(): x for x in inputs if is_movable(x)}
         sent: dict[int, Away] = {}
 
-        def pack(tensor: torch.Tensor) -> Unpack:
+        def keep_input(tensor: torch.Tensor) -> Unpack:
             address = tensor.untyped_storage().data_ptr()
             if address not in movable:
                 return keep(tensor)
@@ -61,8 +62,7 @@ class Host:
             return functools.partial(_fetched, sent[address], *place)
 
         try:
-            with saved_tensors_hooks(pack, lambda saved: saved()):
-                yield
+            yield keep_input
         finally:  # the references would keep inputs on the device
             movable.clear()
             sent.clear()

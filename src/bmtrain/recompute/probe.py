@@ -24,7 +24,7 @@ from bmtrain.recompute.recomputation import (
     Selective,
 )
 from bmtrain.runtime import world
-from bmtrain.shard.unshard import Kept
+from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import map_tensors, tensors_of, tree_leaves
 
 _NUM_RUNS = 4  # the first is not timed: it compiles and fills caches
@@ -66,8 +66,9 @@ class Trials:
             if results is not None:
                 results.forget()
 
-        recomputation = Recomputation(body, begun, lambda _: None, Kept, keep)
-        with recomputation.first_run(args, kwargs, contextlib.nullcontext()):
+        use = Use([])  # keeps by the hooks that count
+        recomputation = Recomputation(body, begun, use, keep)
+        with recomputation.first_run(args, kwargs, use.keep):
             out = call(self._module, args, kwargs)
         return out, 0 if results is None else results.num_bytes()
 
@@ -129,7 +130,7 @@ def _once(
     # count memory.
     with contextlib.nullcontext() if memory.counts else counter:
         out, hidden = run(args, kwargs)
-    kept = memory.allocated() - before if memory.counts else counter.num_bytes + hidden
+    num_bytes = memory.allocated() - before if memory.counts else counter.num_bytes + hidden
     memory.take_peak()
     ends = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
     del out
@@ -138,7 +139,7 @@ def _once(
         for leaf in leaves:
             leaf.grad = None
     memory.synchronize()
-    return Option(kept, max(memory.take_peak() - before, 0), time.perf_counter() - start)
+    return Option(num_bytes, max(memory.take_peak() - before, 0), time.perf_counter() - start)
 
 
 def _offloaded(block: Option, moved: Sequence[torch.Tensor], host: Host) -> Option:

@@ -24,6 +24,7 @@ import dataclasses
 import dis
 import enum
 import functools
+import inspect
 import itertools
 import operator
 import re
@@ -57,9 +58,11 @@ from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Stale
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.slices import Slices
-from bmtrain.shard.unshard import Unpack
+from bmtrain.shard.unshard import Kept, Unpack, Use
 from bmtrain.torch_internals import (
+    BatchNorm,
     DeviceContext,
+    InstanceNorm,
     TorchDispatchMode,
     argument_names,
     at_end_of_backward,
@@ -198,6 +201,8 @@ class Snapshot:
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         self.buffers: dict[int, str] = {}  # positions among `tensors`
+        # positions of running statistics, which torch writes without a version that counts it
+        self.statistics: set[int] = set()
         self.generators: list[Any] = []
         self.hooks: list[Any] = [*(beside.hooks if beside else global_module_hooks)]
         self.hides_writes = False
@@ -253,10 +258,13 @@ class Snapshot:
         self._add_noticed(functools.partial(map, len, params), "the number of parameters")
         for module in parts:
             name, own = type(module).__name__, module.__dict__
+            is_norm = isinstance(module, InstanceNorm) or calls_batch_norm(module)
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in self.known:
                     self.known[id(buffer)] = buffer
                     self.buffers[len(self.tensors)] = key
+                    if is_norm and module.training:
+                        self.statistics.add(len(self.tensors))
                     self._add_tensor(buffer, f"buffer {key!r} of {name}")
             registered = [own[key] for key in _HOOKS]
             for found in (module._modules, module._buffers, *registered):
@@ -576,7 +584,8 @@ class CallState:
         self._copies: list[dict[int, torch.Tensor]] = [{}, {}]  # of buffers, by position
         self._hides_writes = snapshot.hides_writes or given.hides_writes
         for part, copies in zip(self._parts, self._copies, strict=True):
-            copied: Iterable[int] = part.buffers if owner.writes_buffers else ()
+            is_written = owner.writes_buffers or part.statistics
+            copied: Iterable[int] = part.buffers if is_written else ()
             for number in range(len(part.tensors)) if self._hides_writes else copied:
                 if not isinstance(part.tensors[number], Stale):
                     copies[number] = part.tensors[number].detach().clone()
@@ -601,8 +610,8 @@ class CallState:
                 return f"its forward pass changes {changed}"
         for part, before, copies in zip(self._parts, self._versions, self._copies, strict=True):
             for number, version in enumerate(versions_of(part.tensors)):
-                is_buffer, is_same = number in part.buffers, version == before[number]
-                tensor = part.tensors[number]
+                is_buffer, tensor = number in part.buffers, part.tensors[number]
+                is_same = version == before[number] and number not in part.statistics
                 if is_same and self._hides_writes and not isinstance(tensor, Stale):
                     # Buffers are read from copies anyway, without a wait for the device.
                     is_same = not is_buffer and _is_equal(tensor, copies[number])
@@ -702,21 +711,6 @@ def _settings(
     return [read() for read, _ in _SWITCHES], default, autocast
 
 
-@contextlib.contextmanager
-def spare_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Replace buffers by copies inside: a second run must not update running statistics again."""
-    before = [dict(module._buffers) for module in modules]
-    try:
-        for module in modules:
-            module._buffers.update(
-                {name: b if b is None else b.clone() for name, b in module._buffers.items()}
-            )
-        yield
-    finally:
-        for module, buffers in zip(modules, before, strict=True):
-            module._buffers.update(buffers)
-
-
 def changed_in_place(where: str) -> RecomputationError:
     """The error for a tensor that a recomputation cannot read any more."""
     return RecomputationError(
@@ -771,6 +765,13 @@ def _contents(cell: types.CellType) -> tuple[Any]:
         return (cell.cell_contents,)
     except ValueError:  # not filled yet
         return (_MISSING,)
+
+
+def calls_batch_norm(module: torch.nn.Module) -> bool:
+    """Whether a module normalises batches, by torch's forward pass or one of its own."""
+    # Static: the class of a scripted module has none, and raises; nor has a weak proxy's.
+    code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
+    return isinstance(module, BatchNorm) or (code is not None and "batch_norm" in names_in(code))
 
 
 @functools.cache
@@ -1002,28 +1003,13 @@ class _Saved:
     value: torch.Tensor | Unpack | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Input:
     """A tensor among the arguments, as it was."""
 
-    place: int  # among those that autograd has saved
-    tensor: weakref.ref[torch.Tensor]
-    version: int
+    kept: Unpack
     requires_grad: bool
     is_leaf: bool
-
-
-class _Inputs(torch.autograd.Function):
-    """Saves tensors under the hooks in force; its node is never run."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("the node that holds the inputs of a block was run")
 
 
 class _Enough(BaseException):
@@ -1032,77 +1018,59 @@ class _Enough(BaseException):
     """
 
 
+@dataclasses.dataclass(eq=False)
 class Recomputation:
     """One call.
 
     Args:
         body: runs the module.
         begun: the state in which the call begins.
-        place_of: the place of a tensor in gathered parameters, or None.
-        keep: keeps another saved tensor, if the call is not recomputed.
+        use: of the parameters. Keeps what is saved, if the call is not recomputed.
         on_kept: called with the reason if the call is not recomputed.
     """
 
-    def __init__(
-        self,
-        body: Body,
-        begun: CallState,
-        place_of: Callable[[torch.Tensor], Unpack | None],
-        keep: Callable[[torch.Tensor], Unpack],
-        on_kept: Callable[[str], None],
-    ) -> None:
-        self._body, self._begun = body, begun
-        self._place_of, self._keep, self._on_kept = place_of, keep, on_kept
-        self._saved: list[weakref.ref[_Saved]] = []
-        self._values: dict[int, torch.Tensor] = {}
-        self._given: dict[int | str, Any] = {}  # arguments by place or name, without tensors
-        self._tensors: dict[int | str, _Input] = {}
-        self._anchor: Any = None
+    body: Body
+    begun: CallState
+    use: Use
+    on_kept: Callable[[str], None]
+    # arguments by place or name; of a tensor an _Input
+    _given: dict[int | str, Any] = dataclasses.field(default_factory=dict)
+    _saved: list[weakref.ref[_Saved]] = dataclasses.field(default_factory=list)
+    _values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def first_run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        saving: contextlib.AbstractContextManager[object],
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Callable[[torch.Tensor], Unpack]
     ) -> Iterator[None]:
-        """Inside, `body` runs for the first time. Tensors among the arguments are saved for the
-        second run with autograd, under the hooks of `saving`.
+        """Inside, `body` runs for the first time. `keep` keeps tensors among the arguments for the
+        second run.
         """
-        places: dict[int, int] = {}
-        different: list[torch.Tensor] = []
+        inputs: dict[int, _Input] = {}
         self._given = dict(itertools.chain(enumerate(args), kwargs.items()))
         for key, x in self._given.items():
             if isinstance(x, torch.Tensor):
-                self._given[key] = None
                 # A module may ask whether two arguments are one tensor, as attention does.
-                place = places.setdefault(id(x), len(different))
-                different += [x] if place == len(different) else []
-                self._tensors[key] = _Input(
-                    place, weakref.ref(x), version_of(x), x.requires_grad, x.grad_fn is None
-                )
-        with saving:
-            # The node lives as long as its output.
-            leaf = torch.empty(0, requires_grad=True, device="cpu")
-            self._anchor = _Inputs.apply(leaf, *different)
+                if id(x) not in inputs:
+                    inputs[id(x)] = _Input(keep(x), x.requires_grad, x.grad_fn is None)
+                self._given[key] = inputs[id(x)]
         obstacle: str | None = "an error"
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
-            obstacle = self._begun.obstacle()
-            self._begun.owner.is_repeatable = obstacle is None
+            obstacle = self.begun.obstacle()
+            self.begun.owner.is_repeatable = obstacle is None
             if obstacle is not None:
-                self._on_kept(obstacle)
+                self.on_kept(obstacle)
         finally:
             for reference in self._saved:
                 saved = reference()
                 if saved is not None and obstacle is None:
                     saved.value = None
                 elif saved is not None and isinstance(saved.value, torch.Tensor):
-                    saved.value = self._keep(saved.value)
+                    saved.value = self.use.keep(saved.value)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        value = self._place_of(tensor) or tensor
+        value = self.use.place_of(tensor) or tensor
         saved = _Saved(len(self._saved), tensor.shape, tensor.dtype, value)
         self._saved.append(weakref.ref(saved))
         return saved
@@ -1125,22 +1093,21 @@ class Recomputation:
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, apart from the graph."""
-        try:
-            tensors = self._anchor.grad_fn.saved_tensors
-        except RuntimeError as error:
-            for key, was in self._tensors.items():
-                x = was.tensor()
-                if x is not None and version_of(x) != was.version:
-                    raise changed_in_place(f"argument {key!r}") from error
-            raise
         args, kwargs = list[Any](), dict[str, Any]()
-        again: dict[int, torch.Tensor] = {}
-        for key, value in self._given.items():
-            given = self._tensors.get(key)
-            if given is not None and given.place not in again:
-                own = tensors[given.place].detach().requires_grad_(given.requires_grad)
-                again[given.place] = own if given.is_leaf else own.view_as(own)
-            x = value if given is None else again[given.place]
+        again: dict[_Input, torch.Tensor] = {}
+        for key, given in self._given.items():
+            x = given
+            if isinstance(given, _Input):
+                if given not in again:
+                    try:
+                        x = given.kept()
+                    except RuntimeError as error:
+                        if isinstance(given.kept, Kept):
+                            raise changed_in_place(f"argument {key!r}") from error
+                        raise
+                    x = x.detach().requires_grad_(given.requires_grad)
+                    again[given] = x if given.is_leaf else x.view_as(x)
+                x = again[given]
             if isinstance(key, str):
                 kwargs[key] = x
             else:
@@ -1148,7 +1115,7 @@ class Recomputation:
         return tuple(args), kwargs
 
     def _compute_again(self) -> None:
-        self._begun.check()
+        self.begun.check()
         with torch.enable_grad():
             args, kwargs = self._arguments()
         wanted = {saved.index for ref in self._saved if (saved := ref()) is not None}
@@ -1168,8 +1135,8 @@ class Recomputation:
 
         hooks = saved_tensors_hooks(catch, lambda tensor: tensor)
         try:
-            with torch.enable_grad(), self._begun.restored(), hooks:
-                self._begun.variables.copy().run(self._body, args, kwargs, True)
+            with torch.enable_grad(), self.begun.restored(), hooks:
+                self.begun.variables.copy().run(self.body, args, kwargs, True)
         except _Enough as enough:
             if enough.args[0] is not self:
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -35,7 +36,9 @@ class Replicated:
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._incoming: dict[int, torch.Tensor] = {}
         self._had: dict[int, bool] = {}  # whether those had a gradient before the pass
-        self._retired: dict[int, weakref.ref[torch.nn.Parameter]] = {}
+        # Sharded parameters by the id of what they have replaced, with a reference to that: ties
+        # survive where modules are sharded one after another. Both weak, to extend no lifetime.
+        self._retired: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
         return (param for reference in self._params if (param := reference()) is not None)
@@ -43,11 +46,17 @@ class Replicated:
     def __contains__(self, param: object) -> bool:
         return any(known is param for known in self)
 
-    def retire(self, param: torch.nn.Parameter) -> None:
-        """`param` was replaced by a sharded parameter: an optimizer of it would train nothing."""
+    def retire(self, param: torch.nn.Parameter, successor: torch.nn.Parameter) -> None:
+        """A sharded parameter has replaced `param`: an optimizer of that would train nothing."""
         key = id(param)
         # Python reuses ids: without the callback, a new parameter could be taken for this one.
-        self._retired[key] = weakref.ref(param, lambda _: self._retired.pop(key, None) and None)
+        old = weakref.ref(param, lambda _: self._retired.pop(key, None) and None)
+        self._retired[key] = old, weakref.ref(successor)
+
+    def successor(self, param: torch.nn.Parameter) -> Any:
+        """The sharded parameter that has replaced `param`, or None."""
+        _, reference = self._retired.get(id(param), (None, None))
+        return None if reference is None else reference()
 
     def refuse_retired(self, params: Iterable[torch.Tensor]) -> None:
         """ParameterError if an optimizer trains `params` that sharded parameters have replaced."""

@@ -59,10 +59,10 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         refuse_create_graph()
-        leaf, *nodes = [node for node, _ in ctx.next_functions]
+        (leaf, _), *params = ctx.next_functions
         # backward(inputs=...): the leaf is not among them
-        if nodes and ctx.use.engine.backward.reduces and not will_run(leaf):
-            wanted = [node is not None and will_run(node) for node in nodes]
+        if ctx.use.engine.backward.reduces and not will_run(leaf):
+            wanted = [node is not None and will_run(node) for node, _ in params]
             grads = tuple(
                 [grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)]
             )
@@ -136,6 +136,7 @@ class Kept:
 # What is kept of a saved tensor; called for it.
 Unpack = Callable[[], torch.Tensor]
 
+
 # Gives a module the tensors of a use, one per slot of all storages; returns a function that takes
 # them back.
 Bind = Callable[[Sequence[torch.Tensor]], Callable[[], None]]
@@ -189,7 +190,6 @@ class Use:
         self._full: dict[Storage, torch.Tensor] = {}
         #: for saved tensors: the program's, or those of a call around it; None without any
         self.hooks: Any = active_saved_tensors_hooks()
-        self._by_address: dict[int, Storage] = {}  # by address of the full buffer
         self._running = 0
         self._with_grad = torch.is_grad_enabled()
         self.order = next(_ORDER)
@@ -202,7 +202,7 @@ class Use:
         self.is_repeated = False
         # The views that calls inside of `together` share, to the graph one call; empty before the
         # first, None outside.
-        self._tied: list[torch.Tensor] | None = None
+        self._shared_views: list[torch.Tensor] | None = None
         #: whether backward gathers again what forward has gathered (ZeRO-3)
         self.is_gathered_again = False
         self._residences: dict[Storage, Residence] = {}
@@ -242,15 +242,15 @@ class Use:
                     param.expect_whole_gradients()
             return self.gather_views()
         refuse_transforms()
-        if self._tied:
-            return self._tied
+        if self._shared_views:
+            return self._shared_views
         for storage, _ in self.trained():
             storage.gradient.prepare_for_backward()
         with torch.no_grad():
             views = self.gather_views()
         views = self._in_graph(views)
-        if self._tied is not None:
-            self._tied = views
+        if self._shared_views is not None:
+            self._shared_views = views
         return views
 
     def _in_graph(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -258,7 +258,8 @@ class Use:
         for storage in self.storages:
             for reference in storage.references:
                 param = reference()
-                # the leaf in the place of those that the program has dropped
+                # The leaf stands for those that the program has dropped: the node's inputs are
+                # matched with the slots by their number.
                 params.append(leaf if param is None else param)
         # What the node saves of its n-th view is n.
         number = functools.partial(next, itertools.count())
@@ -280,26 +281,26 @@ class Use:
             yield
         finally:
             self._running -= 1
-            # Forward is over: release all but what backward will read from here (ZeRO-2). In
-            # backward, `end` and `release_all` do; while a run is nested in another, the outer
-            # still reads.
+            # Forward is over: release all but what backward will read from here (ZeRO-2), else
+            # every block's buffer would stay until then. In backward, `end` and `release_all` do;
+            # while a run is nested in another, the outer still reads.
             if not (in_backward() or self._running):
                 for storage in list(self._full):
-                    survives = self._residences[storage].survives_forward
-                    if not survives or not torch.is_grad_enabled():
-                        self._release(storage)
+                    residence = self._residences[storage]
+                    if not residence.survives_forward or not torch.is_grad_enabled():
+                        residence.release(self._full.pop(storage))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Calls inside are one to autograd, which sums their gradients and ends the use once."""
-        self.is_repeated, self._tied = True, []
+        self.is_repeated, self._shared_views = True, []
         try:
             with self.running():
                 yield
         finally:
             # The graph of the views refers to this use: a cycle that Python's collector cannot see,
             # since autograd holds one of its edges. Keeping the views would leak both.
-            self._tied = None
+            self._shared_views = None
 
     def hold(self, storage: Storage) -> torch.Tensor:
         """The full buffer of `storage`, gathered if this use does not hold it."""
@@ -372,11 +373,7 @@ class Use:
                 self._reduce(late)
         self._has_end = True
         for storage in reversed(list(self._full)):
-            self._release(storage)
-
-    def _release(self, storage: Storage) -> None:
-        self._by_address.clear()  # `place_of` makes it anew
-        self._residences[storage].release(self._full.pop(storage))
+            self._residences[storage].release(self._full.pop(storage))
 
     def end(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Backward has computed the gradients of all slots: release the buffers, then reduce.
@@ -420,11 +417,14 @@ class Use:
             if any(self.trainable[own]):
                 yield storage, own
 
-    def saving(self) -> contextlib.AbstractContextManager[object]:
-        """Hooks of a call that keeps what autograd saves."""
-        if self.hooks is None and not self.is_gathered_again:
+    def saving(
+        self, keep: Callable[[torch.Tensor], Unpack]
+    ) -> contextlib.AbstractContextManager[object]:
+        """Hooks of a call that keeps by `keep` what autograd saves; none if autograd can itself."""
+        by_autograd = keep == self.keep and self.hooks is None and not self.is_gathered_again
+        if by_autograd or not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda saved: saved())
+        return torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved())
 
     def keep(self, tensor: torch.Tensor) -> Unpack:
         """Keep a saved tensor.
@@ -445,22 +445,20 @@ class Use:
 
         None, too, for views of parameters that the program's hooks see in plain PyTorch.
         """
-        if len(self._by_address) != len(self._full):
-            for storage, full in self._full.items():
-                self._by_address[full.untyped_storage().data_ptr()] = storage
         # Sharded and sparse tensors have no memory of their own.
-        has_memory = not isinstance(tensor, Slices) and tensor.layout is torch.strided
-        address = tensor.untyped_storage().data_ptr() if has_memory else 0
-        found = self._by_address.get(address)
-        if found is None:
+        if isinstance(tensor, Slices) or tensor.layout is not torch.strided:
             return None
-        size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        if self.hooks is not None:
-            begin = offset - int(self._full[found].storage_offset())
-            slots = [(slot.shape, slot.stride, slot.offset) for slot in found.layout.slots]
-            if (tuple(size), stride, begin) not in slots:
-                return None
-        return Packed(self, found, tensor.dtype, size, stride, offset)
+        address = tensor.untyped_storage().data_ptr()
+        for storage, full in self._full.items():
+            if full.untyped_storage().data_ptr() != address:
+                continue
+            size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            place = tuple(size), stride, offset - int(full.storage_offset())
+            if self.hooks is None or place in [
+                (slot.shape, slot.stride, slot.offset) for slot in storage.layout.slots
+            ]:
+                return Packed(self, storage, tensor.dtype, size, stride, offset)
+        return None
 
     def _check_versions(self) -> None:
         for storage, version in zip(self.storages, self._versions, strict=True):
