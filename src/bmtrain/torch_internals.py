@@ -18,6 +18,7 @@ import logging
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -341,9 +342,22 @@ def hooks_of(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
     )
 
 
-def renew_weights(module: torch.nn.RNNBase) -> None:
-    """Rebuild the list from which a recurrent module reads its weights."""
-    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+def renew_weights(module: torch.nn.RNNBase, *, is_sharded: bool) -> None:
+    """Rebuild the list from which a recurrent module reads its weights.
+
+    While they are sharded, the list has none: `flatten_parameters`, which programs call, does
+    nothing then.
+    """
+    weights: list[Any] = [module._parameters[name] for name in module._flat_weights_names]
+    module._flat_weights = weights
+    if is_sharded:
+        module._flat_weights = [None for _ in weights]
+        module._flat_weight_refs = [weakref.ref(x) for x in weights]
+
+
+# Lays a recurrent module's weights out for the kernels of GPUs, in other memory, as the module
+# itself would in its next call.
+lay_out_weights: Callable[[torch.nn.RNNBase], None] = torch.nn.RNNBase._init_flat_weights
 
 
 # TorchScript

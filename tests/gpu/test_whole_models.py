@@ -31,6 +31,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(12 if self.rnn.bidirectional else 6, 8)
 
     def forward(self, x):
+        self.rnn.flatten_parameters()
         ids = torch.arange(20, device=x.device).view(4, 5)
         rows = nn.utils.rnn.pack_padded_sequence(self.tokens(ids), [5, 4, 4, 2], batch_first=True)
         hidden, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(rows)[0], batch_first=True)
@@ -106,7 +107,8 @@ def as_plain_pytorch(name):
             step_of(nets, opts, step)
             for net in nets:
                 net.zero_grad()
-        states = [x.to("cpu") for net in nets for x in net.state_dict().values()]
+        copies = copy.deepcopy(nets)
+        states = [x.to("cpu") for net in (*nets, *copies) for x in net.state_dict().values()]
         found.append([*states, *[x.to("cpu") for x in KEPT]])
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
 

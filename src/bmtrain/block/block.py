@@ -62,6 +62,7 @@ from bmtrain.torch_internals import (
     has_global_module_hooks,
     hooks_of,
     in_backward,
+    lay_out_weights,
     map_tensors,
     next_node_number,
     no_torch_function,
@@ -124,10 +125,6 @@ class ParameterTable(tuple[Row, ...]):
         ]
         self.are_copies = any(storage.axis.size > 1 for storage in self.storages)
         self.rnns = [module for _, module in modules if isinstance(module, torch.nn.RNNBase)]
-        weights = {id(rnn._parameters) for rnn in self.rnns}
-        #: of each row, whether its module gives it other memory: on GPUs recurrent modules lay
-        #: their weights out for the kernel in each call
-        self.may_move = [id(home) in weights for home, _ in self.homes]
         self._dicts: list[dict[str, Any]] = [
             found for _, m in modules for found in (m._modules, m._parameters)
         ]
@@ -255,7 +252,7 @@ class Binding:
         outer, lent = self.is_running, self._lent
         bound = list(map(views.__getitem__, table.positions))
         standing = list(itertools.starmap(dict.__getitem__, table.homes))
-        addresses, versions = list(map(_address, bound)), versions_of(bound)
+        versions = versions_of(bound)
         if not is_compiled:
             kind = BoundCopy if table.are_copies else Bound
             for view in bound:
@@ -270,12 +267,14 @@ class Binding:
         sums = _sums(bound) if is_looking else None
         self._bound_table, self.is_running = table, True
         self._put(table, bound)
+        for rnn in table.rnns:
+            lay_out_weights(rnn)
+        addresses = list(map(_address, bound))
         try:
             yield
             held = itertools.starmap(dict.get, table.homes)
             _refuse(table, map(operator.is_not, held, bound))
-            are_moved = map(operator.ne, map(_address, bound), addresses)
-            _refuse(table, map(operator.gt, are_moved, table.may_move))
+            _refuse(table, map(operator.ne, map(_address, bound), addresses))
             if versions_of(bound) != versions:
                 raise _written(table, bound)
             if sums is not None:  # writes that bypass torch, such as numpy's, count no version
@@ -342,7 +341,7 @@ class Binding:
         # Recurrent modules keep their own list of weights and pass that to the kernel: without an
         # update they would compute with the previous ones.
         for rnn in table.rnns:
-            renew_weights(rnn)
+            renew_weights(rnn, is_sharded=self._bound_table is None)
 
 
 _address = torch.Tensor.data_ptr
@@ -607,6 +606,8 @@ class Block(_WithMethods):
         adopt(places, self._policy, context.engine)
         for _, part in parts:
             move_buffers(part, context.device)
+            if isinstance(part, torch.nn.RNNBase):
+                renew_weights(part, is_sharded=True)
         self._holds_blocks = has_blocks(self._inner)
         if self._stage is not None:
             self.move_to_stage(self._stage)
