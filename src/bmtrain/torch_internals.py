@@ -348,16 +348,20 @@ def renew_weights(module: torch.nn.RNNBase, *, is_sharded: bool) -> None:
     While they are sharded, the list has none: `flatten_parameters`, which programs call, does
     nothing then.
     """
-    weights: list[Any] = [module._parameters[name] for name in module._flat_weights_names]
-    module._flat_weights = weights
-    if is_sharded:
-        module._flat_weights = [None for _ in weights]
-        module._flat_weight_refs = [weakref.ref(x) for x in weights]
+    names = module._flat_weights_names
+    # The module stands for a weight that is computed: torch reads that anew in the next call.
+    weights: list[Any] = [module._parameters.get(name, module) for name in names]
+    module._flat_weights = [None for _ in weights] if is_sharded else weights
+    if is_sharded or any(x is module for x in weights):
+        module._flat_weight_refs = list(map(weakref.ref, weights))
 
 
-# Lays a recurrent module's weights out for the kernels of GPUs, in other memory, as the module
-# itself would in its next call.
-lay_out_weights: Callable[[torch.nn.RNNBase], None] = torch.nn.RNNBase._init_flat_weights
+def lay_out_weights(module: torch.nn.RNNBase) -> None:
+    """Lay a recurrent module's weights out for the kernels of GPUs, in other memory, as the module
+    itself would in its next call. Not where some are computed: that reads them.
+    """
+    if all(x is not module for x in module._flat_weights):
+        module._init_flat_weights()
 
 
 # TorchScript

@@ -14,6 +14,7 @@ from tests.ranks.passes import blocks_of
 from tests.ranks.runner import on_ranks, run_ranks
 from tests.tensors import grad_of
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
@@ -117,6 +118,12 @@ def twice(module, x):
     return squared(module, module(x))
 
 
+def made():
+    """Weights of a recurrent module are computed; one moves its buffers whenever it is read."""
+    lstm = parametrizations.weight_norm(nn.LSTM(8, 7, batch_first=True), "weight_ih_l0")
+    return parametrizations.spectral_norm(lstm, "weight_hh_l0")
+
+
 def in_reentrant(module, x):
     return squared(lambda y: checkpoint(module, y * 2, use_reentrant=True), x)
 
@@ -140,6 +147,7 @@ CASES = {
         lambda m, x: squared(lambda y: m(y, y, y), x),
     ),
     "lstm": (lambda: nn.LSTM(8, 7, num_layers=2, batch_first=True, bidirectional=True), squared),
+    "made lstm": (made, squared),
     # a bias before the norm has no gradient
     "convolution": (
         lambda: nn.Sequential(nn.Conv1d(5, 7, 3, padding=1, bias=False), nn.BatchNorm1d(7)),
@@ -166,7 +174,7 @@ def run_case(name, modes):
     for mode in modes:
         block = compare(make, call, sequence(), *mode)
         first = models.full_gradients(block)
-        if name in ("convolution", "spectral norm", "frozen") or not first:
+        if name in ("convolution", "made lstm", "spectral norm", "frozen") or not first:
             continue  # buffers have moved, or there is no gradient
         torch.manual_seed(2)
         share(call(block, sequence().requires_grad_())).backward()
